@@ -1,4 +1,5 @@
-"""The one exception tree. A bad rollout is data (`types.FailedRollout`), never an exception.
+"""The one exception tree. A bad rollout is data (`types.FailedRollout`), never an
+exception.
 
 InvrlError
 ├── ConfigError            bad input: names the field, the value, the reason and the fix
@@ -31,10 +32,12 @@ from pathlib import Path
 
 
 class InvrlError(Exception):
-    """Root of everything that invrl raises on purpose. Can be pickled, whatever its constructor takes."""
+    """Root of everything that invrl raises on purpose. Can be pickled, whatever its
+    constructor takes."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exception's own __reduce__ calls the constructor with `args`, which our constructors do not take.
+        # Exception's own __reduce__ calls the constructor with `args`, which our
+        # constructors do not take.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -54,7 +57,8 @@ class PluginError(ConfigError):
 
 
 class DamagedFileError(InvrlError):
-    """A file of a run folder is missing, or is not what was written. Retrying does not help."""
+    """A file of a run folder is missing, or is not what was written. Retrying does not
+    help."""
 
     def __init__(self, path: Path, reason: str, fix: str = "") -> None:
         message = f"{path}: {reason}"
@@ -67,7 +71,8 @@ class DamagedFileError(InvrlError):
 
 
 class NewerFormatError(DamagedFileError):
-    """A newer version of invrl wrote the file, in a format that this one does not know."""
+    """A newer version of invrl wrote the file, in a format that this one does not
+    know."""
 
 
 class OtherModelError(DamagedFileError):
@@ -84,12 +89,13 @@ class DeadlineError(InvrlError):
 
 
 class ActorSilentError(DeadlineError):
-    """A Ray actor did not answer a call in time. Only for a missing answer: a DeadlineError raised inside the
-    actor stays a DeadlineError."""
+    """A Ray actor did not answer a call in time. Only for a missing answer: a
+    DeadlineError raised inside the actor stays a DeadlineError."""
 
 
 class ServerError(InvrlError):
-    """A server process did not start, died or misbehaved. The message ends with its last log lines."""
+    """A server process did not start, died or misbehaved. The message ends with its
+    last log lines."""
 
 
 class ActorDiedError(ServerError):
@@ -129,7 +135,8 @@ class UnsendableTaskError(InvrlError):
 
 
 class UnusableRowError(InvrlError):
-    """A row of a data file cannot be trained. Whoever reads the file adds which row of which file it is."""
+    """A row of a data file cannot be trained. Whoever reads the file adds which row of
+    which file it is."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"{reason}. Fix: {fix}")
@@ -138,7 +145,8 @@ class UnusableRowError(InvrlError):
 
 
 class IdenticalFailuresError(InvrlError):
-    """Rollouts failed in the same way, one after the other, and none finished between them."""
+    """Rollouts failed in the same way, one after the other, and none finished between
+    them."""
 
     def __init__(self, text: str, *, fix: str) -> None:
         super().__init__(f"{text}. Fix: {fix}")
@@ -147,22 +155,25 @@ class IdenticalFailuresError(InvrlError):
 
 
 class FilteredOutError(InvrlError):
-    """No batch comes together because the group filter drops every group: the task is solved, or the model
-    never succeeds at it. The loop then ends the run in an orderly way."""
+    """No batch comes together because the group filter drops every group: the task is
+    solved, or the model never succeeds at it. The loop then ends the run in an orderly
+    way."""
 
 
 class BufferStateError(InvrlError):
-    """An impossible transition of the buffer: a fault in our code, or a task source that yields other tasks
-    than before when a run resumes."""
+    """An impossible transition of the buffer: a fault in our code, or a task source
+    that yields other tasks than before when a run resumes."""
 
 
 class RunStoreError(InvrlError):
-    """The run's store cannot be read or written (a full disk, say), or lacks what it must hold: the tokens of
-    a taken batch, or the incarnation that a checkpoint belongs to."""
+    """The run's store cannot be read or written (a full disk, say), or lacks what it
+    must hold: the tokens of a taken batch, or the incarnation that a checkpoint belongs
+    to."""
 
 
 class DiskFullError(RunStoreError):
-    """The disk of the run's store is full. What was to be written may be tried again once there is space."""
+    """The disk of the run's store is full. What was to be written may be tried again
+    once there is space."""
 
 
 class TrainError(InvrlError):
@@ -172,20 +183,24 @@ class TrainError(InvrlError):
 class WeightSyncError(InvrlError):
     """A weight update did not commit."""
 
-    def __init__(self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()) -> None:
-        """`engine`: the one that failed first. `unrestored` engines may hold mixed or new weights; they are
-        still paused and must leave the fleet."""
+    def __init__(
+        self, message: str, *, engine: str = "", unrestored: tuple[str, ...] = ()
+    ) -> None:
+        """`engine`: the one that failed first. `unrestored` engines may hold mixed or
+        new weights; they are still paused and must leave the fleet."""
         super().__init__(message)
         self.engine = engine
         self.unrestored = unrestored
 
 
 class BroadcastError(WeightSyncError):
-    """A broadcast of weights broke. This says nothing against the engine that found it; it may hold a mix."""
+    """A broadcast of weights broke. This says nothing against the engine that found it;
+    it may hold a mix."""
 
 
 class LayoutError(WeightSyncError):
-    """The trainer's tensors do not fit. Found before any engine's weights were written."""
+    """The trainer's tensors do not fit. Found before any engine's weights were
+    written."""
 
 
 class ChecksumError(WeightSyncError):
@@ -193,4 +208,5 @@ class ChecksumError(WeightSyncError):
 
 
 class CanaryError(WeightSyncError):
-    """Engine and trainer log-probs on the fixed prompts differ by more than the bound."""
+    """Engine and trainer log-probs on the fixed prompts differ by more than the
+    bound."""

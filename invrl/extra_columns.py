@@ -1,9 +1,11 @@
-"""Extra columns: numbers that a rollout is given beside its reward, such as process rewards, weights or a
-verifier's score. The setting `extra_columns` declares each of them once, by name and level.
+"""Extra columns: numbers that a rollout is given beside its reward, such as process
+rewards, weights or a verifier's score. The setting `extra_columns` declares each of
+them once, by name and level.
 
-Invariant: a name that is declared can be a column of a training row beside those that invrl computes itself.
-Numbers are checked against the declaration by the gateway, where they arrive
-(`gateway/sessions/number_checks.py`), and become columns and numbers of rows in `buffer/training_samples.py`.
+Invariant: a name that is declared can be a column of a training row beside those that
+invrl computes itself. Numbers are checked against the declaration by the gateway, where
+they arrive (`gateway/sessions/number_checks.py`), and become columns and numbers of
+rows in `buffer/training_samples.py`.
 """
 
 import math
@@ -14,7 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 
 Level = Literal["token", "turn", "rollout"]
-"""What has a number of its own: each sampled token of a turn, each turn, or the whole rollout."""
+"""What has a number of its own: each sampled token of a turn, each turn, or the whole
+rollout."""
 
 RESERVED_NAMES = frozenset(
     {
@@ -61,7 +64,9 @@ class ExtraNumbers:
     """Of the rollout."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """By turn, then by name. A turn is named by its id, or by the id of its answer."""
-    token_numbers: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    token_numbers: Mapping[str, Mapping[str, Sequence[float]]] = field(
+        default_factory=dict
+    )
     """By turn, then by name: one number for each token that the turn sampled."""
 
     def __bool__(self) -> bool:
@@ -69,16 +74,21 @@ class ExtraNumbers:
 
 
 def parse_extra_columns(entries: Iterable[str]) -> dict[str, ExtraColumn]:
-    """Parses entries NAME:LEVEL or NAME:LEVEL=DEFAULT. By name, in the given order. Raises ValueError for any
-    other entry, for a reserved name, and for a name that is given twice."""
+    """Parses entries NAME:LEVEL or NAME:LEVEL=DEFAULT. By name, in the given order.
+    Raises ValueError for any other entry, for a reserved name, and for a name that is
+    given twice."""
     columns: dict[str, ExtraColumn] = {}
     for entry in entries:
         column = _parse_entry(entry)
         if column.name in columns:
-            raise ValueError(f"the column {column.name!r} is given twice: name each column once")
+            raise ValueError(
+                f"the column {column.name!r} is given twice: name each column once"
+            )
         columns[column.name] = column
     if len(columns) > MAX_COLUMNS:
-        raise ValueError(f"{len(columns)} columns: at most {MAX_COLUMNS} can be declared")
+        raise ValueError(
+            f"{len(columns)} columns: at most {MAX_COLUMNS} can be declared"
+        )
     return columns
 
 
@@ -87,7 +97,9 @@ def _parse_entry(entry: str) -> ExtraColumn:
     name, colon, level = (part.strip() for part in declaration.partition(":"))
     if not colon or level not in get_args(Level):
         levels = ", ".join(get_args(Level))
-        raise ValueError(f"{entry!r} is not NAME:LEVEL or NAME:LEVEL=DEFAULT; LEVEL is one of: {levels}")
+        raise ValueError(
+            f"{entry!r} is not NAME:LEVEL or NAME:LEVEL=DEFAULT; LEVEL is one of: {levels}"
+        )
     if not (name.isidentifier() and name.isascii()) or len(name) > MAX_COLUMN_NAME:
         raise ValueError(
             f"{entry!r}: {name!r} is no name; use letters, digits and underscores, with a letter first, "
@@ -109,7 +121,9 @@ def _parse_default(entry: str, text: str) -> float:
     except ValueError:
         default = math.nan
     if not is_number(default):
-        raise ValueError(f"{entry!r}: the default {text!r} is not a finite number within float32")
+        raise ValueError(
+            f"{entry!r}: the default {text!r} is not a finite number within float32"
+        )
     return default
 
 

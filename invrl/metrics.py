@@ -1,7 +1,7 @@
 """Metrics are values that know how they are reduced.
 
-Ranks and micro-batches return them, `merge` adds them up, and `resolve` turns them into floats. `timed`
-measures phases. The sinks that write metrics are in `observe/sinks.py`.
+Ranks and micro-batches return them, `merge` adds them up, and `resolve` turns them into
+floats. `timed` measures phases. The sinks that write metrics are in `observe/sinks.py`.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean. `total` is the weighted sum, so parts are merged by adding both fields."""
+    """A weighted mean. `total` is the weighted sum, so parts are merged by adding both
+    fields."""
 
     total: float
     weight: float = 1.0
@@ -72,7 +73,9 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
             if earlier is None:
                 merged[name] = metric
             elif type(earlier) is not type(metric):
-                raise TypeError(f"metric {name}: {type(earlier).__name__} and {type(metric).__name__}")
+                raise TypeError(
+                    f"metric {name}: {type(earlier).__name__} and {type(metric).__name__}"
+                )
             else:
                 merged[name] = earlier + metric  # type: ignore[operator]
     return merged

@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def fix_of_path(path: Path, fix: str, *, names: Iterable[str] = ()) -> str:
-    """A fix for a path that leads nowhere: what is spelt almost like it and exists, in the folder where the
-    path goes wrong or among `names`, which stand for files too; otherwise `fix`."""
+    """A fix for a path that leads nowhere: what is spelt almost like it and exists, in
+    the folder where the path goes wrong or among `names`, which stand for files too;
+    otherwise `fix`."""
     missing = path.expanduser()
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent

@@ -1,10 +1,12 @@
-"""User code by import path: turns `package.module:name` into a callable, or raises a PluginError.
+"""User code by import path: turns `package.module:name` into a callable, or raises a
+PluginError.
 
 The error says what is wrong and what to write instead.
 
-Invariant: what a loader returns has been imported, is callable, and accepts the call that its Protocol in
-`interfaces.py` describes. Loaders run at start-up, before any process exists, and again in the process that
-runs the code. The current working directory is importable, so a file in the user's own folder works.
+Invariant: what a loader returns has been imported, is callable, and accepts the call
+that its Protocol in `interfaces.py` describes. Loaders run at start-up, before any
+process exists, and again in the process that runs the code. The current working
+directory is importable, so a file in the user's own folder works.
 """
 
 import difflib
@@ -21,7 +23,13 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from invrl.errors import PluginError
-from invrl.interfaces import GroupFilter, GroupRolloutFn, HistoryGroupFilter, RewardFn, RolloutFn
+from invrl.interfaces import (
+    GroupFilter,
+    GroupRolloutFn,
+    HistoryGroupFilter,
+    RewardFn,
+    RolloutFn,
+)
 
 Plugin = TypeVar("Plugin")
 MakeError = Callable[[str, str], PluginError]
@@ -29,7 +37,8 @@ MakeError = Callable[[str, str], PluginError]
 
 
 def load_rollout_function(path: str) -> RolloutFn | GroupRolloutFn:
-    """A function with `group = True` set on it is checked as the group form. Raises PluginError."""
+    """A function with `group = True` set on it is checked as the group form. Raises
+    PluginError."""
     function = load_plugin(path, "rollout_function_path", RolloutFn)
     if is_group_form(function):
         return load_plugin(path, "rollout_function_path", GroupRolloutFn)
@@ -47,8 +56,8 @@ def load_reward_function(path: str) -> RewardFn:
 
 
 def takes_keyword(function: Callable[..., object], name: str) -> bool:
-    """Whether the function has a parameter of this name that can be given by keyword. `**kwargs` does not
-    count."""
+    """Whether the function has a parameter of this name that can be given by keyword.
+    `**kwargs` does not count."""
     try:
         parameter = inspect.signature(function).parameters.get(name)
     except (TypeError, ValueError):  # a C function without a signature
@@ -62,7 +71,8 @@ def takes_keyword(function: Callable[..., object], name: str) -> bool:
 def load_group_filter(
     path: str, built_ins: Mapping[str, GroupFilter | HistoryGroupFilter]
 ) -> GroupFilter | HistoryGroupFilter:
-    """A function with a parameter `history` is checked as the form that takes it. Raises PluginError."""
+    """A function with a parameter `history` is checked as the form that takes it.
+    Raises PluginError."""
     if path in built_ins:
         return built_ins[path]
     make_error = partial(PluginError, "group_filter", path)
@@ -70,7 +80,9 @@ def load_group_filter(
     if takes_history(target):
         _check_call(target, attribute, HistoryGroupFilter, make_error)
     else:
-        _check_call(target, attribute, GroupFilter, make_error, or_as=HistoryGroupFilter)
+        _check_call(
+            target, attribute, GroupFilter, make_error, or_as=HistoryGroupFilter
+        )
     return cast(GroupFilter, target)
 
 
@@ -89,13 +101,17 @@ def takes_history(group_filter: object) -> bool:
 
 
 def load_plugin(
-    path: str, field: str, protocol: type[Plugin], built_ins: Mapping[str, Plugin] | None = None
+    path: str,
+    field: str,
+    protocol: type[Plugin],
+    built_ins: Mapping[str, Plugin] | None = None,
 ) -> Plugin:
-    """The built-in of that name, or the callable at `module:name`; dots after the colon reach into objects.
+    """The built-in of that name, or the callable at `module:name`; dots after the colon
+    reach into objects.
 
-    The callable is checked against the parameters of `protocol.__call__`. A file below the working directory
-    may be given instead of its module: `my_agent.py:name`. `field` is the setting that errors name. Raises
-    PluginError.
+    The callable is checked against the parameters of `protocol.__call__`. A file below
+    the working directory may be given instead of its module: `my_agent.py:name`.
+    `field` is the setting that errors name. Raises PluginError.
     """
     built_ins = built_ins or {}
     if path in built_ins:
@@ -106,7 +122,9 @@ def load_plugin(
     return cast(Plugin, target)
 
 
-def _find(path: str, built_in_names: list[str], make_error: MakeError) -> tuple[object, str]:
+def _find(
+    path: str, built_in_names: list[str], make_error: MakeError
+) -> tuple[object, str]:
     """The object at `module:name`, and its name. Raises PluginError."""
     module_name, colon, attribute = path.partition(":")
     file = ""
@@ -133,13 +151,16 @@ def _malformed(path: str, built_ins: list[str], make_error: MakeError) -> Plugin
     """The error for a path that is neither a built-in nor of the form module:name."""
     form = _suggested_form(path)
     if not built_ins:
-        return make_error("not of the form module:name", _suggest(path, built_ins, form))
+        return make_error(
+            "not of the form module:name", _suggest(path, built_ins, form)
+        )
     fix = _suggest(path, built_ins, f"{', '.join(built_ins)}, or {form}")
     return make_error("neither a built-in name nor module:name", fix)
 
 
 def _suggested_form(path: str) -> str:
-    """How an import path without a colon should be written: its last part may be the function's name."""
+    """How an import path without a colon should be written: its last part may be the
+    function's name."""
     without_suffix = path.removesuffix(".py")
     module_name, dot, name = without_suffix.replace("/", ".").rpartition(".")
     if dot and not path.endswith(".py") and _all_identifiers(f"{module_name}.{name}"):
@@ -157,27 +178,32 @@ def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
     working_folder = Path.cwd()
     path = (working_folder / Path(file).expanduser()).resolve()
     if not path.is_file():
-        siblings = [str(Path(file).parent / sibling.name) for sibling in path.parent.glob("*.py")]
-        fix = _suggest(file, siblings, "give the file, or the module as Python imports it")
+        siblings = [
+            str(Path(file).parent / sibling.name)
+            for sibling in path.parent.glob("*.py")
+        ]
+        fix = _suggest(
+            file, siblings, "give the file, or the module as Python imports it"
+        )
         raise make_error(f"there is no file {str(path)!r}", fix)
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise make_error(
-            f"{path.name!r} is no name of a Python module", "rename it, to my_agent.py for example"
+            f"{path.name!r} is no name of a Python module",
+            "rename it, to my_agent.py for example",
         )
     if path.is_relative_to(working_folder.resolve()):
         parts = path.relative_to(working_folder.resolve()).with_suffix("").parts
         module_name = ".".join(parts)
         if _all_identifiers(module_name):
             return module_name
-    reason = (
-        f"modules are imported from {working_folder} and the Python path; the file is below {path.parent}"
-    )
+    reason = f"modules are imported from {working_folder} and the Python path; the file is below {path.parent}"
     fix = f"start from {path.parent}, or add it to PYTHONPATH, and write {path.stem}:{attribute}"
     raise make_error(reason, fix)
 
 
 def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
-    """The module. `attribute`: what is wanted of it, for the fix. Raises PluginError."""
+    """The module. `attribute`: what is wanted of it, for the fix. Raises
+    PluginError."""
     working_folder = os.getcwd()
     if working_folder not in sys.path:
         sys.path.insert(0, working_folder)
@@ -189,9 +215,14 @@ def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} (looked in {working_folder} and the Python path)"
             paths = [
-                f"{module_name.replace(missing, sibling, 1)}:{attribute}" for sibling in _siblings(missing)
+                f"{module_name.replace(missing, sibling, 1)}:{attribute}"
+                for sibling in _siblings(missing)
             ]
-            fix = _suggest(f"{module_name}:{attribute}", paths, "give the module as Python imports it")
+            fix = _suggest(
+                f"{module_name}:{attribute}",
+                paths,
+                "give the module as Python imports it",
+            )
             raise make_error(reason, fix) from None
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raised = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
@@ -200,7 +231,8 @@ def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
 
 
 def _siblings(missing: str) -> list[str]:
-    """Full names of the modules that can be imported from the package in which `missing` was looked for."""
+    """Full names of the modules that can be imported from the package in which
+    `missing` was looked for."""
     parent = missing.rpartition(".")[0]
     if not parent:
         return [module.name for module in pkgutil.iter_modules()]
@@ -211,16 +243,23 @@ def _siblings(missing: str) -> list[str]:
     return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders)]
 
 
-def _check_same_file(module: object, module_name: str, file: str, make_error: MakeError) -> None:
-    """Raises PluginError where Python finds a module of this name at another place than the user's file."""
+def _check_same_file(
+    module: object, module_name: str, file: str, make_error: MakeError
+) -> None:
+    """Raises PluginError where Python finds a module of this name at another place than
+    the user's file."""
     imported_file = getattr(module, "__file__", None)
     if Path(file).expanduser().samefile(imported_file or os.devnull):
         return
     place = getattr(module, "__file__", "itself")
-    raise make_error(f"Python finds another {module_name} first, in {place}", "rename the file")
+    raise make_error(
+        f"Python finds another {module_name} first, in {place}", "rename the file"
+    )
 
 
-def _reach(module: object, module_name: str, attribute: str, make_error: MakeError) -> object:
+def _reach(
+    module: object, module_name: str, attribute: str, make_error: MakeError
+) -> object:
     """The object at `attribute` of the module; dots reach into objects."""
     target = module
     for part in attribute.split("."):
@@ -233,26 +272,39 @@ def _reach(module: object, module_name: str, attribute: str, make_error: MakeErr
 
 
 def _check_call(
-    target: object, attribute: str, protocol: type, make_error: MakeError, *, or_as: type | None = None
+    target: object,
+    attribute: str,
+    protocol: type,
+    make_error: MakeError,
+    *,
+    or_as: type | None = None,
 ) -> None:
-    """Raises PluginError unless `target` accepts the call that the protocol describes. `or_as`: another form
-    that the fix names too."""
+    """Raises PluginError unless `target` accepts the call that the protocol describes.
+    `or_as`: another form that the fix names too."""
     fix = "give a function, or an object with a __call__ method"
     if inspect.isclass(target):
         raise make_error("a class, not a function", fix)
     if not callable(target):
         raise make_error(f"{target!r} is not callable", fix)
     parameters = _call_parameters(protocol)
-    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    by_name = {
+        parameter.name: None
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     by_position = [None] * (len(parameters) - len(by_name))
     try:
         signature = inspect.signature(target)
-    except ValueError:  # a C function without a signature can only be checked by calling it
+    except (
+        ValueError
+    ):  # a C function without a signature can only be checked by calling it
         return
     try:
         signature.bind(*by_position, **by_name)
     except TypeError as error:
-        reason = f"its signature {signature} does not take the call it will get ({error})"
+        reason = (
+            f"its signature {signature} does not take the call it will get ({error})"
+        )
         function_name = attribute.rpartition(".")[2]
         fix = f"write it as {function_name}{inspect.Signature(parameters)}"
         if or_as is not None:
@@ -264,12 +316,14 @@ def _call_parameters(protocol: type) -> list[inspect.Parameter]:
     """The parameters of the call that the protocol describes, without their types."""
     parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     return [
-        parameter.replace(annotation=parameter.empty, default=parameter.empty) for parameter in parameters
+        parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        for parameter in parameters
     ]
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:
-    """A fix that names the valid name nearest to the wrong one, if there is one near."""
+    """A fix that names the valid name nearest to the wrong one, if there is one
+    near."""
     nearest = difflib.get_close_matches(wrong, list(valid), n=1)
     if not nearest:
         return otherwise

@@ -1,7 +1,7 @@
 """The base class of every configuration section: frozen, and unknown keys are refused.
 
-Sections are declared beside their owners and composed in `run/config.py`. All of it imports without torch or
-Ray.
+Sections are declared beside their owners and composed in `run/config.py`. All of it
+imports without torch or Ray.
 """
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict

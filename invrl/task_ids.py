@@ -1,4 +1,5 @@
-"""Ids of tasks: which can be used, and how tasks of a run that come back are told apart."""
+"""Ids of tasks: which can be used, and how tasks of a run that come back are told
+apart."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,14 +8,16 @@ USABLE_ID_FIX = "give each task an id of 1 to 256 characters, in Unicode"
 
 
 def is_usable_id(name: object) -> bool:
-    """Whether this is a short string without lone surrogates. Ids are sent as JSON and are part of paths."""
+    """Whether this is a short string without lone surrogates. Ids are sent as JSON and
+    are part of paths."""
     if not isinstance(name, str):
         return False
     return 0 < len(name) <= 256 and name.encode(errors="replace").decode() == name
 
 
 class DistinctIds:
-    """Makes the ids of one sequence of tasks distinct: the n-th repeat of "id" is "id@n"."""
+    """Makes the ids of one sequence of tasks distinct: the n-th repeat of "id" is
+    "id@n"."""
 
     def __init__(self, occurrences: Mapping[str, int] | None = None) -> None:
         """`occurrences`: those of a sequence that is continued."""

@@ -1,6 +1,8 @@
-"""The state that a task source keeps over a resume, as `state()` returns it: what it may be. Pure.
+"""The state that a task source keeps over a resume, as `state()` returns it: what it
+may be. Pure.
 
-It is stored in every checkpoint, so it is JSON that comes back unchanged, and not large."""
+It is stored in every checkpoint, so it is JSON that comes back unchanged, and not
+large."""
 
 import math
 from collections.abc import Mapping
@@ -20,16 +22,20 @@ class TaskStateError(ValueError):
 
 
 def stored_state(state: object) -> Json:
-    """A copy of the state as a checkpoint gives it back. Raises TaskStateError unless it is JSON that comes
-    back unchanged and has at most `MAX_STATE_BYTES`."""
+    """A copy of the state as a checkpoint gives it back. Raises TaskStateError unless
+    it is JSON that comes back unchanged and has at most `MAX_STATE_BYTES`."""
     try:
         encoded = msgspec.json.encode(state)
         copy = msgspec.json.decode(encoded)
         is_unchanged = bool(copy == state)
     except Exception as error:  # the comparison may be the user's code
-        raise TaskStateError(_fault(state) or f"JSON cannot hold it: {error!r}") from error
+        raise TaskStateError(
+            _fault(state) or f"JSON cannot hold it: {error!r}"
+        ) from error
     if not is_unchanged:
-        raise TaskStateError(_fault(state) or "it does not come back from JSON as it was")
+        raise TaskStateError(
+            _fault(state) or "it does not come back from JSON as it was"
+        )
     if len(encoded) > MAX_STATE_BYTES:
         raise TaskStateError(
             f"it has {len(encoded) / 2**20:.0f} MiB as JSON; at most {MAX_STATE_BYTES / 2**20:.0f} are stored"
@@ -52,10 +58,15 @@ def _fault_at(value: object, place: str) -> str:
         is_unicode = value.encode(errors="replace").decode() == value
         return "" if is_unicode else f"{place} has lone surrogates: {_shown(value)}"
     if type(value) is float:
-        return "" if math.isfinite(value) else f"{place} is {value}, which JSON does not have"
+        return (
+            ""
+            if math.isfinite(value)
+            else f"{place} is {value}, which JSON does not have"
+        )
     if type(value) is list:
         faults = (
-            _fault_at(item, f"{place}[{index}]") for index, item in enumerate(cast("list[object]", value))
+            _fault_at(item, f"{place}[{index}]")
+            for index, item in enumerate(cast("list[object]", value))
         )
         return next((fault for fault in faults if fault), "")
     if type(value) is dict:

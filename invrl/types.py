@@ -1,11 +1,13 @@
-"""The vocabulary of the package, in pipeline order: one frozen type per stage of a sample's life.
+"""The vocabulary of the package, in pipeline order: one frozen type per stage of a
+sample's life.
 
     WeightVersion -> Task -> GroupLease -> Session -> Turn -> Trajectory -> Rollout | FailedRollout
         -> Group -> TakenBatch -> TrainSample -> TrainBatch -> WeightUpdate
 
-Axes in names: `_G` members of a group, `_T` tokens of a sequence, `_B` packed rows. Token ids and versions
-are int32, log-probs and advantages float32. Constructors check lengths, so a value that exists is
-consistent. Every package imports this module; it imports only the reasons of failures (`reasons.py`).
+Axes in names: `_G` members of a group, `_T` tokens of a sequence, `_B` packed rows.
+Token ids and versions are int32, log-probs and advantages float32. Constructors check
+lengths, so a value that exists is consistent. Every package imports this module; it
+imports only the reasons of failures (`reasons.py`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,20 +24,24 @@ from invrl.top_logprobs import TopLogprobs
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
 WeightVersion = NewType("WeightVersion", int)
-"""The number of batches that these weights were trained on, which is the step; 0 is the initial model."""
+"""The number of batches that these weights were trained on, which is the step; 0 is the
+initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
 """What a session is for."""
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a generation ended: by itself, at its token limit, or because it was cancelled."""
+"""Why a generation ended: by itself, at its token limit, or because it was
+cancelled."""
 
 MAX_REWARD = 1e9
-"""Largest absolute reward. Group statistics square rewards: above it float32 advantages would overflow."""
+"""Largest absolute reward. Group statistics square rewards: above it float32 advantages
+would overflow."""
 MAX_REWARD_COMPONENTS = 256
 """Most named parts that one reward may have."""
 MAX_NAME_LENGTH = 512
-"""Most characters of a name that crosses the session API: ids, components of a reward."""
+"""Most characters of a name that crosses the session API: ids, components of a
+reward."""
 
 
 def _same_length(**arrays: NDArray[np.generic]) -> int:
@@ -47,12 +53,15 @@ def _same_length(**arrays: NDArray[np.generic]) -> int:
 
 
 def field_values(instance: Any, of: type | None = None) -> dict[str, Any]:
-    """The fields of a dataclass by name, for the constructor of another one that has them too. `of`: only the
-    fields of this base class. Unlike `dataclasses.asdict`, fields that are dataclasses stay what they are."""
-    return {member.name: getattr(instance, member.name) for member in fields(of or instance)}
+    """The fields of a dataclass by name, for the constructor of another one that has
+    them too. `of`: only the fields of this base class. Unlike `dataclasses.asdict`,
+    fields that are dataclasses stay what they are."""
+    return {
+        member.name: getattr(instance, member.name) for member in fields(of or instance)
+    }
 
 
-# ------------------------------------------------------------------ tasks and leases
+# ----------------------------------------------------------------- tasks and leases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +76,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rollout in the run: its group, its index in the group, and the number of the attempt
-    at that index. No two rollouts have the same place."""
+    """The place of one rollout in the run: its group, its index in the group, and the
+    number of the attempt at that index. No two rollouts have the same place."""
 
     group_id: str
     index: int
@@ -85,8 +94,8 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLease:
-    """Work that the buffer hands out: run these members of this group. A later lease of the same group
-    holds the replacements of members that failed."""
+    """Work that the buffer hands out: run these members of this group. A later lease of
+    the same group holds the replacements of members that failed."""
 
     group_id: str
     task: Task
@@ -94,16 +103,19 @@ class GroupLease:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        return tuple(Place(self.group_id, member.index, member.attempt) for member in self.members)
+        return tuple(
+            Place(self.group_id, member.index, member.attempt)
+            for member in self.members
+        )
 
 
-# ------------------------------------------------------------------ sessions
+# ----------------------------------------------------------------- sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. The log-probs that the engine returns are computed after `temperature` and
-    before `top_p`."""
+    """How tokens are drawn. The log-probs that the engine returns are computed after
+    `temperature` and before `top_p`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -112,7 +124,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How much a session may use: turns, sampled tokens, seconds since it was opened, concurrent calls."""
+    """How much a session may use: turns, sampled tokens, seconds since it was opened,
+    concurrent calls."""
 
     max_turns: int = 10_000
     max_sampled_tokens: int = 1_000_000
@@ -137,8 +150,8 @@ class RolloutIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """What a session is opened for, and what it may use. Sessions that are opened together have the same
-    terms."""
+    """What a session is opened for, and what it may use. Sessions that are opened
+    together have the same terms."""
 
     task_id: str
     group_id: str
@@ -149,7 +162,8 @@ class SessionTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(SessionTerms):
-    """One rollout's right to sample: whoever has `key` may sample in this session and in no other."""
+    """One rollout's right to sample: whoever has `key` may sample in this session and
+    in no other."""
 
     id: str
     key: str
@@ -157,8 +171,8 @@ class Session(SessionTerms):
     index: int
     attempt: int
     parent_id: str = ""
-    """The session that opened this one for a sub-agent. Both have the same index and attempt in the group,
-    and one outcome ends both."""
+    """The session that opened this one for a sub-agent. Both have the same index and
+    attempt in the group, and one outcome ends both."""
 
     @property
     def place(self) -> Place:
@@ -177,7 +191,8 @@ class Session(SessionTerms):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A reward and its named parts: for the session, or for one of its turns or branches (by turn id)."""
+    """A reward and its named parts: for the session, or for one of its turns or
+    branches (by turn id)."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -185,12 +200,13 @@ class Reward:
     branch: str = ""
 
 
-# ------------------------------------------------------------------ turns
+# ----------------------------------------------------------------- turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens [start, end) of a turn were drawn under the weights of `version`."""
+    """Sampled tokens [start, end) of a turn were drawn under the weights of
+    `version`."""
 
     version: WeightVersion
     start: int
@@ -198,8 +214,9 @@ class VersionSpan:
 
 
 def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bool:
-    """Whether the tokens of a turn may be trained if its answer was delivered: it was not aborted, and if a
-    grammar constrained it, the grammar is known, so that the trainer can apply it too."""
+    """Whether the tokens of a turn may be trained if its answer was delivered: it was
+    not aborted, and if a grammar constrained it, the grammar is known, so that the
+    trainer can apply it too."""
     if finish_reason == "abort":
         return False
     return not constrained or has_grammar
@@ -207,8 +224,9 @@ def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One generation. The engine consumed the ids of the path up to this turn, then `context_ids_T`, and
-    emitted `sampled_ids_T`: the turns of a path, concatenated, are exactly the ids that the engine saw."""
+    """One generation. The engine consumed the ids of the path up to this turn, then
+    `context_ids_T`, and emitted `sampled_ids_T`: the turns of a path, concatenated, are
+    exactly the ids that the engine saw."""
 
     id: str
     session_id: str
@@ -228,15 +246,17 @@ class Turn:
     cached_tokens: int
     """Those of the prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
-    """Why this turn departs from what was recorded: it is a further root, or it branches off before a reply
-    that the client replaced. "" for a first turn and for a turn that continues its parent."""
+    """Why this turn departs from what was recorded: it is a further root, or it
+    branches off before a reply that the client replaced. "" for a first turn and for a
+    turn that continues its parent."""
     started_at: float
     finished_at: float
     constrained: bool = False
-    """A grammar restricted the tokens (forced tool call, JSON schema): `logprobs_T` are those of the
-    model's distribution over the tokens that the grammar allowed."""
+    """A grammar restricted the tokens (forced tool call, JSON schema): `logprobs_T` are
+    those of the model's distribution over the tokens that the grammar allowed."""
     grammar: str = ""
-    """For a constrained turn that may be trained: the grammar, as JSON of SGLang's sampling parameter."""
+    """For a constrained turn that may be trained: the grammar, as JSON of SGLang's
+    sampling parameter."""
 
     @property
     def trainable(self) -> bool:
@@ -244,14 +264,20 @@ class Turn:
         return is_trainable(self.finish_reason, self.constrained, bool(self.grammar))
 
     def __post_init__(self) -> None:
-        num_sampled = _same_length(sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T)
+        num_sampled = _same_length(
+            sampled_ids_T=self.sampled_ids_T, logprobs_T=self.logprobs_T
+        )
         end = 0
         for span in self.spans:
             if span.start != end or span.end < span.start:
-                raise ValueError(f"turn {self.id}: version spans do not tile the output: {self.spans}")
+                raise ValueError(
+                    f"turn {self.id}: version spans do not tile the output: {self.spans}"
+                )
             end = span.end
         if end != num_sampled:
-            raise ValueError(f"turn {self.id}: spans end at {end}, {num_sampled} tokens were sampled")
+            raise ValueError(
+                f"turn {self.id}: spans end at {end}, {num_sampled} tokens were sampled"
+            )
 
     @property
     def versions_T(self) -> NDArray[np.int32]:
@@ -275,19 +301,21 @@ class Trajectory:
             raise ValueError("the turns of a trajectory are not one root-to-leaf path")
 
 
-# ------------------------------------------------------------------ outcomes of rollouts
+# --------------------------------------------------------------- outcomes of rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary(RolloutIdentity):
-    """A finished session as the buffer holds it: ids, lengths and the reward, no token arrays."""
+    """A finished session as the buffer holds it: ids, lengths and the reward, no token
+    arrays."""
 
     outcome: Literal["finished"] = "finished"
     reward: float
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
     prompt_tokens: int
-    """Prompt tokens over all turns, as the engine counted them (cached tokens included)."""
+    """Prompt tokens over all turns, as the engine counted them (cached tokens
+    included)."""
     cached_tokens: int
     later_prompt_tokens: int
     """Prompt tokens of all turns but the first of each branch."""
@@ -298,38 +326,43 @@ class RolloutSummary(RolloutIdentity):
     auxiliary_tokens: int = 0
     """Sampled tokens of conversations beside the main one (titles, summaries)."""
     trained_tokens: int
-    """Sampled tokens that may be trained: of delivered turns that were not aborted and are not below an
-    untrained root."""
+    """Sampled tokens that may be trained: of delivered turns that were not aborted and
+    are not below an untrained root."""
     truncated: bool
     """Some turn ended because it reached its token limit."""
     oldest_version: WeightVersion
     newest_version: WeightVersion
     forks: int
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Forks by reason, continued turns by match level, ids of kept thinking and of forked prompts."""
+    """Forks by reason, continued turns by match level, ids of kept thinking and of
+    forked prompts."""
     started_at: float
     finished_at: float
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
     """Turn id -> reward of that single turn, for its tokens."""
     branch_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Turn id -> reward of the branches through that turn. Of two on one branch the later one counts."""
+    """Turn id -> reward of the branches through that turn. Of two on one branch the
+    later one counts."""
     turn_levels: Mapping[str, str] = field(default_factory=dict)
-    """Turn id -> level, for the turns in the two mappings above: "main/N" for a turn of the session itself,
-    "child/N" for a turn of a child session, where N turns come before it on its branch."""
+    """Turn id -> level, for the turns in the two mappings above: "main/N" for a turn of
+    the session itself, "child/N" for a turn of a child session, where N turns come
+    before it on its branch."""
     child_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Session id -> reward, of every child session whose turns belong to this rollout; its own reward or
-    an inherited one."""
+    """Session id -> reward, of every child session whose turns belong to this rollout;
+    its own reward or an inherited one."""
     child_reward_from: Mapping[str, str] = field(default_factory=dict)
-    """Child session id -> the session that was given this reward: the child itself, or the ancestor from
-    which it inherits."""
+    """Child session id -> the session that was given this reward: the child itself, or
+    the ancestor from which it inherits."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of extra columns that have one number per rollout, by name, as far as they were given."""
+    """Of extra columns that have one number per rollout, by name, as far as they were
+    given."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Turn id -> name -> number, of extra columns that have one number per turn."""
     failure: FailureReason | None = None
-    """Set where the rollout failed but counts, with the reward that the run gives to such failures."""
+    """Set where the rollout failed but counts, with the reward that the run gives to
+    such failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -339,12 +372,16 @@ class Rollout:
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
-    """By turn id, where the run records them: one row for each of the turn's tokens, the experts of the pass
-    that predicted it."""
-    token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(default_factory=dict)
-    """Turn id -> name -> one number for each sampled token, of extra columns that have one per token."""
+    """By turn id, where the run records them: one row for each of the turn's tokens,
+    the experts of the pass that predicted it."""
+    token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(
+        default_factory=dict
+    )
+    """Turn id -> name -> one number for each sampled token, of extra columns that have
+    one per token."""
     top_logprobs: Mapping[str, TopLogprobs] = field(default_factory=dict)
-    """By turn id, where the run records them: the likeliest tokens in the place of each sampled one."""
+    """By turn id, where the run records them: the likeliest tokens in the place of each
+    sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,15 +392,15 @@ class FailedRollout(RolloutIdentity):
     reason: FailureReason
     detail: str
     partial: RolloutSummary | None = None
-    """The summary that counts if the run gives such failures a reward; its own reward is 0 until then. None
-    if there is no token to train."""
+    """The summary that counts if the run gives such failures a reward; its own reward
+    is 0 until then. None if there is no token to train."""
 
 
 Outcome = RolloutSummary | FailedRollout
 """How a rollout ended, as the buffer records it."""
 
 
-# ------------------------------------------------------------------ groups
+# ----------------------------------------------------------------- groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,10 +414,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """How a group ended, as its task source is told it and as the history of its task keeps it.
+    """How a group ended, as its task source is told it and as the history of its task
+    keeps it.
 
-    A group that is kept ends, in this sense, when it is complete: it is trained later, unless its tokens are
-    too old or lost by then."""
+    A group that is kept ends, in this sense, when it is complete: it is trained later,
+    unless its tokens are too old or lost by then."""
 
     task_id: str
     """As the task source gave it, without the "@n" of a task that comes back."""
@@ -388,19 +426,20 @@ class GroupOutcome:
     version: WeightVersion
     """The trainer's version at that time, which is the number of batches trained."""
     rewards_G: tuple[float, ...]
-    """Of the rollouts that finished, in the order of their indices. Fewer than the group's size if it is not
-    complete."""
+    """Of the rollouts that finished, in the order of their indices. Fewer than the
+    group's size if it is not complete."""
     num_solved: int
     """How many of these rewards are at least --success-reward."""
     complete: bool
     """Whether all rollouts of the group finished."""
     dropped: str = ""
-    """Why the group is not trained: "zero_variance", "filtered/<the filter's word>", "stale", "incomplete"
-    and so on (`DropReason`). "" if it is kept."""
+    """Why the group is not trained: "zero_variance", "filtered/<the filter's word>",
+    "stale", "incomplete" and so on (`DropReason`). "" if it is kept."""
 
     @property
     def success_rate(self) -> float | None:
-        """The share of these rewards that are at least --success-reward. None without a reward."""
+        """The share of these rewards that are at least --success-reward. None without a
+        reward."""
         if not self.rewards_G:
             return None
         return self.num_solved / len(self.rewards_G)
@@ -408,7 +447,8 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskHistory:
-    """The complete groups that a task has had so far in the run, whether they were kept or dropped."""
+    """The complete groups that a task has had so far in the run, whether they were kept
+    or dropped."""
 
     task_id: str
     """As in `GroupOutcome`."""
@@ -439,7 +479,8 @@ class TaskHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
-    """A group that was dropped while rollouts of it ran. Those rollouts are to be cancelled."""
+    """A group that was dropped while rollouts of it ran. Those rollouts are to be
+    cancelled."""
 
     group_id: str
     reason: DropReason
@@ -452,8 +493,8 @@ class DroppedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSoFar:
-    """A running rollout, and the oldest version among the tokens that would be trained if it finished
-    now."""
+    """A running rollout, and the oldest version among the tokens that would be trained
+    if it finished now."""
 
     place: Place
     oldest_version: WeightVersion
@@ -461,21 +502,23 @@ class SampledSoFar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """What the buffer hands to the loop: whole groups, by id. Their tokens are read from the store."""
+    """What the buffer hands to the loop: whole groups, by id. Their tokens are read
+    from the store."""
 
     batch_id: int
     version: WeightVersion
-    """Version that the trainer holds when the batch is taken. Staleness is counted against it."""
+    """Version that the trainer holds when the batch is taken. Staleness is counted
+    against it."""
     groups: tuple[Group, ...]
 
 
-# ------------------------------------------------------------------ training
+# ----------------------------------------------------------------- training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpan:
-    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from the grammar's
-    beginning."""
+    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from
+    the grammar's beginning."""
 
     start: int
     end: int
@@ -483,7 +526,8 @@ class GrammarSpan:
 
 
 SOLVED_NUMBER = "solved"
-"""The number of a row that is 1 if its rollout solved its task, else 0, where the objective reads it."""
+"""The number of a row that is 1 if its rollout solved its task, else 0, where the
+objective reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -504,15 +548,17 @@ class TrainSample:
     attempt: int
     turn_ids: tuple[str, ...]
     turn_spans: tuple[tuple[int, int], ...] = ()
-    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made of turns."""
+    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made
+    of turns."""
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
     """The experts that computed token t in the engine; None: they were not recorded."""
     top_logprobs: TopLogprobs | None = None
-    """The tokens that the engine's policy held likeliest in the place of token t; none where the loss mask is
-    False. None: they were not recorded."""
+    """The tokens that the engine's policy held likeliest in the place of token t; none
+    where the loss mask is False. None: they were not recorded."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """More numbers of token t, by name: log-probs of a teacher, process rewards, the user's own."""
+    """More numbers of token t, by name: log-probs of a teacher, process rewards, the
+    user's own."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """More numbers of the whole row, by name."""
 
@@ -529,13 +575,15 @@ class TrainSample:
             versions_T=self.versions_T,
         )
         if length > 0 and self.loss_mask_T[0]:
-            raise ValueError(f"rollout {self.rollout_id}: the first token has no log-prob to train")
+            raise ValueError(
+                f"rollout {self.rollout_id}: the first token has no log-prob to train"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCounts:
-    """How much a mini-batch trains, over all ranks: the denominators of its loss. What has no trained token
-    is not counted."""
+    """How much a mini-batch trains, over all ranks: the denominators of its loss. What
+    has no trained token is not counted."""
 
     tokens_of_rollout: Mapping[str, int]
     """By rollout id. A rollout may have several rows, also on several ranks."""
@@ -571,9 +619,15 @@ class TrainedCounts:
             if num_trained == 0:
                 continue
             rows += 1
-            solved_tokens += num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
-            tokens_of_rollout[sample.rollout_id] = tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
-            tokens_of_group[sample.group_id] = tokens_of_group.get(sample.group_id, 0) + num_trained
+            solved_tokens += (
+                num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
+            )
+            tokens_of_rollout[sample.rollout_id] = (
+                tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
+            )
+            tokens_of_group[sample.group_id] = (
+                tokens_of_group.get(sample.group_id, 0) + num_trained
+            )
             group_of_rollout[sample.rollout_id] = sample.group_id
         return TrainedCounts(
             tokens_of_rollout=tokens_of_rollout,
@@ -586,8 +640,8 @@ class TrainedCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainBatch:
-    """Samples with one advantage per token: the whole batch, a mini-batch of it, or one data-parallel rank's
-    share of a mini-batch."""
+    """Samples with one advantage per token: the whole batch, a mini-batch of it, or one
+    data-parallel rank's share of a mini-batch."""
 
     batch_id: int
     version: WeightVersion
@@ -595,11 +649,14 @@ class TrainBatch:
     advantages: tuple[NDArray[np.float32], ...]
     """One array [T] per sample; 0 where its loss mask is False."""
     counts: TrainedCounts | None = None
-    """Of the whole mini-batch that these samples are a share of. None: the samples are all of it."""
+    """Of the whole mini-batch that these samples are a share of. None: the samples are
+    all of it."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.advantages):
-            raise ValueError(f"{len(self.samples)} samples, {len(self.advantages)} advantages")
+            raise ValueError(
+                f"{len(self.samples)} samples, {len(self.advantages)} advantages"
+            )
         for sample, advantages_T in zip(self.samples, self.advantages, strict=True):
             _same_length(tokens_T=sample.tokens_T, advantages_T=advantages_T)
 
@@ -609,12 +666,13 @@ class TrainBatch:
         return self.counts or TrainedCounts.of(self.samples)
 
 
-# ------------------------------------------------------------------ weights
+# ----------------------------------------------------------------- weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's name ("bfloat16")."""
+    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's
+    name ("bfloat16")."""
 
     name: str
     shape: tuple[int, ...]
@@ -628,11 +686,12 @@ class WeightUpdate:
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
-    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed over the engines in a
-    rolling update. `newcomers` is the wait for engines that come back, `trainer_canary` the trainer's part of
-    the canary, which it computes while the engines load, `paused` the longest time during which an engine did
-    not generate."""
+    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed
+    over the engines in a rolling update. `newcomers` is the wait for engines that come
+    back, `trainer_canary` the trainer's part of the canary, which it computes while the
+    engines load, `paused` the longest time during which an engine did not generate."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)
-    """Name -> reason, of the engines that failed while others did not. They must leave the fleet."""
+    """Name -> reason, of the engines that failed while others did not. They must leave
+    the fleet."""

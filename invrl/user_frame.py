@@ -1,7 +1,8 @@
-"""Where in the user's own code a failure comes from: file, line, function and the text of the line. Pure.
+"""Where in the user's own code a failure comes from: file, line, function and the text
+of the line. Pure.
 
-User code is every file that does not belong to Python, to an installed package or to this package. The file
-of the user's function counts as user code wherever it is.
+User code is every file that does not belong to Python, to an installed package or to
+this package. The file of the user's function counts as user code wherever it is.
 """
 
 import ast
@@ -16,7 +17,8 @@ from types import TracebackType
 from typing import Any
 
 USER_FRAME_PREFIX = "at "
-"""Begins the last line of a failure's detail where that line names a line of user code."""
+"""Begins the last line of a failure's detail where that line names a line of user
+code."""
 _MAX_LINE_CHARS = 160
 _INNER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -24,7 +26,9 @@ _INNER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef
 def _library_folders() -> tuple[str, ...]:
     """Folders of Python, of installed packages and of this package."""
     installed = sysconfig.get_paths()
-    folders = {installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders = {
+        installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
     folders.add(str(Path(__file__).parent))
     return tuple(str(Path(folder).resolve()) for folder in folders)
 
@@ -33,10 +37,11 @@ _LIBRARY_FOLDERS = _library_folders()
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """The innermost line of user code that the error passed through, as "FILE:LINE, in NAME: TEXT".
+    """The innermost line of user code that the error passed through, as "FILE:LINE, in
+    NAME: TEXT".
 
-    Returns "" if there is none. Of a group of exceptions, the first one in it is looked at first. `function`
-    is the user's function that was called, where it is known.
+    Returns "" if there is none. Of a group of exceptions, the first one in it is looked
+    at first. `function` is the user's function that was called, where it is known.
     """
     function_file = ""
     if function is not None:
@@ -49,7 +54,8 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def describe_exception(error: BaseException) -> str:
-    """The error's type and message. The message is the user's code, so asking for it may fail in turn."""
+    """The error's type and message. The message is the user's code, so asking for it
+    may fail in turn."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -57,8 +63,9 @@ def describe_exception(error: BaseException) -> str:
 
 
 def returned_at(function: Callable[..., Any]) -> str:
-    """Where the function's result comes from, as "FILE:LINE, in NAME: TEXT": its `return` if it has exactly
-    one, else its first line. Returns "" for a function without source."""
+    """Where the function's result comes from, as "FILE:LINE, in NAME: TEXT": its
+    `return` if it has exactly one, else its first line. Returns "" for a function
+    without source."""
     code = undecorated(function)
     try:
         lines, first_line = inspect.getsourcelines(code)
@@ -99,7 +106,8 @@ def is_user_file(file: str) -> bool:
 
 
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function below its decorators; for an object that can be called, its `__call__`."""
+    """The function below its decorators; for an object that can be called, its
+    `__call__`."""
     inner = inspect.unwrap(function)
     if inspect.isroutine(inner):
         return inner
@@ -114,7 +122,8 @@ def _source_file(function: Callable[..., Any]) -> str:
 
 
 def _return_statements(function: ast.AST) -> Iterator[ast.Return]:
-    """The return statements of the function itself, without those of functions and classes inside it."""
+    """The return statements of the function itself, without those of functions and
+    classes inside it."""
     for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Return):
             yield child

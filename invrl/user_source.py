@@ -1,8 +1,8 @@
-"""What the source of user code says before it runs: which attributes it reads, whether it uses an argument,
-and what an async function calls that blocks its event loop.
+"""What the source of user code says before it runs: which attributes it reads, whether
+it uses an argument, and what an async function calls that blocks its event loop.
 
-Only the user's own files are read, found through the globals of the function's module. A finding is a hint,
-never a proof: code may be called in ways that no source shows."""
+Only the user's own files are read, found through the globals of the function's module.
+A finding is a hint, never a proof: code may be called in ways that no source shows."""
 
 import ast
 import inspect
@@ -38,40 +38,54 @@ BLOCKING = frozenset(
 )
 """Synchronous clients, and what waits without letting others run."""
 OTHER_LOOPS = frozenset(
-    {"asyncio.run", "loop.run_until_complete", "asyncio.get_event_loop().run_until_complete"}
+    {
+        "asyncio.run",
+        "loop.run_until_complete",
+        "asyncio.get_event_loop().run_until_complete",
+    }
 )
 """Calls that start an event loop, which a running one refuses."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def reads_attribute(function: Callable[..., Any], name: str) -> str:
-    """The file of the user's, among that of the function and those that it imports, which reads `.NAME` of
-    anything. Empty if there is none."""
+    """The file of the user's, among that of the function and those that it imports,
+    which reads `.NAME` of anything. Empty if there is none."""
     for file in _user_files(function):
         for node in ast.walk(_parsed(file)):
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == name
+                and isinstance(node.ctx, ast.Load)
+            ):
                 return file.name
     return ""
 
 
 def uses_argument(function: Callable[..., Any], position: int) -> bool:
-    """Whether the function names its argument at `position` anywhere; True too where its source is not
-    known."""
+    """Whether the function names its argument at `position` anywhere; True too where
+    its source is not known."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
         source = textwrap.dedent(inspect.getsource(undecorated(function)))
         tree = ast.parse(source)
     except (OSError, SyntaxError, TypeError, ValueError):
         return True
-    if position >= len(parameters) or parameters[position].kind is inspect.Parameter.VAR_POSITIONAL:
+    if (
+        position >= len(parameters)
+        or parameters[position].kind is inspect.Parameter.VAR_POSITIONAL
+    ):
         return True
     name = parameters[position].name
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
+    return any(
+        isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)
+    )
 
 
 def calls_in_async(function: Callable[..., Any], names: Collection[str]) -> str:
-    """The first call of one of these names from an async function of the user's, directly or in a function of
-    the same file that it calls: "requests.post (my_agent.py:12)". Empty if there is none."""
+    """The first call of one of these names from an async function of the user's,
+    directly or in a function of the same file that it calls: "requests.post
+    (my_agent.py:12)". Empty if there is none."""
     for file in _user_files(function):
         for name, line in _async_calls(_parsed(file), names):
             return f"{name} ({file.name}:{line})"
@@ -82,9 +96,13 @@ def _async_calls(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str
     """The names that are called, each with its line."""
     definitions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
     reached = {
-        definition.name: definition for definition in definitions if isinstance(definition, ast.FunctionDef)
+        definition.name: definition
+        for definition in definitions
+        if isinstance(definition, ast.FunctionDef)
     }
-    pending: list[_Function] = [node for node in definitions if isinstance(node, ast.AsyncFunctionDef)]
+    pending: list[_Function] = [
+        node for node in definitions if isinstance(node, ast.AsyncFunctionDef)
+    ]
     while pending:
         for call in _own_calls(pending.pop(0)):
             called = ast.unparse(call.func)
@@ -95,16 +113,20 @@ def _async_calls(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str
 
 
 def _own_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls that the function itself makes, without those of functions inside it."""
+    """The calls that the function itself makes, without those of functions inside
+    it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
             yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        if not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+        ):
             yield from _own_calls(child)
 
 
 def _user_files(function: Callable[..., Any]) -> Iterator[Path]:
-    """The file of the function, wherever it is, then the user's files that it imports, directly or not."""
+    """The file of the function, wherever it is, then the user's files that it imports,
+    directly or not."""
     first = inspect.getmodule(undecorated(function))
     pending = [first] if first is not None else []
     seen: set[str] = set()

@@ -1,11 +1,13 @@
-"""`python launch/run_contained.py COMMAND ...` runs the command and ends everything that it started.
+"""`python launch/run_contained.py COMMAND ...` runs the command and ends everything
+that it started.
 
-There are two processes. The first one, which was called, passes signals and the exit code on. The second one,
-below it, adopts every orphan of the command. It ends all of them when the command ends or the caller is gone:
-after success, failure, Ctrl-C, SIGTERM, and kill -9 of this program or of the shell that started it.
+There are two processes. The first one, which was called, passes signals and the exit
+code on. The second one, below it, adopts every orphan of the command. It ends all of
+them when the command ends or the caller is gone: after success, failure, Ctrl-C,
+SIGTERM, and kill -9 of this program or of the shell that started it.
 
-The launch scripts call this before anything is installed, so it uses only the standard library, and
-`invrl/host/descendants.py` from the same checkout.
+The launch scripts call this before anything is installed, so it uses only the standard
+library, and `invrl/host/descendants.py` from the same checkout.
 """
 
 from __future__ import annotations
@@ -44,16 +46,23 @@ def main(arguments: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     if arguments[0] == REAPER_FLAG:
         adopt_orphans()
-        exit_code = run_command(arguments[1:], caller=caller, signal_on_our_death=signal.SIGKILL)
+        exit_code = run_command(
+            arguments[1:], caller=caller, signal_on_our_death=signal.SIGKILL
+        )
         end_descendants(terminate=True, grace_s=DESCENDANT_GRACE_S)
     else:
         reaper = [sys.executable, __file__, REAPER_FLAG, *arguments]
-        exit_code = run_command(reaper, caller=caller, signal_on_our_death=signal.SIGTERM)
+        exit_code = run_command(
+            reaper, caller=caller, signal_on_our_death=signal.SIGTERM
+        )
     return exit_code
 
 
-def run_command(command: list[str], *, caller: int, signal_on_our_death: signal.Signals) -> int:
-    """Run the command to its end and pass signals on to it. Returns the exit code that a shell would give."""
+def run_command(
+    command: list[str], *, caller: int, signal_on_our_death: signal.Signals
+) -> int:
+    """Run the command to its end and pass signals on to it. Returns the exit code that
+    a shell would give."""
 
     def in_child() -> None:
         die_with_parent(signal_on_our_death)
@@ -70,7 +79,8 @@ def run_command(command: list[str], *, caller: int, signal_on_our_death: signal.
         if time.monotonic() > kill_at:
             child.kill()
         info = signal.sigtimedwait(WATCHED, POLL_INTERVAL_S)
-        # A terminal's Ctrl-C (si_code > 0) has reached the command already: it is in the same process group.
+        # A terminal's Ctrl-C (si_code > 0) has reached the command already: it is in
+        # the same process group.
         if info is not None and info.si_signo in PASSED_ON and info.si_code <= 0:
             child.send_signal(info.si_signo)
     if child.returncode < 0:

@@ -1,7 +1,8 @@
 """Prints `export` lines that give uv the package sources that pip is configured for.
 
-uv does not read pip's settings. On a machine with its own wheel folder, mirror or certificate, uv would
-resolve other packages than pip. Variables of uv that are set already stay as they are.
+uv does not read pip's settings. On a machine with its own wheel folder, mirror or
+certificate, uv would resolve other packages than pip. Variables of uv that are set
+already stay as they are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import sys
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's effective settings by their names without a section. As in pip, the environment takes precedence
-    over configuration files."""
+    """pip's effective settings by their names without a section. As in pip, the
+    environment takes precedence over configuration files."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listing = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", check=False
@@ -32,7 +33,9 @@ def pip_settings() -> dict[str, str]:
 def main() -> None:
     pip = pip_settings()
     # uv reads only indexes that it can list over HTTP.
-    extra_indexes = [url for url in pip.get("extra-index-url", "").split() if url.startswith("http")]
+    extra_indexes = [
+        url for url in pip.get("extra-index-url", "").split() if url.startswith("http")
+    ]
     variables = {
         "UV_FIND_LINKS": ",".join(pip.get("find-links", "").split()),
         "UV_DEFAULT_INDEX": pip.get("index-url", ""),

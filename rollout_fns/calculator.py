@@ -1,13 +1,14 @@
 """A two-turn agent with a calculator, written with nothing but the `openai` client.
 
-In turn 1 the model writes `calc(a*b)`, and we compute the product. In turn 2 it reads the result and answers.
-The reward is the largest of these that applies:
+In turn 1 the model writes `calc(a*b)`, and we compute the product. In turn 2 it reads
+the result and answers. The reward is the largest of these that applies:
 
     0.1  the first turn has a well-formed call
     0.2  the call has the right operands
     1.0  the last integer of the answer is the product
 
-A turn counts only if the model ended it by itself. Without a call there is no second turn.
+A turn counts only if the model ended it by itself. Without a call there is no second
+turn.
 
 Invariant: a pair of operands, in either order, is in one split only, whatever the seed.
 """
@@ -68,13 +69,16 @@ async def ask(
     client: AsyncOpenAI, model: str, messages: list[ChatCompletionMessageParam]
 ) -> tuple[str, bool]:
     """The text of the model's turn, and whether the model ended it by itself."""
-    reply = await client.chat.completions.create(model=model, messages=messages, max_tokens=MAX_TOKENS)
+    reply = await client.chat.completions.create(
+        model=model, messages=messages, max_tokens=MAX_TOKENS
+    )
     choice = reply.choices[0]
     return choice.message.content or "", choice.finish_reason == "stop"
 
 
 def opening(a: int, b: int) -> list[ChatCompletionMessageParam]:
-    """The conversation up to the model's first turn: the rule, one worked example, the question."""
+    """The conversation up to the model's first turn: the rule, one worked example, the
+    question."""
     x, y = _EXAMPLE
     rule = "You have a tool: write calc(a*b) to get a result. Then give the answer."
     return [
@@ -88,7 +92,8 @@ def opening(a: int, b: int) -> list[ChatCompletionMessageParam]:
 
 
 def parse_call(text: str) -> tuple[int, int] | None:
-    """The operands of the first well-formed call in `text`. None if there is no such call."""
+    """The operands of the first well-formed call in `text`. None if there is no such
+    call."""
     match = _CALL.search(text)
     if match is None:
         return None
@@ -96,8 +101,9 @@ def parse_call(text: str) -> tuple[int, int] | None:
 
 
 def score(a: int, b: int, call: tuple[int, int], answer: str) -> float:
-    """The reward of a rollout with a well-formed call. `answer` is the text of turn 2, or "" if the model did
-    not end that turn by itself. The right product in the answer counts, whatever the call was."""
+    """The reward of a rollout with a well-formed call. `answer` is the text of turn 2,
+    or "" if the model did not end that turn by itself. The right product in the answer
+    counts, whatever the call was."""
     integers = _INTEGER.findall(answer)
     if integers and integers[-1] == str(a * b):
         return REWARD_ANSWER
@@ -111,20 +117,25 @@ def operands(task: Task) -> tuple[int, int]:
     a = task.payload["a"]
     b = task.payload["b"]
     if not isinstance(a, int) or not isinstance(b, int):
-        raise TypeError(f"task {task.id}: a and b must be integers, not {a!r} and {b!r}")
+        raise TypeError(
+            f"task {task.id}: a and b must be integers, not {a!r} and {b!r}"
+        )
     return a, b
 
 
 def task_source(split: str, seed: int) -> Iterator[Task]:
-    """The tasks of a split, in an order that the seed decides. The pair of the worked example is in neither.
+    """The tasks of a split, in an order that the seed decides. The pair of the worked
+    example is in neither.
 
-    Split "train": every ordered pair that is not held out, without end, shuffled again for each pass. Split
-    "eval": every held-out pair once, in one of its two orders.
+    Split "train": every ordered pair that is not held out, without end, shuffled again
+    for each pass. Split "eval": every held-out pair once, in one of its two orders.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split is 'train' or 'eval', not {split!r}")
     rng = random.Random(f"calculator/{split}/{seed}")
-    pairs = [pair for pair in combinations_with_replacement(OPERANDS, 2) if pair != _EXAMPLE]
+    pairs = [
+        pair for pair in combinations_with_replacement(OPERANDS, 2) if pair != _EXAMPLE
+    ]
     if split == "eval":
         eval_pairs = [_in_random_order(a, b, rng) for a, b in pairs if held_out(a, b)]
         yield from _shuffled_tasks(eval_pairs, split, rng)
@@ -139,8 +150,8 @@ def task_source(split: str, seed: int) -> Iterator[Task]:
 
 
 def held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to the split "eval". A hash of the pair decides, whatever the order of the two
-    numbers, so no pair is in both splits."""
+    """Whether the pair belongs to the split "eval". A hash of the pair decides,
+    whatever the order of the two numbers, so no pair is in both splits."""
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low}*{high}".encode()).digest()
     return digest[0] % _EVAL_SHARE == 0
@@ -152,6 +163,8 @@ def _in_random_order(a: int, b: int, rng: random.Random) -> tuple[int, int]:
     return b, a
 
 
-def _shuffled_tasks(pairs: Sequence[tuple[int, int]], split: str, rng: random.Random) -> Iterator[Task]:
+def _shuffled_tasks(
+    pairs: Sequence[tuple[int, int]], split: str, rng: random.Random
+) -> Iterator[Task]:
     for a, b in rng.sample(pairs, len(pairs)):
         yield Task(id=f"{a}*{b}", payload={"a": a, "b": b}, label=a * b, split=split)

@@ -1,8 +1,9 @@
-"""One turn, one sum, and the answer as JSON: `{"answer": 27}`. The smallest task on which we have seen a
-small model learn arithmetic and not only a format.
+"""One turn, one sum, and the answer as JSON: `{"answer": 27}`. The smallest task on
+which we have seen a small model learn arithmetic and not only a format.
 
-The reward is 1.0 if the model ended its turn by itself, and the turn is one JSON object whose only key is
-`answer` and whose value is the sum as an integer. Otherwise the reward is 0.0.
+The reward is 1.0 if the model ended its turn by itself, and the turn is one JSON object
+whose only key is `answer` and whose value is the sum as an integer. Otherwise the
+reward is 0.0.
 
 Invariant: a pair of numbers, in either order, is in one split only, whatever the seed.
 """
@@ -46,11 +47,15 @@ async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
 
 
 def question(a: object, b: object) -> list[ChatCompletionMessageParam]:
-    """The rule, one worked example (without it a small model does not keep to the format), and the sum."""
+    """The rule, one worked example (without it a small model does not keep to the
+    format), and the sum."""
     x, y = _EXAMPLE
     example = json.dumps({"answer": x + y})
     return [
-        {"role": "system", "content": f"Add the two numbers. Reply with JSON only, like {example}."},
+        {
+            "role": "system",
+            "content": f"Add the two numbers. Reply with JSON only, like {example}.",
+        },
         {"role": "user", "content": f"{x} + {y}"},
         {"role": "assistant", "content": example},
         {"role": "user", "content": f"{a} + {b}"},
@@ -58,7 +63,8 @@ def question(a: object, b: object) -> list[ChatCompletionMessageParam]:
 
 
 def parse_answer(text: str) -> int | None:
-    """The integer under `answer`. None unless the text is a JSON object with that one key."""
+    """The integer under `answer`. None unless the text is a JSON object with that one
+    key."""
     try:
         reply = json.loads(text)
     except (ValueError, RecursionError):
@@ -72,11 +78,11 @@ def parse_answer(text: str) -> int | None:
 
 
 def task_source(split: str, seed: int) -> Iterator[Task]:
-    """Ordered pairs of numbers, in an order that the seed decides. The pair of the worked example is in
-    neither split.
+    """Ordered pairs of numbers, in an order that the seed decides. The pair of the
+    worked example is in neither split.
 
-    Split "train": the pairs that are not held out, without end, shuffled again for each pass. Split "eval":
-    the held-out pairs once.
+    Split "train": the pairs that are not held out, without end, shuffled again for each
+    pass. Split "eval": the held-out pairs once.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split is 'train' or 'eval', not {split!r}")
@@ -89,14 +95,16 @@ def task_source(split: str, seed: int) -> Iterator[Task]:
             ordered_pairs.add((b, a))
     while True:
         for a, b in rng.sample(sorted(ordered_pairs), len(ordered_pairs)):
-            yield Task(id=f"{a}+{b}", payload={"a": a, "b": b}, label=a + b, split=split)
+            yield Task(
+                id=f"{a}+{b}", payload={"a": a, "b": b}, label=a + b, split=split
+            )
         if is_eval:
             return
 
 
 def held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to the split "eval". A hash of the pair decides, whatever the order of the two
-    numbers."""
+    """Whether the pair belongs to the split "eval". A hash of the pair decides,
+    whatever the order of the two numbers."""
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
     return digest[0] % _EVAL_SHARE == 0

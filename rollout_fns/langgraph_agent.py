@@ -1,8 +1,9 @@
-"""A LangGraph agent with a calculator, as one would run it in production. It knows nothing of invrl.
+"""A LangGraph agent with a calculator, as one would run it in production. It knows
+nothing of invrl.
 
-`python -m rollout_fns.langgraph_agent "What is 17*23?"` talks to any OpenAI-compatible endpoint. The
-environment names it: OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Needs
-`pip install langgraph langchain-openai`."""
+`python -m rollout_fns.langgraph_agent "What is 17*23?"` talks to any OpenAI-compatible
+endpoint. The environment names it: OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL.
+Needs `pip install langgraph langchain-openai`."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -11,7 +12,13 @@ import asyncio
 import os
 import sys
 
-from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AnyMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -34,8 +41,13 @@ def calculator(expression: str) -> str:
 
 
 def worked_example(left: int, right: int) -> list[AnyMessage]:
-    """A conversation as it should be: a question, a call of the tool, its result, and the answer."""
-    call = {"name": "calculator", "args": {"expression": f"{left}*{right}"}, "id": f"example-{left}"}
+    """A conversation as it should be: a question, a call of the tool, its result, and
+    the answer."""
+    call = {
+        "name": "calculator",
+        "args": {"expression": f"{left}*{right}"},
+        "id": f"example-{left}",
+    }
     return [
         HumanMessage(f"What is {left}*{right}?"),
         AIMessage("", tool_calls=[call]),
@@ -56,18 +68,22 @@ EXAMPLES: list[AnyMessage] = [
 def make_agent(
     *, base_url: str | None = None, api_key: str | None = None, model: str | None = None
 ) -> CompiledStateGraph:
-    """An argument that is not given comes from the environment, as LangChain reads it."""
+    """An argument that is not given comes from the environment, as LangChain reads
+    it."""
     if not model:
         model = os.environ.get("OPENAI_MODEL", "gpt-4o-mini")
     secret = None
     if api_key:
         secret = SecretStr(api_key)
     chat = ChatOpenAI(model=model, base_url=base_url, api_key=secret)
-    return create_react_agent(chat, [calculator], prompt=lambda state: [*EXAMPLES, *state["messages"]])
+    return create_react_agent(
+        chat, [calculator], prompt=lambda state: [*EXAMPLES, *state["messages"]]
+    )
 
 
 async def answer(agent: CompiledStateGraph, question: str) -> list[AnyMessage]:
-    """The conversation: the question, the calls and their results, and the answer as the last message."""
+    """The conversation: the question, the calls and their results, and the answer as
+    the last message."""
     options: RunnableConfig = {"recursion_limit": MAX_STEPS}
     state = await agent.ainvoke({"messages": [HumanMessage(question)]}, options)
     return state["messages"]

@@ -1,15 +1,17 @@
-"""A reward from a language model: a judge behind any OpenAI-compatible API scores the answer from 0 to 1.
+"""A reward from a language model: a judge behind any OpenAI-compatible API scores the
+answer from 0 to 1.
 
     export INVRL_JUDGE_BASE_URL=https://host/v1 INVRL_JUDGE_MODEL=name INVRL_JUDGE_API_KEY=...
     invrl train --rollout-function-path rollout_fns.llm_judge:rollout \\
         --reward-function-path rollout_fns.llm_judge:judge --task-file tasks.jsonl ...
 
-The judge scores `RolloutResult.output` as an answer to the task's `question`. A label, if the task has one,
-is shown to it as the reference. A task's `rubric`, if it has one, takes the place of RUBRIC.
+The judge scores `RolloutResult.output` as an answer to the task's `question`. A label,
+if the task has one, is shown to it as the reference. A task's `rubric`, if it has one,
+takes the place of RUBRIC.
 
-Invariant: a reward is what the judge's whole reply says, which must be one JSON object with this request's
-random id. After any other reply the judge is asked again. If that does not help, an exception makes the
-rollout fail with the reason: it gets no reward.
+Invariant: a reward is what the judge's whole reply says, which must be one JSON object
+with this request's random id. After any other reply the judge is asked again. If that
+does not help, an exception makes the rollout fail with the reason: it gets no reward.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class _NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """A reward function. Raises JudgeError. An error of the API that another try cannot change, such as a
-    wrong key, is raised at once."""
+    """A reward function. Raises JudgeError. An error of the API that another try cannot
+    change, such as a wrong key, is raised at once."""
 
     base_url: str
     model: str
@@ -103,23 +105,32 @@ class Judge:
             temperature=0.0,
             timeout=self.deadline_s,
             messages=[
-                {"role": "system", "content": PROMPT.format(rubric=rubric, request_id=request_id)},
+                {
+                    "role": "system",
+                    "content": PROMPT.format(rubric=rubric, request_id=request_id),
+                },
                 {"role": "user", "content": _shown_to_judge(task, answer)},
             ],
         )
         # A web page, such as a proxy's login page, may come with status 200.
         if not isinstance(reply, ChatCompletion) or not reply.choices:
-            raise _NoVerdict(f"the response is no chat completion: {str(reply)[:200]!r}")
+            raise _NoVerdict(
+                f"the response is no chat completion: {str(reply)[:200]!r}"
+            )
         return parse_verdict(reply.choices[0].message.content or "", request_id)
 
 
 def _is_final(error: Exception) -> bool:
     """Whether the API refused the request in a way that another try cannot change."""
-    return isinstance(error, openai.APIStatusError) and error.status_code not in _RETRIED_STATUSES
+    return (
+        isinstance(error, openai.APIStatusError)
+        and error.status_code not in _RETRIED_STATUSES
+    )
 
 
 def _shown_to_judge(task: Task, answer: str) -> str:
-    """The user message of a request to the judge. The answer to grade cannot leave its JSON string."""
+    """The user message of a request to the judge. The answer to grade cannot leave its
+    JSON string."""
     question = task.payload.get("question", dict(task.payload))
     content: dict[str, Json] = {"question": question}
     if task.label is not None:
@@ -129,12 +140,17 @@ def _shown_to_judge(task: Task, answer: str) -> str:
 
 
 def parse_verdict(reply: str, request_id: str) -> float:
-    """The score, if the whole reply is a verdict on this request. Raises _NoVerdict if it is not."""
+    """The score, if the whole reply is a verdict on this request. Raises _NoVerdict if
+    it is not."""
     try:
         verdict = json.loads(reply)
     except (ValueError, RecursionError):
         verdict = None
-    if not isinstance(verdict, dict) or verdict.keys() != {"id", "score"} or verdict["id"] != request_id:
+    if (
+        not isinstance(verdict, dict)
+        or verdict.keys() != {"id", "score"}
+        or verdict["id"] != request_id
+    ):
         raise _NoVerdict(f"the reply is no verdict on this request: {reply[:200]!r}")
     score = verdict["score"]
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
@@ -144,15 +160,21 @@ def parse_verdict(reply: str, request_id: str) -> float:
 
 
 @lru_cache(maxsize=4)
-def _client(base_url: str, api_key: str, loop: asyncio.AbstractEventLoop) -> openai.AsyncOpenAI:
+def _client(
+    base_url: str, api_key: str, loop: asyncio.AbstractEventLoop
+) -> openai.AsyncOpenAI:
     """One client per event loop, because a client's connections belong to one loop."""
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
 def judge_from_environment() -> Judge:
-    """Raises KeyError with the names of the variables that are not set. A judge without authentication
-    accepts any key."""
-    missing = [name for name in ("INVRL_JUDGE_BASE_URL", "INVRL_JUDGE_MODEL") if not os.environ.get(name)]
+    """Raises KeyError with the names of the variables that are not set. A judge without
+    authentication accepts any key."""
+    missing = [
+        name
+        for name in ("INVRL_JUDGE_BASE_URL", "INVRL_JUDGE_MODEL")
+        if not os.environ.get(name)
+    ]
     if missing:
         raise KeyError(f"set {' and '.join(missing)} in the environment")
     return Judge(
@@ -164,4 +186,5 @@ def judge_from_environment() -> Judge:
 
 
 judge = judge_from_environment()
-"""Made on import, so that a missing variable ends `invrl train` before any process starts."""
+"""Made on import, so that a missing variable ends `invrl train` before any process
+starts."""

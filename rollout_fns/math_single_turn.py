@@ -1,4 +1,5 @@
-"""The smallest plug-in: ask, compare, return. It takes tasks with a `question` field and a label.
+"""The smallest plug-in: ask, compare, return. It takes tasks with a `question` field
+and a label.
 
 --rollout-function-path rollout_fns.math_single_turn:rollout --task-file my_tasks.jsonl
 """

@@ -6,7 +6,13 @@ from invrl.cli.checks.checklist import CHECKS
 from invrl.cli.checks.machine import look_at_machine
 from invrl.run.config import Config
 
-USER_CODE = ("rollout function", "reward function", "held-out sets", "tasks", "algorithm functions")
+USER_CODE = (
+    "rollout function",
+    "reward function",
+    "held-out sets",
+    "tasks",
+    "algorithm functions",
+)
 """What is given by import path, and the tasks."""
 
 

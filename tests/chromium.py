@@ -15,16 +15,29 @@ from typing import Any
 
 import pytest
 
-PAGES = ("overview", "steps", "groups", "rollouts", "tasks", "processes", "ledger", "evaluations", "weights")
+PAGES = (
+    "overview",
+    "steps",
+    "groups",
+    "rollouts",
+    "tasks",
+    "processes",
+    "ledger",
+    "evaluations",
+    "weights",
+)
 """Of `invrl view`."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def _browser() -> str | None:
-    """The path of a browser that runs. Ubuntu's `chromium-browser` may only say that it is not installed."""
+    """The path of a browser that runs. Ubuntu's `chromium-browser` may only say that it
+    is not installed."""
     for path in filter(None, map(shutil.which, _NAMES)):
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([path, "--version"], check=True, capture_output=True, timeout=60)
+            subprocess.run(
+                [path, "--version"], check=True, capture_output=True, timeout=60
+            )
             return path
     return None
 
@@ -38,16 +51,21 @@ needs_chromium = pytest.mark.skipif(
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A browser of its own process."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: dev)")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra: dev)"
+    )
     with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=_PATH, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(
+            executable_path=_PATH, args=["--no-sandbox"]
+        )
         yield launched
         launched.close()
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`invrl view` of a run folder, and a browser's page that keeps what went wrong in it."""
+    """`invrl view` of a run folder, and a browser's page that keeps what went wrong in
+    it."""
 
     url: str
     page: Any
@@ -65,10 +83,20 @@ class View:
         for place in PAGES:
             page = self.open(place)
             page.wait_for_timeout(300)
-            for summary in page.query_selector_all("main details:not([open]) > summary"):
+            for summary in page.query_selector_all(
+                "main details:not([open]) > summary"
+            ):
                 summary.click()
-            assert page.query_selector("[role=alert]") is None, (place, page.inner_text("[role=alert]"))
-            assert page.query_selector("#taken, main script, main style, main link, main img") is None, place
+            assert page.query_selector("[role=alert]") is None, (
+                place,
+                page.inner_text("[role=alert]"),
+            )
+            assert (
+                page.query_selector(
+                    "#taken, main script, main style, main link, main img"
+                )
+                is None
+            ), place
             assert "taken" not in page.title(), place
             assert page.is_visible("main"), place
 
@@ -94,7 +122,12 @@ def viewed(folder: Path, browser: Any, cache: Path) -> Iterator[View]:
         page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
         page.set_default_timeout(20_000)
         seen = View(found.group(), page)
-        page.on("console", lambda message: message.type == "error" and seen.errors.append(message.text))
+        page.on(
+            "console",
+            lambda message: (
+                message.type == "error" and seen.errors.append(message.text)
+            ),
+        )
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         page.on("request", lambda request: seen.hosts.add(request.url.split("/")[2]))
         page.goto(seen.url)

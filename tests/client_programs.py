@@ -1,8 +1,9 @@
 """The programs under tests/clients/ in environments of their own, made once and kept.
 
-`python()` and `python_beside_ours()` install a file of requirements into a virtual environment, `npm()`
-packages into a prefix, under `~/.cache/invrl/clients` (or $INVRL_CLIENTS), each in a folder named by a hash
-of what it holds. Whatever asks for the network beyond this machine finds a proxy that is not there.
+`python()` and `python_beside_ours()` install a file of requirements into a virtual
+environment, `npm()` packages into a prefix, under `~/.cache/invrl/clients` (or
+$INVRL_CLIENTS), each in a folder named by a hash of what it holds. Whatever asks for
+the network beyond this machine finds a proxy that is not there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ PROGRAMS = Path(__file__).parent / "clients"
 CODEX = "@openai/codex@0.169.0"
 CLAUDE_CODE = "@anthropic-ai/claude-code@2.1.330"
 OPENCODE = "opencode-ai@1.18.33"
-VERCEL = ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/anthropic@4.0.105", "zod@4.6.7")
+VERCEL = (
+    "ai@7.0.173",
+    "@ai-sdk/openai@4.0.118",
+    "@ai-sdk/anthropic@4.0.105",
+    "zod@4.6.7",
+)
 OFFLINE = {
     "HTTP_PROXY": "http://127.0.0.1:9",
     "HTTPS_PROXY": "http://127.0.0.1:9",
@@ -41,28 +47,52 @@ def cache() -> Path:
 
 
 def python(requirements: str = "requirements.txt") -> Path:
-    """The Python of an environment with a file of requirements, which is made if need be (about 90 s)."""
+    """The Python of an environment with a file of requirements, which is made if need
+    be (about 90 s)."""
     pinned = PROGRAMS / requirements
     folder = cache() / f"python-{_digest(sys.version + pinned.read_text())}"
     with _made(folder) as missing:
         if missing:
             run = [sys.executable, "-m", "venv", str(folder)]
             subprocess.run(run, check=True, timeout=_INSTALL_S)
-            pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "-r", str(pinned)]
+            pip = [
+                str(folder / "bin/python"),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "-r",
+                str(pinned),
+            ]
             subprocess.run(pip, check=True, timeout=_INSTALL_S)
     return folder / "bin/python"
 
 
 def python_beside_ours(requirements: Path) -> Path:
-    """The Python of an environment that has these packages, without what they require, over those of this
-    environment, torch among them (about 30 s)."""
+    """The Python of an environment that has these packages, without what they require,
+    over those of this environment, torch among them (about 30 s)."""
     ours = sysconfig.get_path("purelib")
-    folder = cache() / f"beside-{_digest(sys.version + ours + requirements.read_text())}"
+    folder = (
+        cache() / f"beside-{_digest(sys.version + ours + requirements.read_text())}"
+    )
     with _made(folder) as missing:
         if missing:
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=_INSTALL_S)
+            subprocess.run(
+                [sys.executable, "-m", "venv", str(folder)],
+                check=True,
+                timeout=_INSTALL_S,
+            )
             python_path = str(folder / "bin/python")
-            pip = [python_path, "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(requirements)]
+            pip = [
+                python_path,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "-r",
+                str(requirements),
+            ]
             subprocess.run(pip, check=True, timeout=_INSTALL_S)
             [site] = folder.glob("lib/python*/site-packages")
             (site / "ours.pth").write_text(f"{ours}\n")
@@ -70,7 +100,8 @@ def python_beside_ours(requirements: Path) -> Path:
 
 
 def npm(name: str, *packages: str) -> Path:
-    """The `node_modules` of a folder with these packages. FileNotFoundError where there is no npm."""
+    """The `node_modules` of a folder with these packages. FileNotFoundError where there
+    is no npm."""
     found = shutil.which("npm")
     if found is None:
         raise FileNotFoundError("npm is not on PATH")
@@ -118,8 +149,13 @@ async def run_program(
     env: dict[str, str] | None = None,
     deadline_s: float = 400,
 ) -> Ended:
-    """Runs in `folder` (or `cwd`), which is its home, with none of our settings; ended at the deadline."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "SSL_CERT_FILE") if name in os.environ}
+    """Runs in `folder` (or `cwd`), which is its home, with none of our settings; ended
+    at the deadline."""
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "LANG", "SSL_CERT_FILE")
+        if name in os.environ
+    }
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=cwd or folder,
@@ -146,10 +182,11 @@ async def run_every_mode(
     folder: Path,
     deadline_s: float = 900,
 ) -> list[dict]:
-    """What a program of `tests/clients/` prints in each mode (its flags), played one after the other in one
-    process, each in a session of its own."""
+    """What a program of `tests/clients/` prints in each mode (its flags), played one
+    after the other in one process, each in a session of its own."""
     arguments = [
-        [session["base_url"], session["key"], *flags] for session, flags in zip(sessions, modes, strict=True)
+        [session["base_url"], session["key"], *flags]
+        for session, flags in zip(sessions, modes, strict=True)
     ]
     if program.endswith(".mjs"):
         for name in ("every_mode.mjs", program):
@@ -159,7 +196,12 @@ async def run_every_mode(
         env = VERCEL_ENV
     else:
         every_mode = str(PROGRAMS / "every_mode.py")
-        command = [str(python()), every_mode, str(PROGRAMS / program), json.dumps(arguments)]
+        command = [
+            str(python()),
+            every_mode,
+            str(PROGRAMS / program),
+            json.dumps(arguments),
+        ]
         env = {}
     ended = await run_program(command, folder=folder, env=env, deadline_s=deadline_s)
     return ended.json_lines()
@@ -173,19 +215,43 @@ async def run_codex(
     again: bool = False,
     settings: Mapping[str, str | bool] | None = None,
 ) -> Ended:
-    """`codex exec` in `folder`/work, at our responses API by a provider of its own settings, in its own
-    sandbox (only the work folder can be written). `again`: goes on with its last conversation. `settings`:
-    more of its own. Its last message is left in `folder`/last.txt."""
+    """`codex exec` in `folder`/work, at our responses API by a provider of its own
+    settings, in its own sandbox (only the work folder can be written). `again`: goes on
+    with its last conversation. `settings`: more of its own. Its last message is left in
+    `folder`/last.txt."""
     (folder / "work").mkdir(exist_ok=True)
     (folder / "codex").mkdir(exist_ok=True)
-    provider = {"name": "invrl", "base_url": session["base_url"], "env_key": "INVRL_KEY"}
-    all_settings: dict[str, str | bool] = {"model": "scripted", "model_provider": "invrl"}
-    all_settings |= {f"model_providers.invrl.{name}": value for name, value in provider.items()}
-    all_settings |= {"model_providers.invrl.wire_api": "responses", "sandbox_mode": "workspace-write"}
-    all_settings |= {"analytics.enabled": False, "check_for_update_on_startup": False, **(settings or {})}
-    command = [str(codex()), "exec", *(["resume", "--last"] if again else []), "--skip-git-repo-check"]
+    provider = {
+        "name": "invrl",
+        "base_url": session["base_url"],
+        "env_key": "INVRL_KEY",
+    }
+    all_settings: dict[str, str | bool] = {
+        "model": "scripted",
+        "model_provider": "invrl",
+    }
+    all_settings |= {
+        f"model_providers.invrl.{name}": value for name, value in provider.items()
+    }
+    all_settings |= {
+        "model_providers.invrl.wire_api": "responses",
+        "sandbox_mode": "workspace-write",
+    }
+    all_settings |= {
+        "analytics.enabled": False,
+        "check_for_update_on_startup": False,
+        **(settings or {}),
+    }
+    command = [
+        str(codex()),
+        "exec",
+        *(["resume", "--last"] if again else []),
+        "--skip-git-repo-check",
+    ]
     command += [
-        part for name, value in all_settings.items() for part in ("-c", f"{name}={json.dumps(value)}")
+        part
+        for name, value in all_settings.items()
+        for part in ("-c", f"{name}={json.dumps(value)}")
     ]
     command += ["--output-last-message", str(folder / "last.txt"), task]
     env = {"INVRL_KEY": session["key"], "CODEX_HOME": str(folder / "codex")}
@@ -195,7 +261,8 @@ async def run_codex(
 async def run_claude_code(
     task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
 ) -> Ended:
-    """`claude -p` in `folder`/work, at our messages API; it may use its tools for files and its shell."""
+    """`claude -p` in `folder`/work, at our messages API; it may use its tools for files
+    and its shell."""
     work = folder / "work"
     work.mkdir(exist_ok=True)
     env = {
@@ -212,20 +279,28 @@ async def run_claude_code(
     command = [str(npm("claude-code", CLAUDE_CODE) / ".bin/claude"), "-p", task]
     command += ["--output-format", "json", "--permission-mode", "acceptEdits"]
     command += ["--allowedTools", "Bash", "Read", "Write", "Edit"]
-    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+    return await run_program(
+        command, folder=folder, cwd=work, env=env, deadline_s=deadline_s
+    )
 
 
 async def run_opencode(
     task: str, session: Mapping[str, str], *, folder: Path, deadline_s: float = 900
 ) -> Ended:
-    """`opencode run` in `folder`/work, at our chat completions by a provider of its own settings."""
+    """`opencode run` in `folder`/work, at our chat completions by a provider of its own
+    settings."""
     work = folder / "work"
     work.mkdir(exist_ok=True)
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "invrl",
         "options": {"baseURL": session["base_url"], "apiKey": session["key"]},
-        "models": {"scripted": {"name": "scripted", "limit": {"context": 1_000_000, "output": 8192}}},
+        "models": {
+            "scripted": {
+                "name": "scripted",
+                "limit": {"context": 1_000_000, "output": 8192},
+            }
+        },
     }
     settings = {
         "provider": {"invrl": provider},
@@ -245,7 +320,9 @@ async def run_opencode(
         "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
     }
     command = [str(npm("opencode", OPENCODE) / ".bin/opencode"), "run", task]
-    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+    return await run_program(
+        command, folder=folder, cwd=work, env=env, deadline_s=deadline_s
+    )
 
 
 async def run_mini_swe_agent(
@@ -262,12 +339,21 @@ async def run_mini_swe_agent(
         "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "mini"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    command = [str(python().parent / "mini"), "--task", task, "--model", "openai/scripted", "--yolo"]
+    command = [
+        str(python().parent / "mini"),
+        "--task",
+        task,
+        "--model",
+        "openai/scripted",
+        "--yolo",
+    ]
     command += ["--exit-immediately", "--config", "mini.yaml"]
     command += ["--config", f"model.model_kwargs.api_base={session['base_url']}"]
     command += ["--config", f"model.model_kwargs.api_key={session['key']}"]
     command += ["--output", str(folder / "trajectory.json")]
-    return await run_program(command, folder=folder, cwd=work, env=env, deadline_s=deadline_s)
+    return await run_program(
+        command, folder=folder, cwd=work, env=env, deadline_s=deadline_s
+    )
 
 
 async def run_vercel_ai(
@@ -277,7 +363,9 @@ async def run_vercel_ai(
     shutil.copy(PROGRAMS / "vercel_ai.mjs", folder)
     _link_vercel_packages(folder)
     command = [_node(), "vercel_ai.mjs", session["base_url"], session["key"], *flags]
-    return await run_program(command, folder=folder, env=VERCEL_ENV, deadline_s=deadline_s)
+    return await run_program(
+        command, folder=folder, env=VERCEL_ENV, deadline_s=deadline_s
+    )
 
 
 def _node() -> str:
@@ -299,7 +387,8 @@ def _digest(text: str) -> str:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[bool]:
-    """Whether it must be made: one process at a time, and what broke off is made anew."""
+    """Whether it must be made: one process at a time, and what broke off is made
+    anew."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     done = folder / ".done"
     with open(f"{folder}.lock", "w") as lock:

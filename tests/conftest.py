@@ -1,7 +1,8 @@
-"""What tests share: tiny models, and ONE real fp32 engine behind the real router per session.
+"""What tests share: tiny models, and ONE real fp32 engine behind the real router per
+session.
 
-`tiny_fleet` takes 10 to 60 s to start; its weights and versions change as weight tests run, so a test
-that uses it assumes neither.
+`tiny_fleet` takes 10 to 60 s to start; its weights and versions change as weight tests
+run, so a test that uses it assumes neither.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from invrl.engines.smg import Smg, find_smg
 from invrl.errors import ConfigError
 from invrl.host.fork_parent import ForkParent
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile(
     "first failure",  # for `mutate.py`, which does not look for the smallest example that fails
     settings.get_profile("any machine"),
@@ -39,14 +42,18 @@ settings.load_profile("any machine")  # a busy one must not fail what is right
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Says at the end what is left behind, and takes signals as a user's shell has them.
+    """Says at the end what is left behind, and takes signals as a user's shell has
+    them.
 
-    A script's background jobs ignore interrupts, what `nohup` starts the end of its terminal, and so does
-    all that they start. Tests send these signals to what they start, so it must not inherit that."""
+    A script's background jobs ignore interrupts, what `nohup` starts the end of its
+    terminal, and so does all that they start. Tests send these signals to what they
+    start, so it must not inherit that."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # no program that is started inherits a handler
+        signal.signal(
+            signal.SIGHUP, lambda *_: None
+        )  # no program that is started inherits a handler
     config.pluginmanager.register(LeftBehind())
 
 
@@ -62,7 +69,8 @@ _LONGEST_CASE_NAME = 60
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """The name of a case whose value is a collection: `--lr 0.1` instead of `flags3`."""
+    """The name of a case whose value is a collection: `--lr 0.1` instead of
+    `flags3`."""
     if not isinstance(val, list | tuple | dict):
         return None
     if not val:
@@ -74,14 +82,19 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 
 def case_words(value: object, depth: int = 3) -> str | None:
-    """The parts of a value with spaces between. None if one of them has no short name, or lies deeper."""
+    """The parts of a value with spaces between. None if one of them has no short name,
+    or lies deeper."""
     if isinstance(value, str | int | float | bool | None):
         return str(value)
     if depth == 0 or not isinstance(value, list | tuple | dict):
         return None
-    names = [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
+    names = (
+        [f"{key}=" for key in value] if isinstance(value, dict) else [""] * len(value)
+    )
     words: list[str] = []
-    for name, part in zip(names, value.values() if isinstance(value, dict) else value, strict=True):
+    for name, part in zip(
+        names, value.values() if isinstance(value, dict) else value, strict=True
+    ):
         part_words = case_words(part, depth - 1)
         if part_words is None:
             return None
@@ -91,29 +104,42 @@ def case_words(value: object, depth: int = 3) -> str | None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be mistaken; room for the
-    prompts of unmodified agents."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-qwen3", kv_heads=4, max_positions=16_000)
+    """fp32 Qwen3 with ChatML; as many KV heads as heads, so that q and k can be
+    mistaken; room for the prompts of unmodified agents."""
+    return make_tiny_model(
+        tmp_path_factory.mktemp("models") / "tiny-qwen3",
+        kv_heads=4,
+        max_positions=16_000,
+    )
 
 
 @pytest.fixture(scope="session")
 def engine_parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkParent]:
     """Imports SGLang once for all tests of the session whose engines it forks."""
-    parent = ForkParent(ENGINE_MODULE, log=tmp_path_factory.mktemp("engines") / "engine-parent.log")
+    parent = ForkParent(
+        ENGINE_MODULE, log=tmp_path_factory.mktemp("engines") / "engine-parent.log"
+    )
     yield parent
     parent.stop()
 
 
 @pytest.fixture(scope="session")
 async def tiny_fleet(
-    tiny_model: Path, engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    engine_parent: ForkParent,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Fleet]:
-    """One real SGLang server and the real router. Nothing looks at its health: between tests the event loop
-    stands still, and an answer that nobody could read in time is not the engine's fault."""
+    """One real SGLang server and the real router. Nothing looks at its health: between
+    tests the event loop stands still, and an answer that nobody could read in time is
+    not the engine's fault."""
     config = EngineConfig(
-        engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
+        engine_dtype="float32",
+        engine_start_timeout_s=500.0,
+        engine_health_interval_s=86_400.0,
     )
-    fleet = Fleet(config, tiny_model, tmp_path_factory.mktemp("fleet"), parent=engine_parent)
+    fleet = Fleet(
+        config, tiny_model, tmp_path_factory.mktemp("fleet"), parent=engine_parent
+    )
     await fleet.start()
     await fleet.admit()
     try:
@@ -158,6 +184,9 @@ async def smg_router(
 async def router_client(tiny_fleet: Fleet) -> AsyncIterator[SglangClient]:
     """What the gateway holds: the router's address and key."""
     async with SglangClient(
-        tiny_fleet.router.url, limits=tiny_fleet.limits, api_key=tiny_fleet.router.api_key, name="router"
+        tiny_fleet.router.url,
+        limits=tiny_fleet.limits,
+        api_key=tiny_fleet.router.api_key,
+        name="router",
     ) as client:
         yield client

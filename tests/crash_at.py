@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 class CrashAt:
-    """Counts the calls of all functions that it was given, and raises KeyboardInterrupt in place of one."""
+    """Counts the calls of all functions that it was given, and raises KeyboardInterrupt
+    in place of one."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,5 @@
-"""How densely the code is written, per package: `python tests/density.py [FOLDER ...]`. A sign, no gate.
+"""How densely the code is written, per package: `python tests/density.py [FOLDER ...]`.
+A sign, no gate.
 
 Counted are the lines that hold code: blank lines, comments and docstrings are left out.
 """
@@ -50,7 +51,8 @@ class Density:
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """Lines of strings that stand as statements: docstrings, and those below an attribute."""
+    """Lines of strings that stand as statements: docstrings, and those below an
+    attribute."""
     found: set[int] = set()
     for node in ast.walk(tree):
         is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -68,7 +70,9 @@ def code_tokens(source: str, left_out: set[int]) -> Iterator[tokenize.TokenInfo]
 def density_of(source: str) -> Density:
     tree = ast.parse(source)
     tokens = list(code_tokens(source, docstring_lines(tree)))
-    density = Density(lines=len({token.start[0] for token in tokens}), tokens=len(tokens))
+    density = Density(
+        lines=len({token.start[0] for token in tokens}), tokens=len(tokens)
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.IfExp):
             density.ternaries += 1

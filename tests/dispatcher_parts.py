@@ -1,4 +1,5 @@
-"""What a rollout dispatcher is tested with: leases, sessions and workers that a test holds."""
+"""What a rollout dispatcher is tested with: leases, sessions and workers that a test
+holds."""
 
 from __future__ import annotations
 
@@ -95,6 +96,8 @@ async def until(condition, seconds=60.0):
 
 
 def started_dispatcher(buffer, opener, pool, concurrency, group_form=False):
-    made = Dispatcher(buffer, opener, pool, concurrency=concurrency, group_form=group_form)
+    made = Dispatcher(
+        buffer, opener, pool, concurrency=concurrency, group_form=group_form
+    )
     made.start()
     return made

@@ -1,7 +1,8 @@
-"""A trainer in a process of its own, that runs an update up to a phase and waits there to be killed.
+"""A trainer in a process of its own, that runs an update up to a phase and waits there
+to be killed.
 
-`multiprocessing` starts it, so everything that it takes is pickled. It tells the checksums of the two
-versions first, and then the phase that has begun.
+`multiprocessing` starts it, so everything that it takes is pickled. It tells the
+checksums of the two versions first, and then the phase that has begun.
 """
 
 from __future__ import annotations
@@ -45,13 +46,18 @@ _MEMORY = "memfd:invrl-weights"
 _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
-async def run_trainer_row(row: TrainerRow, fleet: FaultyFleet, engine: EngineAddress, folder: Path) -> None:
-    """Kill a trainer of this engine at the phase. The engine, which is the only one of the fleet, is as the
-    row says, and takes the fleet's version afterwards. Nothing is left of the trainer."""
+async def run_trainer_row(
+    row: TrainerRow, fleet: FaultyFleet, engine: EngineAddress, folder: Path
+) -> None:
+    """Kill a trainer of this engine at the phase. The engine, which is the only one of
+    the fleet, is as the row says, and takes the fleet's version afterwards. Nothing is
+    left of the trainer."""
     layout = fleet.sender.specs
     _FORKSERVER.set_forkserver_preload(["dying_trainer"])
     ours, theirs = _FORKSERVER.Pipe()
-    trainer = _FORKSERVER.Process(target=run_trainer, args=(theirs, row, engine, layout, folder), daemon=True)
+    trainer = _FORKSERVER.Process(
+        target=run_trainer, args=(theirs, row, engine, layout, folder), daemon=True
+    )
     trainer.start()
     theirs.close()
     try:
@@ -69,7 +75,9 @@ async def run_trainer_row(row: TrainerRow, fleet: FaultyFleet, engine: EngineAdd
     left = [path.name for path in (folder / "tmp").iterdir()]
     is_within_request = row.phase == "bucket"
     assert len(left) <= is_within_request, left
-    assert all(name.startswith("invrl-reply-") for name in left), left  # an empty folder
+    assert all(name.startswith("invrl-reply-") for name in left), (
+        left
+    )  # an empty folder
     receiver = fleet.engines[0].inner
     held = await receiver.read_back(layout)
     is_named_new = row.phase == "resume"
@@ -112,7 +120,9 @@ def processes_with(inodes: set[int]) -> list[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text().splitlines()
-            if any(_MEMORY in line and int(line.split()[4]) in inodes for line in lines):
+            if any(
+                _MEMORY in line and int(line.split()[4]) in inodes for line in lines
+            ):
                 found.append(maps.parent.name)
     return found
 
@@ -122,7 +132,11 @@ NEW = 2
 
 
 def run_trainer(
-    connection: Connection, row: TrainerRow, engine: EngineAddress, layout: WeightLayout, folder: Path
+    connection: Connection,
+    row: TrainerRow,
+    engine: EngineAddress,
+    layout: WeightLayout,
+    folder: Path,
 ) -> None:
     """`folder` takes its temporary files and its weights."""
     (folder / "tmp").mkdir(parents=True)
@@ -131,13 +145,23 @@ def run_trainer(
 
 
 async def _train(
-    connection: Connection, row: TrainerRow, engine: EngineAddress, layout: WeightLayout, folder: Path
+    connection: Connection,
+    row: TrainerRow,
+    engine: EngineAddress,
+    layout: WeightLayout,
+    folder: Path,
 ) -> None:
     limits = EngineLimits(vocab_size=1, context_length=1)
     async with SglangClient(
-        engine.url, limits=limits, api_key=engine.api_key, admin_key=engine.admin_key, name="engine"
+        engine.url,
+        limits=limits,
+        api_key=engine.api_key,
+        admin_key=engine.admin_key,
+        name="engine",
     ) as client:
-        receiver = RECEIVERS[row.transport]("engine", client, settings_of(row.transport))
+        receiver = RECEIVERS[row.transport](
+            "engine", client, settings_of(row.transport)
+        )
         sender = FaultySender(random_weights(layout, 2), row.transport, folder)
         FaultyFleet.next_version = OLD
         fleet = FaultyFleet(sender, [receiver])

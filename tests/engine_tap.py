@@ -1,9 +1,11 @@
-"""A tap on the wire: bytes pass unchanged, and what they said is kept, read with a parser of its own.
+"""A tap on the wire: bytes pass unchanged, and what they said is kept, read with a
+parser of its own.
 
-`Tap` stands between two HTTP/1.1 parties and records every exchange. `EngineTap` stands in front of an engine
-and reads `/generate`: the ids that went in, the ids, log-probs and version spans that came out. Neither knows
-anything of the gateway: what it recorded is compared with what the gateway stored (`token_truth.py`). What
-passed is recorded before it is passed on, so nobody behind the tap knows more than it does.
+`Tap` stands between two HTTP/1.1 parties and records every exchange. `EngineTap` stands
+in front of an engine and reads `/generate`: the ids that went in, the ids, log-probs
+and version spans that came out. Neither knows anything of the gateway: what it recorded
+is compared with what the gateway stored (`token_truth.py`). What passed is recorded
+before it is passed on, so nobody behind the tap knows more than it does.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ class Generation:
     ids: list[int]
     logprobs: list[float]
     spans: list[tuple[int, int, int]]
-    """(version, start, end) as the last event told; [] where the answer broke off before that."""
+    """(version, start, end) as the last event told; [] where the answer broke off
+    before that."""
     earlier_labels: list[int]
-    """Of each token: the version that the event before its own was labelled with; of those of the first event
-    its own label."""
+    """Of each token: the version that the event before its own was labelled with; of
+    those of the first event its own label."""
     finish: str
     """SGLang's type, "" where the answer broke off before it was whole."""
     matched: int | str | None
@@ -57,11 +60,14 @@ class _Reader:
 
     def __init__(self, tap: Tap, waiting: deque[Exchange], *, requests: bool) -> None:
         self._tap, self._waiting, self._requests = tap, waiting, requests
-        self._parser = (httptools.HttpRequestParser if requests else httptools.HttpResponseParser)(self)
+        self._parser = (
+            httptools.HttpRequestParser if requests else httptools.HttpResponseParser
+        )(self)
         self._new()
 
     def feed(self, data: bytes) -> None:
-        """HTTP/2 is passed on unread: the router asks so whether an engine speaks gRPC."""
+        """HTTP/2 is passed on unread: the router asks so whether an engine speaks
+        gRPC."""
         if not self._tap.is_http2(self._waiting, data, new=self._requests):
             self._parser.feed_data(data)
 
@@ -92,7 +98,11 @@ class _Reader:
             body = b"".join(self._body)
             path = self._url.decode()
             headers = self._headers
-            self._waiting.append(Exchange(method=method, path=path, request_headers=headers, request=body))
+            self._waiting.append(
+                Exchange(
+                    method=method, path=path, request_headers=headers, request=body
+                )
+            )
         elif self._parser.get_status_code() >= 200:
             exchange = self._waiting.popleft()
             exchange.complete = True
@@ -100,7 +110,8 @@ class _Reader:
 
 
 class Tap:
-    """Use as an async context manager: listens at `url`, passes everything to `upstream`."""
+    """Use as an async context manager: listens at `url`, passes everything to
+    `upstream`."""
 
     def __init__(self, upstream: str) -> None:
         host, _, port = upstream.rstrip("/").removeprefix("http://").rpartition(":")
@@ -114,7 +125,9 @@ class Tap:
         self._http2: set[int] = set()
 
     async def __aenter__(self):
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096)
+        self._server = await asyncio.start_server(
+            self._connected, "127.0.0.1", 0, backlog=4096
+        )
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -138,7 +151,9 @@ class Tap:
         """Called once per exchange, when it is complete or its connection is gone."""
         self.exchanges.append(exchange)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -171,7 +186,9 @@ class Tap:
             del self._waiting[id(waiting)]
             self._tasks.discard(task)
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, parser: _Reader) -> None:
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, parser: _Reader
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await source.read(2**18):
                 try:
@@ -195,13 +212,20 @@ class EngineTap(Tap):
 
 
 def read_generation(exchange: Exchange) -> Generation:
-    """From the bytes of the request and of the answer, which may have broken off anywhere."""
+    """From the bytes of the request and of the answer, which may have broken off
+    anywhere."""
     body = json.loads(exchange.request)
     stream = bool(body.get("stream"))
     events = []
     if stream:
-        whole = exchange.answer.split(b"\n\n")[:-1]  # the last one is "", or a part of an event
-        lines = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
+        whole = exchange.answer.split(b"\n\n")[
+            :-1
+        ]  # the last one is "", or a part of an event
+        lines = [
+            event.removeprefix(b"data: ")
+            for event in whole
+            if event.startswith(b"data: {")
+        ]
         events = [json.loads(line) for line in lines]
     elif exchange.complete and exchange.status == 200:
         events = [json.loads(exchange.answer)]
@@ -211,7 +235,9 @@ def read_generation(exchange: Exchange) -> Generation:
     meta: dict = {}
     for event in events:
         before, meta = meta, event.get("meta_info") or meta
-        for logprob, token, *_ in (event.get("meta_info") or {}).get("output_token_logprobs") or ():
+        for logprob, token, *_ in (event.get("meta_info") or {}).get(
+            "output_token_logprobs"
+        ) or ():
             ids.append(token)
             logprobs.append(logprob)
             earlier_labels.append(int((before or meta)["weight_version"]))
@@ -225,7 +251,11 @@ def read_generation(exchange: Exchange) -> Generation:
         stream=stream,
         ids=ids,
         logprobs=logprobs,
-        spans=[(version, start, min(end, len(ids))) for version, start, end in spans if start < len(ids)],
+        spans=[
+            (version, start, min(end, len(ids)))
+            for version, start, end in spans
+            if start < len(ids)
+        ],
         earlier_labels=earlier_labels,
         finish=finish.get("type", ""),
         matched=finish.get("matched"),

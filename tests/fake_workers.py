@@ -39,13 +39,14 @@ def failed(session, reason, detail):
 
 def assignment(name, sessions=1):
     return Assignment(
-        task=Task(id=name, payload={}), sessions=tuple(session(f"{name}{i}") for i in range(sessions))
+        task=Task(id=name, payload={}),
+        sessions=tuple(session(f"{name}{i}") for i in range(sessions)),
     )
 
 
 class FakeWorker:
-    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is left), full (memory),
-    hold, bug."""
+    """Tasks are named by what happens: ok, die (the process), stuck, thread (one is
+    left), full (memory), hold, bug."""
 
     def __init__(self, name):
         self.name = name
@@ -67,9 +68,14 @@ class FakeWorker:
         if does == "thread":
             self.threads += 1
         if does in ("hold", "stuck"):
-            waits = [asyncio.create_task(self.dead.wait()), asyncio.create_task(self.release.wait())]
+            waits = [
+                asyncio.create_task(self.dead.wait()),
+                asyncio.create_task(self.release.wait()),
+            ]
             done, _ = await asyncio.wait(
-                waits, timeout=0.05 if does == "stuck" else None, return_when=asyncio.FIRST_COMPLETED
+                waits,
+                timeout=0.05 if does == "stuck" else None,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             for wait in waits:
                 wait.cancel()
@@ -77,8 +83,12 @@ class FakeWorker:
                 raise ActorSilentError("the worker to answer", 0.05)
         if self.dead.is_set():
             raise ActorDiedError(f"{self.name}: exit code 1")
-        outcomes = tuple(failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions)
-        return WorkerReply(outcomes=outcomes, stuck_threads=self.threads, over_memory=does == "full")
+        outcomes = tuple(
+            failed(s, FailureReason.EXCEPTION, "done") for s in assignment.sessions
+        )
+        return WorkerReply(
+            outcomes=outcomes, stuck_threads=self.threads, over_memory=does == "full"
+        )
 
     def kill(self):
         self.dead.set()

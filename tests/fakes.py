@@ -1,9 +1,11 @@
-"""Stand-ins for what is slow to start. Each passes the same contract tests as the real thing.
+"""Stand-ins for what is slow to start. Each passes the same contract tests as the real
+thing.
 
-`FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it: ids in; ids,
-log-probs, version spans and cache counts out, whole or streamed (incrementally, as our engines do). As of
-SGLang's, only the event that ends an answer has version spans; those before it are labelled with the version
-that the engine has when it sends them.
+`FakeEngine` is an HTTP server that speaks SGLang's `/generate` as the gateway uses it:
+ids in; ids, log-probs, version spans and cache counts out, whole or streamed
+(incrementally, as our engines do). As of SGLang's, only the event that ends an answer
+has version spans; those before it are labelled with the version that the engine has
+when it sends them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from numpy.typing import NDArray
 from invrl.engines.experts_by_label import EXPERTS_LABEL
 
 Script = Callable[[Sequence[int]], Sequence[int]]
-"""Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or out of tokens."""
+"""Prompt ids to reply ids; a reply ends where the script ends it, at a stop token or
+out of tokens."""
 
 
 def reply_by_prompt(*, tokens: int) -> Script:
@@ -48,21 +51,27 @@ def random_reply(
 
 
 def fake_experts(ids: Sequence[int]) -> NDArray[np.int32]:
-    """[T, 3, 2], of 8: those of a token depend on it, on all before it, and on the layer."""
+    """[T, 3, 2], of 8: those of a token depend on it, on all before it, and on the
+    layer."""
     sums = np.cumsum(np.asarray(ids, np.int64) * np.arange(1, len(ids) + 1))
     first_TL = (sums[:, None] // np.array([1, 3, 7])) % 8
-    return np.stack([first_TL, (first_TL + 1 + sums[:, None] % 7) % 8], -1).astype(np.int32)
+    return np.stack([first_TL, (first_TL + 1 + sums[:, None] % 7) % 8], -1).astype(
+        np.int32
+    )
 
 
 class FakeEngine:
     """Use as an async context manager; `url` is where it listens."""
 
-    def __init__(self, script: Script, *, version: int = 0, token_delay_s: float = 0.0) -> None:
+    def __init__(
+        self, script: Script, *, version: int = 0, token_delay_s: float = 0.0
+    ) -> None:
         self.script = script
         self.version = version
         self.token_delay_s = token_delay_s
         self.holds: Callable[[int], bool] = lambda _: False
-        """Whether a reply waits before its n-th token (from 1); asked again until it need not."""
+        """Whether a reply waits before its n-th token (from 1); asked again until it
+        need not."""
         self.drop_connections = 0
         """So many requests are cut off before an answer."""
         self.abort_next = False
@@ -139,7 +148,9 @@ class FakeEngine:
             if spans and spans[-1]["version"] == str(self.version):
                 spans[-1]["end"] = count
             else:
-                spans.append({"version": str(self.version), "start": count - 1, "end": count})
+                spans.append(
+                    {"version": str(self.version), "start": count - 1, "end": count}
+                )
             if not body.get("stream") and count < len(reply):
                 continue
             ids = reply[:count] if not body.get("stream") else reply[count - 1 : count]
@@ -153,17 +164,26 @@ class FakeEngine:
                     "completion_tokens": count,
                     "cached_tokens": cached,
                     "weight_version": str(self.version),
-                    "output_token_logprobs": [[fake_logprob(token), token, None] for token in ids],
+                    "output_token_logprobs": [
+                        [fake_logprob(token), token, None] for token in ids
+                    ],
                 },
             }
             if count == len(reply):
                 out["meta_info"]["weight_versions"] = spans
-                if (first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL)) is not None:
+                if (
+                    first := (body.get("custom_labels") or {}).get(EXPERTS_LABEL)
+                ) is not None:
                     experts = fake_experts([*prompt, *reply])[int(first) : -1]
-                    out["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+                    out["meta_info"]["routed_experts"] = base64.b64encode(
+                        experts.tobytes()
+                    ).decode()
             if top := body.get("top_logprobs_num"):
                 out["meta_info"]["output_top_logprobs"] = [
-                    [[fake_logprob(token) - rank / 2, (token + rank) % 512, None] for rank in range(top)]
+                    [
+                        [fake_logprob(token) - rank / 2, (token + rank) % 512, None]
+                        for rank in range(top)
+                    ]
                     for token in ids
                 ]
             if count == len(reply):

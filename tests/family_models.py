@@ -1,6 +1,8 @@
-"""A random small model of every family, made by transformers' own classes: what the trainer is compared with.
+"""A random small model of every family, made by transformers' own classes: what the
+trainer is compared with.
 
-`CONFIGS` has one entry per family. A test holds that these are the families that invrl knows.
+`CONFIGS` has one entry per family. A test holds that these are the families that invrl
+knows.
 """
 
 from __future__ import annotations
@@ -84,20 +86,30 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "mlp_only_layers": [0],
     },
 }
-"""`model_type` -> what its config.json has besides `_COMMON`. Windows are shorter than the tests' rows."""
+"""`model_type` -> what its config.json has besides `_COMMON`. Windows are shorter than
+the tests' rows."""
 
 
 def make_family_model(
-    path: Path, model_type: str, *, dtype: str = "float32", seed: int = 0, **fields: object
+    path: Path,
+    model_type: str,
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    **fields: object,
 ) -> Path:
-    """A folder with config, weights and tokenizer. `fields`: of config.json, in place of the family's own.
+    """A folder with config, weights and tokenizer. `fields`: of config.json, in place
+    of the family's own.
 
-    Every weight is random, those of norms and biases too, so that a tensor in another's place shows.
+    Every weight is random, those of norms and biases too, so that a tensor in another's
+    place shows.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **fields})
+    config = AutoConfig.for_model(
+        model_type, **{**_COMMON, **CONFIGS[model_type], **fields}
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""The table of files in ARCHITECTURE.md, made from the first sentence of each module's docstring.
+"""The table of files in ARCHITECTURE.md, made from the first sentence of each module's
+docstring.
 
-`python tests/file_map.py` writes it; `tests/test_architecture.py` holds that it is up to date.
+`python tests/file_map.py` writes it; `tests/test_architecture.py` holds that it is up
+to date.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _END = "<!-- /files -->"
 
 def first_sentence(path: Path) -> str:
     """Of the module's docstring, on one line and without its full stop."""
-    paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+    paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition(
+        "\n\n"
+    )[0]
     sentence = re.split(r"(?<=[^.])\.(?:\s|$)", " ".join(paragraph.split()))[0]
     return sentence.replace("|", r"\|")
 
@@ -34,7 +38,10 @@ def table_of_files() -> str:
         lines += [f"### `{package.relative_to(ROOT)}/`", ""]
         lines += [first_sentence(package / "__init__.py") + ".", ""]
         lines += ["| file | what it is |", "|---|---|"]
-        lines += [f"| `{path.relative_to(ROOT)}` | {first_sentence(path)} |" for path in modules[package]]
+        lines += [
+            f"| `{path.relative_to(ROOT)}` | {first_sentence(path)} |"
+            for path in modules[package]
+        ]
         lines.append("")
     return "\n".join(lines)
 

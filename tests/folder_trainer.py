@@ -15,7 +15,8 @@ NO_MODEL = Path("/nowhere")
 
 
 class FolderTrainer:
-    """Writes what it is asked to; `fails_in` names the call that leaves half and raises."""
+    """Writes what it is asked to; `fails_in` names the call that leaves half and
+    raises."""
 
     def __init__(self, weights: str = "weights", *, fails_in: str = "") -> None:
         self._weights = weights

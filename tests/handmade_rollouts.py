@@ -81,13 +81,15 @@ def summary(
 
 def rollout(*paths: Sequence[Turn], of: RolloutSummary | None = None) -> Rollout:
     return Rollout(
-        summary=of or summary(), trajectories=tuple(Trajectory(turns=tuple(path)) for path in paths)
+        summary=of or summary(),
+        trajectories=tuple(Trajectory(turns=tuple(path)) for path in paths),
     )
 
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[Turn]:
-    """Random forests of up to 8 turns; every sampled id is unique, so tokens can be counted."""
+    """Random forests of up to 8 turns; every sampled id is unique, so tokens can be
+    counted."""
     ids = itertools.count(1)
     turns: list[Turn] = []
     for n in range(draw(st.integers(1, 8))):
@@ -128,7 +130,8 @@ def taken(*groups: tuple[str, list[float]]) -> TakenBatch:
                 id=name,
                 task_id="t",
                 rollouts_G=tuple(
-                    summary(f"{name}.{index}", name, index, reward) for index, reward in enumerate(rewards)
+                    summary(f"{name}.{index}", name, index, reward)
+                    for index, reward in enumerate(rewards)
                 ),
             )
             for name, rewards in groups

@@ -3,7 +3,13 @@
 from scripted_viewer import HOSTILE
 
 from invrl.observe.report_chart import Chart, Line
-from invrl.observe.report_page import ChangedSetting, FailedReason, FailureExample, Gain, ReportContents
+from invrl.observe.report_page import (
+    ChangedSetting,
+    FailedReason,
+    FailureExample,
+    Gain,
+    ReportContents,
+)
 
 LINE = Line(
     label=HOSTILE,
@@ -33,7 +39,9 @@ HOSTILE_CONTENTS = ReportContents(
     ],
     failures=[
         FailedReason(
-            reason=HOSTILE, count=3, examples=[FailureExample(task_id=HOSTILE, count=2, detail=HOSTILE)]
+            reason=HOSTILE,
+            count=3,
+            examples=[FailureExample(task_id=HOSTILE, count=2, detail=HOSTILE)],
         )
     ],
     settings=[ChangedSetting(name=HOSTILE, value=HOSTILE, default=HOSTILE)],

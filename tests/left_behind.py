@@ -1,6 +1,8 @@
-"""What a session of tests left on the machine, said at its end: temporary files, processes, shared memory.
+"""What a session of tests left on the machine, said at its end: temporary files,
+processes, shared memory.
 
-A session has a TMPDIR of its own, so that nothing of other programs is taken for its own.
+A session has a TMPDIR of its own, so that nothing of other programs is taken for its
+own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ import pytest
 from invrl.host.process import still_running
 
 _GRACE_S = 30.0
-"""For processes that end by themselves once their parent has, such as guardians, which also remove files."""
+"""For processes that end by themselves once their parent has, such as guardians, which
+also remove files."""
 _WITH_US = re.compile(
     rf"invrl\.host\.guardian {os.getpid()} |multiprocessing\.(resource_tracker|forkserver)"
     rf"|torch_shm_manager|wandb-core .*--pid {os.getpid()}"
 )
 """Processes that end right after this one."""
-_FILES_WITH_US = re.compile(r"pymp-.*|torch-shm-dir-.*|torchinductor_.*|wandb-.*|tmp\w+wandb-\w+")
+_FILES_WITH_US = re.compile(
+    r"pymp-.*|torch-shm-dir-.*|torchinductor_.*|wandb-.*|tmp\w+wandb-\w+"
+)
 """Folders that libraries have for as long as this process lives."""
 _SHARED_WITH_US = re.compile(rf"torch_{os.getpid()}_\d+_\d+")
 """Tensors of this process that others may read. Torch removes them when it ends."""
@@ -38,7 +43,9 @@ class LeftBehind:
 
     def __init__(self) -> None:
         shared = Path(tempfile.gettempdir())
-        self.folder = Path(tempfile.mkdtemp(prefix="it-"))  # short, for the sockets in it
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="it-")
+        )  # short, for the sockets in it
         os.environ["TMPDIR"] = str(self.folder)
         tempfile.tempdir = None
         # pytest keeps the folders of three sessions, and torch its compiled kernels.
@@ -59,7 +66,9 @@ class LeftBehind:
     def pytest_sessionfinish(self) -> None:
         self.found = [*self._processes(), *self._files(), *_shared_memory()]
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter
+    ) -> None:
         if self.found:
             terminalreporter.section("left behind by these tests", sep="=", red=True)
             for line in self.found:
@@ -77,7 +86,11 @@ class LeftBehind:
             with suppress(psutil.Error):
                 variables = process.environ()
                 is_ours = Path(variables.get("TMPDIR", "/")).is_relative_to(self.folder)
-                if process.pid != os.getpid() and is_ours and not _WITH_US.search(_command(process)):
+                if (
+                    process.pid != os.getpid()
+                    and is_ours
+                    and not _WITH_US.search(_command(process))
+                ):
                     started.append(process)
         for process in still_running(started, within_s=_GRACE_S):
             with suppress(psutil.Error):
@@ -89,7 +102,8 @@ def _command(process: psutil.Process) -> str:
 
 
 def _shared_memory() -> Iterator[str]:
-    """Names that hold the number of this process. Names without it may be other programs'."""
+    """Names that hold the number of this process. Names without it may be other
+    programs'."""
     own = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
     for path in sorted(Path("/dev/shm").glob("*")):
         if own.search(path.name) and not _SHARED_WITH_US.fullmatch(path.name):

@@ -18,7 +18,9 @@ def local_ray() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    with TemporaryDirectory(prefix="invrl-ray-", dir=short_folder(), ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(
+        prefix="invrl-ray-", dir=short_folder(), ignore_cleanup_errors=True
+    ) as folder:
         ray.init(
             num_cpus=2,
             include_dashboard=False,

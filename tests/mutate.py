@@ -1,13 +1,15 @@
-"""Plants the small errors of `tests/mutations.toml`, one at a time, and says which test catches each.
+"""Plants the small errors of `tests/mutations.toml`, one at a time, and says which test
+catches each.
 
 python tests/mutate.py                 every error, and the quick tests that are to catch it
 python tests/mutate.py --all           the slow tests too, for an error that the quick ones do not catch
 python tests/mutate.py --only packing  the errors whose name or file contains this word
 python tests/mutate.py --resume        leaves out what `tests/mutations_result.json` says is caught
 
-The errors are planted in a copy of the tree, so the working tree stays as it is. At first the tests run once
-without an error: a test that fails by itself catches nothing. What is found is written after each error. What
-tests leave behind ends with `python launch/run_contained.py python tests/mutate.py`.
+The errors are planted in a copy of the tree, so the working tree stays as it is. At
+first the tests run once without an error: a test that fails by itself catches nothing.
+What is found is written after each error. What tests leave behind ends with `python
+launch/run_contained.py python tests/mutate.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +42,21 @@ _TEST_TIMEOUT_S = 120
 """An error that makes a test hang is caught, too."""
 _RUN_TIMEOUT_S = 900
 _POLL_S = 0.05
-_WARM = ("aiohttp", "fastapi", "hypothesis", "httpx", "openai", "torch", "transformers", "uvicorn")
-"""Packages that most tests need. They are imported once: each run of pytest is forked from this process."""
+_WARM = (
+    "aiohttp",
+    "fastapi",
+    "hypothesis",
+    "httpx",
+    "openai",
+    "torch",
+    "transformers",
+    "uvicorn",
+)
+"""Packages that most tests need. They are imported once: each run of pytest is forked
+from this process."""
 _UNUSED_PLUGINS = ("cacheprovider", "langsmith_plugin", "schemathesis")
-"""Plugins of pytest that no test of the list needs, and whose imports take longer than most tests."""
+"""Plugins of pytest that no test of the list needs, and whose imports take longer than
+most tests."""
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _NO_TESTS = 5
 """pytest's exit code where the marks leave no test."""
@@ -72,7 +85,11 @@ class Mutation:
             return f"{self.name}: {self.file} has its text {count} times: {self.old!r}"
         if self.old == self.new:
             return f"{self.name}: it changes nothing"
-        missing = [test for test in self.tests if not (ROOT / test.partition("::")[0]).is_file()]
+        missing = [
+            test
+            for test in self.tests
+            if not (ROOT / test.partition("::")[0]).is_file()
+        ]
         if missing:
             return f"{self.name}: there is no {missing[0]}"
         return ""
@@ -100,13 +117,24 @@ def faults_of(mutations: Iterable[Mutation]) -> list[str]:
     faults = [fault for mutation in mutations if (fault := mutation.fault())]
     names = Counter(mutation.name for mutation in mutations)
     return faults + [
-        f"{name}: {count} mutations have this name" for name, count in names.items() if count > 1
+        f"{name}: {count} mutations have this name"
+        for name, count in names.items()
+        if count > 1
     ]
 
 
 def copy_tree(target: Path) -> None:
     """Copies the files of the working tree that git does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         source = ROOT / name
@@ -117,7 +145,8 @@ def copy_tree(target: Path) -> None:
 
 
 def first_failure(tree: Path, tests: Sequence[str], marks: str) -> str | None:
-    """Runs tests in a copy of the tree up to the first that fails. Returns its node id; None if none does."""
+    """Runs tests in a copy of the tree up to the first that fails. Returns its node id;
+    None if none does."""
     output = tree / "output.txt"
     arguments = ["-q", "-x", "-rfE", "--tb=no", f"--timeout={_TEST_TIMEOUT_S}"]
     arguments.append("--hypothesis-profile=first failure")
@@ -144,7 +173,10 @@ def _run_pytest(tree: Path, arguments: Sequence[str], output: Path) -> NoReturn:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.path[:1] = [str(tree), str(tree / "tests")]  # the first was the folder of this script
+    sys.path[:1] = [
+        str(tree),
+        str(tree / "tests"),
+    ]  # the first was the folder of this script
     os.environ["PYTHONPATH"] = f"{tree}:{tree / 'tests'}"
     exit_code = 1
     try:
@@ -155,7 +187,8 @@ def _run_pytest(tree: Path, arguments: Sequence[str], output: Path) -> NoReturn:
 
 
 def _wait_for(process: int, *, deadline_s: float) -> int | None:
-    """The exit code of a child, which leads a session; None if it does not end. Ends what is left of it."""
+    """The exit code of a child, which leads a session; None if it does not end. Ends
+    what is left of it."""
     deadline = time.monotonic() + deadline_s
     ended, status = os.waitpid(process, os.WNOHANG)
     while not ended and time.monotonic() < deadline:
@@ -170,7 +203,8 @@ def _wait_for(process: int, *, deadline_s: float) -> int | None:
 
 
 def find_catcher(tree: Path, mutation: Mutation, *, with_slow: bool) -> Finding:
-    """Plants a mutation in a copy of the tree, runs its tests, and takes it out again."""
+    """Plants a mutation in a copy of the tree, runs its tests, and takes it out
+    again."""
     started = time.monotonic()
     path = tree / mutation.file
     whole = path.read_text()
@@ -197,19 +231,26 @@ def read_result() -> dict[str, Finding]:
     """By the mutation's name."""
     if not RESULT.is_file():
         return {}
-    return {name: Finding(**found) for name, found in json.loads(RESULT.read_text()).items()}
+    return {
+        name: Finding(**found) for name, found in json.loads(RESULT.read_text()).items()
+    }
 
 
 def write_result(mutations: Iterable[Mutation], findings: dict[str, Finding]) -> None:
     """In the order of the mutations; what is no mutation any more is left out."""
     kept = {
-        mutation.name: asdict(findings[mutation.name]) for mutation in mutations if mutation.name in findings
+        mutation.name: asdict(findings[mutation.name])
+        for mutation in mutations
+        if mutation.name in findings
     }
     RESULT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def check_tests(tree: Path, mutations: Iterable[Mutation], *, with_slow: bool) -> str | None:
-    """Runs the tests of the mutations without an error. Returns the first that fails."""
+def check_tests(
+    tree: Path, mutations: Iterable[Mutation], *, with_slow: bool
+) -> str | None:
+    """Runs the tests of the mutations without an error. Returns the first that
+    fails."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     failure = first_failure(tree, tests, "not slow")
     if failure is None and with_slow:
@@ -231,9 +272,15 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(faults), file=sys.stderr)
         return 2
     findings = read_result()
-    chosen = [mutation for mutation in mutations if options.only in f"{mutation.name} {mutation.file}"]
+    chosen = [
+        mutation
+        for mutation in mutations
+        if options.only in f"{mutation.name} {mutation.file}"
+    ]
     if options.resume:
-        caught = {name for name, found in findings.items() if found.caught_by != "nothing"}
+        caught = {
+            name for name, found in findings.items() if found.caught_by != "nothing"
+        }
         chosen = [mutation for mutation in chosen if mutation.name not in caught]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     for package in _WARM:
@@ -249,8 +296,15 @@ def main(arguments: Sequence[str]) -> int:
             found = find_catcher(tree, mutation, with_slow=options.all)
             findings[mutation.name] = found
             write_result(mutations, findings)
-            outcome = f"{found.caught_by}: {found.first_test}" if found.first_test else "NOT CAUGHT"
-            print(f"{number}/{len(chosen)} {mutation.name}: {outcome} ({found.seconds:g} s)", flush=True)
+            outcome = (
+                f"{found.caught_by}: {found.first_test}"
+                if found.first_test
+                else "NOT CAUGHT"
+            )
+            print(
+                f"{number}/{len(chosen)} {mutation.name}: {outcome} ({found.seconds:g} s)",
+                flush=True,
+            )
     counts = Counter(findings[mutation.name].caught_by for mutation in chosen)
     print(
         f"caught: {counts['quick']} by quick tests, {counts['all']} by slow ones, {counts['nothing']} by none"

@@ -17,7 +17,9 @@ def rows(draw: st.DrawFn) -> list[Row]:
     drawn: list[Row] = []
     for _ in range(draw(st.integers(0, 7))):
         tokens = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
-        wanted = draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else set()
+        wanted = (
+            draw(st.sets(st.integers(1, len(tokens) - 1))) if len(tokens) > 1 else set()
+        )
         drawn.append(
             Row(
                 tokens_T=np.array(tokens, np.int32),

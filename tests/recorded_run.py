@@ -1,4 +1,5 @@
-"""A run folder that tests fill rollout by rollout with what was said in each, as gateway and buffer would."""
+"""A run folder that tests fill rollout by rollout with what was said in each, as
+gateway and buffer would."""
 
 from __future__ import annotations
 
@@ -84,37 +85,60 @@ class RecordedRun:
         )
         self.opened += 1
         key_hash = hashlib.sha256(name.encode()).digest()
-        record = StoredSession(session=session, key_hash=key_hash, opened_at=self.opened)
+        record = StoredSession(
+            session=session, key_hash=key_hash, opened_at=self.opened
+        )
         self.writer.open_sessions([record]).result(60)
         replies = [reply] if isinstance(reply, str | Message) else list(reply)
         parent: str | None = None
         conversation: list[Message] = []
         path: list[int] = []
         for number, text in enumerate(replies):
-            asked = Message("user", f"What is {task}?") if not number else Message("user", "Go on.")
+            asked = (
+                Message("user", f"What is {task}?")
+                if not number
+                else Message("user", "Go on.")
+            )
             said = text if isinstance(text, Message) else Message("assistant", text)
             turn = self._turn(f"{name}/{number}", name, parent, said, version, ending)
             if self.renderer is not None:
-                turn = _with_ids(self.renderer, turn, (*conversation, asked), path, said)
+                turn = _with_ids(
+                    self.renderer, turn, (*conversation, asked), path, said
+                )
                 path += [*turn.context_ids_T.tolist(), *turn.sampled_ids_T.tolist()]
             conversation += [asked, said]
             self.writer.add_turn(turn, msgspec.json.encode([asked, said])).result(60)
             self.writer.mark_delivered(turn.id).result(60)
             parent = turn.id
-        summary = self.summary(session, reward, len(replies), version, cut=ending == "length")
+        summary = self.summary(
+            session, reward, len(replies), version, cut=ending == "length"
+        )
         outcome: Outcome = summary
         if failure is not None:
-            place = {each: getattr(summary, each) for each in ("session_id", "task_id", "group_id")}
-            outcome = FailedRollout(**place, index=index, attempt=0, reason=failure, detail=detail)
+            place = {
+                each: getattr(summary, each)
+                for each in ("session_id", "task_id", "group_id")
+            }
+            outcome = FailedRollout(
+                **place, index=index, attempt=0, reason=failure, detail=detail
+            )
         state = "aborted" if failure else "finished"
-        self.writer.close_session(name, state, outcome, hand_over=purpose == "train").result(60)
+        self.writer.close_session(
+            name, state, outcome, hand_over=purpose == "train"
+        ).result(60)
         if purpose == "train":
             self._account(task, Place(group, index, 0), name, step, drop, failure)
         self.sequence += 10
         return name
 
     def _turn(
-        self, name: str, session: str, parent: str | None, said: Message, version: int, ending: FinishReason
+        self,
+        name: str,
+        session: str,
+        parent: str | None,
+        said: Message,
+        version: int,
+        ending: FinishReason,
     ) -> Turn:
         ids_T = np.frombuffer(repr(said).encode(), np.uint8).astype(np.int32)
         return Turn(
@@ -124,7 +148,9 @@ class RecordedRun:
             context_ids_T=np.array([1, 2], np.int32),
             sampled_ids_T=ids_T,
             logprobs_T=np.zeros(len(ids_T), np.float32),
-            spans=(VersionSpan(version=WeightVersion(version), start=0, end=len(ids_T)),),
+            spans=(
+                VersionSpan(version=WeightVersion(version), start=0, end=len(ids_T)),
+            ),
             finish_reason=ending,
             request_digest="",
             delivered=False,
@@ -174,12 +200,23 @@ class RecordedRun:
         entries: list[LedgerEntry] = []
 
         def move(state: RolloutState, **facts: object) -> None:
-            values = {"sequence": self.sequence + len(entries), "place": place, "task_id": task}
-            entries.append(msgspec.convert({**values, "state": state, **facts}, LedgerEntry))
+            values = {
+                "sequence": self.sequence + len(entries),
+                "place": place,
+                "task_id": task,
+            }
+            entries.append(
+                msgspec.convert({**values, "state": state, **facts}, LedgerEntry)
+            )
 
         move(RolloutState.IN_FLIGHT)
         if failure is not None:
-            move(RolloutState.DROPPED, reason=DropReason.REPLACED, failure=failure, session_id=session)
+            move(
+                RolloutState.DROPPED,
+                reason=DropReason.REPLACED,
+                failure=failure,
+                session_id=session,
+            )
         else:
             move(RolloutState.FINISHED, session_id=session)
             if drop is not None:
@@ -192,9 +229,14 @@ class RecordedRun:
 
 
 def _with_ids(
-    renderer: Renderer, turn: Turn, messages: tuple[Message, ...], path: Sequence[int], said: Message
+    renderer: Renderer,
+    turn: Turn,
+    messages: tuple[Message, ...],
+    path: Sequence[int],
+    said: Message,
 ) -> Turn:
-    """The turn with the ids that the gateway would send and a model would sample for these texts."""
+    """The turn with the ids that the gateway would send and a model would sample for
+    these texts."""
     prompt = Prompt(messages=messages)
     if path:
         context = renderer.render_tail(prompt, len(messages) - 1, path).ids
@@ -212,9 +254,14 @@ def _with_ids(
     )
 
 
-def record_run(root: Path, *, model: Path | None = None, renderer: Renderer | None = None) -> RecordedRun:
-    """An empty one in its first incarnation, at `root`/run. `renderer`: as in `RecordedRun`."""
-    tables: dict[str, dict[str, str]] = {"run": {"run_root": str(root), "run_name": "run"}}
+def record_run(
+    root: Path, *, model: Path | None = None, renderer: Renderer | None = None
+) -> RecordedRun:
+    """An empty one in its first incarnation, at `root`/run. `renderer`: as in
+    `RecordedRun`."""
+    tables: dict[str, dict[str, str]] = {
+        "run": {"run_root": str(root), "run_name": "run"}
+    }
     if model is not None:
         tables["model"] = {"model_path": str(model)}
     config = resolve(Source(name="test", tables=tables))

@@ -5,10 +5,11 @@
     python tests/run_bench.py gateway [--model-path MODEL] [the same flags]
     python tests/run_bench.py loop|gateway --smoke
 
-loop: rollouts beside the engine alone, the trainer beside Hugging Face, a short run's time and memory.
-gateway: tokens/s, added latency, CPU and memory of the gateway, beside a paced stand-in engine alone.
-Appends to tests/bench/results/history.jsonl (--results FOLDER for another place). Exit code 1 if a ratio fell
-by more than 10 % of the history's median on this kind of machine, 2 for bad input.
+loop: rollouts beside the engine alone, the trainer beside Hugging Face, a short run's
+time and memory. gateway: tokens/s, added latency, CPU and memory of the gateway, beside
+a paced stand-in engine alone. Appends to tests/bench/results/history.jsonl (--results
+FOLDER for another place). Exit code 1 if a ratio fell by more than 10 % of the
+history's median on this kind of machine, 2 for bad input.
 """
 
 from __future__ import annotations

@@ -10,5 +10,8 @@ from invrl.run.config import Config, Source, resolve
 
 def config(root: Path, name: str = "", **train: Any) -> Config:
     return resolve(
-        Source(name="test", tables={"run": {"run_root": str(root), "run_name": name}, "train": train})
+        Source(
+            name="test",
+            tables={"run": {"run_root": str(root), "run_name": name}, "train": train},
+        )
     )

@@ -54,16 +54,24 @@ class Running:
         }
         answer = await self.env("/sessions", payload)
         assert answer.status_code == 201, answer.text
-        return msgspec.json.decode(answer.content, type=dict[str, list[Session]])["sessions"]
+        return msgspec.json.decode(answer.content, type=dict[str, list[Session]])[
+            "sessions"
+        ]
 
-    async def env(self, path: str, body: Mapping[str, object] | None = None, key: str = ENV_KEY):
+    async def env(
+        self, path: str, body: Mapping[str, object] | None = None, key: str = ENV_KEY
+    ):
         headers = {"authorization": f"Bearer {key}"}
         if body is None:
             return await self.http.get(self.url + path, headers=headers)
         return await self.http.post(self.url + path, json=body, headers=headers)
 
-    async def finish(self, session: Session, reward: float = 1.0) -> RolloutSummary | FailedRollout:
-        answer = await self.env(f"/sessions/{session.id}/finish", {"reward": reward}, key=session.key)
+    async def finish(
+        self, session: Session, reward: float = 1.0
+    ) -> RolloutSummary | FailedRollout:
+        answer = await self.env(
+            f"/sessions/{session.id}/finish", {"reward": reward}, key=session.key
+        )
         assert answer.status_code == 200, answer.text
         kind = FailedRollout if "reason" in answer.json() else RolloutSummary
         return msgspec.json.decode(answer.content, type=kind)
@@ -72,7 +80,11 @@ class Running:
         return self.store.turns(session.id)
 
     def client(self, session: Session, **options) -> openai.AsyncOpenAI:
-        options = {"max_retries": 0, "api_key": "placeholder", "base_url": session.base_url} | options
+        options = {
+            "max_retries": 0,
+            "api_key": "placeholder",
+            "base_url": session.base_url,
+        } | options
         return openai.AsyncOpenAI(**options)
 
 
@@ -89,7 +101,10 @@ async def running(
 ) -> AsyncIterator[Running]:
     parsers = parsers or Parsers()
     parsers.preload()  # as the gateway does: seconds, in which no deadline must run
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
@@ -124,8 +139,14 @@ async def running(
             on_shutdown=client.close,
             run_ended=run_ended,
         )
-        served = {"http": LimitedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
+        served = {
+            "http": LimitedHttpProtocol,
+            "timeout_graceful_shutdown": 1,
+            "timeout_keep_alive": 600,
+        }
+        config = uvicorn.Config(
+            app, port=settings.gateway_port, log_level="warning", **served
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

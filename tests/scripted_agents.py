@@ -1,8 +1,10 @@
-"""What the scripted engine says to agents with a calculator (or Codex's shell): one script for all of them.
+"""What the scripted engine says to agents with a calculator (or Codex's shell): one
+script for all of them.
 
-It reads a ChatML prompt and goes by the last message: a product to calculate becomes a call, in Hermes' form,
-of `calculator` if that is offered; results become an answer that holds them; everything else becomes small
-talk. Agents that must end by a tool (`final_answer`) are obliged.
+It reads a ChatML prompt and goes by the last message: a product to calculate becomes a
+call, in Hermes' form, of `calculator` if that is offered; results become an answer that
+holds them; everything else becomes small talk. Agents that must end by a tool
+(`final_answer`) are obliged.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import json
 import re
 
-_MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?=<\|im_end\|>|<\|im_start\|>|$)", re.DOTALL)
+_MESSAGE = re.compile(
+    r"<\|im_start\|>(\w+)\n(.*?)(?=<\|im_end\|>|<\|im_start\|>|$)", re.DOTALL
+)
 _PRODUCT = re.compile(r"\d+\*\d+")
 CODEX_COMMAND = "echo 156 > answer.txt && cat answer.txt"
 _SHELLS = {
@@ -22,7 +26,9 @@ _SHELLS = {
 
 
 def calculating(prompt: str) -> str:
-    messages = [found.groups() for found in _MESSAGE.finditer(prompt)][:-1]  # the last is the reply's head
+    messages = [found.groups() for found in _MESSAGE.finditer(prompt)][
+        :-1
+    ]  # the last is the reply's head
     if "<|im_start|>" not in prompt:  # a completion
         return "there was a number, and after it another one, and more and more of them came along."
     if "Action Input:" in prompt:
@@ -38,7 +44,11 @@ def calculating(prompt: str) -> str:
         return f"The result is {' and '.join(results)}. ✓"
     for shell, arguments in _SHELLS.items():
         if f'"name": "{shell}"' in prompt:
-            return "I run it.\n" + call(shell, arguments) if "answer.txt" in asked else "Nothing to run."
+            return (
+                "I run it.\n" + call(shell, arguments)
+                if "answer.txt" in asked
+                else "Nothing to run."
+            )
     products = _PRODUCT.findall(asked)
     if products and '"calculator"' in prompt:
         return "Let me see.\n" + "\n".join(
@@ -57,9 +67,10 @@ _FILES = {  # a coding agent's names for what it does, and for what that takes
 
 
 def coding(prompt: str) -> str:
-    """What it says to coding agents: as many steps as the task asks for, each with calls as models make them
-    and as agents store them otherwise: files with space at line ends, `cd DIR &&`, arguments without their
-    defaults, text beside a call, several calls at once."""
+    """What it says to coding agents: as many steps as the task asks for, each with
+    calls as models make them and as agents store them otherwise: files with space at
+    line ends, `cd DIR &&`, arguments without their defaults, text beside a call,
+    several calls at once."""
     task = _TASK.search(prompt)
     if task is None or '"name": "' not in prompt:
         return "A title for this"
@@ -70,16 +81,23 @@ def coding(prompt: str) -> str:
         return call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})
     if step >= steps:
         return f"All {steps} steps are done. ✓"
-    names = next((names for name, names in _FILES.items() if f'"name": "{name}"' in prompt), None)
+    names = next(
+        (names for name, names in _FILES.items() if f'"name": "{name}"' in prompt), None
+    )
     said = ["", "Next step.\n", "Let me see.\n\n"][step % 3]
     if names is None:
-        return said + call("bash", {"command": f"cd {folder} && echo {step} >> steps.txt"})
+        return said + call(
+            "bash", {"command": f"cd {folder} && echo {step} >> steps.txt"}
+        )
     write, edit, read, bash, path, old, new = names
     file = f"{folder}/file{step // 6}.py"
     shell = {"command": f"cd {folder} && ls", "description": "Lists the folder"}
     match step % 6:
         case 0:
-            return said + call(write, {path: file, "content": f"def f():  \n    return {step}   \n\n\n"})
+            return said + call(
+                write,
+                {path: file, "content": f"def f():  \n    return {step}   \n\n\n"},
+            )
         case 1:
             return said + call(read, {path: file})
         case 2:
@@ -90,7 +108,10 @@ def coding(prompt: str) -> str:
             count = {"command": f"wc -l {file}", "description": "Counts lines"}
             return said + call(bash, shell) + "\n" + call(bash, count)
         case _:
-            shown = {"command": f"cd {folder} && cat {file}  ", "description": " Shows it "}
+            shown = {
+                "command": f"cd {folder} && cat {file}  ",
+                "description": " Shows it ",
+            }
             return said + call(bash, shown)
 
 
@@ -115,9 +136,13 @@ def _result(role: str, text: str) -> str | None:
     if role == "tool":
         return text.strip()
     if role == "user" and (
-        found := re.search(r"<tool_response>\n?(.*?)\n?</tool_response>", text, re.DOTALL)
+        found := re.search(
+            r"<tool_response>\n?(.*?)\n?</tool_response>", text, re.DOTALL
+        )
     ):
         return found[1].strip()
-    if role == "user" and text.startswith("Observation") and "New task:" not in text:  # smolagents
+    if (
+        role == "user" and text.startswith("Observation") and "New task:" not in text
+    ):  # smolagents
         return text.partition("\n")[2].strip()
     return None

@@ -1,9 +1,11 @@
-"""A scripted engine: SGLang's `/generate` with replies that a script writes: what a small model cannot say.
+"""A scripted engine: SGLang's `/generate` with replies that a script writes: what a
+small model cannot say.
 
-The script is a function from the prompt's text to the reply's. Its reply is spelt in ids as no tokenizer
-would: cut at random places, each piece encoded by itself, special tokens whole. So whoever makes ids again
-from text, instead of keeping those that were sampled, gets others. Ends with the end-of-turn token. Passes
-the engine's contract tests; the real router takes it for an engine.
+The script is a function from the prompt's text to the reply's. Its reply is spelt in
+ids as no tokenizer would: cut at random places, each piece encoded by itself, special
+tokens whole. So whoever makes ids again from text, instead of keeping those that were
+sampled, gets others. Ends with the end-of-turn token. Passes the engine's contract
+tests; the real router takes it for an engine.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from fakes import FakeEngine
 from tokenizers import Tokenizer
 
 TextScript = Callable[[str], str]
-"""The prompt's text, special tokens shown, to the reply's text (without the end of turn)."""
+"""The prompt's text, special tokens shown, to the reply's text (without the end of
+turn)."""
 
 
 def text_by_prompt(prompt: str) -> str:
@@ -29,18 +32,29 @@ def text_by_prompt(prompt: str) -> str:
 
 
 class ScriptedEngine(FakeEngine):
-    """Use as an async context manager; `url` is where it listens. `model`: folder of the tokenizer."""
+    """Use as an async context manager; `url` is where it listens. `model`: folder of
+    the tokenizer."""
 
     def __init__(
-        self, script: TextScript, model: Path, *, version: int = 0, token_delay_s: float = 0.0
+        self,
+        script: TextScript,
+        model: Path,
+        *,
+        version: int = 0,
+        token_delay_s: float = 0.0,
     ) -> None:
         super().__init__(self._say, version=version, token_delay_s=token_delay_s)
         self._text_script, self._model = script, model
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         settings = json.loads((model / "tokenizer_config.json").read_text())
-        self.vocab_size = int(json.loads((model / "config.json").read_text())["vocab_size"])
+        self.vocab_size = int(
+            json.loads((model / "config.json").read_text())["vocab_size"]
+        )
         self._end = self._tokenizer.token_to_id(settings["eos_token"])
-        added = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        added = [
+            str(token.content)
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+        ]
         self._special = re.compile("(" + "|".join(map(re.escape, added)) + ")")
 
     def spell(self, text: str, seed: str) -> list[int]:
@@ -51,7 +65,9 @@ class ScriptedEngine(FakeEngine):
             at = 0
             while at < len(part):
                 end = len(part) if number % 2 else at + source.randint(1, 12)
-                ids += self._tokenizer.encode(part[at:end], add_special_tokens=False).ids
+                ids += self._tokenizer.encode(
+                    part[at:end], add_special_tokens=False
+                ).ids
                 at = end
         assert self.text(ids) == text
         return ids
@@ -71,7 +87,9 @@ class ScriptedEngine(FakeEngine):
 
     async def _info(self, _: web.Request) -> web.Response:
         names = {"model_path": str(self._model), "served_model_name": "scripted"}
-        return web.json_response({**names, "weight_version": str(self.version), "is_generation": True})
+        return web.json_response(
+            {**names, "weight_version": str(self.version), "is_generation": True}
+        )
 
     def _say(self, prompt: Sequence[int]) -> list[int]:
         text = self.text(prompt)

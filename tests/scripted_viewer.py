@@ -1,7 +1,8 @@
-"""A made-up run, served as `invrl view` serves one: tests write its values and read what the page asks.
+"""A made-up run, served as `invrl view` serves one: tests write its values and read
+what the page asks.
 
-Every text that a model, a task or a tool can write is hostile here. If any of it became markup, `HOSTILE`
-would change the page's title, call another host or hide the page.
+Every text that a model, a task or a tool can write is hostile here. If any of it became
+markup, `HOSTILE` would change the page's title, call another host or hide the page.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 _START = 1_795_640_000.0
 
 
@@ -94,7 +100,9 @@ def row_value(number: int) -> dict[str, Any]:
 ROWS = [row_value(number) for number in range(240)]
 
 
-def _message(role: str, content: str, calls: list[dict[str, str]] | None = None) -> dict[str, Any]:
+def _message(
+    role: str, content: str, calls: list[dict[str, str]] | None = None
+) -> dict[str, Any]:
     return {
         "role": role,
         "content": content,
@@ -107,8 +115,14 @@ def _message(role: str, content: str, calls: list[dict[str, str]] | None = None)
     }
 
 
-def _turn(number: int, parent: int | None, messages: list[dict[str, Any]], fork: str = "") -> dict[str, Any]:
-    call = {"id": HOSTILE, "name": "calculate", "arguments": json.dumps({"expression": HOSTILE})}
+def _turn(
+    number: int, parent: int | None, messages: list[dict[str, Any]], fork: str = ""
+) -> dict[str, Any]:
+    call = {
+        "id": HOSTILE,
+        "name": "calculate",
+        "arguments": json.dumps({"expression": HOSTILE}),
+    }
     return {
         "id": f"t-{number}",
         "session_id": "s",
@@ -121,7 +135,10 @@ def _turn(number: int, parent: int | None, messages: list[dict[str, Any]], fork:
         "reply": _message("assistant", f"reply {number} {HOSTILE}", [call]),
         "tools": 0,
         "finish_reason": "stop" if number else "length",
-        "spans": [{"version": 1, "start": 0, "end": 4}, {"version": 2, "start": 4, "end": 8}],
+        "spans": [
+            {"version": 1, "start": 0, "end": 4},
+            {"version": 2, "start": 4, "end": 8},
+        ],
         "delivered": True,
         "trainable": True,
         "trained": number != 1,
@@ -143,17 +160,30 @@ def _turn(number: int, parent: int | None, messages: list[dict[str, Any]], fork:
 
 def detail_value(session_id: str) -> dict[str, Any]:
     row = next(row for row in ROWS if row["session_id"] == session_id)
-    first = [_message("system", f"You calculate. {HOSTILE}"), _message("user", f"What is 2 * 3? {HOSTILE}")]
+    first = [
+        _message("system", f"You calculate. {HOSTILE}"),
+        _message("user", f"What is 2 * 3? {HOSTILE}"),
+    ]
     turns = [
         _turn(0, None, first),
         _turn(1, 0, [_message("tool", f"6 {HOSTILE}")]),
-        _turn(2, None, [*first, _message("user", f"Again. {HOSTILE}")], "edited_history"),
+        _turn(
+            2, None, [*first, _message("user", f"Again. {HOSTILE}")], "edited_history"
+        ),
     ]
     change = {"message": 2, "role": "assistant", "part": "content"}
     change |= {"recorded": f"reply 0 {HOSTILE}", "sent": f"reply 1\n{HOSTILE}"}
     what = f"Message 3 (assistant): another text {HOSTILE}"
-    turns[2]["fork"] = {"from_turn": "t-0", "shared": 2, "messages": 3, "what": what, "change": change}
-    traceback = f'Traceback (most recent call last):\n  File "agent.py"\nValueError: {HOSTILE}'
+    turns[2]["fork"] = {
+        "from_turn": "t-0",
+        "shared": 2,
+        "messages": 3,
+        "what": what,
+        "change": change,
+    }
+    traceback = (
+        f'Traceback (most recent call last):\n  File "agent.py"\nValueError: {HOSTILE}'
+    )
     step = {
         "incarnation": 0,
         "at": _START,
@@ -176,7 +206,10 @@ def detail_value(session_id: str) -> dict[str, Any]:
     ]
     members = [other for other in ROWS if other["group_id"] == row["group_id"]]
     group = [
-        {key: other[key] for key in ("session_id", "index", "attempt", "reward", "state")}
+        {
+            key: other[key]
+            for key in ("session_id", "index", "attempt", "reward", "state")
+        }
         for other in members
     ]
     return {
@@ -191,12 +224,23 @@ def detail_value(session_id: str) -> dict[str, Any]:
         "group": group,
         "turns": turns,
         "notes": [],
-        "tool_lists": [[{"name": "calculate", "description": HOSTILE, "parameters": "{}"}]],
+        "tool_lists": [
+            [{"name": "calculate", "description": HOSTILE, "parameters": "{}"}]
+        ],
     }
 
 
 def tokens_value(turn_id: str) -> dict[str, Any]:
-    texts = ["The", " answer", "\n", "<script>", "document.title='taken'", "</script>", " 6", "<|im_end|>"]
+    texts = [
+        "The",
+        " answer",
+        "\n",
+        "<script>",
+        "document.title='taken'",
+        "</script>",
+        " 6",
+        "<|im_end|>",
+    ]
     return {
         "turn_id": turn_id,
         "session_id": "s",
@@ -218,7 +262,10 @@ def tokens_value(turn_id: str) -> dict[str, Any]:
             "candidates": {
                 "ids": [[at, 90] for at in range(7)] + [[]],
                 "logprobs": [[-0.1 * (at + 1), -3.0] for at in range(7)] + [[]],
-                "texts": {**{str(at): text for at, text in enumerate(texts)}, "90": HOSTILE},
+                "texts": {
+                    **{str(at): text for at, text in enumerate(texts)},
+                    "90": HOSTILE,
+                },
                 "recorded": 50,
                 "shown": 20,
             },
@@ -230,12 +277,23 @@ def tokens_value(turn_id: str) -> dict[str, Any]:
 
 def _facets(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def counts(values: list[Any]) -> dict[str, int]:
-        return {str(value): values.count(value) for value in dict.fromkeys(values) if value not in (None, "")}
+        return {
+            str(value): values.count(value)
+            for value in dict.fromkeys(values)
+            if value not in (None, "")
+        }
 
     facets = {
-        name: counts([row[name] for row in rows]) for name in ("purpose", "evaluation", "state", "failure")
+        name: counts([row[name] for row in rows])
+        for name in ("purpose", "evaluation", "state", "failure")
     }
-    ranges = {"reward": [0, 1], "tokens": [10, 59], "turns": [3, 3], "staleness": [0, 2], "seconds": None}
+    ranges = {
+        "reward": [0, 1],
+        "tokens": [10, 59],
+        "turns": [3, 3],
+        "staleness": [0, 2],
+        "seconds": None,
+    }
     return {
         **facets,
         "total": len(rows),
@@ -251,13 +309,16 @@ def _facets(rows: list[dict[str, Any]]) -> dict[str, Any]:
 class ScriptedViewer:
     """Serves the page and a made-up run until it is left.
 
-    `questions` holds the path and query of every question to the API; `send` tells the page what changed.
+    `questions` holds the path and query of every question to the API; `send` tells the
+    page what changed.
     """
 
     def __init__(self, runs: tuple[str, ...] = ("first", "second")) -> None:
         self.runs = [run_value(run) for run in runs]
         self.questions: list[tuple[str, dict[str, list[str]]]] = []
-        self.metric_rows = {run: self._metrics(number) for number, run in enumerate(runs)}
+        self.metric_rows = {
+            run: self._metrics(number) for number, run in enumerate(runs)
+        }
         self.fail: dict[str, str] = {}
         self._news: list[str] = []
         self._ending = threading.Event()
@@ -296,11 +357,21 @@ class ScriptedViewer:
             "time/rollout_s",
             "eval/sampled/reward_mean",
         ]
-        names += ["eval/sampled/reward_mean_low", "eval/sampled/reward_mean_high", HOSTILE]
-        return {name: [[s, _START + 10 * s, 0.1 * s + number * 0.2] for s in range(1, 9)] for name in names}
+        names += [
+            "eval/sampled/reward_mean_low",
+            "eval/sampled/reward_mean_high",
+            HOSTILE,
+        ]
+        return {
+            name: [[s, _START + 10 * s, 0.1 * s + number * 0.2] for s in range(1, 9)]
+            for name in names
+        }
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, query = urlsplit(request.path).path, parse_qs(urlsplit(request.path).query)
+        path, query = (
+            urlsplit(request.path).path,
+            parse_qs(urlsplit(request.path).query),
+        )
         if path == "/api/events":
             self._stream(request)
         elif path == "/data/manifest.js":
@@ -309,15 +380,24 @@ class ScriptedViewer:
             name = unquote(path.removeprefix("/api/"))
             self.questions.append((name, query))
             if name in self.fail:
-                error = {"error": {"message": self.fail[name], "fix": HOSTILE, "reason": ""}}
-                self._reply(request, 503, "application/json", json.dumps(error).encode())
+                error = {
+                    "error": {"message": self.fail[name], "fix": HOSTILE, "reason": ""}
+                }
+                self._reply(
+                    request, 503, "application/json", json.dumps(error).encode()
+                )
                 return
             value = self.value(name, {key: values[0] for key, values in query.items()})
             self._reply(request, 200, "application/json", json.dumps(value).encode())
         else:
             file = PAGE / (path.lstrip("/") or "index.html")
             if file.is_file():
-                self._reply(request, 200, _TYPES.get(file.suffix, "text/plain"), file.read_bytes())
+                self._reply(
+                    request,
+                    200,
+                    _TYPES.get(file.suffix, "text/plain"),
+                    file.read_bytes(),
+                )
             else:
                 self._reply(request, 404, "text/plain", b"")
 
@@ -331,7 +411,10 @@ class ScriptedViewer:
                 for number, run in enumerate(self.runs)
             }
             values = {run: section["algorithm"]["lr"] for run, section in runs.items()}
-            return {"runs": runs, "differences": [{"key": "algorithm.lr", "values": values}]}
+            return {
+                "runs": runs,
+                "differences": [{"key": "algorithm.lr", "values": values}],
+            }
         if name == "metric-names":
             names = sorted(
                 {name for rows in self.metric_rows.values() for name in rows}
@@ -339,7 +422,13 @@ class ScriptedViewer:
             )
             text = query.get("q", "")
             runs = [run["id"] for run in self.runs]
-            return {"names": [{"name": n, "runs": runs, "count": 8, "last": 1.0} for n in names if text in n]}
+            return {
+                "names": [
+                    {"name": n, "runs": runs, "count": 8, "last": 1.0}
+                    for n in names
+                    if text in n
+                ]
+            }
         if name == "metrics":
             return {"runs": self.metric_rows}
         kind, _, rest = name.removeprefix("runs/").partition("/")[2].partition("/")
@@ -348,12 +437,25 @@ class ScriptedViewer:
         if kind == "turns":
             return tokens_value(rest.removesuffix("/tokens"))
         if kind == "replies":
-            texts = {row["session_id"]: f"said {HOSTILE * 9}" for row in ROWS if row["task"] == rest}
-            return {"replies": {name: {"text": text, "characters": 9_000} for name, text in texts.items()}}
+            texts = {
+                row["session_id"]: f"said {HOSTILE * 9}"
+                for row in ROWS
+                if row["task"] == rest
+            }
+            return {
+                "replies": {
+                    name: {"text": text, "characters": 9_000}
+                    for name, text in texts.items()
+                }
+            }
         if kind in ("rollouts", "facets"):
             rows = self._passing(query)
             offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
-            found = {"total": len(rows), "rows": rows[offset : offset + limit], "searched": None}
+            found = {
+                "total": len(rows),
+                "rows": rows[offset : offset + limit],
+                "searched": None,
+            }
             return found if kind == "rollouts" else _facets(rows)
         return getattr(self, f"_{kind}")()
 
@@ -361,11 +463,18 @@ class ScriptedViewer:
     def _passing(query: dict[str, str]) -> list[dict[str, Any]]:
         exact = {"step", "state", "purpose", "failure", "task", "evaluation"}
         keys = {name: value for name, value in query.items() if name in exact}
-        rows = [row for row in ROWS if all(str(row[name]) == value for name, value in keys.items())]
+        rows = [
+            row
+            for row in ROWS
+            if all(str(row[name]) == value for name, value in keys.items())
+        ]
         rows = [row for row in rows if query.get("group") in (None, row["group_id"])]
         low = query.get("min_reward")
         return [
-            row for row in rows if low is None or (row["reward"] is not None and row["reward"] >= float(low))
+            row
+            for row in rows
+            if low is None
+            or (row["reward"] is not None and row["reward"] >= float(low))
         ]
 
     def _steps(self) -> dict[str, Any]:
@@ -383,8 +492,17 @@ class ScriptedViewer:
             "first_at": _START,
             "last_at": _START,
         }
-        score = {"step": 8, "evaluation": "sampled", "rollouts": 48, "failed": 1, "reward_mean": 0.5}
-        return {"steps": [{"step": number, **step} for number in range(1, 9)], "evaluations": [score]}
+        score = {
+            "step": 8,
+            "evaluation": "sampled",
+            "rollouts": 48,
+            "failed": 1,
+            "reward_mean": 0.5,
+        }
+        return {
+            "steps": [{"step": number, **step} for number in range(1, 9)],
+            "evaluations": [score],
+        }
 
     def _groups(self) -> dict[str, Any]:
         group = {
@@ -430,7 +548,14 @@ class ScriptedViewer:
 
     def _ledger(self) -> dict[str, Any]:
         lives = [
-            {"number": n, "parent": n - 1, "step": 4 * n, "sequence": 9, "started_at": _START, "lost": n}
+            {
+                "number": n,
+                "parent": n - 1,
+                "step": 4 * n,
+                "sequence": 9,
+                "started_at": _START,
+                "lost": n,
+            }
             for n in (0, 1)
         ]
         counts = [
@@ -444,22 +569,41 @@ class ScriptedViewer:
             "count": 15,
             "session_ids": ["s-0005"],
         }
-        return {"incarnations": lives, "counts": counts, "lineage": "ok", "failures": [failure]}
+        return {
+            "incarnations": lives,
+            "counts": counts,
+            "lineage": "ok",
+            "failures": [failure],
+        }
 
     def _evaluations(self) -> dict[str, Any]:
         def score(step: int, mean: float) -> dict[str, Any]:
             bounds = {"reward_mean_low": mean - 0.1, "reward_mean_high": mean + 0.1}
             accuracy = {"accuracy": mean, "accuracy_low": None, "accuracy_high": None}
             pass_at = {str(k): [min(1.0, mean * k**0.5), None, None] for k in (1, 2, 4)}
-            named = {"step": step, "name": "sampled", "samples": 48, "failed": 0, "reward_mean": mean}
+            named = {
+                "step": step,
+                "name": "sampled",
+                "samples": 48,
+                "failed": 0,
+                "reward_mean": mean,
+            }
             return {**named, **bounds, **accuracy, "pass_at": pass_at}
 
         by_step = {"0": [0.0, None, 0.0, 1.0], "8": [1.0, 1.0, 1.0, 0.0]}
         rows = [
-            {"task_id": f"{HOSTILE} {n}", "name": "sampled", "by_step": by_step, "gain": 0.5}
+            {
+                "task_id": f"{HOSTILE} {n}",
+                "name": "sampled",
+                "by_step": by_step,
+                "gain": 0.5,
+            }
             for n in range(20)
         ]
-        return {"scores": [score(0, 0.3), score(4, 0.5), score(8, 0.8)], "tasks": {"total": 20, "rows": rows}}
+        return {
+            "scores": [score(0, 0.3), score(4, 0.5), score(8, 0.8)],
+            "tasks": {"total": 20, "rows": rows},
+        }
 
     def _weights(self) -> dict[str, Any]:
         seconds = {"stage_s": 0.2, "load_s": 0.4, "pause_s": 0.1}
@@ -504,7 +648,13 @@ class ScriptedViewer:
                     }
                 )
         starts = [{"time": _START + 120, "pid": 1, "step": 4, "restart": True}]
-        return {"recorded": True, "starts": starts, "spans": spans, "now": None, "notes": []}
+        return {
+            "recorded": True,
+            "starts": starts,
+            "spans": spans,
+            "now": None,
+            "notes": [],
+        }
 
     def _engines(self) -> dict[str, Any]:
         def sample(number: int) -> dict[str, Any]:
@@ -516,7 +666,12 @@ class ScriptedViewer:
                 "cache_hit_rate": 0.9,
                 "tokens_per_s": 300.0,
             }
-            gateway = {"requests": 9, "latency_p50_s": 0.2, "latency_p95_s": 0.6, "loop_lag_s": 0.001}
+            gateway = {
+                "requests": 9,
+                "latency_p50_s": 0.2,
+                "latency_p95_s": 0.6,
+                "loop_lag_s": 0.001,
+            }
             return {
                 "time": _START + 3 * number,
                 "engines": [engine],
@@ -542,7 +697,9 @@ class ScriptedViewer:
             return  # The page closed its stream.
 
     @staticmethod
-    def _reply(request: BaseHTTPRequestHandler, status: int, kind: str, body: bytes) -> None:
+    def _reply(
+        request: BaseHTTPRequestHandler, status: int, kind: str, body: bytes
+    ) -> None:
         request.send_response(status)
         request.send_header("Content-Type", kind)
         request.send_header("Content-Length", str(len(body)))

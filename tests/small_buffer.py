@@ -76,7 +76,11 @@ def make(
 ) -> GroupBuffer:
     return GroupBuffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=group, rollout_max_attempts=attempts),
+        RolloutConfig(
+            rollout_batch_size=batch,
+            n_samples_per_prompt=group,
+            rollout_max_attempts=attempts,
+        ),
         tasks=source if source is not None else tasks(),
         group_filter=group_filter,
         emit=[].append if entries is None else entries.append,
@@ -90,6 +94,15 @@ def lease_all(buffer: GroupBuffer) -> list[GroupLease]:
     return leases
 
 
-def complete(buffer: GroupBuffer, group_id: str, *, oldest: int = 0, newest: int = 0, group: int = 2) -> None:
+def complete(
+    buffer: GroupBuffer,
+    group_id: str,
+    *,
+    oldest: int = 0,
+    newest: int = 0,
+    group: int = 2,
+) -> None:
     for index in range(group):
-        buffer.record(summary(group_id, index, reward=float(index), oldest=oldest, newest=newest))
+        buffer.record(
+            summary(group_id, index, reward=float(index), oldest=oldest, newest=newest)
+        )

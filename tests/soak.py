@@ -1,14 +1,15 @@
-"""A real run in which processes are killed and stopped, at random or by plan, until the time is over.
+"""A real run in which processes are killed and stopped, at random or by plan, until the
+time is over.
 
     python tests/soak.py --minutes M [--out FILE] [--seed S] [flags of `invrl train`]
 
-Writes its result as JSON (default: RUN_FOLDER/soak.json): what was done, when it was noticed, and what came
-of it. --seed also draws the faults.
+Writes its result as JSON (default: RUN_FOLDER/soak.json): what was done, when it was
+noticed, and what came of it. --seed also draws the faults.
 
-Each fault strikes one role's process in one phase of the loop: kill -9, or SIGSTOP for 90 s. The run must
-train on: by itself (a worker, the gateway), after a restart from its checkpoint, or, when the supervisor was
-killed, when its command is repeated. At the end the run is brought to its last step and its ledger and turns
-are checked.
+Each fault strikes one role's process in one phase of the loop: kill -9, or SIGSTOP for
+90 s. The run must train on: by itself (a worker, the gateway), after a restart from its
+checkpoint, or, when the supervisor was killed, when its command is repeated. At the end
+the run is brought to its last step and its ledger and turns are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ from invrl.buffer.open_group import RolloutState
 from invrl.cli.arguments import split_options
 from invrl.cli.main import exit_code_of
 from invrl.cli.run_process import checked_configuration, log_to_folder
-from invrl.errors import BufferStateError, ConfigError, DeadlineError, InvrlError, ServerError
+from invrl.errors import (
+    BufferStateError,
+    ConfigError,
+    DeadlineError,
+    InvrlError,
+    ServerError,
+)
 from invrl.host.environment_keys import held_keys, hold_keys
 from invrl.run.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
@@ -76,21 +83,24 @@ class Fault:
     at: str
     """UTC."""
     outcome: str
-    """recovered (the same incarnation went on), restarted (a new incarnation), resumed (the command was
-    repeated)."""
+    """recovered (the same incarnation went on), restarted (a new incarnation), resumed
+    (the command was repeated)."""
     noticed_s: float | None
-    """From the fault to the first line about it, in the driver's log or on its console; None: no line."""
+    """From the fault to the first line about it, in the driver's log or on its console;
+    None: no line."""
     message: str
     """That line."""
     stopped_s: float
-    """How long a stopped process stayed so: STOPPED_S, or until a step was trained without it, which counted
-    as dead and had been killed. 0 for a kill."""
+    """How long a stopped process stayed so: STOPPED_S, or until a step was trained
+    without it, which counted as dead and had been killed. 0 for a kill."""
     seconds: float
-    """From the fault to the end of a later step; of one that was stopped, a step after it went on."""
+    """From the fault to the end of a later step; of one that was stopped, a step after
+    it went on."""
 
 
 class Soak:
-    """One run under faults. `flags`: those of `invrl train`, run root and name among them."""
+    """One run under faults. `flags`: those of `invrl train`, run root and name among
+    them."""
 
     def __init__(self, folder: RunFolder, flags: Sequence[str]) -> None:
         self._folder = folder
@@ -103,7 +113,11 @@ class Soak:
         command = [sys.executable, "-m", "invrl.cli", "train", *self._flags, *more]
         with self._console.open("ab") as log:
             self._supervisor = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **held_keys()}
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **held_keys()},
             )
 
     @property
@@ -116,21 +130,25 @@ class Soak:
         self._wait_beyond(self._last_step(), _Logs([]))
 
     def inflict(self, role: str, phase: str, kind: str = "kill") -> Fault:
-        """Kill or stop `role` in `phase` and wait until the run has trained a later step. Raises ServerError
-        if the run ends for good, DeadlineError if it stands still."""
+        """Kill or stop `role` in `phase` and wait until the run has trained a later
+        step. Raises ServerError if the run ends for good, DeadlineError if it stands
+        still."""
         supervisor = self._running()
         step, victim = self._catch(role, phase, kind)
         began = time.monotonic()
         at = time.strftime("%H:%M:%S", time.gmtime())
         stopped_s = 0.0
         logs = _Logs([self._console, self._folder.log_path("driver")])
-        incarnations = len(read_incarnations(self._folder.store_path))  # the next one takes seconds to begin
+        incarnations = len(
+            read_incarnations(self._folder.store_path)
+        )  # the next one takes seconds to begin
         if role == "supervisor" and kind == "kill":
             supervisor.wait(60)
             self.start()
         self._wait_beyond(step, logs)
         if kind == "stop":
-            # One that counts as dead has been killed meanwhile: there is nothing left to wait for.
+            # One that counts as dead has been killed meanwhile: there is nothing left
+            # to wait for.
             while time.monotonic() < began + STOPPED_S and _is_there(victim):
                 self._running()
                 logs.look()
@@ -140,9 +158,13 @@ class Soak:
                 victim.resume()
             self._wait_beyond(self._last_step(), logs)
         seconds = round(time.monotonic() - began, 1)
-        same_incarnation = len(read_incarnations(self._folder.store_path)) == incarnations
+        same_incarnation = (
+            len(read_incarnations(self._folder.store_path)) == incarnations
+        )
         resumed = role == "supervisor" and kind == "kill"
-        outcome = "resumed" if resumed else "recovered" if same_incarnation else "restarted"
+        outcome = (
+            "resumed" if resumed else "recovered" if same_incarnation else "restarted"
+        )
         noticed_s = None if logs.found_at is None else round(logs.found_at - began, 1)
         return Fault(
             role=role,
@@ -158,7 +180,8 @@ class Soak:
         )
 
     def finish(self) -> int:
-        """Stop the run, then bring it to an end two steps later; how many steps that makes."""
+        """Stop the run, then bring it to an end two steps later; how many steps that
+        makes."""
         supervisor = self._running()
         supervisor.send_signal(signal.SIGINT)
         supervisor.wait(180)  # it ends itself within 120
@@ -181,13 +204,16 @@ class Soak:
         return self._supervisor
 
     def _catch(self, role: str, phase: str, kind: str) -> tuple[int, psutil.Process]:
-        """Wait for the phase and strike; the step it was in, and who was struck. A process is looked up
-        before the phase begins, because a phase may be shorter than looking."""
+        """Wait for the phase and strike; the step it was in, and who was struck. A
+        process is looked up before the phase begins, because a phase may be shorter
+        than looking."""
         deadline = time.monotonic() + _CATCH_S + _PROGRESS_S
         last = self._last_step()
         while time.monotonic() < deadline:
             self._running()
-            if self._last_step() <= last:  # the run has come up and trained since the last fault
+            if (
+                self._last_step() <= last
+            ):  # the run has come up and trained since the last fault
                 time.sleep(0.2)
                 continue
             pids = self._pids(role)
@@ -197,10 +223,14 @@ class Soak:
                 if now.get("phase") == phase:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         victim = psutil.Process(random.choice(pids))
-                        victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+                        victim.send_signal(
+                            signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+                        )
                         return int(now["step"]), victim
                 time.sleep(_LOOK_S)
-        raise DeadlineError(f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S)
+        raise DeadlineError(
+            f"a {role} process in phase {phase}", _CATCH_S + _PROGRESS_S
+        )
 
     def _pids(self, role: str) -> list[int]:
         pid = self.pid
@@ -223,7 +253,11 @@ class Soak:
     def _last_step(self) -> int:
         """Of the steps that ended; a new incarnation forgets those it makes again."""
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-            return int(json.loads(self._folder.metrics_path.read_bytes().splitlines()[-1])["step"])
+            return int(
+                json.loads(self._folder.metrics_path.read_bytes().splitlines()[-1])[
+                    "step"
+                ]
+            )
         return 0
 
     def _wait_beyond(self, step: int, logs: _Logs) -> None:
@@ -243,10 +277,13 @@ def _is_there(process: psutil.Process) -> bool:
 
 
 class _Logs:
-    """What is written into these files from now on: the first line that tells of a fault, and when."""
+    """What is written into these files from now on: the first line that tells of a
+    fault, and when."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._read = {path: path.stat().st_size if path.exists() else 0 for path in paths}
+        self._read = {
+            path: path.stat().st_size if path.exists() else 0 for path in paths
+        }
         self.found = ""
         self.found_at: float | None = None
 
@@ -257,7 +294,9 @@ class _Logs:
             with path.open("rb") as file:
                 file.seek(begin)
                 text = file.read().decode(errors="replace")
-            line = next((line for line in text.splitlines() if _TELLING.search(line)), "")
+            line = next(
+                (line for line in text.splitlines() if _TELLING.search(line)), ""
+            )
             if line:
                 self.found, self.found_at = line[:400], time.monotonic()
                 return
@@ -266,19 +305,23 @@ class _Logs:
 _TELLING = re.compile(
     r"^invrl: the run failed|^\S+ \S+ [WE] .*(fail|dead|died|kill|ended|replac|again|not answer|leaves)"
 )
-"""The supervisor's lines on the console, and warnings and errors in the driver's log."""
+"""The supervisor's lines on the console, and warnings and errors in the driver's
+log."""
 
 
 def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
-    """What must hold of a run that has ended, whatever was killed: exactly once by the ledger, every step's
-    batch trained, every outcome's turns in the store. Raises BufferStateError; counts to report."""
+    """What must hold of a run that has ended, whatever was killed: exactly once by the
+    ledger, every step's batch trained, every outcome's turns in the store. Raises
+    BufferStateError; counts to report."""
     kept = read_ledger(folder.store_path)
     check_lineage(kept, ended=True)
     entries = [one.entry for one in kept if not one.lost]
     trained = [entry for entry in entries if entry.state is RolloutState.TRAINED]
     batches = {entry.batch_id for entry in trained}
     if len(batches) != steps:
-        raise BufferStateError(f"{steps} steps, but {len(batches)} batches of the lineage were trained")
+        raise BufferStateError(
+            f"{steps} steps, but {len(batches)} batches of the lineage were trained"
+        )
     store = RunStore(folder.store_path)
     sessions = 0
     for _, outcome in store.outbox_after(0, limit=10**9):
@@ -286,8 +329,14 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
             turns = store.turns(outcome.session_id)
             tokens = sum(len(turn.sampled_ids_T) for turn in turns)
             stored = store.closed_session(outcome.session_id)
-            if stored is None or stored.state != "finished" or tokens != outcome.sampled_tokens:
-                raise BufferStateError(f"session {outcome.session_id} and its outcome disagree")
+            if (
+                stored is None
+                or stored.state != "finished"
+                or tokens != outcome.sampled_tokens
+            ):
+                raise BufferStateError(
+                    f"session {outcome.session_id} and its outcome disagree"
+                )
             sessions += 1
     store.close()
     return {
@@ -301,26 +350,41 @@ def check_run(folder: RunFolder, steps: int) -> dict[str, int]:
 
 
 def _coverage(faults: Sequence[Fault]) -> dict[str, object]:
-    """Which kinds each role has met, in which phases, and what the time did not reach."""
+    """Which kinds each role has met, in which phases, and what the time did not
+    reach."""
     met = {(fault.role, fault.kind) for fault in faults}
     return {
         "phases": {
             role: {
-                kind: sorted({fault.phase for fault in faults if (fault.role, fault.kind) == (role, kind)})
+                kind: sorted(
+                    {
+                        fault.phase
+                        for fault in faults
+                        if (fault.role, fault.kind) == (role, kind)
+                    }
+                )
                 for kind in KINDS
             }
             for role in ROLES
         },
         "every_role_killed_and_stopped": len(met) == len(ROLES) * len(KINDS),
-        "missing": [f"{role}, {kind}" for role in ROLES for kind in KINDS if (role, kind) not in met],
+        "missing": [
+            f"{role}, {kind}"
+            for role in ROLES
+            for kind in KINDS
+            if (role, kind) not in met
+        ],
     }
 
 
 def random_faults(seed: int) -> Iterator[tuple[str, str, str]]:
-    """Role, phase, kind. Every role killed once and stopped once, each in a phase of its own, in random
-    order, again and again: after four rounds every role has met each kind in every phase."""
+    """Role, phase, kind. Every role killed once and stopped once, each in a phase of
+    its own, in random order, again and again: after four rounds every role has met each
+    kind in every phase."""
     draw = random.Random(seed)
-    first = {(role, kind): draw.randrange(len(PHASES)) for role in ROLES for kind in KINDS}
+    first = {
+        (role, kind): draw.randrange(len(PHASES)) for role in ROLES for kind in KINDS
+    }
     number = 0
     while True:
         for role, kind in draw.sample(sorted(first), len(first)):
@@ -338,9 +402,19 @@ def main(arguments: Sequence[str]) -> None:
     config = checked_configuration(flags, command="train")
     folder = make_run_folder(config)  # the drivers that the run starts hold it
     log_to_folder(folder)
-    flags = [*flags, "--run-root", str(folder.path.parent), "--run-name", folder.path.name]
-    flags += "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
-    out = Path(options.get("--out") or folder.path / "soak.json").expanduser().absolute()
+    flags = [
+        *flags,
+        "--run-root",
+        str(folder.path.parent),
+        "--run-name",
+        folder.path.name,
+    ]
+    flags += (
+        "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
+    )
+    out = (
+        Path(options.get("--out") or folder.path / "soak.json").expanduser().absolute()
+    )
     print(soak(folder, flags, minutes=minutes, seed=config.run.seed, out=out))
 
 
@@ -352,9 +426,11 @@ def _read_minutes(text: str) -> float:
     raise ConfigError("--minutes", text, "not a number of minutes", "give --minutes 30")
 
 
-def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path) -> str:
-    """Faults for `minutes`; writes the result as JSON to `out`, also of a run that broke, with the reason.
-    Raises what a broken run raises."""
+def soak(
+    folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, out: Path
+) -> str:
+    """Faults for `minutes`; writes the result as JSON to `out`, also of a run that
+    broke, with the reason. Raises what a broken run raises."""
     run = Soak(folder, flags)
     started = time.monotonic()
     faults: list[Fault] = []
@@ -380,7 +456,9 @@ def soak(folder: RunFolder, flags: Sequence[str], *, minutes: float, seed: int, 
             "seed": seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "faults": len(faults),
-            "outcomes": Counter(f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults),
+            "outcomes": Counter(
+                f"{fault.role}, {fault.kind}: {fault.outcome}" for fault in faults
+            ),
             "covered": _coverage(faults),
             "run": checked,
             "broke": broke,

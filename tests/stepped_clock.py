@@ -21,8 +21,9 @@ class SteppedClock:
 
 
 class SteppedMachine:
-    """The clocks of the machine as a process sees them whose clock is set, or that is stopped for a while:
-    `time.time` itself, and in `monotonic` the other one, which asyncio does not see."""
+    """The clocks of the machine as a process sees them whose clock is set, or that is
+    stopped for a while: `time.time` itself, and in `monotonic` the other one, which
+    asyncio does not see."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._wall_s = 0.0

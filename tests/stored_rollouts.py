@@ -1,4 +1,5 @@
-"""Finished rollouts in a run's store, as the gateway leaves them: session, turns, outcome, outbox row."""
+"""Finished rollouts in a run's store, as the gateway leaves them: session, turns,
+outcome, outbox row."""
 
 from __future__ import annotations
 
@@ -9,20 +10,34 @@ import numpy as np
 
 from invrl.store.rows import StoredSession
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import GroupLease, RolloutSummary, Sampling, Session, Turn, VersionSpan, WeightVersion
+from invrl.types import (
+    GroupLease,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
 
 
 def finish_lease(
     store: RunStoreWriter, lease: GroupLease, *, version: int = 0, turns: int = 1
 ) -> list[RolloutSummary]:
-    """Every member of the lease finishes under this version, with its index as the reward."""
-    summaries = [summary_of(lease, index=m.index, attempt=m.attempt, version=version) for m in lease.members]
+    """Every member of the lease finishes under this version, with its index as the
+    reward."""
+    summaries = [
+        summary_of(lease, index=m.index, attempt=m.attempt, version=version)
+        for m in lease.members
+    ]
     for summary in summaries:
         finish(store, replace(summary, num_turns=turns))
     return [replace(summary, num_turns=turns) for summary in summaries]
 
 
-def summary_of(lease: GroupLease, *, index: int, attempt: int, version: int) -> RolloutSummary:
+def summary_of(
+    lease: GroupLease, *, index: int, attempt: int, version: int
+) -> RolloutSummary:
     return RolloutSummary(
         session_id=f"{lease.group_id}.{index}.{attempt}",
         task_id=lease.task.id,
@@ -61,7 +76,9 @@ def finish(store: RunStoreWriter, summary: RolloutSummary) -> None:
         sampling=Sampling(),
     )
     key_hash = hashlib.sha256(name.encode()).digest()
-    store.open_sessions([StoredSession(session=session, key_hash=key_hash, opened_at=0.0)]).result(60)
+    store.open_sessions(
+        [StoredSession(session=session, key_hash=key_hash, opened_at=0.0)]
+    ).result(60)
     parent: str | None = None
     for number in range(summary.num_turns):
         turn = _turn(f"{name}/{number}", name, parent, summary.oldest_version)
@@ -71,7 +88,9 @@ def finish(store: RunStoreWriter, summary: RolloutSummary) -> None:
     store.close_session(name, "finished", summary, hand_over=True).result(60)
 
 
-def _turn(name: str, session_id: str, parent: str | None, version: WeightVersion) -> Turn:
+def _turn(
+    name: str, session_id: str, parent: str | None, version: WeightVersion
+) -> Turn:
     return Turn(
         id=name,
         session_id=session_id,

@@ -11,9 +11,11 @@ from invrl.engines.sglang_client import GenerateChunk, GenerateEnd, GenerateResu
 
 
 async def collect(
-    stream: AsyncIterable[GenerateChunk | GenerateEnd], each: Callable[[], object] = lambda: None
+    stream: AsyncIterable[GenerateChunk | GenerateEnd],
+    each: Callable[[], object] = lambda: None,
 ) -> tuple[list[GenerateChunk], GenerateResult]:
-    """The chunks, and what they make with the end behind them. `each` is called at every chunk."""
+    """The chunks, and what they make with the end behind them. `each` is called at
+    every chunk."""
     chunks = list[GenerateChunk]()
     ends = list[GenerateEnd]()
     async for item in stream:
@@ -25,6 +27,9 @@ async def collect(
             ends.append(item)
     [end] = ends
     ids_T, logprobs_T, top = (
-        np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("ids_T", "logprobs_T", "top")
+        np.concatenate([getattr(chunk, name) for chunk in chunks])
+        for name in ("ids_T", "logprobs_T", "top")
     )
-    return chunks, GenerateResult(**msgspec.structs.asdict(end), ids_T=ids_T, logprobs_T=logprobs_T, top=top)
+    return chunks, GenerateResult(
+        **msgspec.structs.asdict(end), ids_T=ids_T, logprobs_T=logprobs_T, top=top
+    )

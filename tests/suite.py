@@ -1,5 +1,5 @@
-"""The test suite as `launch/test.sh` runs it: two halves side by side that take equally long, what they do
-meanwhile, and what they came to.
+"""The test suite as `launch/test.sh` runs it: two halves side by side that take equally
+long, what they do meanwhile, and what they came to.
 
 python tests/suite.py        the quick tests
 python tests/suite.py --all  all tests; writes `tests/suite.json`, from which the halves are balanced
@@ -52,23 +52,35 @@ def halves(seconds_by_part: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """The parts, the longest first, each in the half that is shorter so far."""
     parts: tuple[list[str], list[str]] = ([], [])
     seconds = [0.0, 0.0]
-    for part in sorted(seconds_by_part, key=lambda name: (-seconds_by_part[name], name)):
+    for part in sorted(
+        seconds_by_part, key=lambda name: (-seconds_by_part[name], name)
+    ):
         shorter = seconds.index(min(seconds))
         parts[shorter].append(part)
         seconds[shorter] += seconds_by_part[part]
     return parts
 
 
-def _seconds_by_file(recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool) -> dict[str, float]:
-    return {file: known["quick"] + (known["slow"] if with_slow else 0.0) for file, known in recorded.items()}
+def _seconds_by_file(
+    recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool
+) -> dict[str, float]:
+    return {
+        file: known["quick"] + (known["slow"] if with_slow else 0.0)
+        for file, known in recorded.items()
+    }
 
 
-def parts_of_suite(recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool) -> dict[str, float]:
-    """Seconds of every file of tests that there is, or of a folder whose files stay together."""
+def parts_of_suite(
+    recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool
+) -> dict[str, float]:
+    """Seconds of every file of tests that there is, or of a folder whose files stay
+    together."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for path in sorted(TESTS.rglob("test_*.py")):
         file = path.relative_to(TESTS.parent).as_posix()
-        part = next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+        part = next(
+            (folder for folder in TOGETHER if file.startswith(f"{folder}/")), file
+        )
         known = recorded.get(file)
         if known is None:
             seconds[part] += _UNKNOWN_S
@@ -109,7 +121,9 @@ def _file_of(class_name: str) -> str:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    seconds: defaultdict[str, dict[str, float]] = defaultdict(lambda: {"quick": 0.0, "slow": 0.0})
+    seconds: defaultdict[str, dict[str, float]] = defaultdict(
+        lambda: {"quick": 0.0, "slow": 0.0}
+    )
     for result in results:
         seconds[result.file]["slow" if result.is_slow else "quick"] += result.seconds
     slowest = sorted(results, key=lambda result: -result.seconds)[:_NUM_RECORDED]
@@ -118,7 +132,10 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "counts": dict(Counter(result.state for result in results)),
         "slow_tests": sum(result.is_slow for result in results),
         "seconds": round(sum(result.seconds for result in results), 1),
-        "slowest": {f"{result.file}::{result.name}": round(result.seconds, 1) for result in slowest},
+        "slowest": {
+            f"{result.file}::{result.name}": round(result.seconds, 1)
+            for result in slowest
+        },
         "seconds_by_file": {
             file: {kind: round(value, 1) for kind, value in parts.items()}
             for file, parts in sorted(seconds.items())
@@ -128,7 +145,9 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 def _commit() -> str:
     command = ["git", "-C", str(TESTS.parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False
+    ).stdout.strip()
 
 
 def _recorded() -> dict[str, Mapping[str, float]]:
@@ -142,12 +161,15 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
     for name, seconds in list(found["slowest"].items())[:_NUM_PRINTED]:
         print(f"{seconds:8.1f}  {name}")
     counts = found["counts"]
-    states = ", ".join(f"{counts.get(state, 0)} {state}" for state in ("passed", "failed", "skipped"))
+    states = ", ".join(
+        f"{counts.get(state, 0)} {state}" for state in ("passed", "failed", "skipped")
+    )
     print(f"{states} at {found['commit']} in {took_s / 60:.1f} minutes")
 
 
 class Half:
-    """One of the two processes. With this module as a plugin it writes what it does into a file."""
+    """One of the two processes. With this module as a plugin it writes what it does
+    into a file."""
 
     def __init__(
         self,
@@ -158,7 +180,8 @@ class Half:
         name: str,
         seconds_by_file: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Starts it. `parts`: its files and folders. `seconds_by_file`: how long each took before."""
+        """Starts it. `parts`: its files and folders. `seconds_by_file`: how long each
+        took before."""
         self._seconds_by_file = {
             file: seconds
             for file, seconds in seconds_by_file.items()
@@ -169,7 +192,11 @@ class Half:
         self._progress = folder / f"{name}.progress"
         self._progress.touch()
         choice = [] if with_slow else ["-m", "not slow"]
-        python = [sys.executable, str(TESTS.parent / "launch/run_contained.py"), sys.executable]
+        python = [
+            sys.executable,
+            str(TESTS.parent / "launch/run_contained.py"),
+            sys.executable,
+        ]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
@@ -196,9 +223,12 @@ class Half:
         self._num_read = 0
 
     def look(self) -> list[str]:
-        """Reads what it has done since the last look. Returns the tests that failed meanwhile."""
+        """Reads what it has done since the last look. Returns the tests that failed
+        meanwhile."""
         lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
-        new = [line.rstrip("\n") for line in lines[self._num_read :] if line.endswith("\n")]
+        new = [
+            line.rstrip("\n") for line in lines[self._num_read :] if line.endswith("\n")
+        ]
         self._num_read += len(new)
         failed: list[str] = []
         for line in new:
@@ -250,7 +280,9 @@ def run(*, with_slow: bool) -> int:
             half.look()
             if half.process.returncode:
                 print(half.output.read_text(encoding="utf-8", errors="replace"))
-        found = summary(read_reports([half.report for half in running if half.report.exists()]))
+        found = summary(
+            read_reports([half.report for half in running if half.report.exists()])
+        )
         if with_slow:
             RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         _print_summary(found, took_s=time.monotonic() - began)
@@ -258,21 +290,23 @@ def run(*, with_slow: bool) -> int:
 
 
 def progress_line(running: Sequence[Half], took_s: float) -> str:
-    """Minutes since the start, how far the halves are, what they run, and how long the slower one will take
-    if it goes on as it did."""
+    """Minutes since the start, how far the halves are, what they run, and how long the
+    slower one will take if it goes on as it did."""
     done = sum(half.num_done for half in running)
     of_all = sum(half.num_tests for half in running)
     slower_share = min(half.share_done() for half in running)
     left = ""
     if slower_share > 0.02:
         left = f", about {took_s * (1 / slower_share - 1) / 60:.0f} min left"
-    files = " and ".join(half.running for half in running if half.process.poll() is None)
+    files = " and ".join(
+        half.running for half in running if half.process.poll() is None
+    )
     num_failed = sum(len(half.failed) for half in running)
     minutes, seconds = divmod(int(took_s), 60)
     return f"[{minutes:2}:{seconds:02}] {done} of {of_all} tests done, {num_failed} failed{left}; now {files}"
 
 
-# ------------------------------------------------------------------ in a half, as a plugin of pytest
+# --------------------------------------------------- in a half, as a plugin of pytest
 
 
 def _say(event: str) -> None:
@@ -297,7 +331,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     _say("ended")
 
 
-# ------------------------------------------------------------------ the command
+# ----------------------------------------------------------------- the command
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,6 +1,8 @@
-"""The rules that keep the tree readable: names, layers, no import circles, and a map that is true.
+"""The rules that keep the tree readable: names, layers, no import circles, and a map
+that is true.
 
-A test is a rule. Its failure lists every fault in the tree, with file and line, and says what to do instead.
+A test is a rule. Its failure lists every fault in the tree, with file and line, and
+says what to do instead.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
-# Imports run one way. `root` stands for the modules of `invrl/` itself, which every package may import. A
-# section of settings (`config.py`) is a leaf that everybody may import too.
+# Imports run one way. `root` stands for the modules of `invrl/` itself, which every
+# package may import. A section of settings (`config.py`) is a leaf that everybody may
+# import too.
 MAY_IMPORT: dict[str, set[str]] = {
     "root": set(),
     "host": set(),
@@ -77,7 +80,8 @@ INSIDE_THE_GATEWAY: dict[str, set[str]] = {
 }
 """What a package of the gateway may import of the others, besides the settings."""
 WITHOUT_EVENT_LOOP = ("types", "rendering", "dialects")
-"""Packages of the gateway that are plain functions and values: they import no event loop and no engine."""
+"""Packages of the gateway that are plain functions and values: they import no event
+loop and no engine."""
 
 
 def check(rule: str, faults: Iterable[str], fix: str) -> None:
@@ -126,7 +130,8 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @cache
 def imported_modules(path: Path) -> list[tuple[str, int]]:
-    """Our own modules that a file imports at run time, without `invrl.`, and the line."""
+    """Our own modules that a file imports at run time, without `invrl.`, and the
+    line."""
     for_types = {
         inner
         for node in nodes_of(path)
@@ -156,7 +161,11 @@ def test_no_file_is_named_utils_helpers_or_common() -> None:
         for name in path.relative_to(ROOT).with_suffix("").parts
         if name in EMPTY_NAMES
     )
-    check("A name says what is inside", faults, "name the file or folder by the noun that it is about")
+    check(
+        "A name says what is inside",
+        faults,
+        "name the file or folder by the noun that it is about",
+    )
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -166,13 +175,23 @@ def test_every_module_has_a_docstring() -> None:
         if path not in PACKAGES and len(ast.get_docstring(tree_of(path)) or "") <= 20
     )
     check(
-        "A module says what it is for", faults, "begin the file with a docstring: its role and its invariant"
+        "A module says what it is for",
+        faults,
+        "begin the file with a docstring: its role and its invariant",
     )
 
 
 def test_every_package_has_a_docstring() -> None:
-    faults = (place(path) for path in PACKAGES if len(ast.get_docstring(tree_of(path)) or "") <= 60)
-    check("A package says what lives in it", faults, "begin the file with a docstring of a sentence or more")
+    faults = (
+        place(path)
+        for path in PACKAGES
+        if len(ast.get_docstring(tree_of(path)) or "") <= 60
+    )
+    check(
+        "A package says what lives in it",
+        faults,
+        "begin the file with a docstring of a sentence or more",
+    )
 
 
 def test_imports_are_absolute() -> None:
@@ -209,7 +228,10 @@ def test_the_packages_of_the_gateway_import_downwards() -> None:
                 continue
             allowed = INSIDE_THE_GATEWAY[package] | {package, "config"}
             for target, line in imported_modules(path):
-                if target.startswith("gateway.") and target.split(".")[1] not in allowed:
+                if (
+                    target.startswith("gateway.")
+                    and target.split(".")[1] not in allowed
+                ):
                     yield f"{place(path, line)}: gateway.{package} imports {target}"
 
     fix = "pass the value in, or move what both need to a lower package; see INSIDE_THE_GATEWAY"
@@ -224,20 +246,28 @@ def test_dialects_and_rendering_have_no_event_loop() -> None:
             for node in nodes_of(path):
                 if isinstance(node, ast.AsyncFunctionDef | ast.Await):
                     yield f"{place(path, node.lineno)}: {type(node).__name__}"
-                if isinstance(node, ast.Import) and any(alias.name == "asyncio" for alias in node.names):
+                if isinstance(node, ast.Import) and any(
+                    alias.name == "asyncio" for alias in node.names
+                ):
                     yield f"{place(path, node.lineno)}: imports asyncio"
             for target, line in imported_modules(path):
                 if package_of(target) not in {"gateway", "root"}:
                     yield f"{place(path, line)}: imports {target}"
 
-    rule = f"The gateway's {', '.join(WITHOUT_EVENT_LOOP)} are plain functions and values"
+    rule = (
+        f"The gateway's {', '.join(WITHOUT_EVENT_LOOP)} are plain functions and values"
+    )
     check(rule, faults(), "wait in gateway.server, and pass the value in")
 
 
 def test_imports_have_no_circles() -> None:
     edges: dict[str, set[str]] = {}
     for name, path in MODULES.items():
-        at_top = {node.lineno for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)}
+        at_top = {
+            node.lineno
+            for node in tree_of(path).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
         targets = {target for target, line in imported_modules(path) if line in at_top}
         edges[name] = (targets & MODULES.keys()) - {name}
     circles: list[str] = []
@@ -246,7 +276,9 @@ def test_imports_have_no_circles() -> None:
     def visit(name: str, trail: tuple[str, ...]) -> None:
         if name in trail:
             circle = [*trail[trail.index(name) :], name]
-            circles.append(" -> ".join(f"invrl.{module}".rstrip(".") for module in circle))
+            circles.append(
+                " -> ".join(f"invrl.{module}".rstrip(".") for module in circle)
+            )
         elif name not in done:
             for target in sorted(edges[name]):
                 visit(target, (*trail, name))
@@ -254,12 +286,18 @@ def test_imports_have_no_circles() -> None:
 
     for name in MODULES:
         visit(name, ())
-    check("Modules import each other in no circle", circles, "move what both need to a module of its own")
+    check(
+        "Modules import each other in no circle",
+        circles,
+        "move what both need to a module of its own",
+    )
 
 
 def test_architecture_map_lists_every_file_with_its_docstring() -> None:
     table = with_table(MAP.read_text())
-    difference = difflib.unified_diff(MAP.read_text().splitlines(), table.splitlines(), "is", "must be", n=0)
+    difference = difflib.unified_diff(
+        MAP.read_text().splitlines(), table.splitlines(), "is", "must be", n=0
+    )
     rule = "ARCHITECTURE.md has the table of files that their docstrings make"
     check(rule, map(str.rstrip, difference), "python tests/file_map.py")
 
@@ -271,15 +309,20 @@ def test_files_named_in_the_architecture_prose_exist() -> None:
         for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text)
         if not (ROOT / name).exists()
     )
-    check("ARCHITECTURE.md names files that exist", faults, "correct the name or the sentence")
+    check(
+        "ARCHITECTURE.md names files that exist",
+        faults,
+        "correct the name or the sentence",
+    )
 
 
 def is_defined(symbol: str, path: Path) -> bool:
-    """Whether the file, or a file of the folder, defines a function, a class, a field or a variable of this
-    name."""
+    """Whether the file, or a file of the folder, defines a function, a class, a field
+    or a variable of this name."""
     files = path.rglob("*.py") if path.is_dir() else [path]
     definition = re.compile(
-        rf"^\s*(?:(?:async )?def|class) {symbol}\b|^\s*{symbol}\b(?:: .*)?(?: = |$)", re.MULTILINE
+        rf"^\s*(?:(?:async )?def|class) {symbol}\b|^\s*{symbol}\b(?:: .*)?(?: = |$)",
+        re.MULTILINE,
     )
     return any(file.exists() and definition.search(text_of(file)) for file in files)
 
@@ -291,7 +334,11 @@ def test_symbols_of_the_architecture_map_are_defined_in_the_named_files() -> Non
         for match in re.finditer(r"`(\w+)`[^`|;]* in `(invrl/[\w./]*)`", text)
         if not is_defined(match[1], ROOT / match[2])
     )
-    check("ARCHITECTURE.md names symbols where they are defined", faults, "correct the name or the sentence")
+    check(
+        "ARCHITECTURE.md names symbols where they are defined",
+        faults,
+        "correct the name or the sentence",
+    )
 
 
 def test_classes_and_methods_of_the_architecture_map_exist() -> None:
@@ -306,7 +353,9 @@ def test_classes_and_methods_of_the_architecture_map_exist() -> None:
         for line, text in enumerate(prose.splitlines(), 1):
             for name in re.findall(r"`([A-Z]\w*(?:\.\w+)?)`", text):
                 class_name, _, member = name.partition(".")
-                if class_name not in bodies or (member and f"def {member}(" not in bodies[class_name]):
+                if class_name not in bodies or (
+                    member and f"def {member}(" not in bodies[class_name]
+                ):
                     yield f"{place(MAP, line)}: {name}"
 
     rule = "ARCHITECTURE.md names classes and methods that exist"
@@ -314,7 +363,8 @@ def test_classes_and_methods_of_the_architecture_map_exist() -> None:
 
 
 def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
-    """Package sources are the user's configuration; a path of one machine helps nobody."""
+    """Package sources are the user's configuration; a path of one machine helps
+    nobody."""
     hosts = r"pypi\.(org|python)|pythonhosted|registry\.npmjs|download\.pytorch|huggingface\.co"
     machine = r"/work/(main|scratch|shared)|/opt/(wheels|pypi)|/root/"
     pattern = re.compile(f"{hosts}|{machine}")
@@ -331,7 +381,11 @@ def test_no_file_names_a_registry_or_the_machine_it_was_written_on() -> None:
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
         if pattern.search(line)
     )
-    check("No file names a registry or a path of one machine", faults, "leave it to the user's configuration")
+    check(
+        "No file names a registry or a path of one machine",
+        faults,
+        "leave it to the user's configuration",
+    )
 
 
 def test_test_file_names_are_unique() -> None:
@@ -352,7 +406,8 @@ def test_no_module_uses_a_star_import() -> None:
         place(path, node.lineno)
         for path in SOURCES
         for node in nodes_of(path)
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+        if isinstance(node, ast.ImportFrom)
+        and any(alias.name == "*" for alias in node.names)
     )
     check("No wildcard in an import", faults, "import the names that are used")
 
@@ -368,8 +423,9 @@ def test_no_except_is_bare() -> None:
 
 
 def test_no_wait_loses_a_cancellation() -> None:
-    """In Python 3.11 `asyncio.wait_for` returns its result in the place of a cancellation that comes together
-    with it, and whoever has cancelled waits for ever. `asyncio.timeout` does not."""
+    """In Python 3.11 `asyncio.wait_for` returns its result in the place of a
+    cancellation that comes together with it, and whoever has cancelled waits for ever.
+    `asyncio.timeout` does not."""
     faults = (
         place(path, node.lineno)
         for path in SOURCES
@@ -383,7 +439,12 @@ def test_no_wait_loses_a_cancellation() -> None:
 
 def test_our_own_clients_ask_no_proxy() -> None:
     """httpx and urllib take a proxy from the environment, also for this machine."""
-    of_httpx = {"httpx.Client", "httpx.AsyncClient", "httpx.AsyncHTTPTransport", "httpx.HTTPTransport"}
+    of_httpx = {
+        "httpx.Client",
+        "httpx.AsyncClient",
+        "httpx.AsyncHTTPTransport",
+        "httpx.HTTPTransport",
+    }
     of_httpx.add("anthropic.DefaultAsyncHttpxClient")
     of_urllib = {"urlopen", "build_opener"}
     faults = (
@@ -394,14 +455,22 @@ def test_our_own_clients_ask_no_proxy() -> None:
         if isinstance(node, ast.Call)
         for keywords in [{keyword.arg for keyword in node.keywords}]
         if ast.unparse(node.func).rpartition(".")[2] in of_urllib
-        or (ast.unparse(node.func) in of_httpx and not keywords & {"trust_env", "transport"})
+        or (
+            ast.unparse(node.func) in of_httpx
+            and not keywords & {"trust_env", "transport"}
+        )
     )
     check("Our own clients ask no proxy", faults, "trust_env=False, or `open_directly`")
 
 
 def test_text_names_its_encoding() -> None:
-    """Without a name it is the locale's: a template with full-width characters became other tokens."""
-    sources = [*SOURCES, *sorted(ROOT.glob("launch/**/*.py")), *sorted(ROOT.glob("rollout_fns/**/*.py"))]
+    """Without a name it is the locale's: a template with full-width characters became
+    other tokens."""
+    sources = [
+        *SOURCES,
+        *sorted(ROOT.glob("launch/**/*.py")),
+        *sorted(ROOT.glob("rollout_fns/**/*.py")),
+    ]
     faults = (
         f"{place(path, node.lineno)}: {ast.unparse(node)[:60]}"
         for path in sources
@@ -413,7 +482,8 @@ def test_text_names_its_encoding() -> None:
 
 
 def _makes_text(call: ast.Call) -> bool:
-    """Whether a call reads or writes text in the locale's encoding unless it names another."""
+    """Whether a call reads or writes text in the locale's encoding unless it names
+    another."""
     options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     function = ast.unparse(call.func)
     name = function.rpartition(".")[2]
@@ -429,7 +499,13 @@ def _makes_text(call: ast.Call) -> bool:
     mode = options.get("mode", modes[-1] if modes else "")
     if name in {"NamedTemporaryFile", "TemporaryFile"}:
         return bool(mode) and "b" not in mode
-    is_file = function in {"open", "os.fdopen", "gzip.open"} or (name == "open" and not call.args)
-    if name == "open" and isinstance(call.func, ast.Attribute) and mode in {"a", "r", "w", "x"}:
+    is_file = function in {"open", "os.fdopen", "gzip.open"} or (
+        name == "open" and not call.args
+    )
+    if (
+        name == "open"
+        and isinstance(call.func, ast.Attribute)
+        and mode in {"a", "r", "w", "x"}
+    ):
         is_file = True
     return is_file and "b" not in mode

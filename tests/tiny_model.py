@@ -1,10 +1,10 @@
 """Random small models as Hugging Face folders: what tests train and serve.
 
-Invariant: the folder is a function of the arguments (same bytes on every machine), made without
-network and without transformers, in milliseconds; plain transformers and SGLang load it. The
-tokenizer is byte-level with ChatML, one token per digit, and a text for every id of the vocabulary,
-so that any sampled id can be shown and many texts have several spellings in ids.
-Called by the fixtures.
+Invariant: the folder is a function of the arguments (same bytes on every machine), made
+without network and without transformers, in milliseconds; plain transformers and SGLang
+load it. The tokenizer is byte-level with ChatML, one token per digit, and a text for
+every id of the vocabulary, so that any sampled id can be shown and many texts have
+several spellings in ids. Called by the fixtures.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-"""Families that are made here without transformers; `family_models.py` makes every one."""
-_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""Families that are made here without transformers; `family_models.py` makes every
+one."""
+_ARCHITECTURES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -56,7 +62,19 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-_WORDS = ("assistant", "user", "system", "tool", "name", "arguments", "What", "is", "the", "calc", "Result")
+_WORDS = (
+    "assistant",
+    "user",
+    "system",
+    "tool",
+    "name",
+    "arguments",
+    "What",
+    "is",
+    "the",
+    "calc",
+    "Result",
+)
 
 
 def make_tiny_model(
@@ -76,10 +94,12 @@ def make_tiny_model(
     max_positions: int = 2048,
     init_std: float = 0.2,
 ) -> Path:
-    """Write config, weights, tokenizer and generation settings into `path` (made if absent).
+    """Write config, weights, tokenizer and generation settings into `path` (made if
+    absent).
 
-    `intermediate` defaults to 2 * hidden, `head_dim` to hidden // heads. Every weight is random, norms
-    (near 1) and biases too, so that a tensor put in another's place shows. Returns `path`.
+    `intermediate` defaults to 2 * hidden, `head_dim` to hidden // heads. Every weight
+    is random, norms (near 1) and biases too, so that a tensor put in another's place
+    shows. Returns `path`.
     """
     if vocab_size < 512:
         raise ValueError(f"vocab_size is {vocab_size}; bytes and words need 512 ids")
@@ -87,7 +107,9 @@ def make_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     head_dim = head_dim or hidden // heads
     intermediate = intermediate or 2 * hidden
-    config = _hf_config(family, dtype, vocab_size, layers, max_positions, tie_embeddings) | {
+    config = _hf_config(
+        family, dtype, vocab_size, layers, max_positions, tie_embeddings
+    ) | {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": heads,
@@ -133,7 +155,11 @@ def tensor_shapes(
     for layer in range(layers):
         at = f"model.layers.{layer}."
         yield at + "input_layernorm.weight", (hidden,)
-        for name, rows in (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
+        for name, rows in (
+            ("q_proj", q_rows),
+            ("k_proj", kv_rows),
+            ("v_proj", kv_rows),
+        ):
             yield f"{at}self_attn.{name}.weight", (rows, hidden)
             if family == "qwen2":
                 yield f"{at}self_attn.{name}.bias", (rows,)
@@ -151,9 +177,15 @@ def tensor_shapes(
 
 
 def _hf_config(
-    family: Family, dtype: str, vocab_size: int, layers: int, max_positions: int, tie_embeddings: bool
+    family: Family,
+    dtype: str,
+    vocab_size: int,
+    layers: int,
+    max_positions: int,
+    tie_embeddings: bool,
 ) -> dict[str, object]:
-    """The fields of a published checkpoint's config.json that do not depend on widths."""
+    """The fields of a published checkpoint's config.json that do not depend on
+    widths."""
     only_here: dict[str, object] = {"mlp_bias": False}
     if family == "mistral":
         only_here = {"sliding_window": None}
@@ -180,7 +212,11 @@ def _hf_config(
 
 
 def _write_weights(
-    path: Path, shapes: dict[str, tuple[int, ...]], seed: int, dtype: str, init_std: float
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    seed: int,
+    dtype: str,
+    init_std: float,
 ) -> None:
     import torch
     from safetensors.torch import save_file
@@ -195,13 +231,15 @@ def _write_weights(
 
 
 def _merges(alphabet: list[str], room: int) -> Iterator[tuple[str, str]]:
-    """The first `room` merges: whole words from left to right, then pairs of letters, then pairs of
-    any two bytes. Digits never merge."""
+    """The first `room` merges: whole words from left to right, then pairs of letters,
+    then pairs of any two bytes. Digits never merge."""
     made: set[str] = set()
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     others = [symbol for symbol in alphabet if not symbol.isdigit()]
     words = ((word[:at], word[at]) for word in _WORDS for at in range(1, len(word)))
-    pairs = ((left, right) for pool in (letters, others) for left in pool for right in pool)
+    pairs = (
+        (left, right) for pool in (letters, others) for left in pool for right in pool
+    )
     for source in (words, pairs):
         for left, right in source:
             if len(made) == room:
@@ -213,7 +251,14 @@ def _merges(alphabet: list[str], room: int) -> Iterator[tuple[str, str]]:
 
 def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
     """The tokenizer's files, with a text for every id of the vocabulary."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(_merges(alphabet, vocab_size - len(SPECIAL_TOKENS) - len(alphabet)))
@@ -222,14 +267,24 @@ def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
         [
-            pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|\d| ?[^A-Za-z\d\s]+|\s+"), behavior="isolated"),
+            pre_tokenizers.Split(
+                Regex(r" ?[A-Za-z]+|\d| ?[^A-Za-z\d\s]+|\s+"), behavior="isolated"
+            ),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    # Only the first three vanish with skip_special_tokens: parsers need to see the others.
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS[:3]])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in SPECIAL_TOKENS[3:]])
+    # Only the first three vanish with skip_special_tokens: parsers need to see the
+    # others.
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in SPECIAL_TOKENS[:3]]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text in SPECIAL_TOKENS[3:]
+        ]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",

@@ -1,22 +1,28 @@
-"""Every recorded turn against the wire, and every prompt against the ids before it plus a re-rendered tail.
+"""Every recorded turn against the wire, and every prompt against the ids before it plus
+a re-rendered tail.
 
-Three witnesses that share no code: the store (what the gateway kept), the tap (what passed between router and
-engine), and transformers' own `apply_chat_template` and tokenizer. For each turn:
+Three witnesses that share no code: the store (what the gateway kept), the tap (what
+passed between router and engine), and transformers' own `apply_chat_template` and
+tokenizer. For each turn:
 
-- `ids`, `logprobs`, `spans`: the store's are the tap's. Of an aborted turn they are a beginning of the tap's:
-  what the gateway had read when it was cancelled. Only an answer's last event tells its spans; where it was
-  not read, each event's tokens have the version that the event before was labelled with.
-- `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then the turn's own context.
-- `tail`: that context is what transformers renders and tokenises for the messages that are new (for a root:
-  for all of them). A template that takes earlier thinking out of the history re-writes what came before: then
-  the tail is what it writes behind the reply, found by a mark in the reply's place, and all before the mark
-  must be the same but for thinking.
+- `ids`, `logprobs`, `spans`: the store's are the tap's. Of an aborted turn they are a
+  beginning of the tap's: what the gateway had read when it was cancelled. Only an
+  answer's last event tells its spans; where it was not read, each event's tokens have
+  the version that the event before was labelled with.
+- `prompt`: the prompt on the wire is the parent's prompt and reply on the wire, then
+  the turn's own context.
+- `tail`: that context is what transformers renders and tokenises for the messages that
+  are new (for a root: for all of them). A template that takes earlier thinking out of
+  the history re-writes what came before: then the tail is what it writes behind the
+  reply, found by a mark in the reply's place, and all before the mark must be the same
+  but for thinking.
 - `missing`: a turn that never passed the tap.
-- where the client's side is known (`Sent`), `messages`, `text` and `unrecorded`: the stored conversation is
-  what the client sent; what it was shown is the text of the ids on the wire; a turn it was given whole is
-  stored.
+- where the client's side is known (`Sent`), `messages`, `text` and `unrecorded`: the
+  stored conversation is what the client sent; what it was shown is the text of the ids
+  on the wire; a turn it was given whole is stored.
 
-An answer that passed whole and is in no turn is counted (`unrecorded`): only who cancelled may be its client.
+An answer that passed whole and is in no turn is counted (`unrecorded`): only who
+cancelled may be its client.
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One request and its whole answer as the client had them, in the form of chat completions."""
+    """One request and its whole answer as the client had them, in the form of chat
+    completions."""
 
     turn_id: str
     messages: Sequence[Mapping]
@@ -105,7 +112,11 @@ class Verdict:
             "unrecorded",
         )
         counts = {name: getattr(self, name) for name in names}
-        return {**counts, "versions": len(self.versions), "mismatches": dict(self.kinds)}
+        return {
+            **counts,
+            "versions": len(self.versions),
+            "mismatches": dict(self.kinds),
+        }
 
 
 def stored_turns(path: Path) -> list[StoredTurn]:
@@ -135,7 +146,10 @@ def stored_turns(path: Path) -> list[StoredTurn]:
                 context_ids=np.frombuffer(context, np.int32).tolist(),
                 sampled_ids=np.frombuffer(sampled, np.int32).tolist(),
                 logprobs=np.frombuffer(logprobs, np.float32).tolist(),
-                spans=[(int(one["version"]), one["start"], one["end"]) for one in json.loads(spans)],
+                spans=[
+                    (int(one["version"]), one["start"], one["end"])
+                    for one in json.loads(spans)
+                ],
                 finish_reason=finish,
                 messages=json.loads(messages),
                 tools=json.loads(tools),
@@ -179,7 +193,8 @@ class Reference:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def first_ids(self, text: str) -> list[int]:
-        """Ids of a text without a template: the token that begins a sequence comes first, once."""
+        """Ids of a text without a template: the token that begins a sequence comes
+        first, once."""
         begin = self.tokenizer.bos_token
         whole = list(self.tokenizer(text)["input_ids"])
         if begin and text.startswith(begin):
@@ -187,8 +202,9 @@ class Reference:
         return whole
 
     def later_ids(self, text: str, *, closed: bool) -> list[int]:
-        """Ids of a text behind others: without the space that some tokenizers begin a prompt with, and, if a
-        turn has ended there, without whitespace that its end token takes."""
+        """Ids of a text behind others: without the space that some tokenizers begin a
+        prompt with, and, if a turn has ended there, without whitespace that its end
+        token takes."""
         before = self.end if closed else self.separator
         return self.ids(before + text)[1:]
 
@@ -196,7 +212,9 @@ class Reference:
     def separator(self) -> str:
         """A special token that takes no whitespace."""
         tokens = self.tokenizer.added_tokens_decoder.values()
-        return next(t.content for t in tokens if t.special and not (t.lstrip or t.rstrip))
+        return next(
+            t.content for t in tokens if t.special and not (t.lstrip or t.rstrip)
+        )
 
     def tail(
         self,
@@ -211,8 +229,12 @@ class Reference:
         whole = self.text(messages, tools, head=True, thinking=thinking)
         before = self.text(messages[:depth], tools, head=False)
         if not whole.startswith(before):
-            return self._rewritten_tail(messages, depth, tools, closed=closed, thinking=thinking)
-        after_reply = before[before.rindex(self.end) + (len(self.end) if closed else 0) :]
+            return self._rewritten_tail(
+                messages, depth, tools, closed=closed, thinking=thinking
+            )
+        after_reply = before[
+            before.rindex(self.end) + (len(self.end) if closed else 0) :
+        ]
         return self.later_ids(after_reply + whole[len(before) :], closed=closed)
 
     def _rewritten_tail(
@@ -224,15 +246,25 @@ class Reference:
         closed: bool,
         thinking: bool | None,
     ) -> list[int]:
-        """As `tail`, of a template that shows what came before otherwise once more messages follow."""
-        marked = [*messages[: depth - 1], _marked(messages[depth - 1]), *messages[depth:]]
+        """As `tail`, of a template that shows what came before otherwise once more
+        messages follow."""
+        marked = [
+            *messages[: depth - 1],
+            _marked(messages[depth - 1]),
+            *messages[depth:],
+        ]
         whole = self.text(marked, tools, head=True, thinking=thinking)
         before = self.text(marked[:depth], tools, head=False)
         ends = [text.index(self.end, text.index(_MARK)) for text in (whole, before)]
-        shown = [_unthinking(text[:end]) for text, end in zip((whole, before), ends, strict=True)]
+        shown = [
+            _unthinking(text[:end])
+            for text, end in zip((whole, before), ends, strict=True)
+        ]
         if whole.count(_MARK) != 1 or shown[0] != shown[1]:
             raise ValueError(f"the template re-writes more than thinking: {shown}")
-        return self.later_ids(whole[ends[0] + (len(self.end) if closed else 0) :], closed=closed)
+        return self.later_ids(
+            whole[ends[0] + (len(self.end) if closed else 0) :], closed=closed
+        )
 
 
 def judge(
@@ -244,8 +276,8 @@ def judge(
     all_turns: bool = True,
     unthinking: Collection[str] = (),
 ) -> Verdict:
-    """The verdict over `turns`, which come with their parents. `all_turns`: there are no others.
-    `unthinking`: the sessions whose requests all refuse thinking."""
+    """The verdict over `turns`, which come with their parents. `all_turns`: there are
+    no others. `unthinking`: the sessions whose requests all refuse thinking."""
     verdict = Verdict()
     stored = {turn.id: turn for turn in turns}
     seen: dict[str, list[Generation]] = {}
@@ -257,7 +289,9 @@ def judge(
         _judge_turn(verdict, turn, stored, passed, reference, thinking)
     if all_turns:
         whole = [rid for rid, one in passed.items() if one.finish in ("stop", "length")]
-        verdict.unrecorded = sum(rid.startswith("turn-") and rid not in stored for rid in whole)
+        verdict.unrecorded = sum(
+            rid.startswith("turn-") and rid not in stored for rid in whole
+        )
     for reply in sent:
         _judge_sent(verdict, reply, stored, passed, reference)
     return verdict
@@ -290,9 +324,15 @@ def _judge_turn(
     kept = count if aborted else len(wire.ids)
     if turn.sampled_ids != wire.ids[:kept]:
         differ("ids", (turn.sampled_ids, wire.ids[:kept]))
-    if not np.array_equal(np.array(turn.logprobs, np.float32), np.array(wire.logprobs[:kept], np.float32)):
+    if not np.array_equal(
+        np.array(turn.logprobs, np.float32), np.array(wire.logprobs[:kept], np.float32)
+    ):
         differ("logprobs", (turn.logprobs, wire.logprobs[:kept]))
-    spans = [(version, start, min(end, kept)) for version, start, end in wire.spans if start < kept]
+    spans = [
+        (version, start, min(end, kept))
+        for version, start, end in wire.spans
+        if start < kept
+    ]
     if aborted and (not spans or turn.spans != spans):
         # Where the end was not told, or was no longer read.
         spans = _runs(wire.earlier_labels[:kept])
@@ -323,20 +363,30 @@ def _judge_tail(
     differ: Any,
 ):
     """The turn's own context against transformers' rendering."""
-    messages = [message for one in path for message in one.messages][:-1]  # the last one is the reply
+    messages = [message for one in path for message in one.messages][
+        :-1
+    ]  # the last one is the reply
     tools = path[0].tools
     try:
-        if turn.messages[0]["role"] == "text":  # a completion: no template, the text that is new
+        if (
+            turn.messages[0]["role"] == "text"
+        ):  # a completion: no template, the text that is new
             text = turn.messages[0]["content"]
             expected = reference.first_ids(text)
             if before:
-                expected = reference.later_ids(text, closed=before[-1] == reference.end_id)
+                expected = reference.later_ids(
+                    text, closed=before[-1] == reference.end_id
+                )
         elif turn.parent_id is None:
-            expected = reference.ids(reference.text(messages, tools, head=True, thinking=thinking))
+            expected = reference.ids(
+                reference.text(messages, tools, head=True, thinking=thinking)
+            )
         else:
             depth = len(messages) + 1 - len(turn.messages)
             closed = before[-1] == reference.end_id
-            expected = reference.tail(messages, depth, tools, closed=closed, thinking=thinking)
+            expected = reference.tail(
+                messages, depth, tools, closed=closed, thinking=thinking
+            )
     except Exception as error:  # templates raise what they like
         return differ("tail", repr(error))
     if turn.context_ids != expected:
@@ -371,47 +421,69 @@ def _judge_sent(
     shown = [_shown(message) for message in kept]
     if sent.trimmed:
         asked, shown = (
-            [{**one, "content": one["content"].strip()} for one in each] for each in (asked, shown)
+            [{**one, "content": one["content"].strip()} for one in each]
+            for each in (asked, shown)
         )
     for one, recorded in zip(asked, shown, strict=False):
-        if "reasoning_content" not in one:  # the client may leave thinking out of what it sends back
+        if (
+            "reasoning_content" not in one
+        ):  # the client may leave thinking out of what it sends back
             recorded.pop("reasoning_content", None)
     tools = [_tool(tool) for tool in _path(turn, stored)[0].tools]
     if shown != asked or tools != [_tool(tool) for tool in sent.tools]:
         pairs = zip(shown, asked, strict=False)
-        first = next(((kept, given) for kept, given in pairs if kept != given), (len(shown), len(asked)))
+        first = next(
+            ((kept, given) for kept, given in pairs if kept != given),
+            (len(shown), len(asked)),
+        )
         verdict.mismatches.append((turn.id, "messages", f"{first} {tools}"))
     wire = passed.get(turn.id)
     if wire is None:
         return None  # `missing`
     ids = wire.ids[:-1] if wire.ids and wire.ids[-1] == reference.end_id else wire.ids
-    # As SGLang does: with tools, special tokens are shown, for calls may be made of them.
+    # As SGLang does: with tools, special tokens are shown, for calls may be made of
+    # them.
     text = reference.tokenizer.decode(ids, skip_special_tokens=not sent.tools)
     text = text.partition(wire.matched)[0] if isinstance(wire.matched, str) else text
     if reference.thinks:
         thought, text = _with_thinking(text)
         if sent.reasoning.strip() != thought.strip():
-            verdict.mismatches.append((turn.id, "text", f"{sent.reasoning!r} {thought!r}"))
+            verdict.mismatches.append(
+                (turn.id, "text", f"{sent.reasoning!r} {thought!r}")
+            )
     if sent.tool_calls or "<tool_call>" in text:
         shown, calls = _with_calls(text)
         functions = [call["function"] for call in sent.tool_calls]
-        sent_calls = [(function["name"], _arguments(function["arguments"])) for function in functions]
+        sent_calls = [
+            (function["name"], _arguments(function["arguments"]))
+            for function in functions
+        ]
         ended = wire.finish == "length" or isinstance(wire.matched, str)
-        if ended and sent_calls and isinstance(sent_calls[-1][1], str):  # streamed, and cut short
+        if (
+            ended and sent_calls and isinstance(sent_calls[-1][1], str)
+        ):  # streamed, and cut short
             whole, rest = text[: (at := text.rindex("<tool_call>"))], text[at:]
             told = sent_calls[-1][0] in rest and sent_calls[-1][1].strip() in rest
             shown, calls = _with_calls(whole)
-            if not told or (sent.text.strip(), sent_calls[:-1]) != (shown.strip(), calls):
-                verdict.mismatches.append((turn.id, "text", f"{(sent.text, sent_calls)} {text}"))
+            if not told or (sent.text.strip(), sent_calls[:-1]) != (
+                shown.strip(),
+                calls,
+            ):
+                verdict.mismatches.append(
+                    (turn.id, "text", f"{(sent.text, sent_calls)} {text}")
+                )
         elif (sent.text.strip(), sent_calls) != (shown.strip(), calls):
-            verdict.mismatches.append((turn.id, "text", f"{(sent.text, sent_calls)} {(shown, calls)}"))
+            verdict.mismatches.append(
+                (turn.id, "text", f"{(sent.text, sent_calls)} {(shown, calls)}")
+            )
     elif sent.text != text:
         verdict.mismatches.append((turn.id, "text", f"{sent.text!r} {text!r}"))
     return None
 
 
 def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
-    """Hermes' form, read on our own: whole calls, and the text outside of them (what is no call is text)."""
+    """Hermes' form, read on our own: whole calls, and the text outside of them (what is
+    no call is text)."""
     calls: list[tuple[str, dict]] = []
 
     def taken(block: re.Match) -> str:
@@ -426,7 +498,8 @@ def _with_calls(text: str) -> tuple[str, list[tuple[str, dict]]]:
 
 
 def _with_thinking(text: str) -> tuple[str, str]:
-    """The thinking that a reply begins with, which may have been cut short, and the rest."""
+    """The thinking that a reply begins with, which may have been cut short, and the
+    rest."""
     if not text.startswith("<think>"):
         return "", text
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
@@ -434,12 +507,14 @@ def _with_thinking(text: str) -> tuple[str, str]:
 
 
 def _unthinking(text: str) -> str:
-    """Without thinking, and without whitespace: templates trim it beside thinking as they please."""
+    """Without thinking, and without whitespace: templates trim it beside thinking as
+    they please."""
     return "".join(re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL).split())
 
 
 def _marked(reply: Mapping) -> dict:
-    """A reply that shows the mark once: as its text, or as the name of its last call."""
+    """A reply that shows the mark once: as its text, or as the name of its last
+    call."""
     calls = [{**call, "arguments": "{}"} for call in reply.get("tool_calls") or ()]
     if not calls:
         return {**reply, "content": _MARK}
@@ -493,7 +568,15 @@ def _tool(tool: Mapping) -> dict:
     if "function" in tool:
         return dict(tool)
     parameters = tool.get("parameters")
-    parameters = json.loads(parameters or "null") if isinstance(parameters, str) else parameters
-    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
-    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": parameters}
+    parameters = (
+        json.loads(parameters or "null") if isinstance(parameters, str) else parameters
+    )
+    parameters = (
+        {"type": "object", "properties": {}} if parameters is None else parameters
+    )
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": parameters,
+    }
     return {"type": "function", "function": function}

@@ -1,5 +1,6 @@
-"""Small tokenizers of every kind that models come with, each with a chat template, as model folders without
-weights. They are trained here on a few sentences: nothing is downloaded."""
+"""Small tokenizers of every kind that models come with, each with a chat template, as
+model folders without weights. They are trained here on a few sentences: nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -61,15 +62,22 @@ class Kind:
     special: dict[str, str] = field(default_factory=lambda: {"eos_token": "<|im_end|>"})
 
 
-def _trained(tokenizer: Tokenizer, special: Sequence[str], *, alphabet: Sequence[str] = ()) -> Tokenizer:
+def _trained(
+    tokenizer: Tokenizer, special: Sequence[str], *, alphabet: Sequence[str] = ()
+) -> Tokenizer:
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=list(special), initial_alphabet=list(alphabet), show_progress=False
+        vocab_size=500,
+        special_tokens=list(special),
+        initial_alphabet=list(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXTS, trainer)
     return tokenizer
 
 
-def _byte_level(*, prefix_space: bool = False, end: AddedToken | None = None) -> Tokenizer:
+def _byte_level(
+    *, prefix_space: bool = False, end: AddedToken | None = None
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,8 +100,12 @@ def _beginning(token: str) -> Tokenizer:
     tokenizer = _byte_level()
     tokenizer.add_special_tokens([token])
     token_id = tokenizer.token_to_id(token)
-    template = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, token_id)])
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    template = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, token_id)]
+    )
+    tokenizer.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
     return tokenizer
 
 
@@ -112,16 +124,23 @@ def _sentence_decoder() -> decoders.Decoder:
 
 
 def _metaspace(scheme: str, special: Sequence[str] = _SENTENCE_TOKENS) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=True)
     tokenizer.decoder = _sentence_decoder()
-    return _trained(tokenizer, (*special, *_byte_tokens()), alphabet="▁abcxyzABCXYZ0123456789")
+    return _trained(
+        tokenizer, (*special, *_byte_tokens()), alphabet="▁abcxyzABCXYZ0123456789"
+    )
 
 
 def _without_byte_specials(tokenizer: Tokenizer, special: Sequence[str]) -> Tokenizer:
-    """The bytes are ordinary pieces of the vocabulary, as in models of SentencePiece."""
+    """The bytes are ordinary pieces of the vocabulary, as in models of
+    SentencePiece."""
     described = json.loads(tokenizer.to_str())
-    described["added_tokens"] = [t for t in described["added_tokens"] if t["content"] in special]
+    described["added_tokens"] = [
+        t for t in described["added_tokens"] if t["content"] in special
+    ]
     return Tokenizer.from_str(json.dumps(described))
 
 
@@ -135,7 +154,8 @@ def _every_segment() -> Tokenizer:
 
 
 def _prepending() -> Tokenizer:
-    """Llama-2's older form: a normalizer writes the space, and the text is not split into words."""
+    """Llama-2's older form: a normalizer writes the space, and the text is not split
+    into words."""
     tokenizer = _metaspace("first")
     described = json.loads(_without_byte_specials(tokenizer, _SENTENCE_TOKENS).to_str())
     described["pre_tokenizer"] = None
@@ -152,9 +172,15 @@ def _prepending() -> Tokenizer:
 def _never() -> Tokenizer:
     """Gemma's: no space is written, and every text begins with a token."""
     special = ("<unk>", "<bos>", *_CHAT_TOKENS)
-    described = json.loads(_without_byte_specials(_metaspace("never", special), special).to_str())
+    described = json.loads(
+        _without_byte_specials(_metaspace("never", special), special).to_str()
+    )
     described["pre_tokenizer"] = None
-    described["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    described["normalizer"] = {
+        "type": "Replace",
+        "pattern": {"String": " "},
+        "content": "▁",
+    }
     described["decoder"] = {
         "type": "Sequence",
         "decoders": [
@@ -192,22 +218,34 @@ _SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 KINDS: dict[str, Kind] = {
     "byte level": Kind(make=_byte_level),
     "byte level that truncates and pads": Kind(make=_truncating),
-    "byte level with a space before the text": Kind(make=lambda: _byte_level(prefix_space=True)),
+    "byte level with a space before the text": Kind(
+        make=lambda: _byte_level(prefix_space=True)
+    ),
     "byte level with a token before the text": Kind(
         make=lambda: _beginning("<|begin|>"),
         template="{{- bos_token }}" + CHATML,
         special={"bos_token": "<|begin|>", "eos_token": "<|im_end|>"},
     ),
     "end token that takes the whitespace behind it": Kind(
-        make=lambda: _byte_level(end=AddedToken("<|im_end|>", rstrip=True, special=True))
+        make=lambda: _byte_level(
+            end=AddedToken("<|im_end|>", rstrip=True, special=True)
+        )
     ),
     "end token that takes the whitespace before it": Kind(
-        make=lambda: _byte_level(end=AddedToken("<|im_end|>", lstrip=True, special=True))
+        make=lambda: _byte_level(
+            end=AddedToken("<|im_end|>", lstrip=True, special=True)
+        )
     ),
-    "space before the first word": Kind(make=_first_word, template=INST, special=_SENTENCE),
-    "space before the first word, roles as text": Kind(make=_first_word, template=ZEPHYR, special=_SENTENCE),
+    "space before the first word": Kind(
+        make=_first_word, template=INST, special=_SENTENCE
+    ),
+    "space before the first word, roles as text": Kind(
+        make=_first_word, template=ZEPHYR, special=_SENTENCE
+    ),
     "space before every segment": Kind(make=_every_segment),
-    "space before every segment by a normalizer": Kind(make=_prepending, template=INST, special=_SENTENCE),
+    "space before every segment by a normalizer": Kind(
+        make=_prepending, template=INST, special=_SENTENCE
+    ),
     "no space, a token before the text": Kind(
         make=_never,
         template="{{- bos_token }}" + CHATML,
@@ -227,5 +265,7 @@ def make_tokenizer_folder(kind: Kind, folder: Path) -> Path:
         "chat_template": kind.template,
         **kind.special,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings), encoding="utf-8"
+    )
     return folder

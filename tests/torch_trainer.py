@@ -1,4 +1,5 @@
-"""A trainer that is nothing but a Hugging Face model: the sender's side of real weight updates."""
+"""A trainer that is nothing but a Hugging Face model: the sender's side of real weight
+updates."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TorchSender:
-    """`mistake` changes what is staged (not the layout), as a wrong name mapping would; `spoil`
-    changes what was staged after its checksums were taken."""
+    """`mistake` changes what is staged (not the layout), as a wrong name mapping would;
+    `spoil` changes what was staged after its checksums were taken."""
 
     def __init__(
         self,
@@ -34,13 +35,21 @@ class TorchSender:
         weight_folder: Path | None = None,
         checksums_add_up: bool = False,
     ) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=torch.float32
+        ).eval()
         specs = [
-            TensorSpec(name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch."))
+            TensorSpec(
+                name=name,
+                shape=tuple(p.shape),
+                dtype=str(p.dtype).removeprefix("torch."),
+            )
             for name, p in self.model.named_parameters()
         ]
         self.tensors = tuple(specs)
-        self._writer: ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster
+        self._writer: (
+            ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster
+        )
         if weight_folder is not None and transport == "delta":
             self._writer = DeltaFolders(self.tensors, weight_folder, full_every=4)
         elif weight_folder is not None:
@@ -77,17 +86,25 @@ class TorchSender:
         return self.tensors
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        return self.spoil(self._writer.stage(version, self.mistake(self.parameters()).items()))
+        return self.spoil(
+            self._writer.stage(version, self.mistake(self.parameters()).items())
+        )
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         assert isinstance(self._writer, Broadcaster)
         return self._writer.offer(version, engines)
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return [self.token_logprobs(ids) for ids in prompts]
 
     def token_logprobs(self, ids: Sequence[int]) -> NDArray[np.float32]:
         with torch.no_grad():
-            logits = self.model(torch.tensor([list(map(int, ids))])).logits[0, :-1].float()
-        picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(map(int, ids[1:])))[:, None])
+            logits = (
+                self.model(torch.tensor([list(map(int, ids))])).logits[0, :-1].float()
+            )
+        picked = torch.log_softmax(logits, -1).gather(
+            1, torch.tensor(list(map(int, ids[1:])))[:, None]
+        )
         return picked[:, 0].numpy()

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 
@@ -64,7 +66,11 @@ class _TakeSpans(BaseHTTPRequestHandler):
 
 
 def _service(resource: ResourceSpans) -> str:
-    names = [item.value.string_value for item in resource.resource.attributes if item.key == "service.name"]
+    names = [
+        item.value.string_value
+        for item in resource.resource.attributes
+        if item.key == "service.name"
+    ]
     return names[0] if names else ""
 
 

@@ -8,7 +8,8 @@ from invrl.types import TrainSample
 
 
 def row_of_turns(*turns: tuple[str, int, int, bool]) -> TrainSample:
-    """A row of turns, each (id, tokens of context, sampled tokens, whether they are trained)."""
+    """A row of turns, each (id, tokens of context, sampled tokens, whether they are
+    trained)."""
     mask: list[bool] = []
     spans: list[tuple[int, int]] = []
     for _, num_context, num_sampled, is_trained in turns:

@@ -1,9 +1,11 @@
-"""Many conversations at once, as real agents have them, with what went out and what came back kept.
+"""Many conversations at once, as real agents have them, with what went out and what
+came back kept.
 
-Each session talks for some turns, whole or streamed. On the way it edits its history, asks in parallel
-branches, repeats a request (after the answer or beside it), cancels a stream, asks something auxiliary, wants
-two answers, sends replies back re-formatted, runs out of tokens, or uses a stop string. A pure function of
-its seed, but for what is decided by time. Tools are used if `tools`.
+Each session talks for some turns, whole or streamed. On the way it edits its history,
+asks in parallel branches, repeats a request (after the answer or beside it), cancels a
+stream, asks something auxiliary, wants two answers, sends replies back re-formatted,
+runs out of tokens, or uses a stop string. A pure function of its seed, but for what is
+decided by time. Tools are used if `tools`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ import aiohttp
 from token_truth import Sent
 from truth_stack import MODEL_NAME, Stack
 
-_WORDS = "ünïcödé 🙂 sum total 12*13 maybe \n\n naïve 数字 four 3.14 end? <b> {x} the".split(" ")
+_WORDS = (
+    "ünïcödé 🙂 sum total 12*13 maybe \n\n naïve 数字 four 3.14 end? <b> {x} the".split(
+        " "
+    )
+)
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -29,7 +35,9 @@ CALCULATOR = {
         "description": "Evaluates one arithmetic expression.",
         "parameters": {
             "type": "object",
-            "properties": {"expression": {"type": "string", "description": "such as 12*13"}},
+            "properties": {
+                "expression": {"type": "string", "description": "such as 12*13"}
+            },
             "required": ["expression"],
         },
     },
@@ -37,25 +45,42 @@ CALCULATOR = {
 
 
 def chatter(prompt: str) -> str:
-    """A script: words, digits and unicode; calls, at times with text behind them, if asked for a number with
-    tools shown."""
+    """A script: words, digits and unicode; calls, at times with text behind them, if
+    asked for a number with tools shown."""
     source = random.Random(prompt)
     words = [source.choice(_WORDS) for _ in range(source.randint(1, 14))]
     text = source.choice(["", " ", "\n"]) * (source.random() < 0.2) + " ".join(words)
     last = prompt.rpartition("<|im_start|>user")[2]
-    if '"calculator"' in prompt and "number please" in last and "<|im_start|>tool" not in last:
-        calls = [f"{source.randint(1, 99)}*{source.randint(1, 99)}" for _ in range(source.choice([1, 1, 2]))]
-        arguments = [json.dumps({"name": "calculator", "arguments": {"expression": call}}) for call in calls]
+    if (
+        '"calculator"' in prompt
+        and "number please" in last
+        and "<|im_start|>tool" not in last
+    ):
+        calls = [
+            f"{source.randint(1, 99)}*{source.randint(1, 99)}"
+            for _ in range(source.choice([1, 1, 2]))
+        ]
+        arguments = [
+            json.dumps({"name": "calculator", "arguments": {"expression": call}})
+            for call in calls
+        ]
         behind = source.choice(["", "", "", "\n\nDone: 漢字", " and more"])
         text = "\n".join(
-            [text.strip(), *(f"<tool_call>\n{argument}\n</tool_call>{behind}" for argument in arguments)]
+            [
+                text.strip(),
+                *(
+                    f"<tool_call>\n{argument}\n</tool_call>{behind}"
+                    for argument in arguments
+                ),
+            ]
         )
         text = text.strip()
     return text
 
 
 def thoughtful(prompt: str) -> str:
-    """As `chatter`, most replies with thinking before them, unless the prompt refuses it."""
+    """As `chatter`, most replies with thinking before them, unless the prompt refuses
+    it."""
     source = random.Random(prompt + "?")
     text = chatter(prompt).strip()
     if prompt.endswith("</think>\n\n") or source.random() < 0.2:
@@ -77,7 +102,8 @@ class Load:
     forced: bool = False
     """Some requests with tools force a call."""
     thinking: bool = False
-    """The model thinks: some sessions send thinking back, some do not, some refuse it in every request."""
+    """The model thinks: some sessions send thinking back, some do not, some refuse it
+    in every request."""
     max_tokens: int | None = None
     """Of each request; None: a small one now and then."""
     sent: list[Sent] = field(default_factory=list)
@@ -117,7 +143,9 @@ class _Talk:
         if self.refuses_thinking:
             self.load.unthinking.add(self.session["id"])
         if self.random.random() < 0.7:
-            self.messages.append({"role": "system", "content": f"You are agent {self.number}. Be brief."})
+            self.messages.append(
+                {"role": "system", "content": f"You are agent {self.number}. Be brief."}
+            )
         steps: list[Callable[[], Coroutine[Any, Any, None]]] = [
             *[self.plain] * 6, self.edited, self.branches, self.repeated, self.joined, self.cancelled,
             self.aside, self.several, self.reformatted,
@@ -133,8 +161,8 @@ class _Talk:
         await self._answered(await self.ask(self.messages))
 
     async def edited(self) -> None:
-        """Another text where a reply was, or where a question was. Not beside calls: whatever stands there,
-        a reply is known by its calls."""
+        """Another text where a reply was, or where a question was. Not beside calls:
+        whatever stands there, a reply is known by its calls."""
         self.messages = [dict(message) for message in self.messages]
         texts = [
             message
@@ -143,7 +171,9 @@ class _Talk:
         ]
         spots = [text for text in texts if not text.get("tool_calls")]
         if spots:
-            self.random.choice(spots)["content"] = f"edited {self.random.randrange(1000)}"
+            self.random.choice(spots)["content"] = (
+                f"edited {self.random.randrange(1000)}"
+            )
         await self.plain()
 
     async def branches(self) -> None:
@@ -158,20 +188,33 @@ class _Talk:
         first = await self.send(body)
         second = await self.send(body, {"x-stainless-retry-count": "1"})
         if first is None or second is None or first[0] != second[0]:
-            self.load.errors.append(f"session {self.number}: a retry was answered by another turn")
+            self.load.errors.append(
+                f"session {self.number}: a retry was answered by another turn"
+            )
         await self._answered(first)
 
     async def joined(self) -> None:
         body = self._body(self.messages)
-        answers = await asyncio.gather(self.send(body), self.send(body, {"x-stainless-retry-count": "1"}))
+        answers = await asyncio.gather(
+            self.send(body), self.send(body, {"x-stainless-retry-count": "1"})
+        )
         await self._answered(answers[0])
 
     async def cancelled(self) -> None:
-        await self.send(self._body(self.messages, stream=True), cut_after=self.random.randint(0, 6))
+        await self.send(
+            self._body(self.messages, stream=True), cut_after=self.random.randint(0, 6)
+        )
         await self.plain()
 
     async def aside(self) -> None:
-        await self.ask([{"role": "user", "content": f"A title for talk {self.random.randrange(100)}"}])
+        await self.ask(
+            [
+                {
+                    "role": "user",
+                    "content": f"A title for talk {self.random.randrange(100)}",
+                }
+            ]
+        )
         await self.plain()
 
     async def several(self) -> None:
@@ -179,7 +222,8 @@ class _Talk:
         await self._answered(await self.send({**self._body(self.messages), "n": 2}))
 
     async def reformatted(self) -> None:
-        """From here on replies go back trimmed, their calls' arguments laid out otherwise."""
+        """From here on replies go back trimmed, their calls' arguments laid out
+        otherwise."""
         self.trims = True
         await self.plain()
 
@@ -187,7 +231,8 @@ class _Talk:
         return await self.send(self._body(messages))
 
     async def _answered(self, answer: tuple[str, dict] | None) -> None:
-        """The reply joins the history; calls are answered, and the answers are asked about."""
+        """The reply joins the history; calls are answered, and the answers are asked
+        about."""
         if answer is None:
             return
         message = answer[1]
@@ -195,7 +240,11 @@ class _Talk:
         if message.get("tool_calls"):
             self.load.did["tool_turns"] += 1
             for call in message["tool_calls"]:
-                result = {"role": "tool", "tool_call_id": call["id"], "content": _evaluate(call)}
+                result = {
+                    "role": "tool",
+                    "tool_call_id": call["id"],
+                    "content": _evaluate(call),
+                }
                 self.messages.append(result)
             self.messages.append({"role": "user", "content": "go on"})
             again = await self.ask(self.messages)
@@ -206,10 +255,15 @@ class _Talk:
         words = [self.random.choice(_WORDS) for _ in range(self.random.randint(1, 8))]
         if self.tools and self.random.random() < 0.5:
             words.append("number please")
-        return {"role": "user", "content": " ".join(words) + f" #{self.random.randrange(10**6)}"}
+        return {
+            "role": "user",
+            "content": " ".join(words) + f" #{self.random.randrange(10**6)}",
+        }
 
     def _body(self, messages: list[dict], *, stream: bool | None = None) -> dict:
-        shown = [_trimmed(message) if self.trims else dict(message) for message in messages]
+        shown = [
+            _trimmed(message) if self.trims else dict(message) for message in messages
+        ]
         body: dict = {"model": MODEL_NAME, "messages": shown}
         body["stream"] = self.random.random() < 0.5 if stream is None else stream
         if self.load.max_tokens:
@@ -227,9 +281,14 @@ class _Talk:
         return body
 
     async def send(
-        self, body: dict, headers: Mapping[str, str] | None = None, *, cut_after: int | None = None
+        self,
+        body: dict,
+        headers: Mapping[str, str] | None = None,
+        *,
+        cut_after: int | None = None,
     ) -> tuple[str, dict] | None:
-        """(turn, reply message) of a whole answer; None where the stream was cut off or failed."""
+        """(turn, reply message) of a whole answer; None where the stream was cut off or
+        failed."""
         load = self.load
         load.did["asked"] += 1
         load.did["streamed"] += bool(body["stream"])
@@ -249,21 +308,36 @@ class _Talk:
             load.did["cut"] += 1
             return None
         reasoning = message.get("reasoning_content") or ""
-        names = ["role", "content", "tool_calls", *(["reasoning_content"] if self.returns_thinking else [])]
+        names = [
+            "role",
+            "content",
+            "tool_calls",
+            *(["reasoning_content"] if self.returns_thinking else []),
+        ]
         message = {name: message[name] for name in names if message.get(name)}
         text = message.get("content", "")
         calls = message.get("tool_calls", [])
         tools = body.get("tools", [])
         messages = body["messages"]
-        sent = Sent(turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls)
+        sent = Sent(
+            turn_id=rid, messages=messages, tools=tools, text=text, tool_calls=calls
+        )
         sent = dataclasses.replace(sent, reasoning=reasoning)
         load.sent.append(dataclasses.replace(sent, trimmed=self.trims))
         return rid, {"content": "", **message, "role": "assistant"}
 
 
-async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> dict | None:
-    """The message that the chunks add up to; None if it was left after `cut_after` events."""
-    message: dict = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+async def _streamed(
+    answer: aiohttp.ClientResponse, cut_after: int | None
+) -> dict | None:
+    """The message that the chunks add up to; None if it was left after `cut_after`
+    events."""
+    message: dict = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "",
+        "tool_calls": [],
+    }
     done = False
     seen = 0
     async for line in answer.content:
@@ -287,11 +361,13 @@ async def _streamed(answer: aiohttp.ClientResponse, cut_after: int | None) -> di
             message["reasoning_content"] += delta.get("reasoning_content") or ""
             for call in delta.get("tool_calls") or []:
                 if call["index"] == len(message["tool_calls"]):
-                    message["tool_calls"].append({**call, "function": {**call["function"]}})
+                    message["tool_calls"].append(
+                        {**call, "function": {**call["function"]}}
+                    )
                 else:
-                    message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"][
-                        "arguments"
-                    ]
+                    message["tool_calls"][call["index"]]["function"]["arguments"] += (
+                        call["function"]["arguments"]
+                    )
     assert done, "the stream ended without [DONE]"
     for call in message["tool_calls"]:
         call.pop("index", None)
@@ -303,7 +379,13 @@ def _trimmed(message: Mapping) -> dict:
     if message["role"] != "assistant":
         return dict(message)
     calls = [
-        {**call, "function": {**call["function"], "arguments": _laid_out(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": _laid_out(call["function"]["arguments"]),
+            },
+        }
         for call in message.get("tool_calls", [])
     ]
     more = {"tool_calls": calls} if calls else {}

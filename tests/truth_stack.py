@@ -1,7 +1,9 @@
-"""A gateway whose engine is tapped: gateway process -> real router -> tap -> scripted or real engine.
+"""A gateway whose engine is tapped: gateway process -> real router -> tap -> scripted
+or real engine.
 
-`scripted_stack` starts all of it; `real_stack` puts the tap before the engine of a fleet that runs. Both
-yield a `Stack`, which opens sessions and at the end gives the verdict of `token_truth.py`.
+`scripted_stack` starts all of it; `real_stack` puts the tap before the engine of a
+fleet that runs. Both yield a `Stack`, which opens sessions and at the end gives the
+verdict of `token_truth.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ class Stack:
 
     async def open(self, *, group: str = "g", **body: object) -> dict:
         """The session as the API shows it: `id`, `key`, `base_url`."""
-        payload = {"task_id": "t", "group_id": group, "members": [{"index": 0, "attempt": 0}], **body}
+        payload = {
+            "task_id": "t",
+            "group_id": group,
+            "members": [{"index": 0, "attempt": 0}],
+            **body,
+        }
         return (await self.env("/sessions", payload))["sessions"][0]
 
     async def view(self, session: Mapping) -> dict:
@@ -75,8 +82,8 @@ class Stack:
         session_ids: Collection[str] = (),
         unthinking: Collection[str] = (),
     ) -> Verdict:
-        """Over all turns so far, or those of some sessions. Waits until the wire is quiet. `unthinking`: the
-        sessions that refuse thinking."""
+        """Over all turns so far, or those of some sessions. Waits until the wire is
+        quiet. `unthinking`: the sessions that refuse thinking."""
         async with asyncio.timeout(60):
             while not self.tap.quiet:
                 await asyncio.sleep(0.02)
@@ -127,12 +134,17 @@ async def real_stack(
     """The router reaches the engine through the tap for as long as this lasts."""
     engine = fleet.engines[name].server
     router = fleet.router
-    limits = {"context_length": fleet.limits.context_length, "vocab_size": fleet.limits.vocab_size}
+    limits = {
+        "context_length": fleet.limits.context_length,
+        "vocab_size": fleet.limits.vocab_size,
+    }
     async with EngineTap(engine.url) as tap:
         await asyncio.to_thread(router.unregister, engine.url)
         await asyncio.to_thread(router.register, tap.url, api_key=engine.api_key)
         try:
-            async with _gateway(folder, model, router, **{**limits, **changes}) as settings:
+            async with _gateway(
+                folder, model, router, **{**limits, **changes}
+            ) as settings:
                 yield Stack(settings=settings, tap=tap, engine=None, model=model)
         finally:
             await asyncio.to_thread(router.unregister, tap.url)
@@ -159,7 +171,9 @@ async def _gateway(
         **changes,
     }
     settings = GatewaySettings.model_validate(values)
-    server = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+    server = GatewayServer(
+        settings, folder=folder / "private", log=folder / "gateway.log"
+    )
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         yield settings

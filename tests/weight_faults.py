@@ -1,8 +1,9 @@
 """The faults of weight updates in one table, and how each of them is made.
 
-`unit/test_weight_faults.py` runs the table against processes with the engine's weight loader and without
-SGLang, `integration/test_weight_faults_engine.py` against SGLang. A row says what goes wrong, with which
-transport, and what the engine must hold afterwards: the old version whole, or the new one.
+`unit/test_weight_faults.py` runs the table against processes with the engine's weight
+loader and without SGLang, `integration/test_weight_faults_engine.py` against SGLang. A
+row says what goes wrong, with which transport, and what the engine must hold
+afterwards: the old version whole, or the new one.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ Error = type[WeightSyncError]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsRow:
-    """What is wrong with the weights. `error`: what the trainer's update raises, None if it succeeds;
-    `says`: a pattern in it."""
+    """What is wrong with the weights. `error`: what the trainer's update raises, None
+    if it succeeds; `says`: a pattern in it."""
 
     fault: str
     transport: Transport
@@ -69,57 +70,156 @@ class WeightsRow:
         return f"{self.fault}, {self.transport}"
 
 
-def refused(error: Error, says: str, fault: str, *transports: Transport) -> list[WeightsRow]:
+def refused(
+    error: Error, says: str, fault: str, *transports: Transport
+) -> list[WeightsRow]:
     return [
-        WeightsRow(fault=fault, transport=transport, holds="old", error=error, says=says)
+        WeightsRow(
+            fault=fault, transport=transport, holds="old", error=error, says=says
+        )
         for transport in transports
     ]
 
 
 def taken(fault: str, *transports: Transport) -> list[WeightsRow]:
-    return [WeightsRow(fault=fault, transport=transport, holds="new") for transport in transports]
+    return [
+        WeightsRow(fault=fault, transport=transport, holds="new")
+        for transport in transports
+    ]
 
 
 STAGED = "not staged|not those of the layout"
 PLACES = "not in the layout|the layout says"
 WEIGHTS_ROWS = [
-    *refused(ChecksumError, "1 of", "a bit flips", "arena copy", "arena alias", "disk", "collective"),
-    *refused(WeightSyncError, "cannot be read|does not lead to", "a bit flips", "delta"),
+    *refused(
+        ChecksumError,
+        "1 of",
+        "a bit flips",
+        "arena copy",
+        "arena alias",
+        "disk",
+        "collective",
+    ),
+    *refused(
+        WeightSyncError, "cannot be read|does not lead to", "a bit flips", "delta"
+    ),
     *refused(ChecksumError, "1 of", "a bucket is cut", "arena copy", "arena alias"),
-    *refused(WeightSyncError, "cannot be read|does not lead to", "a bucket is cut", "disk", "delta"),
+    *refused(
+        WeightSyncError,
+        "cannot be read|does not lead to",
+        "a bucket is cut",
+        "disk",
+        "delta",
+    ),
     *refused(WeightSyncError, "broke twice", "a bucket is cut", "collective"),
     *taken("a bucket is cut once", "collective"),
-    *refused(LayoutError, "does not fit", "the layout has another shape", "arena copy", "arena alias"),
-    *refused(LayoutError, "does not fit", "the layout has another shape", "disk", "delta", "collective"),
-    *refused(LayoutError, "does not fit", "the layout has another dtype", "arena copy", "arena alias"),
-    *refused(LayoutError, "does not fit", "the layout has another dtype", "disk", "delta", "collective"),
-    *refused(LayoutError, "is not covered", "the layout lacks a tensor", "arena copy", "disk", "collective"),
-    *refused(LayoutError, STAGED, "a tensor is missing", "arena copy", "disk", "delta", "collective"),
-    *refused(LayoutError, "layout", "a tensor has another dtype", "arena copy", "disk", "delta"),
+    *refused(
+        LayoutError,
+        "does not fit",
+        "the layout has another shape",
+        "arena copy",
+        "arena alias",
+    ),
+    *refused(
+        LayoutError,
+        "does not fit",
+        "the layout has another shape",
+        "disk",
+        "delta",
+        "collective",
+    ),
+    *refused(
+        LayoutError,
+        "does not fit",
+        "the layout has another dtype",
+        "arena copy",
+        "arena alias",
+    ),
+    *refused(
+        LayoutError,
+        "does not fit",
+        "the layout has another dtype",
+        "disk",
+        "delta",
+        "collective",
+    ),
+    *refused(
+        LayoutError,
+        "is not covered",
+        "the layout lacks a tensor",
+        "arena copy",
+        "disk",
+        "collective",
+    ),
+    *refused(
+        LayoutError,
+        STAGED,
+        "a tensor is missing",
+        "arena copy",
+        "disk",
+        "delta",
+        "collective",
+    ),
+    *refused(
+        LayoutError,
+        "layout",
+        "a tensor has another dtype",
+        "arena copy",
+        "disk",
+        "delta",
+    ),
     *refused(LayoutError, "layout", "a tensor has another dtype", "collective"),
-    *refused(LayoutError, "layout|staged twice", "a tensor comes twice", "arena copy", "disk", "delta"),
+    *refused(
+        LayoutError,
+        "layout|staged twice",
+        "a tensor comes twice",
+        "arena copy",
+        "disk",
+        "delta",
+    ),
     *refused(LayoutError, "staged twice", "a tensor comes twice", "collective"),
     *taken("tensors come in another order", "arena copy", "arena alias", "collective"),
     *refused(LayoutError, "layout", "tensors come in another order", "disk", "delta"),
     *refused(LayoutError, "the layout says", "the file lacks a tensor", "disk"),
     *refused(LayoutError, "the layout says", "the file has another dtype", "disk"),
-    *refused(ChecksumError, "of", "a push is lost", "arena copy", "arena alias", "disk", "delta"),
+    *refused(
+        ChecksumError,
+        "of",
+        "a push is lost",
+        "arena copy",
+        "arena alias",
+        "disk",
+        "delta",
+    ),
     *taken("a push comes twice", "arena copy", "arena alias", "disk", "delta"),
-    *refused(ChecksumError, "of", "the push before comes last", "arena copy", "arena alias", "disk"),
+    *refused(
+        ChecksumError,
+        "of",
+        "the push before comes last",
+        "arena copy",
+        "arena alias",
+        "disk",
+    ),
     *refused(ChecksumError, "of", "the push before comes last", "delta"),
     *taken("the version is pushed again", "arena copy", "disk", "delta", "collective"),
     *refused(ChecksumError, "of", "differences are swapped", "delta"),
-    *refused(WeightSyncError, "--weight-folder", "the trainer's disk is full", "disk", "delta"),
+    *refused(
+        WeightSyncError,
+        "--weight-folder",
+        "the trainer's disk is full",
+        "disk",
+        "delta",
+    ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRow:
-    """What happens to one of two engines, at the beginning of a phase. It is lost; the other one holds the
-    new version.
+    """What happens to one of two engines, at the beginning of a phase. It is lost; the
+    other one holds the new version.
 
-    "request": of the load, when the engine has begun an update and is about to be asked; "bucket": in the
-    middle of a broadcast.
+    "request": of the load, when the engine has begun an update and is about to be
+    asked; "bucket": in the middle of a broadcast.
     """
 
     fault: Literal["killed", "stopped", "disk full"]
@@ -133,7 +233,9 @@ class EngineRow:
 def engine_faults(
     fault: Literal["killed", "stopped", "disk full"], transport: Transport, *phases: str
 ) -> list[EngineRow]:
-    return [EngineRow(fault=fault, transport=transport, phase=phase) for phase in phases]
+    return [
+        EngineRow(fault=fault, transport=transport, phase=phase) for phase in phases
+    ]
 
 
 PHASES = ("stage", "prepare", "pause", "load", "commit", "resume")
@@ -152,9 +254,11 @@ ENGINE_ROWS = [
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRow:
-    """The trainer is killed at a phase. "loaded": when the engine has loaded, before its checksums are asked.
+    """The trainer is killed at a phase. "loaded": when the engine has loaded, before
+    its checksums are asked.
 
-    `holds` is None where the engine holds a part of what was sent, and stays paused for the next trainer.
+    `holds` is None where the engine holds a part of what was sent, and stays paused for
+    the next trainer.
     """
 
     transport: Transport
@@ -190,12 +294,16 @@ def quick_by_transport(
 ) -> list[pytest.ParameterSet]:
     """The rows as cases of a test; all are slow but the first of each transport."""
     first = {row.transport: row for row in reversed(rows)}
-    return [pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow) for row in rows]
+    return [
+        pytest.param(row, marks=() if row is first[row.transport] else pytest.mark.slow)
+        for row in rows
+    ]
 
 
 BUCKET_TIMEOUT_S = 3.0
 STOPPED_DEADLINE_S = 3.0
-"""Of a phase in which an engine does not answer. Without a fault it takes a hundredth of that."""
+"""Of a phase in which an engine does not answer. Without a fault it takes a hundredth
+of that."""
 DEADLINE_S = 60.0
 RECEIVERS: Mapping[Transport, type[EngineReceiver]] = {
     "arena copy": ArenaReceiver,
@@ -221,14 +329,20 @@ def random_weights(layout: WeightLayout, seed: int) -> dict[str, torch.Tensor]:
 
 
 class FaultySender:
-    """A trainer's end with the real writer of a transport, whose tensors, layout and staged bytes a fault may
-    change on their way."""
+    """A trainer's end with the real writer of a transport, whose tensors, layout and
+    staged bytes a fault may change on their way."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], transport: Transport, folder: Path) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], transport: Transport, folder: Path
+    ) -> None:
         self.tensors = tensors
         self.transport: Transport = transport
         self.specs = tuple(
-            TensorSpec(name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            TensorSpec(
+                name=name,
+                shape=tuple(t.shape),
+                dtype=str(t.dtype).removeprefix("torch."),
+            )
             for name, t in tensors.items()
         )
         self._writer: ArenaWriter | WeightFolders | DeltaFolders | Broadcaster
@@ -237,10 +351,14 @@ class FaultySender:
         elif transport == "delta":
             self._writer = DeltaFolders(self.specs, folder, full_every=1000)
         elif transport == "collective":
-            self._writer = Broadcaster(self.specs, host="127.0.0.1", timeout_s=BUCKET_TIMEOUT_S)
+            self._writer = Broadcaster(
+                self.specs, host="127.0.0.1", timeout_s=BUCKET_TIMEOUT_S
+            )
         else:
             self._writer = ArenaWriter(self.specs)
-        self.answer_logprobs: Callable[[Sequence[Sequence[int]]], list[NDArray[np.float32]]] | None = None
+        self.answer_logprobs: (
+            Callable[[Sequence[Sequence[int]]], list[NDArray[np.float32]]] | None
+        ) = None
         self.repair()
 
     def repair(self) -> None:
@@ -251,7 +369,8 @@ class FaultySender:
         self.has_room = True
 
     def change(self) -> None:
-        """A step of training: each value becomes another one, the least that a difference can be."""
+        """A step of training: each value becomes another one, the least that a
+        difference can be."""
         with torch.no_grad():
             for tensor in self.tensors.values():
                 tensor.mul_(1.01)
@@ -274,11 +393,15 @@ class FaultySender:
         assert isinstance(self._writer, Broadcaster)
         return self._writer.offer(version, engines)
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         assert self.answer_logprobs is not None
         return self.answer_logprobs(prompts)
 
-    def damage(self, staged: StagedWeights, change: Callable[[torch.Tensor], None]) -> None:
+    def damage(
+        self, staged: StagedWeights, change: Callable[[torch.Tensor], None]
+    ) -> None:
         """Change the bytes of one tensor where they were staged in memory."""
         writer = self._writer
         arena = writer._arena if isinstance(writer, Broadcaster) else writer
@@ -344,7 +467,9 @@ class FaultyReceiver:
         await self.before("resume")
         await self.inner.resume()
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return await self.inner.logprobs(prompts)
 
 
@@ -355,7 +480,8 @@ class FaultyFleet:
     """Engines, and one transaction over them."""
 
     next_version = 1
-    """Of all fleets. An update that failed is tried again under its version, as the trainer does it."""
+    """Of all fleets. An update that failed is tried again under its version, as the
+    trainer does it."""
 
     def __init__(
         self,
@@ -393,11 +519,14 @@ class FaultyFleet:
     async def run(self, version: WeightVersion) -> WeightUpdate:
         update = await self.transaction.run(version)
         self.version = version
-        self.engines = [engine for engine in self.engines if engine.name not in update.lost_engines]
+        self.engines = [
+            engine for engine in self.engines if engine.name not in update.lost_engines
+        ]
         return update
 
     async def expect(self, checksums: Mapping[str, str]) -> None:
-        """Every engine holds these weights, as it reads them back now, under the version given last."""
+        """Every engine holds these weights, as it reads them back now, under the
+        version given last."""
         for engine in self.engines:
             held = await engine.inner.read_back(self.sender.specs)
             assert held.checksums == checksums, engine.name
@@ -419,8 +548,8 @@ def repaired(fleet: FaultyFleet) -> Iterator[None]:
 
 
 async def run_weights_row(row: WeightsRow, fleet: FaultyFleet) -> None:
-    """One fault of the weights against engines of which at least one version is known. They hold a version
-    whole, serve it by its name, and take the next one."""
+    """One fault of the weights against engines of which at least one version is known.
+    They hold a version whole, serve it by its name, and take the next one."""
     sender = fleet.sender
     old = sender.checksums()
     fault = WEIGHTS_FAULTS[row.fault]
@@ -455,19 +584,26 @@ async def error_of(update: Awaitable[WeightUpdate]) -> WeightSyncError:
 
 
 async def run_engine_row(
-    row: EngineRow, fleet: FaultyFleet, victims: Sequence[int], end_victim: Callable[[], None]
+    row: EngineRow,
+    fleet: FaultyFleet,
+    victims: Sequence[int],
+    end_victim: Callable[[], None],
 ) -> None:
-    """The last engine of the fleet has these processes. It is lost, and the others go on. `end_victim` ends
-    what is left of it, as the fleet ends what it has lost."""
+    """The last engine of the fleet has these processes. It is lost, and the others go
+    on. `end_victim` ends what is left of it, as the fleet ends what it has lost."""
     sender = fleet.sender
     victim = fleet.engines[-1]
 
     def strike() -> None:
         for pid in victims:
             if row.fault == "disk full":
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+                resource.prlimit(
+                    pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY)
+                )
             else:
-                os.kill(pid, signal.SIGKILL if row.fault == "killed" else signal.SIGSTOP)
+                os.kill(
+                    pid, signal.SIGKILL if row.fault == "killed" else signal.SIGSTOP
+                )
 
     async def strike_at(phase: str) -> None:
         if phase == row.phase:
@@ -484,7 +620,9 @@ async def run_engine_row(
         elif row.phase == "request":
             send = victim.inner._send
 
-            async def strike_and_send(payloads: Sequence[str], load_format: str) -> None:
+            async def strike_and_send(
+                payloads: Sequence[str], load_format: str
+            ) -> None:
                 strike()
                 await send(payloads, load_format)
 
@@ -505,7 +643,8 @@ async def run_engine_row(
 
 @contextlib.contextmanager
 def no_room(pid: int) -> Iterator[None]:
-    """No file that this process writes may grow: as on a full disk. Nothing may be printed in here."""
+    """No file that this process writes may grow: as on a full disk. Nothing may be
+    printed in here."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))
     try:
@@ -555,8 +694,8 @@ def bit_flips(fleet: FaultyFleet) -> Iterator[None]:
 
 @contextlib.contextmanager
 def bucket_is_cut(fleet: FaultyFleet, times: int = 2) -> Iterator[None]:
-    """In memory: what should have come last is zero. A file ends early. A broadcast ends before its last
-    bucket."""
+    """In memory: what should have come last is zero. A file ends early. A broadcast
+    ends before its last bucket."""
 
     def spoil(staged: StagedWeights) -> StagedWeights:
         if fleet.sender.transport in ("disk", "delta"):
@@ -610,7 +749,11 @@ def layout_lacks_a_tensor(fleet: FaultyFleet) -> Iterator[None]:
     *kept, lacking = fleet.sender.specs
 
     def spoil(staged: StagedWeights) -> StagedWeights:
-        checksums = {name: value for name, value in staged.checksums.items() if name != lacking.name}
+        checksums = {
+            name: value
+            for name, value in staged.checksums.items()
+            if name != lacking.name
+        }
         return dataclasses.replace(staged, checksums=checksums)
 
     fleet.sender.announced = tuple(kept)
@@ -656,7 +799,9 @@ def without_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != first}
 
 
-def first_in_half_precision(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def first_in_half_precision(
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     first = next(iter(tensors))
     return {**tensors, first: tensors[first].to(torch.float16)}
 
@@ -749,7 +894,9 @@ def trainers_disk_is_full(fleet: FaultyFleet) -> Iterator[None]:
     yield
 
 
-WEIGHTS_FAULTS: Mapping[str, Callable[[FaultyFleet], contextlib.AbstractContextManager[None]]] = {
+WEIGHTS_FAULTS: Mapping[
+    str, Callable[[FaultyFleet], contextlib.AbstractContextManager[None]]
+] = {
     "a bit flips": bit_flips,
     "a bucket is cut": bucket_is_cut,
     "a bucket is cut once": bucket_is_cut_once,

@@ -12,13 +12,18 @@ _BUILD = "from setuptools import build_meta; import sys; build_meta.build_wheel(
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel, in `folder`. A build leaves folders beside the sources, so it works on a copy."""
+    """The wheel, in `folder`. A build leaves folders beside the sources, so it works on
+    a copy."""
     copy = folder / "sources"
     copy.mkdir()
     for name in _SOURCES:
         subprocess.run(["cp", "-a", str(ROOT / name), str(copy / name)], check=True)
     done = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder)], cwd=copy, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", _BUILD, str(folder)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     [wheel] = folder.glob("*.whl")

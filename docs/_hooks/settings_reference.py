@@ -1,5 +1,6 @@
-"""Writes the page `reference/settings.md` while the documentation is built, from the code that reads the
-settings. The page is never committed, so it cannot be older than the code."""
+"""Writes the page `reference/settings.md` while the documentation is built, from the
+code that reads the settings. The page is never committed, so it cannot be older than
+the code."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def settings_page() -> str:
-    """The page as Markdown: one section per table of the configuration, and the algorithm presets."""
+    """The page as Markdown: one section per table of the configuration, and the
+    algorithm presets."""
     parts = [INTRODUCTION]
     for table, section in SECTIONS.items():
         parts.append(section_table(table, section))
@@ -58,7 +60,11 @@ def section_table(table: str, section: type[Section]) -> str:
         "|---|---|---|---|",
     ]
     for name, field in section.model_fields.items():
-        cells = [f"`{name}`", escaped(type_name(field)), f"`{default_text(field.default)}`"]
+        cells = [
+            f"`{name}`",
+            escaped(type_name(field)),
+            f"`{default_text(field.default)}`",
+        ]
         cells.append(escaped(field.description or ""))
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join([*rows, ""])
@@ -83,7 +89,9 @@ def type_name(field: FieldInfo) -> str:
     """What a reader may write: the choices of a Literal, or the kind of value."""
     annotation = field.annotation
     if get_origin(annotation) is Literal:
-        return " or ".join(f"`{choice}`" if choice else "empty" for choice in get_args(annotation))
+        return " or ".join(
+            f"`{choice}`" if choice else "empty" for choice in get_args(annotation)
+        )
     if get_origin(annotation) is tuple:
         return "list"
     names = {bool: "true or false", int: "whole number", float: "number", str: "text"}

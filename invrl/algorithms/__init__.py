@@ -13,7 +13,7 @@
 | from token losses to one number | `aggregation.py` |
 | settings and presets | `config.py` |
 
-Each axis ends with a dict of its built-ins by name. A new built-in is a function in the axis's file, an entry
-in that dict, and its name in `config.py`. The package imports only the modules of `invrl/` itself, and no
-torch.distributed. Start with `losses.py`.
+Each axis ends with a dict of its built-ins by name. A new built-in is a function in the
+axis's file, an entry in that dict, and its name in `config.py`. The package imports
+only the modules of `invrl/` itself, and no torch.distributed. Start with `losses.py`.
 """

@@ -1,7 +1,8 @@
-"""Coefficients of the loss that are adapted after each batch, from what the batch measured, or learned in
-each step.
+"""Coefficients of the loss that are adapted after each batch, from what the batch
+measured, or learned in each step.
 
-A controller is a function of numbers; what it has come to is saved with the trainer's checkpoint.
+A controller is a function of numbers; what it has come to is saved with the trainer's
+checkpoint.
 """
 
 from dataclasses import dataclass, replace
@@ -16,28 +17,35 @@ _LARGEST_ENTROPY_COEF = 1.0
 
 
 def adapted_kl_coef(coef: float, divergence: float, target: float) -> float:
-    """The proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section 2.2).
+    """The proportional controller of Ziegler et al. 2019 (arXiv 1909.08593, section
+    2.2).
 
         e = clip(KL / target - 1, -0.2, 0.2),    coef <- coef (1 + 0.1 e)
 
-    `divergence` and `target` are in nats per token: the mean of k3 over a batch's trained tokens. The paper's
-    are sums over a sequence. verl has the form of the paper's code, coef (1 + e n / horizon), with the mean
-    over rows.
+    `divergence` and `target` are in nats per token: the mean of k3 over a batch's
+    trained tokens. The paper's are sums over a sequence. verl has the form of the
+    paper's code, coef (1 + e n / horizon), with the mean over rows.
     """
     error = divergence / target - 1.0
     error = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
     return coef * (1.0 + _GAIN * error)
 
 
-def adapted_entropy_coef(coef: float, entropy: float, target: float, step: float) -> float:
-    """Skywork-OR1's coefficient (arXiv 2505.22312, section 3.2.5): it grows by `step` after a batch whose
-    mean entropy is below the target and shrinks by it otherwise, between 0 and 1 (TRL's bounds)."""
+def adapted_entropy_coef(
+    coef: float, entropy: float, target: float, step: float
+) -> float:
+    """Skywork-OR1's coefficient (arXiv 2505.22312, section 3.2.5): it grows by `step`
+    after a batch whose mean entropy is below the target and shrinks by it otherwise,
+    between 0 and 1 (TRL's bounds)."""
     coef += step if entropy < target else -step
     return min(max(coef, 0.0), _LARGEST_ENTROPY_COEF)
 
 
-def entropy_coef_of_band(coef: float, entropy: float, low: float, high: float, step: float) -> float:
-    """Two bounds of the entropy, and in between nothing that pushes it: ours, after Skywork-OR1's one bound.
+def entropy_coef_of_band(
+    coef: float, entropy: float, low: float, high: float, step: float
+) -> float:
+    """Two bounds of the entropy, and in between nothing that pushes it: ours, after
+    Skywork-OR1's one bound.
 
         H < low              coef <- max(coef, 0) + step       at most 1: a bonus
         H > high             coef <- min(coef, 0) - step       at least -1: a penalty
@@ -59,8 +67,8 @@ class Coefficients:
     kl: float
     entropy: float
     entropy_acts: bool
-    """Whether the entropy, when it was last measured, was where the coefficient acts: at most the target, or
-    outside of the band."""
+    """Whether the entropy, when it was last measured, was where the coefficient acts:
+    at most the target, or outside of the band."""
     length_lambda: float
     """The exponent of the weights by length (`length_weights.py`)."""
 
@@ -74,34 +82,52 @@ class Coefficients:
             length_lambda=config.length_lambda,
         )
 
-    def after(self, config: AlgorithmConfig, divergence: float, entropy: float) -> "Coefficients":
-        """After a batch with these means over its trained tokens, in nats. `config`: the run's, with its
-        targets."""
+    def after(
+        self, config: AlgorithmConfig, divergence: float, entropy: float
+    ) -> "Coefficients":
+        """After a batch with these means over its trained tokens, in nats. `config`:
+        the run's, with its targets."""
         kl = self.kl
         if config.kl_target:
             kl = adapted_kl_coef(kl, divergence, config.kl_target)
         target = config.entropy_target
         ceiling = config.entropy_ceiling
         if ceiling:
-            adapted = entropy_coef_of_band(self.entropy, entropy, target, ceiling, config.entropy_coef_step)
-            return replace(self, kl=kl, entropy=adapted, entropy_acts=not target <= entropy <= ceiling)
+            adapted = entropy_coef_of_band(
+                self.entropy, entropy, target, ceiling, config.entropy_coef_step
+            )
+            return replace(
+                self,
+                kl=kl,
+                entropy=adapted,
+                entropy_acts=not target <= entropy <= ceiling,
+            )
         if not target:
             return replace(self, kl=kl)
-        adapted = adapted_entropy_coef(self.entropy, entropy, target, config.entropy_coef_step)
+        adapted = adapted_entropy_coef(
+            self.entropy, entropy, target, config.entropy_coef_step
+        )
         return replace(self, kl=kl, entropy=adapted, entropy_acts=entropy <= target)
 
-    def after_step(self, config: AlgorithmConfig, lambda_gradient: float) -> "Coefficients":
-        """After an optimizer step of the policy, where lambda is learned: a step of plain gradient descent on
-        the loss, lambda <- lambda - length_lambda_lr dL/dlambda.
+    def after_step(
+        self, config: AlgorithmConfig, lambda_gradient: float
+    ) -> "Coefficients":
+        """After an optimizer step of the policy, where lambda is learned: a step of
+        plain gradient descent on the loss, lambda <- lambda - length_lambda_lr
+        dL/dlambda.
 
-        lambda-GRPO (arXiv 2510.06870) learns it beside the policy and does not say with which optimizer.
-        `lambda_gradient`: of the whole mini-batch, over all ranks.
+        lambda-GRPO (arXiv 2510.06870) learns it beside the policy and does not say with
+        which optimizer. `lambda_gradient`: of the whole mini-batch, over all ranks.
         """
-        return replace(self, length_lambda=self.length_lambda - config.length_lambda_lr * lambda_gradient)
+        return replace(
+            self,
+            length_lambda=self.length_lambda
+            - config.length_lambda_lr * lambda_gradient,
+        )
 
     def within(self, config: AlgorithmConfig) -> AlgorithmConfig:
-        """The run's settings with these coefficients in the place of those that it began with. With a target
-        the entropy bonus acts only while the entropy is at most the target, with a ceiling only outside of
-        the two."""
+        """The run's settings with these coefficients in the place of those that it
+        began with. With a target the entropy bonus acts only while the entropy is at
+        most the target, with a ceiling only outside of the two."""
         entropy = self.entropy if self.entropy_acts else 0.0
         return config.model_copy(update={"kl_coef": self.kl, "entropy_coef": entropy})

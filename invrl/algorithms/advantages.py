@@ -1,9 +1,10 @@
 """Advantages: one number per reward, from the rewards that it is compared with.
 
-Computed in NumPy float64, once per batch, before sharding. A final reward is compared with those of its
-group, the rollouts of one task; for `reinforce`, with those of the whole batch. A rollout that became several
-training rows is one entry of `rewards_G`, so it counts once in the baseline. What comes before is in
-`reward_shaping.py`, what comes after, over the batch, in `whitening.py`; advantages that need a critic are in
+Computed in NumPy float64, once per batch, before sharding. A final reward is compared
+with those of its group, the rollouts of one task; for `reinforce`, with those of the
+whole batch. A rollout that became several training rows is one entry of `rewards_G`, so
+it counts once in the baseline. What comes before is in `reward_shaping.py`, what comes
+after, over the batch, in `whitening.py`; advantages that need a critic are in
 `token_advantages.py`.
 
 | name | advantage | then |
@@ -18,8 +19,8 @@ training rows is one entry of `rewards_G`, so it counts once in the baseline. Wh
 | reinforce_pp | r | whitened over the batch's tokens |
 | reinforce_pp_baseline | r - mean | whitened over the batch's tokens |
 
-Invariant: but for `raw`, rewards that do not differ have advantages of exactly 0, not of rounding errors,
-because Adam makes a whole step of the smallest gradient.
+Invariant: but for `raw`, rewards that do not differ have advantages of exactly 0, not
+of rounding errors, because Adam makes a whole step of the smallest gradient.
 """
 
 from functools import partial
@@ -33,7 +34,8 @@ from invrl.interfaces import AdvantageFn
 from invrl.plugins import load_plugin
 
 ROUNDING = 1e-12
-"""Relative to the largest reward: smaller differences come from the order in which numbers were added."""
+"""Relative to the largest reward: smaller differences come from the order in which
+numbers were added."""
 
 
 def rewards_differ(rewards_G: NDArray[np.float64]) -> bool:
@@ -42,15 +44,20 @@ def rewards_differ(rewards_G: NDArray[np.float64]) -> bool:
 
 
 def grpo(
-    rewards_G: NDArray[np.float64], *, eps: float, deviation: Deviation = "sample", std_floor: float = 0.0
+    rewards_G: NDArray[np.float64],
+    *,
+    eps: float,
+    deviation: Deviation = "sample",
+    std_floor: float = 0.0,
 ) -> NDArray[np.float64]:
     """GRPO's group-relative advantage (arXiv 2402.03300, section 4.1.2): [G] -> [G].
 
         A_i = (r_i - mean(r)) / (max(std(r), std_floor) + eps)
 
-    The paper does not say which deviation it means. The sample's divides the sum of squares by G - 1
-    (Bessel), the population's by G. The advantage of a single reward is 0. The floor is ours: with it, a
-    group whose rewards hardly differ is not blown up to the size of the others; 0 is the paper's formula.
+    The paper does not say which deviation it means. The sample's divides the sum of
+    squares by G - 1 (Bessel), the population's by G. The advantage of a single reward
+    is 0. The floor is ours: with it, a group whose rewards hardly differ is not blown
+    up to the size of the others; 0 is the paper's formula.
     """
     centred_G = dr_grpo(rewards_G, eps=eps)
     if not rewards_differ(rewards_G):
@@ -67,9 +74,9 @@ def dr_grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64
 
         A_i = r_i - mean(r)
 
-    There is no division by the deviation, which gives too much weight to tasks that are nearly solved or
-    nearly hopeless. `eps` is not used. Over the rewards of a whole batch this is REINFORCE with the mean as
-    its baseline (Williams 1992).
+    There is no division by the deviation, which gives too much weight to tasks that are
+    nearly solved or nearly hopeless. `eps` is not used. Over the rewards of a whole
+    batch this is REINFORCE with the mean as its baseline (Williams 1992).
     """
     if not rewards_differ(rewards_G):
         return np.zeros_like(rewards_G)
@@ -77,7 +84,8 @@ def dr_grpo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64
 
 
 def rloo(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
-    """REINFORCE leave-one-out (arXiv 2402.14740, section 3.2; Kool et al. 2019): [G] -> [G].
+    """REINFORCE leave-one-out (arXiv 2402.14740, section 3.2; Kool et al. 2019): [G] ->
+    [G].
 
         A_i = r_i - sum_{j != i} r_j / (G - 1)  =  G / (G - 1) (r_i - mean(r))
 
@@ -94,28 +102,38 @@ def maxrl(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
 
         A_i = (r_i - mean(r)) / mean(r+)        r+ = max(r, 0)
 
-    For rewards 0 and 1, in a group of which K succeeded, a success weighs G/K - 1 and a failure -1: the rarer
-    successes are, the more they count. Without a reward above 0 all are 0. The paper has rewards of at least
-    0, for which r+ is r. With others (an overlong rollout's, for example) a mean near 0 would be no rate of
-    success; r+ keeps the divisor one, and it is at least eps * mean(|r|). The authors' code adds 1e-6 to it.
+    For rewards 0 and 1, in a group of which K succeeded, a success weighs G/K - 1 and a
+    failure -1: the rarer successes are, the more they count. Without a reward above 0
+    all are 0. The paper has rewards of at least 0, for which r+ is r. With others (an
+    overlong rollout's, for example) a mean near 0 would be no rate of success; r+ keeps
+    the divisor one, and it is at least eps * mean(|r|). The authors' code adds 1e-6 to
+    it.
     """
     if not rewards_differ(rewards_G) or rewards_G.max() <= 0:
         return np.zeros_like(rewards_G)
     success_rate = np.maximum(rewards_G, 0).mean()
-    return (rewards_G - rewards_G.mean()) / max(success_rate, eps * np.abs(rewards_G).mean())
+    return (rewards_G - rewards_G.mean()) / max(
+        success_rate, eps * np.abs(rewards_G).mean()
+    )
 
 
 def pass_at_k(
-    rewards_G: NDArray[np.float64], *, eps: float, k: int = DEFAULT_PASS_AT_K, std_floor: float = 0.0
+    rewards_G: NDArray[np.float64],
+    *,
+    eps: float,
+    k: int = DEFAULT_PASS_AT_K,
+    std_floor: float = 0.0,
 ) -> NDArray[np.float64]:
-    """The advantage of pass@k training (arXiv 2508.10751, equations 11 to 15): [G] -> [G].
+    """The advantage of pass@k training (arXiv 2508.10751, equations 11 to 15): [G] ->
+    [G].
 
         R(S) = max_{i in S} r_i          of each subset S of k members
         A_i  = (mean_{S with i} R(S) - mean_S R(S)) / (max(std_S R(S), std_floor) + eps)
 
-    For rewards 0 and 1 these are the paper's closed forms; taking the largest reward extends them to all
-    others. Computed over all subsets at once from binomial coefficients. k = 1 is `grpo` with the
-    population's deviation. In a group of k or fewer, every advantage is 0: there is one subset at most.
+    For rewards 0 and 1 these are the paper's closed forms; taking the largest reward
+    extends them to all others. Computed over all subsets at once from binomial
+    coefficients. k = 1 is `grpo` with the population's deviation. In a group of k or
+    fewer, every advantage is 0: there is one subset at most.
     """
     num_rewards = len(rewards_G)
     if num_rewards <= k:
@@ -135,24 +153,31 @@ def pass_at_k(
     member_is_best_G = np.array([comb(rank, k - 1) / num_with_member for rank in ranks])
     better_is_best_G = np.zeros(num_rewards)
     if k > 1:
-        better_is_best_G[1:] = [comb(rank - 1, k - 2) / num_with_member for rank in ranks[1:]]
+        better_is_best_G[1:] = [
+            comb(rank - 1, k - 2) / num_with_member for rank in ranks[1:]
+        ]
     weighted_G = better_is_best_G * sorted_G
     better_sum_G = np.cumsum(weighted_G[::-1])[::-1] - weighted_G
     mean_with_member_G = member_is_best_G * sorted_G + better_sum_G
 
     advantages_G = np.empty_like(sorted_G)
-    advantages_G[order] = (mean_with_member_G - mean) / (max(np.sqrt(variance), std_floor) + eps)
+    advantages_G[order] = (mean_with_member_G - mean) / (
+        max(np.sqrt(variance), std_floor) + eps
+    )
     return advantages_G
 
 
 def raw(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
-    """The reward itself, without a baseline (REINFORCE, Williams 1992): [G] -> [G]. `eps` is not used."""
+    """The reward itself, without a baseline (REINFORCE, Williams 1992): [G] -> [G].
+    `eps` is not used."""
     return rewards_G.copy()
 
 
-def left_to_trainer(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
-    """0 in the place of an advantage that the trainer computes from the rewards of tokens: [G] -> [G]. `eps`
-    is not used."""
+def left_to_trainer(
+    rewards_G: NDArray[np.float64], *, eps: float
+) -> NDArray[np.float64]:
+    """0 in the place of an advantage that the trainer computes from the rewards of
+    tokens: [G] -> [G]. `eps` is not used."""
     return np.zeros_like(rewards_G)
 
 
@@ -177,8 +202,8 @@ def advantage_function(
     std_floor: float = 0.0,
     k: int = DEFAULT_PASS_AT_K,
 ) -> AdvantageFn:
-    """The built-in of that name (grpo and pass_at_k with these settings), or the user's function at
-    `module:name`.
+    """The built-in of that name (grpo and pass_at_k with these settings), or the user's
+    function at `module:name`.
 
     Raises PluginError.
     """

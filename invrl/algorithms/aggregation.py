@@ -1,8 +1,10 @@
-"""Aggregation: how token losses become one number. It is the weight that each token has in the sum
+"""Aggregation: how token losses become one number. It is the weight that each token has
+in the sum
 
     L = sum_t w_t l_t
 
-Denominators are those of the whole mini-batch, so the sums of micro-batches and ranks may simply be added.
+Denominators are those of the whole mini-batch, so the sums of micro-batches and ranks
+may simply be added.
 """
 
 from collections.abc import Callable
@@ -13,13 +15,15 @@ from torch import Tensor
 from invrl.algorithms.loss_inputs import Denominators, Rows
 
 Aggregation = Callable[[Rows, Denominators, float], Tensor]
-"""The weight [R] of each row's tokens. The last argument is the setting `aggregation_constant`."""
+"""The weight [R] of each row's tokens. The last argument is the setting
+`aggregation_constant`."""
 
 
 def token_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
     """The mean over all trained tokens: w = 1 / tokens.
 
-    Every token has the same weight, however long its rollout is (DAPO, arXiv 2503.14476, section 3.3).
+    Every token has the same weight, however long its rollout is (DAPO, arXiv
+    2503.14476, section 3.3).
     """
     return torch.ones_like(rows.tokens_R) / denominators.tokens
 
@@ -33,27 +37,31 @@ def sequence_mean(rows: Rows, denominators: Denominators, constant: float) -> Te
 
 
 def rollout_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the rollouts of each rollout's mean: w = 1 / (rollouts x tokens of the rollout).
+    """The mean over the rollouts of each rollout's mean: w = 1 / (rollouts x tokens of
+    the rollout).
 
-    GRPO's too (arXiv 2402.03300, eq. 3). It differs from `sequence_mean` where a rollout has several
-    branches: such a rollout counts once.
+    GRPO's too (arXiv 2402.03300, eq. 3). It differs from `sequence_mean` where a
+    rollout has several branches: such a rollout counts once.
     """
     return 1.0 / (denominators.rollouts * rows.rollout_tokens_R)
 
 
 def group_mean(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the groups of each group's mean: w = 1 / (groups x tokens of the group).
+    """The mean over the groups of each group's mean: w = 1 / (groups x tokens of the
+    group).
 
-    A task has the same weight, however long its rollouts are. DAPO's eq. 8 (arXiv 2503.14476) is such a mean
-    within the expectation over prompts.
+    A task has the same weight, however long its rollouts are. DAPO's eq. 8 (arXiv
+    2503.14476) is such a mean within the expectation over prompts.
     """
     return 1.0 / (denominators.groups * rows.group_tokens_R)
 
 
 def constant(rows: Rows, denominators: Denominators, constant: float) -> Tensor:
-    """The mean over the rollouts of each rollout's sum divided by a constant: w = 1 / (rollouts x constant).
+    """The mean over the rollouts of each rollout's sum divided by a constant: w = 1 /
+    (rollouts x constant).
 
-    Dr. GRPO's (arXiv 2503.20783, appendix with the code, where the constant is the generation budget).
+    Dr. GRPO's (arXiv 2503.20783, appendix with the code, where the constant is the
+    generation budget).
     """
     return torch.ones_like(rows.tokens_R) / (denominators.rollouts * constant)
 

@@ -2,7 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from invrl.algorithms.presets import PRESETS, PresetName
 from invrl.section import COMMA_SEPARATED, Section
@@ -11,20 +18,31 @@ Deviation = Literal["sample", "population"]
 """The standard deviation of a group's rewards: squares divided by G - 1, or by G."""
 WhitenedOver = Literal["none", "tokens", "rollouts"]
 RolloutUse = Literal["train", "baseline", "leave_out"]
-"""A rollout is trained; or only its reward counts, in the baseline of the others; or neither."""
+"""A rollout is trained; or only its reward counts, in the baseline of the others; or
+neither."""
 DEFAULT_PASS_AT_K = 4
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k", "reinforce_pp_baseline")
+GROUP_RELATIVE = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "maxrl",
+    "pass_at_k",
+    "reinforce_pp_baseline",
+)
 """Advantages that are 0 in a group of one."""
 LINEAR = ("rloo", "dr_grpo", "raw")
-"""Advantages that are linear in the rewards of a group: that of a sum of rewards is the sum of theirs."""
+"""Advantages that are linear in the rewards of a group: that of a sum of rewards is the
+sum of theirs."""
 FROM_VALUES = ("gae",)
-"""Advantages that the trainer computes, from the rewards of tokens and a critic's values."""
+"""Advantages that the trainer computes, from the rewards of tokens and a critic's
+values."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
 """Advantages that are whitened over tokens if nothing else is set."""
 
 
 class AlgorithmConfig(Section):
-    """The axes: advantage x ratio level x surrogate x off-policy correction x aggregation x KL."""
+    """The axes: advantage x ratio level x surrogate x off-policy correction x
+    aggregation x KL."""
 
     objective: str = Field(
         "rl",
@@ -36,13 +54,21 @@ class AlgorithmConfig(Section):
         description="how closely dpo, ipo (its tau) and kto hold to the reference",
     )
     label_smoothing: float = Field(
-        0.0, ge=0.0, lt=0.5, description="share of pairs whose label is taken to be wrong (dpo, simpo)"
+        0.0,
+        ge=0.0,
+        lt=0.5,
+        description="share of pairs whose label is taken to be wrong (dpo, simpo)",
     )
-    simpo_beta: PositiveFloat = Field(2.0, description="factor of simpo's rewards per token")
+    simpo_beta: PositiveFloat = Field(
+        2.0, description="factor of simpo's rewards per token"
+    )
     simpo_gamma: NonNegativeFloat = Field(
-        0.5, description="simpo's target margin between chosen and rejected (the authors' code: gamma / beta)"
+        0.5,
+        description="simpo's target margin between chosen and rejected (the authors' code: gamma / beta)",
     )
-    orpo_lambda: PositiveFloat = Field(0.1, description="weight of orpo's odds-ratio loss beside its NLL")
+    orpo_lambda: PositiveFloat = Field(
+        0.1, description="weight of orpo's odds-ratio loss beside its NLL"
+    )
     kto_desirable_weight: NonNegativeFloat = Field(
         1.0, description="weight of the loss of desirable rows (kto)"
     )
@@ -50,7 +76,8 @@ class AlgorithmConfig(Section):
         1.0, description="weight of the loss of undesirable rows (kto)"
     )
     algorithm_preset: PresetName = Field(
-        "", description="a preset of these fields by name; a field that is given takes precedence"
+        "",
+        description="a preset of these fields by name; a field that is given takes precedence",
     )
     advantage: str = Field(
         "grpo",
@@ -59,16 +86,20 @@ class AlgorithmConfig(Section):
         "module:name of an AdvantageFn",
     )
     advantage_eps: PositiveFloat = Field(
-        1e-4, description="added to the deviation that the advantage is divided by (grpo, pass_at_k)"
+        1e-4,
+        description="added to the deviation that the advantage is divided by (grpo, pass_at_k)",
     )
     reward_deviation: Deviation = Field(
-        "sample", description="the group's reward deviation (grpo): divided by G - 1, or by G (population)"
+        "sample",
+        description="the group's reward deviation (grpo): divided by G - 1, or by G (population)",
     )
     advantage_std_floor: NonNegativeFloat = Field(
-        0.0, description="smallest deviation that an advantage is divided by (grpo, pass_at_k, whitening)"
+        0.0,
+        description="smallest deviation that an advantage is divided by (grpo, pass_at_k, whitening)",
     )
     pass_at_k: PositiveInt = Field(
-        DEFAULT_PASS_AT_K, description="rollouts of which the best one counts (advantage pass_at_k)"
+        DEFAULT_PASS_AT_K,
+        description="rollouts of which the best one counts (advantage pass_at_k)",
     )
     advantage_whitening: WhitenedOver = Field(
         "none",
@@ -89,7 +120,8 @@ class AlgorithmConfig(Section):
         "final reward (DAPO); 0: none",
     )
     overlong_penalty: NonNegativeFloat = Field(
-        1.0, description="largest penalty of an overlong rollout (needs overlong_buffer)"
+        1.0,
+        description="largest penalty of an overlong rollout (needs overlong_buffer)",
     )
     overlong_length: NonNegativeInt = Field(
         0,
@@ -109,10 +141,14 @@ class AlgorithmConfig(Section):
         description="as failed_rollouts, for rollouts in which a turn ran out of tokens (DAPO: baseline)",
     )
     reward_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
-        (), description="columns of tokens that are added to the rewards of tokens (gae)"
+        (),
+        description="columns of tokens that are added to the rewards of tokens (gae)",
     )
     gae_lambda: float = Field(
-        0.95, ge=0.0, le=1.0, description="how far the policy's advantage looks ahead (gae): 0: one token"
+        0.95,
+        ge=0.0,
+        le=1.0,
+        description="how far the policy's advantage looks ahead (gae): 0: one token",
     )
     critic_gae_lambda: float = Field(
         0.95,
@@ -130,9 +166,12 @@ class AlgorithmConfig(Section):
         description="advantages and the critic's targets (gae): those of GAE, or V-trace's, which correct "
         "for the policy that sampled",
     )
-    vtrace_rho_cap: PositiveFloat = Field(1.0, description="cap of a token's own ratio old/rollout (vtrace)")
+    vtrace_rho_cap: PositiveFloat = Field(
+        1.0, description="cap of a token's own ratio old/rollout (vtrace)"
+    )
     vtrace_c_cap: PositiveFloat = Field(
-        1.0, description="cap of the ratios over which a correction travels back (vtrace)"
+        1.0,
+        description="cap of the ratios over which a correction travels back (vtrace)",
     )
     value_clip: NonNegativeFloat = Field(
         0.2,
@@ -151,22 +190,27 @@ class AlgorithmConfig(Section):
         "log-ratios (GSPO); the same with a gradient per token (GSPO-token)",
     )
     eps_clip_low: PositiveFloat = Field(
-        0.2, description="lower clip bound: ratio >= 1 - this (clip, cispo), or e^-this (gmpo)"
+        0.2,
+        description="lower clip bound: ratio >= 1 - this (clip, cispo), or e^-this (gmpo)",
     )
     eps_clip_high: PositiveFloat = Field(
-        0.2, description="upper clip bound: ratio <= 1 + this (clip, cispo), or e^this (gmpo)"
+        0.2,
+        description="upper clip bound: ratio <= 1 + this (clip, cispo), or e^this (gmpo)",
     )
     dual_clip: NonNegativeFloat = Field(
-        3.0, description="bound of the ratio where the advantage is negative (clip): above 1, or 0 for none"
+        3.0,
+        description="bound of the ratio where the advantage is negative (clip): above 1, or 0 for none",
     )
     sapo_temperature_positive: PositiveFloat = Field(
-        1.0, description="temperature of the gate where the advantage is positive (sapo)"
+        1.0,
+        description="temperature of the gate where the advantage is positive (sapo)",
     )
     sapo_temperature_negative: PositiveFloat = Field(
         1.05, description="temperature of the gate where it is not (sapo)"
     )
     rejection_gate_sharpness: PositiveFloat = Field(
-        4.0, description="k of the gate sigmoid(k (r - 1)) in the ratio r (rejection_gate)"
+        4.0,
+        description="k of the gate sigmoid(k (r - 1)) in the ratio r (rejection_gate)",
     )
     dppo_threshold: PositiveFloat = Field(
         0.2,
@@ -174,10 +218,14 @@ class AlgorithmConfig(Section):
         "has 0.05 for dppo_kl)",
     )
     simko_alpha: float = Field(
-        0.01, ge=0.0, le=1.0, description="share of a token's gradient that the likeliest tokens get (simko)"
+        0.01,
+        ge=0.0,
+        le=1.0,
+        description="share of a token's gradient that the likeliest tokens get (simko)",
     )
     simko_top1_weight: PositiveFloat = Field(
-        1.1, description="factor of the ratio of a likeliest token whose advantage is negative (simko)"
+        1.1,
+        description="factor of the ratio of a likeliest token whose advantage is negative (simko)",
     )
     simko_entropy_quantile: float = Field(
         0.8,
@@ -186,25 +234,42 @@ class AlgorithmConfig(Section):
         description="quantile of a row's entropies above which tokens are changed (simko)",
     )
     vespo_power_positive: NonNegativeFloat = Field(
-        2.0, description="c1 of the row's weight W^c1 exp(c2 (1 - W)), advantage not negative (vespo)"
+        2.0,
+        description="c1 of the row's weight W^c1 exp(c2 (1 - W)), advantage not negative (vespo)",
     )
-    vespo_decay_positive: NonNegativeFloat = Field(3.0, description="c2 of the same (vespo)")
-    vespo_power_negative: NonNegativeFloat = Field(3.0, description="c1, advantage negative (vespo)")
-    vespo_decay_negative: NonNegativeFloat = Field(2.0, description="c2, advantage negative (vespo)")
-    correction: Literal["none", "truncated", "sequence_truncated", "geometric_truncated"] = Field(
+    vespo_decay_positive: NonNegativeFloat = Field(
+        3.0, description="c2 of the same (vespo)"
+    )
+    vespo_power_negative: NonNegativeFloat = Field(
+        3.0, description="c1, advantage negative (vespo)"
+    )
+    vespo_decay_negative: NonNegativeFloat = Field(
+        2.0, description="c2, advantage negative (vespo)"
+    )
+    correction: Literal[
+        "none", "truncated", "sequence_truncated", "geometric_truncated"
+    ] = Field(
         "truncated",
         description="off-policy correction on old/rollout, an importance weight between correction_floor and "
         "correction_cap: the token's, its row's (product of the tokens'), or the row's geometric mean",
     )
-    correction_cap: PositiveFloat = Field(2.0, description="cap of the truncated importance weight")
-    correction_floor: NonNegativeFloat = Field(0.0, description="lower bound of the same; 0: none")
+    correction_cap: PositiveFloat = Field(
+        2.0, description="cap of the truncated importance weight"
+    )
+    correction_floor: NonNegativeFloat = Field(
+        0.0, description="lower bound of the same; 0: none"
+    )
     rejection: Literal["none", "token", "sequence", "geometric"] = Field(
         "none",
         description="which tokens are left out of the policy's gradient: those whose old/rollout ratio (of "
         "the token; of its row, as product or geometric mean) is outside of rejection_low and rejection_high",
     )
-    rejection_low: NonNegativeFloat = Field(0.0, description="lowest ratio that is kept; 0: no bound")
-    rejection_high: NonNegativeFloat = Field(0.0, description="highest ratio that is kept; 0: no bound")
+    rejection_low: NonNegativeFloat = Field(
+        0.0, description="lowest ratio that is kept; 0: no bound"
+    )
+    rejection_high: NonNegativeFloat = Field(
+        0.0, description="highest ratio that is kept; 0: no bound"
+    )
     router_shift_floor: float = Field(
         0.0,
         ge=0.0,
@@ -212,13 +277,16 @@ class AlgorithmConfig(Section):
         description="smallest factor of a token's current/old ratio for experts whose routers have moved "
         "since the old policy (RSPO: 0.8); 0: no such factor",
     )
-    aggregation: Literal["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"] = Field(
+    aggregation: Literal[
+        "token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"
+    ] = Field(
         "token_mean",
         description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
         "groups of each one's own mean; or each rollout's sum over aggregation_constant",
     )
     aggregation_constant: NonNegativeFloat = Field(
-        0.0, description="tokens that a rollout's sum is divided by (aggregation constant)"
+        0.0,
+        description="tokens that a rollout's sum is divided by (aggregation constant)",
     )
     length_weighting: Literal["none", "power"] = Field(
         "none",
@@ -240,9 +308,12 @@ class AlgorithmConfig(Section):
     length_lambda_scale: PositiveFloat = Field(
         1 / 9, description="r, how far a deviation of the length moves 1 + r z from 1"
     )
-    kl_coef: NonNegativeFloat = Field(0.0, description="weight of the KL to a frozen reference; 0: none")
+    kl_coef: NonNegativeFloat = Field(
+        0.0, description="weight of the KL to a frozen reference; 0: none"
+    )
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
-        "k3", description="estimator of that KL; unbiased: k3 with an importance weight (DeepSeek-V3.2)"
+        "k3",
+        description="estimator of that KL; unbiased: k3 with an importance weight (DeepSeek-V3.2)",
     )
     kl_in: Literal["loss", "reward", "rollout_reward"] = Field(
         "loss",
@@ -278,7 +349,8 @@ class AlgorithmConfig(Section):
         "least success_reward), a mean over their tokens (VAPO: 0.1); 0: none",
     )
     entropy_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the entropy bonus: it is subtracted from the loss; 0: none"
+        0.0,
+        description="weight of the entropy bonus: it is subtracted from the loss; 0: none",
     )
     entropy_target: NonNegativeFloat = Field(
         0.0,
@@ -291,7 +363,8 @@ class AlgorithmConfig(Section):
         "this nothing acts; 0: none",
     )
     entropy_coef_step: PositiveFloat = Field(
-        0.005, description="by how much a batch changes entropy_coef (entropy_target, entropy_ceiling)"
+        0.005,
+        description="by how much a batch changes entropy_coef (entropy_target, entropy_ceiling)",
     )
     old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
         "recompute",
@@ -315,13 +388,14 @@ class AlgorithmConfig(Section):
 
     @property
     def current_is_old(self) -> bool:
-        """Whether the current policy of every optimizer step is the old one, so that nothing is computed for
-        old."""
+        """Whether the current policy of every optimizer step is the old one, so that
+        nothing is computed for old."""
         return self.num_minibatches == 1 and self.old_logprobs == "recompute"
 
     @property
     def whitened_over(self) -> WhitenedOver:
-        """REINFORCE++ and GAE (as in TRL and verl) are whitened over tokens if nothing else is set."""
+        """REINFORCE++ and GAE (as in TRL and verl) are whitened over tokens if nothing
+        else is set."""
         if self.advantage in WHITENED and self.advantage_whitening == "none":
             return "tokens"
         return self.advantage_whitening
@@ -333,18 +407,20 @@ class AlgorithmConfig(Section):
 
     @property
     def kl_in_token_rewards(self) -> bool:
-        """Whether the KL enters the rewards from which the trainer computes advantages."""
+        """Whether the KL enters the rewards from which the trainer computes
+        advantages."""
         is_added = self.kl_in == "reward" and self.kl_coef > 0
         return is_added and (self.has_critic or self.advantage == "reinforce_pp")
 
     @property
     def token_level(self) -> bool:
-        """Whether the trainer computes the advantages: from values, or because the KL is in the rewards that
-        are whitened (REINFORCE++)."""
+        """Whether the trainer computes the advantages: from values, or because the KL
+        is in the rewards that are whitened (REINFORCE++)."""
         return self.has_critic or self.kl_in_token_rewards
 
     def without_effect(self) -> list[str]:
-        """One sentence for each setting that cannot act together with the rest of these settings."""
+        """One sentence for each setting that cannot act together with the rest of these
+        settings."""
         sentences: list[str] = []
         if self.objective not in ("rl", "distillation"):
             return sentences
@@ -367,19 +443,26 @@ class AlgorithmConfig(Section):
                 f"the {self.rejection} rejection never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so no ratio is outside of any bounds"
             )
-        if self.length_weighting != "none" and not self.length_lambda and not self.length_lambda_lr:
+        if (
+            self.length_weighting != "none"
+            and not self.length_lambda
+            and not self.length_lambda_lr
+        ):
             sentences.append(
                 "the length weights never act: with a length_lambda of 0 that is not learned every weight is "
                 "1. They act with --length-lambda, or with --length-lambda-lr"
             )
         if self.kl_in != "loss" and not self.kl_coef:
-            sentences.append("kl_in has no effect: kl_coef is 0, so there is no KL term")
+            sentences.append(
+                "kl_in has no effect: kl_coef is 0, so there is no KL term"
+            )
         return sentences
 
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: dict[str, object]) -> dict[str, object]:
-        """Puts the preset's values below those that were given. The critic's lambda follows the policy's."""
+        """Puts the preset's values below those that were given. The critic's lambda
+        follows the policy's."""
         preset = PRESETS.get(str(values.get("algorithm_preset")), {})
         values = {**preset, **values}
         if "gae_lambda" in values:

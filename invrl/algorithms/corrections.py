@@ -1,12 +1,15 @@
-"""Off-policy correction: the weight of a token's loss, because the engine did not sample from the old policy.
+"""Off-policy correction: the weight of a token's loss, because the engine did not
+sample from the old policy.
 
-The engine (the rollout policy) differs from the old policy of the trainer by other kernels, another precision
-or an older weight version. Two settings make the weight, each at a level of its own:
+The engine (the rollout policy) differs from the old policy of the trainer by other
+kernels, another precision or an older weight version. Two settings make the weight,
+each at a level of its own:
 
-    w_t = clamp(ratio, correction_floor, correction_cap) * 1[rejection_low <= ratio' <= rejection_high]
+    w_t = clamp(ratio, correction_floor, correction_cap) * 1[rejection_low <= ratio' <=
+    rejection_high]
 
-The levels of a ratio old/rollout: `token` is the token's; `sequence` the product over the row's trained
-tokens; `geometric` the geometric mean over them. For example
+The levels of a ratio old/rollout: `token` is the token's; `sequence` the product over
+the row's trained tokens; `geometric` the geometric mean over them. For example
 
 | published as | `correction` | `rejection` |
 |---|---|---|
@@ -17,11 +20,13 @@ tokens; `geometric` the geometric mean over them. For example
 | geometric rejection (verl's Geo-RS; arXiv 2512.23075) | none | geometric |
 | the same with weights (verl's Geo-RS-Token-TIS) | truncated | geometric |
 
-A rejected token has weight 0 and stays in the denominators, as in TRL, AReaL and slime; verl takes it out of
-them where old log-probs are recomputed. The KL term and the entropy bonus of a rejected token stay. A weight
-is never divided by the mean weight of the batch.
+A rejected token has weight 0 and stays in the denominators, as in TRL, AReaL and slime;
+verl takes it out of them where old log-probs are recomputed. The KL term and the
+entropy bonus of a rejected token stay. A weight is never divided by the mean weight of
+the batch.
 
-RSPO's weight for routers that have moved is of the ratio current/old, so it is not here (`router_shift.py`).
+RSPO's weight for routers that have moved is of the ratio current/old, so it is not here
+(`router_shift.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ class Correction:
     weight_N: Tensor
     """float32 [N], detached; 0 where rejected."""
     capped_N: Tensor
-    """bool [N]: whether a bound (`correction_cap`, `correction_floor`) changed the weight."""
+    """bool [N]: whether a bound (`correction_cap`, `correction_floor`) changed the
+    weight."""
     rejected_N: Tensor
     """bool [N]."""
 
@@ -55,7 +61,8 @@ def token_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
 
 
 def sequence_level(log_ratio_N: Tensor, rows: Rows) -> Tensor:
-    """[N] -> [N]: the sum over the token's row, which is the logarithm of the product of ratios."""
+    """[N] -> [N]: the sum over the token's row, which is the logarithm of the product
+    of ratios."""
     return rows.spread(rows.sum(log_ratio_N))
 
 
@@ -77,12 +84,15 @@ CORRECTIONS = {
 """The level of each correction but `none`."""
 
 
-def correct(old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfig) -> Correction:
+def correct(
+    old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfig
+) -> Correction:
     """The weight in the module's docstring, from log-probs [N], [N].
 
-    Truncated importance sampling is Ionides 2008; against the mismatch of sampler and trainer it was proposed
-    by Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". Logarithms
-    of ratios are clamped at `ratios.LOG_RATIO_BOUND` at their level, as in verl. A bound of 0 is none.
+    Truncated importance sampling is Ionides 2008; against the mismatch of sampler and
+    trainer it was proposed by Yao et al. 2025, "Your efficient RL framework secretly
+    brings you off-policy RL training". Logarithms of ratios are clamped at
+    `ratios.LOG_RATIO_BOUND` at their level, as in verl. A bound of 0 is none.
     """
     log_ratio_N = old_N.detach() - rollout_N.detach()
 
@@ -94,7 +104,9 @@ def correct(old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfi
     if config.correction != "none":
         ratio_N = ratio(CORRECTIONS[config.correction])
         weight_N = ratio_N.clamp(config.correction_floor, config.correction_cap)
-        capped_N = (ratio_N > config.correction_cap) | (ratio_N < config.correction_floor)
+        capped_N = (ratio_N > config.correction_cap) | (
+            ratio_N < config.correction_floor
+        )
     rejected_N = torch.zeros_like(capped_N)
     if config.rejection != "none":
         ratio_N = ratio(config.rejection)
@@ -102,5 +114,7 @@ def correct(old_N: Tensor, rollout_N: Tensor, rows: Rows, config: AlgorithmConfi
         if config.rejection_high:
             rejected_N = rejected_N | (ratio_N > config.rejection_high)
     return Correction(
-        weight_N=weight_N.masked_fill(rejected_N, 0.0), capped_N=capped_N, rejected_N=rejected_N
+        weight_N=weight_N.masked_fill(rejected_N, 0.0),
+        capped_N=capped_N,
+        rejected_N=rejected_N,
     )

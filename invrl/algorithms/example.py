@@ -1,4 +1,5 @@
-"""A small example on which a user's surrogate or objective is tried before any process starts.
+"""A small example on which a user's surrogate or objective is tried before any process
+starts.
 
 Imported only where there is such a function: it needs torch.
 """
@@ -8,7 +9,12 @@ import torch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.length_weights import LENGTH_SLOPE, LENGTH_WEIGHT
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
-from invrl.algorithms.objectives import check_outputs, is_built_in, needs_of, objective_of
+from invrl.algorithms.objectives import (
+    check_outputs,
+    is_built_in,
+    needs_of,
+    objective_of,
+)
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
@@ -19,11 +25,12 @@ _TOKENS_OF_ROWS = (5, 3, 1)
 
 
 def try_surrogate(config: AlgorithmConfig) -> None:
-    """Calls a user's policy loss once, with three rows of random numbers, and computes its gradient.
+    """Calls a user's policy loss once, with three rows of random numbers, and computes
+    its gradient.
 
-    Raises PluginError where it raises an exception, returns the wrong shape, a number that is not finite, or
-    what has no gradient or none that is finite. A KeyError is let pass, because the example has none of the
-    run's own columns.
+    Raises PluginError where it raises an exception, returns the wrong shape, a number
+    that is not finite, or what has no gradient or none that is finite. A KeyError is
+    let pass, because the example has none of the run's own columns.
     """
     name = config.policy_loss
     surrogate = surrogate_function(name)
@@ -32,7 +39,9 @@ def try_surrogate(config: AlgorithmConfig) -> None:
     inputs = example_inputs()
     assert inputs.old_N is not None
     ratio_N = RATIOS[config.ratio_level](inputs.current_N, inputs.old_N, inputs.rows)
-    of = SurrogateInputs(ratio_N=ratio_N, advantages_N=inputs.advantages_N, inputs=inputs, config=config)
+    of = SurrogateInputs(
+        ratio_N=ratio_N, advantages_N=inputs.advantages_N, inputs=inputs, config=config
+    )
     fix = "make it work for float32 tensors of one shape [N], as the page on adding a loss shows"
     try:
         losses_N = surrogate(of).losses_N
@@ -50,23 +59,32 @@ def try_surrogate(config: AlgorithmConfig) -> None:
         raise PluginError("policy_loss", name, reason, fix)
     if gradient_N is None:
         reason = "what it returned does not depend on the model: it has no gradient"
-        raise PluginError("policy_loss", name, reason, "compute it from ratio_N, or from inputs.current_N")
+        raise PluginError(
+            "policy_loss",
+            name,
+            reason,
+            "compute it from ratio_N, or from inputs.current_N",
+        )
     if not torch.isfinite(gradient_N).all():
         reason = f"for {len(ratio_N)} random tokens it has a gradient of {_first_bad(gradient_N)}"
         raise PluginError("policy_loss", name, reason, fix)
 
 
 def try_objective(config: AlgorithmConfig) -> None:
-    """Calls a user's objective once, with three rows of random numbers, and computes its gradient. One that
-    compares rows is not called: its `couple` needs the run's own groups.
+    """Calls a user's objective once, with three rows of random numbers, and computes
+    its gradient. One that compares rows is not called: its `couple` needs the run's own
+    groups.
 
-    Raises PluginError as `try_surrogate`, and where it returns something else than a loss.
+    Raises PluginError as `try_surrogate`, and where it returns something else than a
+    loss.
     """
     name = config.objective
     if is_built_in(name) or needs_of(config).row_table:
         return
     needs = needs_of(config)
-    inputs = example_inputs(with_top=needs.top_logprobs, with_router_shift=needs.router_shift)
+    inputs = example_inputs(
+        with_top=needs.top_logprobs, with_router_shift=needs.router_shift
+    )
     num_tokens = inputs.current_N.numel()
     fix = "make it work for the inputs that the page on adding an objective lists"
     try:
@@ -98,19 +116,26 @@ def try_objective(config: AlgorithmConfig) -> None:
             raise PluginError("objective", name, reason, fix)
 
 
-def example_inputs(*, with_top: bool = False, with_router_shift: bool = False) -> LossInputs:
-    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative advantages, and one of 0.
-    `with_top`: the likeliest tokens in the place of each, too."""
+def example_inputs(
+    *, with_top: bool = False, with_router_shift: bool = False
+) -> LossInputs:
+    """Rows of `_TOKENS_OF_ROWS` tokens with all log-probs, positive and negative
+    advantages, and one of 0. `with_top`: the likeliest tokens in the place of each,
+    too."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(_TOKENS_OF_ROWS)
 
     def near(center_N: torch.Tensor) -> torch.Tensor:
-        return (center_N + 0.2 * torch.randn(num_tokens, generator=generator)).clamp(max=-1e-3)
+        return (center_N + 0.2 * torch.randn(num_tokens, generator=generator)).clamp(
+            max=-1e-3
+        )
 
     old_N = -4.0 * torch.rand(num_tokens, generator=generator)
     advantages_N = torch.randn(num_tokens, generator=generator)
     advantages_N[0] = 0.0
-    row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(torch.tensor(_TOKENS_OF_ROWS))
+    row_N = torch.arange(len(_TOKENS_OF_ROWS)).repeat_interleave(
+        torch.tensor(_TOKENS_OF_ROWS)
+    )
     num_rows = len(_TOKENS_OF_ROWS)
     solved_R = torch.arange(num_rows) % 2 == 0
     rows = Rows.each_a_rollout(row_N)
@@ -135,13 +160,15 @@ def example_inputs(*, with_top: bool = False, with_router_shift: bool = False) -
             LENGTH_SLOPE: torch.zeros(num_rows),
         },
         top=_example_top(num_tokens, generator) if with_top else None,
-        router_shift_N=torch.rand(num_tokens, generator=generator) if with_router_shift else None,
+        router_shift_N=torch.rand(num_tokens, generator=generator)
+        if with_router_shift
+        else None,
     )
 
 
 def _example_top(num_tokens: int, generator: torch.Generator) -> TopTokens:
-    """The 3 likeliest of 10 tokens, the first of which is the trained one. In the place of the first trained
-    token only one is possible."""
+    """The 3 likeliest of 10 tokens, the first of which is the trained one. In the place
+    of the first trained token only one is possible."""
     logits_NV = torch.randn(num_tokens, 10, generator=generator)
     logits_NV[0, 1:] = -torch.inf
     rollout_NK, ids_NK = logits_NV.log_softmax(dim=1).topk(3, dim=1)

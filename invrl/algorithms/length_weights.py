@@ -1,7 +1,8 @@
-"""How much the tokens of a rollout count, by how long it is within its group: the weights of lambda-GRPO.
+"""How much the tokens of a rollout count, by how long it is within its group: the
+weights of lambda-GRPO.
 
-A factor on top of the aggregation, with one exponent, lambda, for the whole run, which may be learned. Pure
-NumPy, in float64, so every rank computes the same numbers.
+A factor on top of the aggregation, with one exponent, lambda, for the whole run, which
+may be learned. Pure NumPy, in float64, so every rank computes the same numbers.
 """
 
 from collections.abc import Mapping
@@ -22,30 +23,33 @@ _EPS = 1e-8
 _SMALLEST_BASE = 1e-6
 """In the place of an h_i that is not above 0, whose power would not be a number."""
 _LARGEST_LOG_POWER = 50.0
-"""Of h_i^lambda. Above it the softmax has long been 1 for one rollout and 0 for the others."""
+"""Of h_i^lambda. Above it the softmax has long been 1 for one rollout and 0 for the
+others."""
 
 
 def largest_scale(group_size: int) -> float:
-    """The r from which on a rollout of such a group may have an h_i of 0: sqrt(G) / (G - 1), because no z_i
-    is below -(G - 1) / sqrt(G). `group_size` is 2 or more."""
+    """The r from which on a rollout of such a group may have an h_i of 0: sqrt(G) / (G
+    - 1), because no z_i is below -(G - 1) / sqrt(G). `group_size` is 2 or more."""
     return float(np.sqrt(group_size)) / (group_size - 1)
 
 
 def weights_of_group(
     lengths_G: NDArray[np.float64], exponent: float, scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The weights f_i [G] of a group's rollouts, whose mean is 1, and their derivatives df_i/dlambda [G].
+    """The weights f_i [G] of a group's rollouts, whose mean is 1, and their derivatives
+    df_i/dlambda [G].
 
         z_i = (|o_i| - mean_j |o_j|) / (std_j |o_j| + 1e-8)
         h_i = 1 + r z_i
         f_i = G exp(h_i^lambda) / sum_j exp(h_j^lambda)
 
-    `lengths_G`: |o_i|, in trained tokens; `exponent`: lambda; `scale`: r. With lambda = 0, in a group of one
-    and among equal lengths every weight is exactly 1. With lambda above 0 long rollouts count more, below 0
-    short ones.
+    `lengths_G`: |o_i|, in trained tokens; `exponent`: lambda; `scale`: r. With lambda =
+    0, in a group of one and among equal lengths every weight is exactly 1. With lambda
+    above 0 long rollouts count more, below 0 short ones.
 
-    lambda-GRPO (arXiv 2510.06870, section 2.3, as reviews and the reimplementation grpo-composer give it).
-    The deviation is the sample's (G - 1), as in grpo-composer, whose softmax is the same but has no bounds.
+    lambda-GRPO (arXiv 2510.06870, section 2.3, as reviews and the reimplementation
+    grpo-composer give it). The deviation is the sample's (G - 1), as in grpo-composer,
+    whose softmax is the same but has no bounds.
     """
     num_rollouts = len(lengths_G)
     deviation = lengths_G.std(ddof=1) if num_rollouts > 1 else 0.0
@@ -62,11 +66,12 @@ def weights_of_group(
 def length_numbers(
     trained: TrainedCounts, *, exponent: float, scale: float
 ) -> Mapping[str, Mapping[str, float]]:
-    """By the id of each rollout of a mini-batch that has a trained token: the numbers `LENGTH_WEIGHT` and
-    `LENGTH_SLOPE` of its rows.
+    """By the id of each rollout of a mini-batch that has a trained token: the numbers
+    `LENGTH_WEIGHT` and `LENGTH_SLOPE` of its rows.
 
-    A rollout counts once, with the trained tokens of all its rows, and one without a trained token does not
-    count. A mini-batch holds whole groups, so `trained` is all that is needed, on whatever ranks rows are.
+    A rollout counts once, with the trained tokens of all its rows, and one without a
+    trained token does not count. A mini-batch holds whole groups, so `trained` is all
+    that is needed, on whatever ranks rows are.
     """
     rollouts_of_group: dict[str, list[str]] = {}
     for rollout_id, group_id in trained.group_of_rollout.items():
@@ -74,9 +79,15 @@ def length_numbers(
     numbers: dict[str, Mapping[str, float]] = {}
     for rollout_ids in rollouts_of_group.values():
         lengths_G = np.array(
-            [trained.tokens_of_rollout[rollout_id] for rollout_id in rollout_ids], np.float64
+            [trained.tokens_of_rollout[rollout_id] for rollout_id in rollout_ids],
+            np.float64,
         )
         weights_G, slopes_G = weights_of_group(lengths_G, exponent, scale)
-        for rollout_id, weight, slope in zip(rollout_ids, weights_G, slopes_G, strict=True):
-            numbers[rollout_id] = {LENGTH_WEIGHT: float(weight), LENGTH_SLOPE: float(slope)}
+        for rollout_id, weight, slope in zip(
+            rollout_ids, weights_G, slopes_G, strict=True
+        ):
+            numbers[rollout_id] = {
+                LENGTH_WEIGHT: float(weight),
+                LENGTH_SLOPE: float(slope),
+            }
     return numbers

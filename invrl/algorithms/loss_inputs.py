@@ -1,10 +1,10 @@
-"""What a loss is computed from: the trained tokens of one micro-batch, the rows that they belong to, and the
-denominators of the whole mini-batch.
+"""What a loss is computed from: the trained tokens of one micro-batch, the rows that
+they belong to, and the denominators of the whole mini-batch.
 
-Axes: N tokens, R rows. A row is a branch of a rollout. Invariant: all trained tokens of a row are in one
-micro-batch, on every context-parallel rank, so a sum over a row is whole wherever it is computed. A rollout
-may have several rows, in several micro-batches and on several ranks; what is known of the whole rollout comes
-with its rows.
+Axes: N tokens, R rows. A row is a branch of a rollout. Invariant: all trained tokens of
+a row are in one micro-batch, on every context-parallel rank, so a sum over a row is
+whole wherever it is computed. A rollout may have several rows, in several micro-batches
+and on several ranks; what is known of the whole rollout comes with its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,8 @@ from invrl.types import TrainedCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Denominators:
-    """What a mini-batch trains, over all micro-batches and ranks. Without what has no trained token."""
+    """What a mini-batch trains, over all micro-batches and ranks. Without what has no
+    trained token."""
 
     tokens: float
     rows: float
@@ -56,10 +57,16 @@ class Rows:
 
     @staticmethod
     def each_a_rollout(row_N: Tensor) -> "Rows":
-        """Rows that are a rollout and a group each. `row_N`: as the field; every row has a token."""
+        """Rows that are a rollout and a group each. `row_N`: as the field; every row
+        has a token."""
         num_rows = int(row_N[-1]) + 1 if len(row_N) else 0
         tokens_R = torch.bincount(row_N, minlength=num_rows).float()
-        return Rows(row_N=row_N, tokens_R=tokens_R, rollout_tokens_R=tokens_R, group_tokens_R=tokens_R)
+        return Rows(
+            row_N=row_N,
+            tokens_R=tokens_R,
+            rollout_tokens_R=tokens_R,
+            group_tokens_R=tokens_R,
+        )
 
     def sum(self, values_N: Tensor) -> Tensor:
         """Over the tokens of each row: [N] -> [R]."""
@@ -77,9 +84,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopTokens:
-    """The K tokens that the policy which sampled held likeliest in the place of each trained token, the
-    likeliest first: [N, K] each. Log-probs are as in `LossInputs`; minus infinity where there is no such
-    token."""
+    """The K tokens that the policy which sampled held likeliest in the place of each
+    trained token, the likeliest first: [N, K] each. Log-probs are as in `LossInputs`;
+    minus infinity where there is no such token."""
 
     current_NK: Tensor
     """Under the current policy, with their gradient."""
@@ -98,8 +105,8 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """The trained tokens of one micro-batch, flat, row by row: float32 [N] each, N >= 0. Log-probs are in
-    nats at the sampling temperature."""
+    """The trained tokens of one micro-batch, flat, row by row: float32 [N] each, N >=
+    0. Log-probs are in nats at the sampling temperature."""
 
     current_N: Tensor
     """Log-probs under the current policy, with their gradient."""
@@ -115,18 +122,22 @@ class LossInputs:
     reference_N: Tensor | None
     """Log-probs under the frozen reference; None: the objective does not need them."""
     values_N: Tensor | None = None
-    """The critic's values before the batch's first optimizer step; None: the objective needs no critic."""
+    """The critic's values before the batch's first optimizer step; None: the objective
+    needs no critic."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """More numbers of each token, by name: those of `TrainSample.columns`."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """More numbers of each row, by name, float32 [R] each: those of `TrainSample.numbers`."""
+    """More numbers of each row, by name, float32 [R] each: those of
+    `TrainSample.numbers`."""
     after_update_N: Tensor | None = None
-    """Whether the old policy sampled a token in a turn that older weights began; only for the metrics."""
+    """Whether the old policy sampled a token in a turn that older weights began; only
+    for the metrics."""
     top: TopTokens | None = None
     """None: the objective does not need them."""
     router_shift_N: Tensor | None = None
-    """How far the routers have moved from the old policy where each token is predicted (`router_shift.py`),
-    >= 0, without gradient. None: old is the current policy, or the objective does not need it."""
+    """How far the routers have moved from the old policy where each token is predicted
+    (`router_shift.py`), >= 0, without gradient. None: old is the current policy, or the
+    objective does not need it."""
 
     def __post_init__(self) -> None:
         shapes: dict[str, tuple[int, ...]] = {"row_N": tuple(self.rows.row_N.shape)}
@@ -136,9 +147,14 @@ class LossInputs:
                 shapes[member.name] = tuple(value.shape)
         shapes |= {name: tuple(column.shape) for name, column in self.columns.items()}
         if self.top is not None:
-            top_shapes = {tuple(getattr(self.top, member.name).shape) for member in fields(self.top)}
+            top_shapes = {
+                tuple(getattr(self.top, member.name).shape)
+                for member in fields(self.top)
+            }
             if len(top_shapes) != 1:
-                raise ValueError(f"the likeliest tokens are not all of one shape [N, K]: {top_shapes}")
+                raise ValueError(
+                    f"the likeliest tokens are not all of one shape [N, K]: {top_shapes}"
+                )
             shapes["top"] = tuple(self.top.ids_NK.shape[:1])
         if len(set(shapes.values())) != 1 or self.current_N.dim() != 1:
             raise ValueError(f"loss inputs are not all of one shape [N]: {shapes}")
@@ -162,15 +178,19 @@ def token_metrics(
 ) -> Mapping[str, Metric]:
     """Means and maxima over the tokens, [N] each, and sums over whatever has them.
 
-    Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to the host in one
-    transfer, when one of them is first read: until then the host does not wait for a GPU.
+    Maxima are of numbers >= 0, so the maximum of no tokens is 0. All numbers come to
+    the host in one transfer, when one of them is first read: until then the host does
+    not wait for a GPU.
     """
     return _TokenMetrics(means, maxima, sums)
 
 
 class _TokenMetrics(Mapping[str, Metric]):
     def __init__(
-        self, means: Mapping[str, Tensor], maxima: Mapping[str, Tensor], sums: Mapping[str, Tensor]
+        self,
+        means: Mapping[str, Tensor],
+        maxima: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
     ) -> None:
         self._makers: dict[str, Callable[[float], Metric]] = {}
         reduced: list[Tensor] = []
@@ -199,5 +219,6 @@ class _TokenMetrics(Mapping[str, Metric]):
     def _metrics(self) -> dict[str, Metric]:
         numbers = self._numbers.tolist()
         return {
-            name: make(number) for (name, make), number in zip(self._makers.items(), numbers, strict=True)
+            name: make(number)
+            for (name, make), number in zip(self._makers.items(), numbers, strict=True)
         }

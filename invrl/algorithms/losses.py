@@ -1,9 +1,11 @@
 """The policy loss of one micro-batch: here the axes meet.
 
-There are three policies: *rollout* (the one with which the engine sampled), *old* (the proximal policy) and
-*current* (the one with a gradient). The surrogate bounds current/old, the correction weighs old/rollout:
+There are three policies: *rollout* (the one with which the engine sampled), *old* (the
+proximal policy) and *current* (the one with a gradient). The surrogate bounds
+current/old, the correction weighs old/rollout:
 
-    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * KL(current_t, reference_t) - entropy_coef * H_t ]
+    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * KL(current_t, reference_t)
+    - entropy_coef * H_t ]
 
     r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
     surrogate                       surrogates.py
@@ -13,16 +15,18 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
     a_t                             aggregation.py, times length_weights.py where it is set
     A_t                             advantages.py, computed when the batch is taken
 
-With `solved_nll_coef` the likelihood of rollouts that solved their task is added (`_solved_nll`).
+With `solved_nll_coef` the likelihood of rollouts that solved their task is added
+(`_solved_nll`).
 
-With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in the rewards that A_t
-is estimated from), and with `rollout_reward` in the rewards that A_t is compared from.
+With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in
+the rewards that A_t is estimated from), and with `rollout_reward` in the rewards that
+A_t is compared from.
 
-No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`), the KL term is bounded
-by `kl_clamp`, and the surrogate `clip` has a dual clip.
+No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`),
+the KL term is bounded by `kl_clamp`, and the surrogate `clip` has a dual clip.
 
-Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not depend on how the
-rows were split.
+Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not
+depend on how the rows were split.
 """
 
 import math
@@ -47,19 +51,28 @@ from invrl.types import SOLVED_NUMBER
 
 
 def policy_loss(
-    inputs: LossInputs, config: AlgorithmConfig, *, more_means: Mapping[str, Tensor] = MappingProxyType({})
+    inputs: LossInputs,
+    config: AlgorithmConfig,
+    *,
+    more_means: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> LossOutputs:
-    """The loss in the module's docstring. `more_means`: numbers [N] whose means are metrics, too.
+    """The loss in the module's docstring. `more_means`: numbers [N] whose means are
+    metrics, too.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0 without entropies,
-    router_shift_floor > 0 without the routers' shift, solved_nll_coef > 0 for rows that do not say whether
-    they solved their task, and length_weighting for rows without their weights; PluginError for a surrogate
-    that cannot be loaded or trained.
+    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0
+    without entropies, router_shift_floor > 0 without the routers' shift,
+    solved_nll_coef > 0 for rows that do not say whether they solved their task, and
+    length_weighting for rows without their weights; PluginError for a surrogate that
+    cannot be loaded or trained.
     """
     if config.kl_coef and inputs.reference_N is None:
-        raise ValueError(f"kl_coef is {config.kl_coef} but there are no reference log-probs")
+        raise ValueError(
+            f"kl_coef is {config.kl_coef} but there are no reference log-probs"
+        )
     if config.entropy_coef and inputs.entropy_N is None:
-        raise ValueError(f"entropy_coef is {config.entropy_coef} but there are no entropies")
+        raise ValueError(
+            f"entropy_coef is {config.entropy_coef} but there are no entropies"
+        )
     old_N = old_logprobs(inputs, config.old_logprobs)
     advantages_N = inputs.advantages_N
     if config.kl_coef and config.kl_in == "reward" and not config.kl_in_token_rewards:
@@ -74,16 +87,22 @@ def policy_loss(
     ratio_N = RATIOS[config.ratio_level](weighted_N, old_N, inputs.rows)
     surrogate = surrogate_function(config.policy_loss)
     surrogate_losses = surrogate(
-        SurrogateInputs(ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config)
+        SurrogateInputs(
+            ratio_N=ratio_N, advantages_N=advantages_N, inputs=inputs, config=config
+        )
     )
     correction = correct(old_N, inputs.rollout_N, inputs.rows, config)
     losses_N = correction.weight_N * surrogate_losses.losses_N
     if config.kl_coef and config.kl_in == "loss":
-        losses_N = losses_N + config.kl_coef * _kl_term(inputs, inputs.current_N, config)
+        losses_N = losses_N + config.kl_coef * _kl_term(
+            inputs, inputs.current_N, config
+        )
     if config.entropy_coef and inputs.entropy_N is not None:
         losses_N = losses_N - config.entropy_coef * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
-    weight_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
+    weight_R = aggregation(
+        inputs.rows, inputs.denominators, config.aggregation_constant
+    )
     sums: dict[str, Tensor] = {}
     if config.length_weighting != "none":
         weight_R, sums = _weighted_by_length(weight_R, losses_N, inputs)
@@ -94,17 +113,25 @@ def policy_loss(
         loss = loss + config.solved_nll_coef * nll
 
     with torch.no_grad():
-        means = {"loss": losses_N, "ratio_mean": ratio_N, **surrogate_losses.means, **means_of_routers}
+        means = {
+            "loss": losses_N,
+            "ratio_mean": ratio_N,
+            **surrogate_losses.means,
+            **means_of_routers,
+        }
         means |= {**means_of_solved, **more_means}
         maxima = {"ratio_max": ratio_N}
-        metrics = _metrics(inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums)
+        metrics = _metrics(
+            inputs, old_N, correction, config, means=means, maxima=maxima, sums=sums
+        )
     return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _weighted_by_length(
     weight_R: Tensor, losses_N: Tensor, inputs: LossInputs
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The aggregation's weights [R] times those of the rollouts' lengths f, and the micro-batch's part of
+    """The aggregation's weights [R] times those of the rollouts' lengths f, and the
+    micro-batch's part of
 
         dL/dlambda = sum_t a_t l_t df_t/dlambda
 
@@ -113,15 +140,18 @@ def _weighted_by_length(
     if not len(weight_R):
         return weight_R, {}
     if LENGTH_WEIGHT not in inputs.numbers:
-        raise ValueError(f"length_weighting is set but rows have no number {LENGTH_WEIGHT!r}")
+        raise ValueError(
+            f"length_weighting is set but rows have no number {LENGTH_WEIGHT!r}"
+        )
     slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
     gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
     return weight_R * inputs.numbers[LENGTH_WEIGHT], {LAMBDA_GRADIENT: gradient}
 
 
 def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all rollouts of
-    the mini-batch that solved their task, of which this is the micro-batch's part.
+    """VAPO's likelihood term (arXiv 2504.05118, eq. 9): the mean over the tokens of all
+    rollouts of the mini-batch that solved their task, of which this is the
+    micro-batch's part.
 
         -sum_{i solved} sum_t log p_it / sum_{i solved} |o_i|
 
@@ -130,7 +160,9 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     if not len(inputs.rows.tokens_R):
         return inputs.current_N.sum(), {}
     if SOLVED_NUMBER not in inputs.numbers:
-        raise ValueError(f"solved_nll_coef is set but rows have no number {SOLVED_NUMBER!r}")
+        raise ValueError(
+            f"solved_nll_coef is set but rows have no number {SOLVED_NUMBER!r}"
+        )
     is_solved_N = inputs.rows.spread(inputs.numbers[SOLVED_NUMBER]) > 0.5
     nll_N = -inputs.current_N.masked_select(is_solved_N)
     loss = nll_N.sum() / max(inputs.denominators.solved_tokens, 1.0)
@@ -138,26 +170,37 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _kl_term(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """The term of the loss or of the reward: `_divergence` between -kl_clamp and kl_clamp."""
+    """The term of the loss or of the reward: `_divergence` between -kl_clamp and
+    kl_clamp."""
     bound = config.kl_clamp or math.inf
     return _divergence(inputs, policy_N, config).clamp(-bound, bound)
 
 
-def _divergence(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
+def _divergence(
+    inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig
+) -> Tensor:
     """The estimate of KL(policy || reference) of each token [N]."""
     assert inputs.reference_N is not None
-    return estimate(config.kl_estimator, policy_N, inputs.reference_N.detach(), inputs.rollout_N.detach())
+    return estimate(
+        config.kl_estimator,
+        policy_N,
+        inputs.reference_N.detach(),
+        inputs.rollout_N.detach(),
+    )
 
 
-def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig) -> Tensor:
+def _with_kl_penalty(
+    inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig
+) -> Tensor:
     """Advantages [N] with the KL term as a reward of each token:
 
         A_t' = A_t - kl_coef * sum over s >= t of KL(old_s, reference_s)
 
-    The sum is over the row's trained tokens, without discount; nothing in it has a gradient (Ziegler et al.
-    2019, arXiv 1909.08593, section 2.2, and PPO for language models since). verl subtracts the same penalty
-    of the same policy from the rewards before they become advantages, so there it also enters the baseline
-    and the division by a deviation; here it does not.
+    The sum is over the row's trained tokens, without discount; nothing in it has a
+    gradient (Ziegler et al. 2019, arXiv 1909.08593, section 2.2, and PPO for language
+    models since). verl subtracts the same penalty of the same policy from the rewards
+    before they become advantages, so there it also enters the baseline and the division
+    by a deviation; here it does not.
     """
     penalty_N = config.kl_coef * _kl_term(inputs, old_N, config)
     return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
@@ -189,7 +232,9 @@ def _metrics(
         means["kl_reference"] = k3(inputs.current_N, inputs.reference_N)
         bound = config.kl_clamp or math.inf
         policy_N = inputs.current_N if config.kl_in == "loss" else old_N
-        means["kl_clamped_fraction"] = _divergence(inputs, policy_N, config).abs() > bound
+        means["kl_clamped_fraction"] = (
+            _divergence(inputs, policy_N, config).abs() > bound
+        )
     if inputs.entropy_N is not None:
         means["entropy"] = inputs.entropy_N
     maxima = {**maxima, "logprob_gap_max": gap_N}

@@ -1,4 +1,5 @@
-"""Rows with the prompt of one row and the answer of another: what KTO estimates its reference point from.
+"""Rows with the prompt of one row and the answer of another: what KTO estimates its
+reference point from.
 
 Pure NumPy. A row's answer begins at its first trained token.
 """
@@ -15,13 +16,14 @@ MISMATCHED = "mismatched"
 
 
 def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
-    """The batch, with one more row for each row that trains something: its prompt, and the answer of the
-    next such row (the last one gets the first's).
+    """The batch, with one more row for each row that trains something: its prompt, and
+    the answer of the next such row (the last one gets the first's).
 
-    KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m), over the whole batch;
-    TRL pairs within the rows that one process tokenizes together. A mismatched row is in the group of its
-    prompt, so that it comes into the same mini-batch; answers are cut where a row would have more than
-    `max_tokens` (0: no limit). A batch that trains nothing stays as it is. Raises TrainError for a single
+    KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m),
+    over the whole batch; TRL pairs within the rows that one process tokenizes together.
+    A mismatched row is in the group of its prompt, so that it comes into the same
+    mini-batch; answers are cut where a row would have more than `max_tokens` (0: no
+    limit). A batch that trains nothing stays as it is. Raises TrainError for a single
     row: its own answer is no other answer.
     """
     trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
@@ -39,22 +41,30 @@ def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
         row = _mismatched(sample, other, max_tokens)
         samples.append(row)
         advantages.append(np.zeros(len(row.tokens_T), np.float32))
-    return replace(batch, samples=tuple(samples), advantages=tuple(advantages), counts=None)
+    return replace(
+        batch, samples=tuple(samples), advantages=tuple(advantages), counts=None
+    )
 
 
-def _mismatched(sample: TrainSample, other: TrainSample, max_tokens: int) -> TrainSample:
+def _mismatched(
+    sample: TrainSample, other: TrainSample, max_tokens: int
+) -> TrainSample:
     """The prompt of `sample`, the answer of `other`. Its rollout has no other row."""
     prompt_T = sample.tokens_T[: _answer_start(sample)]
     answer_start = _answer_start(other)
     tokens_T = np.concatenate([prompt_T, other.tokens_T[answer_start:]])
-    mask_T = np.concatenate([np.zeros(len(prompt_T), np.bool_), other.loss_mask_T[answer_start:]])
+    mask_T = np.concatenate(
+        [np.zeros(len(prompt_T), np.bool_), other.loss_mask_T[answer_start:]]
+    )
     length = min(len(tokens_T), max_tokens or len(tokens_T))
     return replace(
         sample,
         tokens_T=tokens_T[:length],
         loss_mask_T=mask_T[:length],
         rollout_logprobs_T=np.zeros(length, np.float32),
-        versions_T=np.where(mask_T[:length], sample.versions_T.max(), -1).astype(np.int32),
+        versions_T=np.where(mask_T[:length], sample.versions_T.max(), -1).astype(
+            np.int32
+        ),
         rollout_id=f"{sample.rollout_id}/{MISMATCHED}",
         turn_ids=(),
         grammars=(),

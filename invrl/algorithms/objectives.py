@@ -1,8 +1,10 @@
-"""Objectives by name: what a training step minimizes, and what it must compute for that.
+"""Objectives by name: what a training step minimizes, and what it must compute for
+that.
 
-An objective is a function of the trained tokens of one micro-batch (`LossInputs`) that returns a loss and
-metrics. `Needs` says which of its inputs cost a pass of a model; the step computes those and no others. The
-driver asks for the needs before anything starts, so torch is imported only where an objective is built.
+An objective is a function of the trained tokens of one micro-batch (`LossInputs`) that
+returns a loss and metrics. `Needs` says which of its inputs cost a pass of a model; the
+step computes those and no others. The driver asks for the needs before anything starts,
+so torch is imported only where an objective is built.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ TEACHER_COLUMN = "teacher"
 class Needs:
     """What an objective reads that costs a pass of a model.
 
-    A user's objective has them as its attribute `needs`; one without that attribute needs nothing.
+    A user's objective has them as its attribute `needs`; one without that attribute
+    needs nothing.
     """
 
     old: bool = False
@@ -52,18 +55,20 @@ class Needs:
     values: bool = False
     """A critic's values of the tokens. The critic is then trained beside the policy."""
     row_table: bool = False
-    """The sums of all rows of a mini-batch under the current policy (`row_table.py`). The objective then has
-    a method `couple`."""
+    """The sums of all rows of a mini-batch under the current policy (`row_table.py`).
+    The objective then has a method `couple`."""
     teacher: bool = False
     """Log-probs under the teacher, as the column `teacher`."""
     top_logprobs: bool = False
     """Log-probs of the likeliest tokens beside each trained one, which the run records
     (`--rollout-top-logprobs`): `LossInputs.top`."""
     router_shift: bool = False
-    """How far the routers of experts have moved from the old policy (`router_shift.py`):
-    `LossInputs.router_shift_N`. It needs `old`, a model with experts and one pipeline stage."""
+    """How far the routers of experts have moved from the old policy
+    (`router_shift.py`): `LossInputs.router_shift_N`. It needs `old`, a model with
+    experts and one pipeline stage."""
     mismatched_rows: bool = False
-    """Beside each row one with its prompt and another row's answer (`mismatched_rows.py`)."""
+    """Beside each row one with its prompt and another row's answer
+    (`mismatched_rows.py`)."""
 
 
 NO_NEEDS = Needs()
@@ -74,8 +79,8 @@ def is_built_in(name: str) -> bool:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Raises PluginError for a user's objective that cannot be loaded, whose needs are something else, or
-    which does not name the values that the advantage needs."""
+    """Raises PluginError for a user's objective that cannot be loaded, whose needs are
+    something else, or which does not name the values that the advantage needs."""
     match config.objective:
         case "rl":
             return Needs(
@@ -101,7 +106,9 @@ def needs_of(config: AlgorithmConfig) -> Needs:
             return Needs(row_table=True)
         case "kto":
             return Needs(reference=True, row_table=True, mismatched_rows=True)
-    needs = _declared_needs(config.objective, load_plugin(config.objective, "objective", Objective))
+    needs = _declared_needs(
+        config.objective, load_plugin(config.objective, "objective", Objective)
+    )
     if config.has_critic and not needs.values:
         reason = f"--advantage {config.advantage} needs a critic, which its attribute `needs` does not name"
         fix = "declare Needs(values=True, ...), or use an advantage without a critic (--advantage grpo)"
@@ -110,8 +117,8 @@ def needs_of(config: AlgorithmConfig) -> Needs:
 
 
 def objective_of(config: AlgorithmConfig) -> Objective:
-    """The built-in of that name with these settings, or the user's function at `module:name`. Raises
-    PluginError."""
+    """The built-in of that name with these settings, or the user's function at
+    `module:name`. Raises PluginError."""
     if not is_built_in(config.objective):
         return load_plugin(config.objective, "objective", Objective)
     from invrl.algorithms.distillation import distillation_loss
@@ -131,35 +138,59 @@ def objective_of(config: AlgorithmConfig) -> Objective:
 
 
 def coupling_of(name: str, objective: Objective) -> Coupling:
-    """The method with which the objective compares rows. Raises PluginError without one."""
+    """The method with which the objective compares rows. Raises PluginError without
+    one."""
     couple = getattr(objective, "couple", None)
     if callable(couple):
         return cast(Coupling, couple)
     reason = "its needs name the row table, but it has no method `couple`"
-    raise PluginError("objective", name, reason, "add couple(table: RowTable) -> dict of arrays [M]")
+    raise PluginError(
+        "objective", name, reason, "add couple(table: RowTable) -> dict of arrays [M]"
+    )
 
 
 def check_outputs(name: str, outputs: object) -> None:
-    """Raises PluginError unless a user's objective returned a loss that can be trained."""
+    """Raises PluginError unless a user's objective returned a loss that can be
+    trained."""
     fix = "return LossOutputs(loss=a scalar computed from inputs.current_N, metrics={...})"
     loss = getattr(outputs, "loss", None)
     if not hasattr(outputs, "metrics") or loss is None:
-        raise PluginError("objective", name, f"it returned {type(outputs).__name__}, not LossOutputs", fix)
+        raise PluginError(
+            "objective",
+            name,
+            f"it returned {type(outputs).__name__}, not LossOutputs",
+            fix,
+        )
     if getattr(loss, "dim", lambda: 1)() != 0:
-        found = f"a tensor of shape {list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-        raise PluginError("objective", name, f"its loss is {found}, not a scalar tensor", fix)
+        found = (
+            f"a tensor of shape {list(loss.shape)}"
+            if hasattr(loss, "shape")
+            else type(loss).__name__
+        )
+        raise PluginError(
+            "objective", name, f"its loss is {found}, not a scalar tensor", fix
+        )
     if not loss.requires_grad:
-        raise PluginError("objective", name, "its loss does not depend on the model: it has no gradient", fix)
+        raise PluginError(
+            "objective",
+            name,
+            "its loss does not depend on the model: it has no gradient",
+            fix,
+        )
 
 
 def _declared_needs(name: str, objective: Objective) -> Needs:
     needs = getattr(objective, "needs", Needs())
     if not isinstance(needs, Needs):
         reason = f"its attribute `needs` is {needs!r}"
-        raise PluginError("objective", name, reason, "write it as Needs(old=..., reference=...)")
+        raise PluginError(
+            "objective", name, reason, "write it as Needs(old=..., reference=...)"
+        )
     if needs.router_shift and not needs.old:
         reason = "its needs name the router shift, which is measured from the old policy, and not `old`"
-        raise PluginError("objective", name, reason, "declare Needs(router_shift=True, old=True, ...)")
+        raise PluginError(
+            "objective", name, reason, "declare Needs(router_shift=True, old=True, ...)"
+        )
     if needs.row_table:
         coupling_of(name, objective)
     return needs

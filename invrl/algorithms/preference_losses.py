@@ -1,9 +1,10 @@
-"""Losses of preferences, as functions of the log-prob sums of whole rows, and their slopes: the derivative of
-a loss with respect to the sum of a row's log-probs. Pure NumPy, float64.
+"""Losses of preferences, as functions of the log-prob sums of whole rows, and their
+slopes: the derivative of a loss with respect to the sum of a row's log-probs. Pure
+NumPy, float64.
 
-Axes: P pairs, M rows. A pair is a chosen and a rejected row. With s a row's sum of log-probs under the
-current policy, f the same under the frozen reference, T its trained tokens, c the chosen and r the rejected
-row, and sigma the logistic function:
+Axes: P pairs, M rows. A pair is a chosen and a rejected row. With s a row's sum of
+log-probs under the current policy, f the same under the frozen reference, T its trained
+tokens, c the chosen and r the rejected row, and sigma the logistic function:
 
     dpo     -log sigma(beta ((s_c - f_c) - (s_r - f_r)))                    arXiv 2305.18290, eq. 7
     ipo     ((s_c - f_c) / T_c - (s_r - f_r) / T_r - 1 / (2 beta))^2        arXiv 2310.12036, eq. 17
@@ -21,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_MEAN_LOGPROB = -1e-7
-"""A higher one counts as this in the odds of `orpo`: float32 log-probs resolve no more, and at 0 the odds are
-infinite."""
+"""A higher one counts as this in the odds of `orpo`: float32 log-probs resolve no more,
+and at 0 the odds are infinite."""
 
 Values = NDArray[np.float64]
 
@@ -56,7 +57,8 @@ class PairLosses:
     chosen_slope_P: Values
     rejected_slope_P: Values
     chosen_reward_P: Values
-    """The implicit reward of the chosen row, whose difference to that of the rejected one is the margin."""
+    """The implicit reward of the chosen row, whose difference to that of the rejected
+    one is the margin."""
     rejected_reward_P: Values
 
 
@@ -69,11 +71,14 @@ class RowLosses:
     reward_M: Values
 
 
-def dpo(chosen: RowSums, rejected: RowSums, *, beta: float, label_smoothing: float) -> PairLosses:
+def dpo(
+    chosen: RowSums, rejected: RowSums, *, beta: float, label_smoothing: float
+) -> PairLosses:
     """DPO (arXiv 2305.18290, eq. 7).
 
-    `label_smoothing` is the probability that a label is wrong, as in the authors' code (conservative DPO):
-    (1 - e) loss(margin) + e loss(-margin). TRL's loss `sigmoid` has none; its `robust` divides by 1 - 2e.
+    `label_smoothing` is the probability that a label is wrong, as in the authors' code
+    (conservative DPO): (1 - e) loss(margin) + e loss(-margin). TRL's loss `sigmoid` has
+    none; its `robust` divides by 1 - 2e.
     """
     rewards_c = beta * chosen.gap
     rewards_r = beta * rejected.gap
@@ -90,8 +95,9 @@ def dpo(chosen: RowSums, rejected: RowSums, *, beta: float, label_smoothing: flo
 def ipo(chosen: RowSums, rejected: RowSums, *, beta: float) -> PairLosses:
     """IPO (arXiv 2310.12036, eq. 17; its tau is `beta`).
 
-    Log-ratios are means over a row's tokens, as TRL has them after asking the authors; the equation, and the
-    code of DPO's authors, have sums, with which the target 1 / (2 beta) would depend on the length.
+    Log-ratios are means over a row's tokens, as TRL has them after asking the authors;
+    the equation, and the code of DPO's authors, have sums, with which the target 1 / (2
+    beta) would depend on the length.
     """
     gap_c = chosen.gap / chosen.tokens
     gap_r = rejected.gap / rejected.tokens
@@ -106,12 +112,18 @@ def ipo(chosen: RowSums, rejected: RowSums, *, beta: float) -> PairLosses:
 
 
 def simpo(
-    chosen: RowSums, rejected: RowSums, *, beta: float, gamma: float, label_smoothing: float
+    chosen: RowSums,
+    rejected: RowSums,
+    *,
+    beta: float,
+    gamma: float,
+    label_smoothing: float,
 ) -> PairLosses:
-    """SimPO (arXiv 2405.14734, eq. 6). No reference. `label_smoothing` as in the authors' code.
+    """SimPO (arXiv 2405.14734, eq. 6). No reference. `label_smoothing` as in the
+    authors' code.
 
-    TRL (CPOTrainer, loss `simpo`) has the same `gamma`; the authors' code is given gamma / beta. TRL adds an
-    NLL term unless `cpo_alpha` is 0; the paper has none.
+    TRL (CPOTrainer, loss `simpo`) has the same `gamma`; the authors' code is given
+    gamma / beta. TRL adds an NLL term unless `cpo_alpha` is 0; the paper has none.
     """
     rewards_c = beta * chosen.mean
     rewards_r = beta * rejected.mean
@@ -126,12 +138,12 @@ def simpo(
 
 
 def orpo(chosen: RowSums, rejected: RowSums, *, weight: float) -> PairLosses:
-    """ORPO (arXiv 2403.07691, eq. 6 and 7): the chosen row's NLL per token, and `weight` (lambda) times the
-    odds-ratio loss. No reference. With a = s / T, a row's log-odds are a - log(1 - exp(a)), whose derivative
-    is 1 / (1 - exp(a)).
+    """ORPO (arXiv 2403.07691, eq. 6 and 7): the chosen row's NLL per token, and
+    `weight` (lambda) times the odds-ratio loss. No reference. With a = s / T, a row's
+    log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
 
-    TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch; here it is the paper's
-    mean over the answer, and a mean over pairs.
+    TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch;
+    here it is the paper's mean over the answer, and a mean over pairs.
     """
     mean_c = np.minimum(chosen.mean, LARGEST_MEAN_LOGPROB)
     mean_r = np.minimum(rejected.mean, LARGEST_MEAN_LOGPROB)
@@ -154,7 +166,8 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> RowLosses:
-    """KTO (arXiv 2402.01306, eq. 7 and 8). `baseline`: z of `kto_baseline`; no gradient goes through it."""
+    """KTO (arXiv 2402.01306, eq. 7 and 8). `baseline`: z of `kto_baseline`; no gradient
+    goes through it."""
     side_M = np.where(desirable_M, 1.0, -1.0)
     weight_M = np.where(desirable_M, desirable_weight, undesirable_weight)
     log_value_M = _log_sigmoid(side_M * beta * (rows.gap - baseline))
@@ -167,11 +180,12 @@ def kto(
 
 
 def kto_baseline(mismatched: RowSums) -> float:
-    """KTO's reference point z: the mean log-ratio of answers that belong to other prompts, at least 0 (arXiv
-    2402.01306, section 4.1: an estimate of KL(policy || reference), in nats per answer).
+    """KTO's reference point z: the mean log-ratio of answers that belong to other
+    prompts, at least 0 (arXiv 2402.01306, section 4.1: an estimate of KL(policy ||
+    reference), in nats per answer).
 
-    The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is over all rows of the
-    mini-batch, on all ranks. Raises ValueError without a row.
+    The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is
+    over all rows of the mini-batch, on all ranks. Raises ValueError without a row.
     """
     if not len(mismatched.current):
         raise ValueError("KTO's reference point needs a mismatched row")
@@ -183,7 +197,9 @@ def _logistic(margin_P: Values, label_smoothing: float) -> tuple[Values, Values]
     right_P = _log_sigmoid(margin_P)
     wrong_P = _log_sigmoid(-margin_P)
     loss_P = -(1 - label_smoothing) * right_P - label_smoothing * wrong_P
-    slope_P = -(1 - label_smoothing) * np.exp(wrong_P) + label_smoothing * np.exp(right_P)
+    slope_P = -(1 - label_smoothing) * np.exp(wrong_P) + label_smoothing * np.exp(
+        right_P
+    )
     return loss_P, slope_P
 
 

@@ -1,12 +1,14 @@
 """Objectives from preferences: dpo, ipo, simpo and orpo on pairs, kto on single rows.
 
-A pair is the two rows of one group: the number `chosen` is 1.0 in one of them and 0.0 in the other. A row for
-kto has the number `desirable`, 1.0 or 0.0. `couple` sees all rows of the mini-batch, on all ranks, and gives
-each row the slope of the mini-batch's loss with respect to its sum of log-probs. The loss of a row is then
+A pair is the two rows of one group: the number `chosen` is 1.0 in one of them and 0.0
+in the other. A row for kto has the number `desirable`, 1.0 or 0.0. `couple` sees all
+rows of the mini-batch, on all ranks, and gives each row the slope of the mini-batch's
+loss with respect to its sum of log-probs. The loss of a row is then
 
     L_row + slope (s - s')        s' = s without its gradient
 
-so its value is the paper's, and its gradient at the current weights is exactly the paper's.
+so its value is the paper's, and its gradient at the current weights is exactly the
+paper's.
 """
 
 from collections.abc import Mapping
@@ -53,12 +55,15 @@ class PairObjective:
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
         """Raises TrainError for rows that are not pairs."""
         pairs = pairs_of(table)
-        losses = self._losses(_sums(table, pairs.chosen_P), _sums(table, pairs.rejected_P))
+        losses = self._losses(
+            _sums(table, pairs.chosen_P), _sums(table, pairs.rejected_P)
+        )
         num_pairs = len(pairs.chosen_P)
         margin_P = losses.chosen_reward_P - losses.rejected_reward_P
         none_P = np.zeros(num_pairs)
         return {
-            "slope": pairs.spread(losses.chosen_slope_P, losses.rejected_slope_P) / num_pairs,
+            "slope": pairs.spread(losses.chosen_slope_P, losses.rejected_slope_P)
+            / num_pairs,
             "loss": pairs.spread(losses.loss_P, none_P),
             "share": pairs.spread(none_P + 1 / num_pairs, none_P),
             "reward": pairs.spread(losses.chosen_reward_P, losses.rejected_reward_P),
@@ -71,11 +76,15 @@ class PairObjective:
         smoothing = config.label_smoothing
         match config.objective:
             case "dpo":
-                return preference_losses.dpo(chosen, rejected, beta=beta, label_smoothing=smoothing)
+                return preference_losses.dpo(
+                    chosen, rejected, beta=beta, label_smoothing=smoothing
+                )
             case "ipo":
                 return preference_losses.ipo(chosen, rejected, beta=beta)
             case "orpo":
-                return preference_losses.orpo(chosen, rejected, weight=config.orpo_lambda)
+                return preference_losses.orpo(
+                    chosen, rejected, weight=config.orpo_lambda
+                )
             case "simpo":
                 return preference_losses.simpo(
                     chosen,
@@ -92,8 +101,8 @@ class PairObjective:
 class KtoObjective:
     """kto: the mean of its loss over the rows of a mini-batch that have a label.
 
-    The reference point comes from further rows, each the prompt of one row and the answer of the next
-    (`mismatched_rows.py`). Those have slope 0 and do not count.
+    The reference point comes from further rows, each the prompt of one row and the
+    answer of the next (`mismatched_rows.py`). Those have slope 0 and do not count.
     """
 
     config: AlgorithmConfig
@@ -118,13 +127,17 @@ class KtoObjective:
         """Raises TrainError for rows without a label, or without mismatched rows."""
         config = self.config
         desirable_M = _labels(table, DESIRABLE) > 0.5
-        mismatched_M = table.numbers.get(MISMATCHED, np.zeros(len(table.group_ids))) > 0.5
+        mismatched_M = (
+            table.numbers.get(MISMATCHED, np.zeros(len(table.group_ids))) > 0.5
+        )
         labelled_M = ~mismatched_M
         if not mismatched_M.any() or not labelled_M.any():
             raise TrainError(
                 f"kto: {labelled_M.sum()} rows have a label, {mismatched_M.sum()} are mismatched"
             )
-        baseline = preference_losses.kto_baseline(_sums(table, np.flatnonzero(mismatched_M)))
+        baseline = preference_losses.kto_baseline(
+            _sums(table, np.flatnonzero(mismatched_M))
+        )
         losses = preference_losses.kto(
             _sums(table, np.arange(len(table.group_ids))),
             desirable_M,
@@ -153,7 +166,9 @@ class Pairs:
     rejected_P: NDArray[np.int64]
 
     def spread(
-        self, chosen_values_P: NDArray[np.float64], rejected_values_P: NDArray[np.float64]
+        self,
+        chosen_values_P: NDArray[np.float64],
+        rejected_values_P: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """To the rows: [P], [P] -> [2 P]."""
         values_M = np.empty(2 * len(self.chosen_P))
@@ -163,7 +178,8 @@ class Pairs:
 
 
 def pairs_of(table: RowTable) -> Pairs:
-    """Raises TrainError that names a group which is not one chosen and one rejected row."""
+    """Raises TrainError that names a group which is not one chosen and one rejected
+    row."""
     is_chosen_M = _labels(table, CHOSEN) > 0.5
     rows_by_group: dict[str, tuple[list[int], list[int]]] = {}
     for row, group_id in enumerate(table.group_ids):
@@ -174,19 +190,27 @@ def pairs_of(table: RowTable) -> Pairs:
             found = f"{len(chosen)} chosen and {len(rejected)} rejected rows with a trained token"
             raise TrainError(f"group {group_id} has {found}; a pair has one of each")
     return Pairs(
-        chosen_P=np.array([chosen[0] for chosen, _ in rows_by_group.values()], np.int64),
-        rejected_P=np.array([rejected[0] for _, rejected in rows_by_group.values()], np.int64),
+        chosen_P=np.array(
+            [chosen[0] for chosen, _ in rows_by_group.values()], np.int64
+        ),
+        rejected_P=np.array(
+            [rejected[0] for _, rejected in rows_by_group.values()], np.int64
+        ),
     )
 
 
 def _labels(table: RowTable, name: str) -> NDArray[np.float64]:
     """A number that all rows have, 0 or 1. Raises TrainError."""
     if name not in table.numbers:
-        raise TrainError(f"not every row has the number {name!r}: the objective needs rows with labels")
+        raise TrainError(
+            f"not every row has the number {name!r}: the objective needs rows with labels"
+        )
     labels_M = table.numbers[name]
     wrong = [value for value in labels_M.tolist() if value not in (0.0, 1.0)]
     if wrong:
-        raise TrainError(f"the number {name!r} of a row is {wrong[0]}; it must be 0 or 1")
+        raise TrainError(
+            f"the number {name!r} of a row is {wrong[0]}; it must be 0 or 1"
+        )
     return labels_M
 
 
@@ -202,7 +226,10 @@ def _coupled_loss(inputs: LossInputs) -> Tensor:
     """The value that `couple` computed, with the slope that it computed."""
     numbers = inputs.numbers
     sums_R = inputs.rows.sum(inputs.current_N)
-    return (numbers["loss"] * numbers["share"] + numbers["slope"] * (sums_R - sums_R.detach())).sum()
+    return (
+        numbers["loss"] * numbers["share"]
+        + numbers["slope"] * (sums_R - sums_R.detach())
+    ).sum()
 
 
 def _loss_of_nothing(inputs: LossInputs) -> LossOutputs:
@@ -210,7 +237,12 @@ def _loss_of_nothing(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(loss=inputs.current_N.sum(), metrics={})
 
 
-def _rewards_and_logprobs(inputs: LossInputs, rows_R: Tensor, side: str) -> dict[str, Tensor]:
+def _rewards_and_logprobs(
+    inputs: LossInputs, rows_R: Tensor, side: str
+) -> dict[str, Tensor]:
     """Of the rows on one side: implicit rewards, and sums of log-probs in nats."""
     sums_R = inputs.rows.sum(inputs.current_N.detach())
-    return {f"reward_{side}": inputs.numbers["reward"][rows_R], f"logprob_{side}": sums_R[rows_R]}
+    return {
+        f"reward_{side}": inputs.numbers["reward"][rows_R],
+        f"logprob_{side}": sums_R[rows_R],
+    }

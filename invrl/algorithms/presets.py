@@ -1,12 +1,14 @@
 """Presets of the algorithm's settings by name, with the papers that they follow.
 
-A preset is only values of fields of `AlgorithmConfig`: nothing else depends on its name.
+A preset is only values of fields of `AlgorithmConfig`: nothing else depends on its
+name.
 """
 
 from typing import Literal
 
 PRESETS: dict[str, dict[str, str | float | bool]] = {
-    # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single update per batch
+    # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single
+    # update per batch
     "grpo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -25,9 +27,10 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "aggregation_constant": 3000.0,
         "kl_coef": 0.0,
     },
-    # arXiv 2503.14476, section 4.1. Its clip-higher needs several mini-batches; the paper makes 16 of 512
-    # prompts. Equation 12 takes the mean over the tokens of one prompt's rollouts; the released code takes it
-    # over all tokens of a mini-batch, and so does this.
+    # arXiv 2503.14476, section 4.1. Its clip-higher needs several mini-batches; the
+    # paper makes 16 of 512 prompts. Equation 12 takes the mean over the tokens of one
+    # prompt's rollouts; the released code takes it over all tokens of a mini-batch, and
+    # so does this.
     "dapo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -49,8 +52,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
-    # MiniMax-M1, arXiv 2506.13585, section 3.1. The upper bound is not in the paper: the cap of 5 is
-    # ScaleRL's (arXiv 2510.13786). The paper makes 16 updates a batch.
+    # MiniMax-M1, arXiv 2506.13585, section 3.1. The upper bound is not in the paper:
+    # the cap of 5 is ScaleRL's (arXiv 2510.13786). The paper makes 16 updates a batch.
     "cispo": {
         "advantage": "grpo",
         "policy_loss": "cispo",
@@ -60,8 +63,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
-    # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its summarization task and its
-    # 2 updates a batch.
+    # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its
+    # summarization task and its 2 updates a batch.
     "rloo": {
         "advantage": "rloo",
         "policy_loss": "policy_gradient",
@@ -84,7 +87,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "kl_estimator": "k1",
         "kl_in": "reward",
     },
-    # arXiv 1707.06347, with the KL of InstructGPT (arXiv 2203.02155) in the reward; lambda as in both
+    # arXiv 1707.06347, with the KL of InstructGPT (arXiv 2203.02155) in the reward;
+    # lambda as in both
     "ppo": {
         "advantage": "gae",
         "gae_lambda": 0.95,
@@ -122,8 +126,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
-    # arXiv 2602.04879, appendix E: binary total variation around the policy that sampled. The paper truncates
-    # the ratio at 5, we do not (its section 5.4), and makes 8 updates a batch.
+    # arXiv 2602.04879, appendix E: binary total variation around the policy that
+    # sampled. The paper truncates the ratio at 5, we do not (its section 5.4), and
+    # makes 8 updates a batch.
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",
@@ -143,8 +148,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "aggregation": "token_mean",
         "kl_coef": 0.0,
     },
-    # AReaL, arXiv 2505.24298, table 3. Its code's bound of the weight (5, and the token is left out above
-    # it) is not in the paper. The paper's advantage is the reward whitened over the batch.
+    # AReaL, arXiv 2505.24298, table 3. Its code's bound of the weight (5, and the token
+    # is left out above it) is not in the paper. The paper's advantage is the reward
+    # whitened over the batch.
     "decoupled_ppo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -174,8 +180,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "kl_coef": 0.0,
         "num_minibatches": 4,
     },
-    # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL coefficient, and resets the
-    # reference and the optimizer when validation stagnates: both numbers are ours.
+    # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL
+    # coefficient, and resets the reference and the optimizer when validation stagnates:
+    # both numbers are ours.
     "prorl": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -188,9 +195,10 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "reference_reset_optimizer": True,
         "num_minibatches": 4,
     },
-    # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that of a review of it.
-    # Where lambda starts, its learning rate (those of the reimplementation grpo-composer) and its optimizer,
-    # plain gradient descent, are ours; so are the bounds of the clip and the absence of a KL term.
+    # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that
+    # of a review of it. Where lambda starts, its learning rate (those of the
+    # reimplementation grpo-composer) and its optimizer, plain gradient descent, are
+    # ours; so are the bounds of the clip and the absence of a KL term.
     "lambda_grpo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
@@ -203,9 +211,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "length_lambda_scale": 1 / 9,
         "kl_coef": 0.0,
     },
-    # arXiv 2510.23027v2: GMPO with the weight of routers that have moved. The floor is the paper's, the clip
-    # GMPO's (arXiv 2507.20673). The number of updates and the absence of a KL term are ours: the paper's text
-    # could not be read whole.
+    # arXiv 2510.23027v2: GMPO with the weight of routers that have moved. The floor is
+    # the paper's, the clip GMPO's (arXiv 2507.20673). The number of updates and the
+    # absence of a KL term are ours: the paper's text could not be read whole.
     "rspo": {
         "advantage": "grpo",
         "policy_loss": "gmpo",
@@ -231,11 +239,13 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "num_minibatches": 4,
     },
 }
-"""Presets set only axes that exist. What all of them leave as it is, whatever their paper has: the truncated
-correction between engine and trainer, where a preset names no other (papers that do not know of two policies
-have none; with equal log-probs its weights are 1), and where a paper makes more than 4 updates a batch, 4,
-because a batch has 4 groups by default. Dynamic sampling (DAPO, CISPO) is the buffer's filter
-`nonzero_variance`. Learning rates, batch sizes and sampling are not part of a preset."""
+"""Presets set only axes that exist. What all of them leave as it is, whatever their
+paper has: the truncated correction between engine and trainer, where a preset names no
+other (papers that do not know of two policies have none; with equal log-probs its
+weights are 1), and where a paper makes more than 4 updates a batch, 4, because a batch
+has 4 groups by default. Dynamic sampling (DAPO, CISPO) is the buffer's filter
+`nonzero_variance`. Learning rates, batch sizes and sampling are not part of a
+preset."""
 
 PresetName = Literal[
     "",

@@ -1,6 +1,8 @@
-"""Importance ratios of one policy to another, at the level at which they are taken: the token or the row.
+"""Importance ratios of one policy to another, at the level at which they are taken: the
+token or the row.
 
-A row is a sequence: one branch of a rollout. Its tokens are those that are trained in it.
+A row is a sequence: one branch of a rollout. Its tokens are those that are trained in
+it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from invrl.algorithms.loss_inputs import Rows
 
 LOG_RATIO_BOUND = 20.0
-"""Nats. A difference of log-probs is clamped to [-20, 20] before `exp`: float32 overflows at 88.7, and one
-infinite term would cost the whole batch."""
+"""Nats. A difference of log-probs is clamped to [-20, 20] before `exp`: float32
+overflows at 88.7, and one infinite term would cost the whole batch."""
 
 
 def clamp_log_ratio(difference_N: Tensor) -> Tensor:
@@ -28,33 +30,38 @@ def token_ratio(numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
 
         r_t = exp(log p_t - log q_t)
 
-    PPO's r_t(theta), arXiv 1707.06347, section 3. The difference is clamped at `LOG_RATIO_BOUND`; beyond it
-    the ratio has no gradient.
+    PPO's r_t(theta), arXiv 1707.06347, section 3. The difference is clamped at
+    `LOG_RATIO_BOUND`; beyond it the ratio has no gradient.
     """
     log_ratio_N = clamp_log_ratio(numerator_N - denominator_N)
     return log_ratio_N.exp()
 
 
 def sequence_ratio(numerator_N: Tensor, denominator_N: Tensor, rows: Rows) -> Tensor:
-    """GSPO's ratio of the token's row, normalized by its length (arXiv 2507.18071, eq. 7): [N], [N] -> [N].
+    """GSPO's ratio of the token's row, normalized by its length (arXiv 2507.18071, eq.
+    7): [N], [N] -> [N].
 
         s_i = exp( mean_t (log p_t - log q_t) )
 
-    All tokens of a row have the same ratio, and the gradient goes through all of them. With the aggregation
-    `sequence_mean` this is GSPO's objective (eq. 5). As TRL's level `sequence`. verl's `gspo` has the same
-    value and, with advantages that are equal within a row, the same gradient (`sequence_token_ratio`).
+    All tokens of a row have the same ratio, and the gradient goes through all of them.
+    With the aggregation `sequence_mean` this is GSPO's objective (eq. 5). As TRL's
+    level `sequence`. verl's `gspo` has the same value and, with advantages that are
+    equal within a row, the same gradient (`sequence_token_ratio`).
     """
     row_mean_R = rows.mean(numerator_N - denominator_N)
     return rows.spread(clamp_log_ratio(row_mean_R).exp())
 
 
-def sequence_token_ratio(numerator_N: Tensor, denominator_N: Tensor, rows: Rows) -> Tensor:
-    """GSPO-token's ratio (arXiv 2507.18071, section 4.3), from log-probs: [N], [N] -> [N].
+def sequence_token_ratio(
+    numerator_N: Tensor, denominator_N: Tensor, rows: Rows
+) -> Tensor:
+    """GSPO-token's ratio (arXiv 2507.18071, section 4.3), from log-probs: [N], [N] ->
+    [N].
 
         s_it = sg[s_i] p_t / sg[p_t]
 
-    sg stops the gradient. The value is that of `sequence_ratio`; the gradient of a token's ratio is of that
-    token alone, so that advantages may differ within a row.
+    sg stops the gradient. The value is that of `sequence_ratio`; the gradient of a
+    token's ratio is of that token alone, so that advantages may differ within a row.
     """
     own_N = numerator_N - numerator_N.detach()  # 0, with the gradient
     return sequence_ratio(numerator_N.detach(), denominator_N, rows) * own_N.exp()

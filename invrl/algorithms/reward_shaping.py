@@ -1,7 +1,9 @@
-"""Reward shaping: what is added to a rollout's final reward before it becomes an advantage.
+"""Reward shaping: what is added to a rollout's final reward before it becomes an
+advantage.
 
-The recorded reward stays what the environment gave. Rewards of turns, branches and child sessions are not
-shaped. Lengths are the tokens that a rollout sampled, over all its turns. Pure NumPy, float64.
+The recorded reward stays what the environment gave. Rewards of turns, branches and
+child sessions are not shaped. Lengths are the tokens that a rollout sampled, over all
+its turns. Pure NumPy, float64.
 """
 
 from dataclasses import dataclass
@@ -13,26 +15,31 @@ from numpy.typing import NDArray
 def soft_overlong_punishment(
     lengths_G: NDArray[np.integer], *, max_length: int, buffer: int
 ) -> NDArray[np.float64]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): lengths [G] -> [G], from -1 to 0.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): lengths [G] ->
+    [G], from -1 to 0.
 
         0                                       length <= max_length - buffer
         ((max_length - buffer) - length) / buffer    up to max_length
         -1                                      beyond
 
-    buffer >= 1. TRL's `get_soft_overlong_punishment` is the same. verl's DAPO reward manager has no bound
-    at -1, which matters only for answers beyond max_length.
+    buffer >= 1. TRL's `get_soft_overlong_punishment` is the same. verl's DAPO reward
+    manager has no bound at -1, which matters only for answers beyond max_length.
     """
     excess_G = lengths_G - (max_length - buffer)
     return -np.clip(excess_G / buffer, 0.0, 1.0)
 
 
-def length_reward(lengths_G: NDArray[np.integer], is_correct_G: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3) within one group: [G], [G] -> [G].
+def length_reward(
+    lengths_G: NDArray[np.integer], is_correct_G: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3) within one
+    group: [G], [G] -> [G].
 
-        lambda_i = 0.5 - (length_i - min) / (max - min)
-        lambda_i for a correct answer, min(0, lambda_i) for another; 0 for all if max = min
+        lambda_i = 0.5 - (length_i - min) / (max - min) lambda_i for a correct answer,
+        min(0, lambda_i) for another; 0 for all if max = min
 
-    Short correct answers gain up to 0.5, long answers lose up to 0.5, and wrong ones never gain.
+    Short correct answers gain up to 0.5, long answers lose up to 0.5, and wrong ones
+    never gain.
     """
     shortest = lengths_G.min()
     longest = lengths_G.max()
@@ -52,13 +59,18 @@ class Shaping:
     """The last of these tokens, over which the punishment grows; 0: no punishment."""
     overlong_penalty: float = 1.0
     length_penalty: float = 0.0
-    """Weight of `length_reward`; 0: none. An answer is correct if its reward is above 0."""
+    """Weight of `length_reward`; 0: none. An answer is correct if its reward is above
+    0."""
 
     @property
     def acts(self) -> bool:
-        return bool(self.overlong_buffer and self.overlong_penalty) or bool(self.length_penalty)
+        return bool(self.overlong_buffer and self.overlong_penalty) or bool(
+            self.length_penalty
+        )
 
-    def terms(self, rewards_G: NDArray[np.float64], lengths_G: NDArray[np.integer]) -> NDArray[np.float64]:
+    def terms(
+        self, rewards_G: NDArray[np.float64], lengths_G: NDArray[np.integer]
+    ) -> NDArray[np.float64]:
         """What is added to each reward of a group: [G], G >= 1."""
         terms_G = np.zeros(len(rewards_G))
         if self.overlong_buffer:

@@ -1,10 +1,12 @@
-"""All rows of a mini-batch with one number each, for objectives that compare rows with each other.
+"""All rows of a mini-batch with one number each, for objectives that compare rows with
+each other.
 
-A pair's loss depends on two rows, which may be in different micro-batches or on different ranks. So such an
-objective works in two passes: the step computes every row's log-prob sum without a gradient, the objective's
-`couple` turns the table of all rows into numbers per row (such as the slope of the loss with respect to that
-row's sum), and in the pass with a gradient each row needs only its own numbers. At the current weights the
-gradient is the same. Pure NumPy.
+A pair's loss depends on two rows, which may be in different micro-batches or on
+different ranks. So such an objective works in two passes: the step computes every row's
+log-prob sum without a gradient, the objective's `couple` turns the table of all rows
+into numbers per row (such as the slope of the loss with respect to that row's sum), and
+in the pass with a gradient each row needs only its own numbers. At the current weights
+the gradient is the same. Pure NumPy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowTable:
-    """Axis M: the rows of a mini-batch that have a trained token, over all ranks. float64 [M] each, except
-    for the ids."""
+    """Axis M: the rows of a mini-batch that have a trained token, over all ranks.
+    float64 [M] each, except for the ids."""
 
     group_ids: tuple[str, ...]
     tokens_M: NDArray[np.float64]
@@ -31,8 +33,8 @@ class RowTable:
 
     @staticmethod
     def joined(tables: Sequence["RowTable"]) -> "RowTable":
-        """One after the other, as from several ranks; those without rows may lack the reference and numbers.
-        Raises ValueError without a table."""
+        """One after the other, as from several ranks; those without rows may lack the
+        reference and numbers. Raises ValueError without a table."""
         first = max(tables, key=lambda table: len(table.group_ids))
         filled = [table for table in tables if table.group_ids] or [first]
         reference_M = None
@@ -41,11 +43,14 @@ class RowTable:
                 [table.reference_M for table in filled if table.reference_M is not None]
             )
         return RowTable(
-            group_ids=tuple(group_id for table in filled for group_id in table.group_ids),
+            group_ids=tuple(
+                group_id for table in filled for group_id in table.group_ids
+            ),
             tokens_M=np.concatenate([table.tokens_M for table in filled]),
             current_M=np.concatenate([table.current_M for table in filled]),
             reference_M=reference_M,
             numbers={
-                name: np.concatenate([table.numbers[name] for table in filled]) for name in first.numbers
+                name: np.concatenate([table.numbers[name] for table in filled])
+                for name in first.numbers
             },
         )

@@ -15,16 +15,21 @@ def sft_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
 
         loss = -sum_t a_t w_t log pi(token_t)
 
-    a_t is the setting `aggregation`, w_t the number `weight` of the token's row. Weights change a row's loss
-    and no denominator: rows of weight 0 still count as rows. The aggregation `token_mean` is the
-    cross-entropy over all trained tokens of the mini-batch (TRL's SFTTrainer divides by the same number,
-    `num_items_in_batch`); `sequence_mean` gives every row the same weight.
+    a_t is the setting `aggregation`, w_t the number `weight` of the token's row.
+    Weights change a row's loss and no denominator: rows of weight 0 still count as
+    rows. The aggregation `token_mean` is the cross-entropy over all trained tokens of
+    the mini-batch (TRL's SFTTrainer divides by the same number, `num_items_in_batch`);
+    `sequence_mean` gives every row the same weight.
     """
     losses_N = -inputs.current_N
     weight_R = inputs.numbers.get(ROW_WEIGHT)
-    weighted_N = losses_N if weight_R is None else losses_N * inputs.rows.spread(weight_R)
+    weighted_N = (
+        losses_N if weight_R is None else losses_N * inputs.rows.spread(weight_R)
+    )
     aggregation = AGGREGATIONS[config.aggregation]
-    of_row_R = aggregation(inputs.rows, inputs.denominators, config.aggregation_constant)
+    of_row_R = aggregation(
+        inputs.rows, inputs.denominators, config.aggregation_constant
+    )
     loss = (inputs.rows.spread(of_row_R) * weighted_N).sum()
     with torch.no_grad():
         means = {"loss": weighted_N, "nll": losses_N}

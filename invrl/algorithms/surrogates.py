@@ -1,9 +1,11 @@
 """Surrogates: the loss of one token from its ratio current/old and its advantage.
 
-A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's function is a
-PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the LossInputs too.
+A built-in sees everything that a loss is computed from (`SurrogateInputs`). A user's
+function is a PolicyLoss: it gets ratio and advantage, and with the keyword `inputs` the
+LossInputs too.
 
-Torch is not imported here: the driver checks the setting with this module and never holds a tensor.
+Torch is not imported here: the driver checks the setting with this module and never
+holds a tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _LEAST_PROBABILITY = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SurrogateInputs:
-    """What a surrogate is computed from: tensors [N] of the trained tokens of one micro-batch."""
+    """What a surrogate is computed from: tensors [N] of the trained tokens of one
+    micro-batch."""
 
     ratio_N: Tensor
     """current/old at the setting's `ratio_level`, with its gradient."""
@@ -49,7 +52,8 @@ class TokenLosses:
 
     losses_N: Tensor
     means: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each, bool or float: the metric of that name is their mean over the tokens."""
+    """[N] each, bool or float: the metric of that name is their mean over the
+    tokens."""
 
 
 Surrogate = Callable[[SurrogateInputs], TokenLosses]
@@ -67,11 +71,12 @@ def clip(
 
         L = -min(r A, clamp(r, 1 - low, 1 + high) A)
 
-    The two bounds are separate settings, as in DAPO's clip-higher (arXiv 2503.14476, section 3.1).
+    The two bounds are separate settings, as in DAPO's clip-higher (arXiv 2503.14476,
+    section 3.1).
 
-    Where A < 0 this has no upper bound: a ratio that has grown costs its whole size. With `dual_clip` c the
-    loss of such a token is at most -c A (dual-clip PPO, Ye et al. 2020, arXiv 1912.09729, eq. 5). 0 means no
-    such bound.
+    Where A < 0 this has no upper bound: a ratio that has grown costs its whole size.
+    With `dual_clip` c the loss of such a token is at most -c A (dual-clip PPO, Ye et
+    al. 2020, arXiv 1912.09729, eq. 5). 0 means no such bound.
     """
     clipped_N = ratio_N.clamp(1.0 - eps_clip_low, 1.0 + eps_clip_high)
     objective_N = ratio_N * advantages_N
@@ -85,7 +90,8 @@ def clip(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ClippedTokens:
-    """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound is not clipped."""
+    """Which tokens `clip` takes out of the gradient, bool [N] each. A ratio on a bound
+    is not clipped."""
 
     low_N: Tensor
     """r < 1 - low and A < 0."""
@@ -100,7 +106,12 @@ class ClippedTokens:
 
 
 def clipped_tokens(
-    ratio_N: Tensor, advantages_N: Tensor, *, eps_clip_low: float, eps_clip_high: float, dual_clip: float
+    ratio_N: Tensor,
+    advantages_N: Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    dual_clip: float,
 ) -> ClippedTokens:
     """Which tokens `clip` clips with these settings."""
     negative_N = advantages_N < 0
@@ -118,9 +129,19 @@ def _clip(of: SurrogateInputs) -> TokenLosses:
     low = of.config.eps_clip_low
     high = of.config.eps_clip_high
     dual = of.config.dual_clip
-    losses_N = clip(of.ratio_N, of.advantages_N, eps_clip_low=low, eps_clip_high=high, dual_clip=dual)
+    losses_N = clip(
+        of.ratio_N,
+        of.advantages_N,
+        eps_clip_low=low,
+        eps_clip_high=high,
+        dual_clip=dual,
+    )
     clipped = clipped_tokens(
-        of.ratio_N.detach(), of.advantages_N, eps_clip_low=low, eps_clip_high=high, dual_clip=dual
+        of.ratio_N.detach(),
+        of.advantages_N,
+        eps_clip_low=low,
+        eps_clip_high=high,
+        dual_clip=dual,
     )
     means = {
         "clip_fraction": clipped.any_N,
@@ -136,9 +157,10 @@ def cispo(of: SurrogateInputs) -> TokenLosses:
 
         L = -sg[clamp(r, 1 - eps_clip_low, 1 + eps_clip_high)] A log p
 
-    The ratio is bounded and no token loses its gradient. The paper has no lower bound in effect:
-    `eps_clip_low` of 1 or more. verl's `cispo` is the same. TRL's has the upper bound only, and its
-    `epsilon_high` is the bound itself, 1 + our `eps_clip_high`.
+    The ratio is bounded and no token loses its gradient. The paper has no lower bound
+    in effect: `eps_clip_low` of 1 or more. verl's `cispo` is the same. TRL's has the
+    upper bound only, and its `epsilon_high` is the bound itself, 1 + our
+    `eps_clip_high`.
     """
     ratio_N = of.ratio_N.detach()
     lowest = 1.0 - of.config.eps_clip_low
@@ -160,8 +182,9 @@ def sapo(of: SurrogateInputs) -> TokenLosses:
         L = -(4 / tau) sigmoid(tau (r - 1)) A
 
     tau is `sapo_temperature_positive` where A > 0, else `sapo_temperature_negative`.
-    The slope in r is 1 at r = 1 and falls smoothly on both sides. Nothing is clipped. TRL's `sapo` and verl's
-    have the same token losses; both then take the mean over rows of each row's mean.
+    The slope in r is 1 at r = 1 and falls smoothly on both sides. Nothing is clipped.
+    TRL's `sapo` and verl's have the same token losses; both then take the mean over
+    rows of each row's mean.
     """
     temperature_N = _chosen(
         of.advantages_N > 0,
@@ -178,13 +201,16 @@ def rejection_gate(of: SurrogateInputs) -> TokenLosses:
 
         L = -g(r) A,    g(r) = sigmoid(k (r - 1)),    k = `rejection_gate_sharpness`
 
-    The gradient of a token's log-prob is weighted by w(r) = g'(r) r, which is bounded in r and falls to 0 on
-    both sides. The paper's abstract has the gate, a smooth function of r in [0, 1], and w. Of the sigmoid we
-    know only that it has a sharpness k: that it is around r = 1, and k = 4, with which w(1) = 1, are ours.
-    The paper's second gate, on current/reference for preferences, is not built.
+    The gradient of a token's log-prob is weighted by w(r) = g'(r) r, which is bounded
+    in r and falls to 0 on both sides. The paper's abstract has the gate, a smooth
+    function of r in [0, 1], and w. Of the sigmoid we know only that it has a sharpness
+    k: that it is around r = 1, and k = 4, with which w(1) = 1, are ours. The paper's
+    second gate, on current/reference for preferences, is not built.
     """
     gate_N = (of.config.rejection_gate_sharpness * (of.ratio_N - 1.0)).sigmoid()
-    return TokenLosses(losses_N=-gate_N * of.advantages_N, means={"rejection_gate_mean": gate_N})
+    return TokenLosses(
+        losses_N=-gate_N * of.advantages_N, means={"rejection_gate_mean": gate_N}
+    )
 
 
 def gmpo(of: SurrogateInputs) -> TokenLosses:
@@ -193,9 +219,10 @@ def gmpo(of: SurrogateInputs) -> TokenLosses:
         L = -A exp( mean over the row of c_t ),    c_t = min(log r_t, eps_clip_high) where A_t > 0,
                                                          max(log r_t, -eps_clip_low) where A_t < 0
 
-    All tokens of a row have the same ratio, and each is clipped by itself before the mean: the paper's bounds
-    e^-0.4 and e^0.4 are 0.4. A token whose advantage is 0 has c_t = 0. With the aggregation `sequence_mean`
-    the loss is verl's `geo_mean`, where the formula was read.
+    All tokens of a row have the same ratio, and each is clipped by itself before the
+    mean: the paper's bounds e^-0.4 and e^0.4 are 0.4. A token whose advantage is 0 has
+    c_t = 0. With the aggregation `sequence_mean` the loss is verl's `geo_mean`, where
+    the formula was read.
     """
     log_ratio_N = of.ratio_N.log()
     low_N = (log_ratio_N < -of.config.eps_clip_low) & (of.advantages_N < 0)
@@ -219,22 +246,24 @@ def policy_gradient(of: SurrogateInputs) -> TokenLosses:
 
         L = -A log p
 
-    No ratio, so nothing is clipped. The off-policy correction makes it the gradient of the old policy's
-    objective.
+    No ratio, so nothing is clipped. The off-policy correction makes it the gradient of
+    the old policy's objective.
     """
     return TokenLosses(losses_N=-of.advantages_N * of.inputs.current_N)
 
 
 def dppo_tv(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the binary total variation (arXiv 2602.04879, eq. 12 and 13): [N] -> [N].
+    """DPPO with the binary total variation (arXiv 2602.04879, eq. 12 and 13): [N] ->
+    [N].
 
         L = -M r A,    M = 0 where |p - q| > dppo_threshold and the update would go further from q, else 1
 
-    p is the token's probability under the current policy and q under the one that sampled it: the paper
-    (section 5.2) anchors the trust region there and not at recomputed log-probs. "Further" means p > q with
-    A > 0, or p < q with A < 0. The paper's r is p/q, which is ours with `old_logprobs` engine; otherwise r is
-    current/old and the correction gives the rest. Unlike verl and the authors' code we do not truncate r
-    below e^20: section 5.4 found that it hurts.
+    p is the token's probability under the current policy and q under the one that
+    sampled it: the paper (section 5.2) anchors the trust region there and not at
+    recomputed log-probs. "Further" means p > q with A > 0, or p < q with A < 0. The
+    paper's r is p/q, which is ours with `old_logprobs` engine; otherwise r is
+    current/old and the correction gives the rest. Unlike verl and the authors' code we
+    do not truncate r below e^20: section 5.4 found that it hurts.
     """
     inputs = of.inputs
     current_N = inputs.current_N.detach()
@@ -243,7 +272,8 @@ def dppo_tv(of: SurrogateInputs) -> TokenLosses:
 
 
 def dppo_kl(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the binary KL divergence (arXiv 2602.04879, eq. 12 and 14): as `dppo_tv`, with
+    """DPPO with the binary KL divergence (arXiv 2602.04879, eq. 12 and 14): as
+    `dppo_tv`, with
 
         D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
@@ -260,46 +290,54 @@ def dppo_kl(of: SurrogateInputs) -> TokenLosses:
 
 
 def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
-    """DPPO's mask (eq. 12) for a distance of the current policy from the one that sampled."""
+    """DPPO's mask (eq. 12) for a distance of the current policy from the one that
+    sampled."""
     further_N = of.inputs.current_N.detach() - of.inputs.rollout_N
     far_N = distance_N > of.config.dppo_threshold
     high_N = far_N & (further_N > 0) & (of.advantages_N > 0)
     low_N = far_N & (further_N < 0) & (of.advantages_N < 0)
     masked_N = high_N | low_N
     losses_N = -(of.ratio_N * of.advantages_N).masked_fill(masked_N, 0.0)
-    means = {"clip_fraction": masked_N, "clip_fraction_low": low_N, "clip_fraction_high": high_N}
+    means = {
+        "clip_fraction": masked_N,
+        "clip_fraction_low": low_N,
+        "clip_fraction_high": high_N,
+    }
     return TokenLosses(losses_N=losses_N, means=means)
 
 
 def dppo_tv_topk(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the total variation over the likeliest tokens (arXiv 2602.04879, eq. 12 and 15): as
-    `dppo_tv`, with
+    """DPPO with the total variation over the likeliest tokens (arXiv 2602.04879, eq. 12
+    and 15): as `dppo_tv`, with
 
         D = 1/2 sum over a in A'' of |q(a) - p(a)|
 
-    in the place of |p - q|. A'' has the K tokens that the policy which sampled held likeliest
-    (`rollout_top_logprobs`), the sampled token, and one outcome for all others together (section 4.4). The
-    authors' code leaves the sampled token to the others where it is not among the K; the paper does not, and
-    neither do we. A token of which no candidates are known has the binary divergence.
+    in the place of |p - q|. A'' has the K tokens that the policy which sampled held
+    likeliest (`rollout_top_logprobs`), the sampled token, and one outcome for all
+    others together (section 4.4). The authors' code leaves the sampled token to the
+    others where it is not among the K; the paper does not, and neither do we. A token
+    of which no candidates are known has the binary divergence.
     """
     return _masked_by_distance(of, 0.5 * _over_outcomes(of, _variation))
 
 
 def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
-    """DPPO with the KL divergence over the likeliest tokens (arXiv 2602.04879, eq. 12 and 16): as
-    `dppo_tv_topk`, with
+    """DPPO with the KL divergence over the likeliest tokens (arXiv 2602.04879, eq. 12
+    and 16): as `dppo_tv_topk`, with
 
         D = sum over a in A'' of q(a) log(q(a) / p(a))
 
-    The probability of all other tokens together is at least 1e-8; in the authors' code it is 1e-12, less
-    than float32 can tell from 0 beside 1.
+    The probability of all other tokens together is at least 1e-8; in the authors' code
+    it is 1e-12, less than float32 can tell from 0 beside 1.
     """
     return _masked_by_distance(of, _over_outcomes(of, _divergence))
 
 
-def _over_outcomes(of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K candidates, the
-    sampled token if it is not among them, and all others together."""
+def _over_outcomes(
+    of: SurrogateInputs, term: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """The sum [N] over A'' of a term of the log-probs log q(a) and log p(a): over the K
+    candidates, the sampled token if it is not among them, and all others together."""
     top = _top_tokens(of)
     is_extra_N = ~top.is_sampled_NK.any(dim=1)
     rollout_N = of.inputs.rollout_N
@@ -325,29 +363,36 @@ def _divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def simko(of: SurrogateInputs) -> TokenLosses:
-    """SimKO (arXiv 2510.14807, eq. 3 to 5): PPO's clip with other ratios where the policy is undecided.
+    """SimKO (arXiv 2510.14807, eq. 3 to 5): PPO's clip with other ratios where the
+    policy is undecided.
 
         A > 0:  r+ = (1 - alpha) r + alpha / K  sum over n of sg[r / r_n] r_n
         A < 0:  r- = lambda r if the sampled token is the likeliest, else r
 
-    They act on the tokens whose entropy is above the quantile `simko_entropy_quantile` of their row; sg stops
-    the gradient. n are the K tokens that the policy which sampled held likeliest (`rollout_top_logprobs`),
-    r_n is their own ratio, alpha is `simko_alpha` and lambda `simko_top1_weight`. The value of r+ is r, and
-    its gradient is shared with the K tokens: sg[r / r_n] r_n has the gradient r grad log p_n, in which the
-    old log-prob of n cancels, so it is not computed. The entropy is that of the current policy. A token
-    without candidates keeps r.
+    They act on the tokens whose entropy is above the quantile `simko_entropy_quantile`
+    of their row; sg stops the gradient. n are the K tokens that the policy which
+    sampled held likeliest (`rollout_top_logprobs`), r_n is their own ratio, alpha is
+    `simko_alpha` and lambda `simko_top1_weight`. The value of r+ is r, and its gradient
+    is shared with the K tokens: sg[r / r_n] r_n has the gradient r grad log p_n, in
+    which the old log-prob of n cancels, so it is not computed. The entropy is that of
+    the current policy. A token without candidates keeps r.
 
-    The authors' code takes the K likeliest of the current policy, calls a rollout with reward 1 positive
-    instead of one with A > 0, and multiplies A by lambda instead of r, so that its clip is at r.
+    The authors' code takes the K likeliest of the current policy, calls a rollout with
+    reward 1 positive instead of one with A > 0, and multiplies A by lambda instead of
+    r, so that its clip is at r.
     """
     inputs = of.inputs
     config = of.config
     top = _top_tokens(of)
     assert inputs.entropy_N is not None, "the step has the entropies"
-    undecided_N = _above_quantile(inputs.entropy_N.detach(), inputs.rows, config.simko_entropy_quantile)
+    undecided_N = _above_quantile(
+        inputs.entropy_N.detach(), inputs.rows, config.simko_entropy_quantile
+    )
     is_token_NK = top.is_token_NK
     own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
-    shared_NK = (own_NK - own_NK.detach()).exp() * is_token_NK  # 1, with the gradient of log p_n
+    shared_NK = (
+        own_NK - own_NK.detach()
+    ).exp() * is_token_NK  # 1, with the gradient of log p_n
     num_N = is_token_NK.sum(dim=1)
     shared_N = of.ratio_N.detach() * shared_NK.sum(dim=1) / num_N.clamp(min=1)
     mixed_N = (1.0 - config.simko_alpha) * of.ratio_N + config.simko_alpha * shared_N
@@ -356,12 +401,17 @@ def simko(of: SurrogateInputs) -> TokenLosses:
     ratio_N = mixed_N.where(is_mixed_N, of.ratio_N)
     ratio_N = (config.simko_top1_weight * of.ratio_N).where(is_raised_N, ratio_N)
     clipped = _clip(replace(of, ratio_N=ratio_N))
-    means = {**clipped.means, "simko_mixed_fraction": is_mixed_N, "simko_raised_fraction": is_raised_N}
+    means = {
+        **clipped.means,
+        "simko_mixed_fraction": is_mixed_N,
+        "simko_raised_fraction": is_raised_N,
+    }
     return TokenLosses(losses_N=clipped.losses_N, means=means)
 
 
 def _above_quantile(values_N: Tensor, rows: Rows, quantile: float) -> Tensor:
-    """Whether a token's value is above the quantile of its row's values, interpolated between two of them."""
+    """Whether a token's value is above the quantile of its row's values, interpolated
+    between two of them."""
     bound_R = values_N.new_empty(len(rows.tokens_R))
     for row, values_T in enumerate(values_N.split(rows.tokens_R.long().tolist())):
         bound_R[row] = values_T.quantile(quantile)
@@ -378,11 +428,12 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
 
         L = -sg[phi(W)] A log p,    phi(W) = W^c1 exp(c2 (1 - W)),    W = product of current/rollout
 
-    c1 and c2 are `vespo_power_positive` and `vespo_decay_positive` where A >= 0, else `..._negative` (section
-    4.1: 2 and 3, else 3 and 2). The weight has its place in the surrogate because it goes from the policy
-    that sampled to the current one, so no correction is applied besides. W is not normalized by length; its
-    logarithm is clamped at `ratios.LOG_RATIO_BOUND`, as in the authors' code. TRL multiplies W by its
-    correction of the engine; here W has the engine's own log-probs.
+    c1 and c2 are `vespo_power_positive` and `vespo_decay_positive` where A >= 0, else
+    `..._negative` (section 4.1: 2 and 3, else 3 and 2). The weight has its place in the
+    surrogate because it goes from the policy that sampled to the current one, so no
+    correction is applied besides. W is not normalized by length; its logarithm is
+    clamped at `ratios.LOG_RATIO_BOUND`, as in the authors' code. TRL multiplies W by
+    its correction of the engine; here W has the engine's own log-probs.
     """
     inputs = of.inputs
     config = of.config
@@ -391,18 +442,27 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
     log_weight_N = rows.spread(log_weight_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     positive_N = of.advantages_N >= 0
     power_N = _chosen(
-        positive_N, config.vespo_power_positive, config.vespo_power_negative, like_N=log_weight_N
+        positive_N,
+        config.vespo_power_positive,
+        config.vespo_power_negative,
+        like_N=log_weight_N,
     )
     decay_N = _chosen(
-        positive_N, config.vespo_decay_positive, config.vespo_decay_negative, like_N=log_weight_N
+        positive_N,
+        config.vespo_decay_positive,
+        config.vespo_decay_negative,
+        like_N=log_weight_N,
     )
     phi_N = (power_N * log_weight_N + decay_N * (1.0 - log_weight_N.exp())).exp()
     losses_N = -phi_N * of.advantages_N * inputs.current_N
     return TokenLosses(losses_N=losses_N, means={"vespo_weight_mean": phi_N})
 
 
-def _chosen(condition_N: Tensor, where_true: float, elsewhere: float, *, like_N: Tensor) -> Tensor:
-    """One number where the condition holds and the other elsewhere, in the dtype of `like_N`."""
+def _chosen(
+    condition_N: Tensor, where_true: float, elsewhere: float, *, like_N: Tensor
+) -> Tensor:
+    """One number where the condition holds and the other elsewhere, in the dtype of
+    `like_N`."""
     return like_N.new_full(like_N.shape, elsewhere).masked_fill(condition_N, where_true)
 
 
@@ -427,7 +487,8 @@ ON_TOP_TOKENS = ("dppo_tv_topk", "dppo_kl_topk", "simko")
 
 
 def surrogate_function(name: str) -> Surrogate:
-    """The built-in of that name, or the user's PolicyLoss at `module:name`. Raises PluginError."""
+    """The built-in of that name, or the user's PolicyLoss at `module:name`. Raises
+    PluginError."""
     if name in SURROGATES:
         return SURROGATES[name]
     names = dict.fromkeys(SURROGATES, cast(PolicyLoss, clip))  # an error lists them
@@ -443,9 +504,15 @@ def takes_inputs(function: PolicyLoss) -> bool:
         return False
 
 
-def _user_surrogate(name: str, function: PolicyLoss, of: SurrogateInputs) -> TokenLosses:
-    """Raises PluginError unless the function returns token losses that can be trained."""
-    bounds = {"eps_clip_low": of.config.eps_clip_low, "eps_clip_high": of.config.eps_clip_high}
+def _user_surrogate(
+    name: str, function: PolicyLoss, of: SurrogateInputs
+) -> TokenLosses:
+    """Raises PluginError unless the function returns token losses that can be
+    trained."""
+    bounds = {
+        "eps_clip_low": of.config.eps_clip_low,
+        "eps_clip_high": of.config.eps_clip_high,
+    }
     call = cast("Callable[..., Tensor]", function)
     if takes_inputs(function):
         call = partial(call, inputs=of.inputs)

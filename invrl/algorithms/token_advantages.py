@@ -1,10 +1,12 @@
-"""Advantages and returns of single tokens, from the rewards of tokens and a critic's values. Pure NumPy.
+"""Advantages and returns of single tokens, from the rewards of tokens and a critic's
+values. Pure NumPy.
 
-One row at a time: arrays [T] over its tokens, of which the loss mask says which are trained. Only those are
-steps of the episode: the next step of a trained token is the next trained token, however many tokens of
-context (a tool's answer, another turn's prompt) lie between. Rewards and values of other tokens are not read,
-and the results there are 0. After the last trained token nothing follows: its value is 0. A discount is per
-trained token. Results are float64.
+One row at a time: arrays [T] over its tokens, of which the loss mask says which are
+trained. Only those are steps of the episode: the next step of a trained token is the
+next trained token, however many tokens of context (a tool's answer, another turn's
+prompt) lie between. Rewards and values of other tokens are not read, and the results
+there are 0. After the last trained token nothing follows: its value is 0. A discount is
+per trained token. Results are float64.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ def discounted_returns(
 
         G_t = r_t + discount * G_{t+1}
 
-    verl's `reinforce_plus_plus` has the same returns. Raises ValueError for arrays of different lengths.
+    verl's `reinforce_plus_plus` has the same returns. Raises ValueError for arrays of
+    different lengths.
     """
     _check_lengths(mask_T, rewards_T)
     rewards_N = _trained(rewards_T, mask_T)
@@ -55,12 +58,14 @@ def gae(
         A_t = d_t + discount * lambda * A_{t+1}
         return_t = A_t + V_t
 
-    The returns are those of `critic_lambda`, by default the policy's: decoupled GAE (VC-PPO, arXiv
-    2503.01491, and VAPO, arXiv 2504.05118) trains the critic with lambda 1, on returns without bias.
+    The returns are those of `critic_lambda`, by default the policy's: decoupled GAE
+    (VC-PPO, arXiv 2503.01491, and VAPO, arXiv 2504.05118) trains the critic with lambda
+    1, on returns without bias.
 
-    With one lambda the result is that of verl's `compute_gae_advantage_return` before it whitens, which skips
-    untrained tokens in the same way. TRL's PPO has no untrained tokens between trained ones, and is the same
-    on one turn. OpenRLHF and slime take every token for a step, untrained ones too.
+    With one lambda the result is that of verl's `compute_gae_advantage_return` before
+    it whitens, which skips untrained tokens in the same way. TRL's PPO has no untrained
+    tokens between trained ones, and is the same on one turn. OpenRLHF and slime take
+    every token for a step, untrained ones too.
 
     Raises ValueError for arrays of different lengths.
     """
@@ -68,10 +73,14 @@ def gae(
     rewards_N = _trained(rewards_T, mask_T)
     values_N = _trained(values_T, mask_T)
     errors_N = rewards_N + discount * _next(values_N) - values_N
-    advantages_N = _recurrence(errors_N, np.full(len(errors_N), discount * policy_lambda))
+    advantages_N = _recurrence(
+        errors_N, np.full(len(errors_N), discount * policy_lambda)
+    )
     critic_advantages_N = advantages_N
     if critic_lambda is not None:
-        critic_advantages_N = _recurrence(errors_N, np.full(len(errors_N), discount * critic_lambda))
+        critic_advantages_N = _recurrence(
+            errors_N, np.full(len(errors_N), discount * critic_lambda)
+        )
     return TokenCredit(
         advantages_T=_placed(advantages_N, mask_T),
         returns_T=_placed(critic_advantages_N + values_N, mask_T),
@@ -79,12 +88,14 @@ def gae(
 
 
 def length_adaptive_lambda(num_tokens: int, alpha: float = 0.05) -> float:
-    """VAPO's lambda of the policy, for a row with this many trained tokens (arXiv 2504.05118, equation 5).
+    """VAPO's lambda of the policy, for a row with this many trained tokens (arXiv
+    2504.05118, equation 5).
 
         lambda = 1 - 1 / (alpha * num_tokens)
 
-    The sum of the weights lambda^k is then alpha * num_tokens, so that the share of bias does not depend on
-    the length. The paper's alpha is 0.05. Below 1 / alpha tokens the formula is negative; it is then 0.
+    The sum of the weights lambda^k is then alpha * num_tokens, so that the share of
+    bias does not depend on the length. The paper's alpha is 0.05. Below 1 / alpha
+    tokens the formula is negative; it is then 0.
     """
     if num_tokens == 0:
         return 0.0
@@ -102,16 +113,18 @@ def v_trace(
     c_bar: float = 1.0,
     trace_lambda: float = 1.0,
 ) -> TokenCredit:
-    """V-trace (IMPALA, arXiv 1802.01561, equation 1 and section 4.2; lambda: its remark 2).
+    """V-trace (IMPALA, arXiv 1802.01561, equation 1 and section 4.2; lambda: its remark
+    2).
 
         rho_t = min(rho_bar, ratio_t)      c_t = lambda * min(c_bar, ratio_t)
         d_t = rho_t * (r_t + discount * V_{t+1} - V_t)
         v_t = V_t + d_t + discount * c_t * (v_{t+1} - V_{t+1})
         A_t = rho_t * (r_t + discount * v_{t+1} - V_t)
 
-    ratios_T: current over behaviour policy, at least 0. The returns are v_t. The advantages contain rho_t: no
-    other correction of the same ratio must be applied to them. With ratios of 1 and lambda 1, v_t is the
-    discounted return. Raises ValueError for arrays of different lengths.
+    ratios_T: current over behaviour policy, at least 0. The returns are v_t. The
+    advantages contain rho_t: no other correction of the same ratio must be applied to
+    them. With ratios of 1 and lambda 1, v_t is the discounted return. Raises ValueError
+    for arrays of different lengths.
     """
     _check_lengths(mask_T, rewards_T, values_T, ratios_T)
     rewards_N = _trained(rewards_T, mask_T)
@@ -122,14 +135,18 @@ def v_trace(
     errors_N = rho_N * (rewards_N + discount * _next(values_N) - values_N)
     targets_N = values_N + _recurrence(errors_N, discount * c_N)
     advantages_N = rho_N * (rewards_N + discount * _next(targets_N) - values_N)
-    return TokenCredit(advantages_T=_placed(advantages_N, mask_T), returns_T=_placed(targets_N, mask_T))
+    return TokenCredit(
+        advantages_T=_placed(advantages_N, mask_T), returns_T=_placed(targets_N, mask_T)
+    )
 
 
-def _recurrence(inputs_N: NDArray[np.float64], factors_N: NDArray[np.float64]) -> NDArray[np.float64]:
+def _recurrence(
+    inputs_N: NDArray[np.float64], factors_N: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """y_t = x_t + f_t * y_{t+1}, with 0 after the end: [N], [N] -> [N].
 
-    In log2(N) whole-array steps instead of N scalar ones: after each, y_t has the terms of twice as many
-    tokens, and f_t is the product of as many factors.
+    In log2(N) whole-array steps instead of N scalar ones: after each, y_t has the terms
+    of twice as many tokens, and f_t is the product of as many factors.
     """
     sums_N = inputs_N.copy()
     products_N = factors_N.copy()
@@ -150,7 +167,9 @@ def _trained(values_T: Floats, mask_T: NDArray[np.bool_]) -> NDArray[np.float64]
     return np.asarray(values_T, np.float64)[mask_T]
 
 
-def _placed(values_N: NDArray[np.float64], mask_T: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _placed(
+    values_N: NDArray[np.float64], mask_T: NDArray[np.bool_]
+) -> NDArray[np.float64]:
     values_T = np.zeros(len(mask_T))
     values_T[mask_T] = values_N
     return values_T
@@ -159,4 +178,6 @@ def _placed(values_N: NDArray[np.float64], mask_T: NDArray[np.bool_]) -> NDArray
 def _check_lengths(mask_T: NDArray[np.bool_], *arrays: Floats) -> None:
     for values_T in arrays:
         if values_T.shape != mask_T.shape:
-            raise ValueError(f"an array of shape {values_T.shape} beside a loss mask of {mask_T.shape}")
+            raise ValueError(
+                f"an array of shape {values_T.shape} beside a loss mask of {mask_T.shape}"
+            )

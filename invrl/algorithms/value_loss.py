@@ -5,26 +5,32 @@ from torch import Tensor
 from invrl.algorithms.loss_inputs import LossOutputs, token_metrics
 
 
-def value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float) -> Tensor:
+def value_losses(
+    values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float
+) -> Tensor:
     """The loss of each token's value: [N], [N], [N] -> [N].
 
         L = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2
 
-    OpenAI's PPO (baselines `ppo2`; Huang et al. 2022, "The 37 implementation details of PPO", detail 9), as
-    in TRL and verl. The paper of PPO does not have the clip. `old_N`: values before the batch's first
-    optimizer step. `clip` 0: no bound, L = (V - R)^2 / 2.
+    OpenAI's PPO (baselines `ppo2`; Huang et al. 2022, "The 37 implementation details of
+    PPO", detail 9), as in TRL and verl. The paper of PPO does not have the clip.
+    `old_N`: values before the batch's first optimizer step. `clip` 0: no bound, L = (V
+    - R)^2 / 2.
     """
     losses_N = (values_N - returns_N).square()
     if clip:
-        losses_N = losses_N.maximum((_clipped(values_N, old_N, clip) - returns_N).square())
+        losses_N = losses_N.maximum(
+            (_clipped(values_N, old_N, clip) - returns_N).square()
+        )
     return losses_N / 2
 
 
 def value_loss(
     values_N: Tensor, old_N: Tensor, returns_N: Tensor, *, clip: float, tokens: float
 ) -> LossOutputs:
-    """The sum of the token losses of one micro-batch over the trained tokens of its whole mini-batch, so that
-    micro-batches and ranks add up. float32 [N] each; `values_N` has the gradient."""
+    """The sum of the token losses of one micro-batch over the trained tokens of its
+    whole mini-batch, so that micro-batches and ranks add up. float32 [N] each;
+    `values_N` has the gradient."""
     losses_N = value_losses(values_N, old_N, returns_N, clip)
     values = values_N.detach()
     clipped_N = values.new_zeros(len(values))

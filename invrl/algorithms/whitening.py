@@ -1,6 +1,8 @@
-"""Whitening: numbers are shifted and scaled to mean 0 and deviation 1 over a whole batch.
+"""Whitening: numbers are shifted and scaled to mean 0 and deviation 1 over a whole
+batch.
 
-The statistics are sums, so those of parts (rows, ranks) may be added. Pure NumPy, float64.
+The statistics are sums, so those of parts (rows, ranks) may be added. Pure NumPy,
+float64.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,14 +14,16 @@ from numpy.typing import NDArray
 from invrl.algorithms.config import WhitenedOver
 
 ROUNDING = 1e-12
-"""Relative to the mean square: a smaller variance comes from the order in which numbers were added."""
+"""Relative to the mean square: a smaller variance comes from the order in which numbers
+were added."""
 VARIANCE_EPS = 1e-8
 """Added to the variance, as TRL's and verl's `masked_whiten` do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Sums over some numbers, each with a weight; what `+` makes is those of both parts."""
+    """Sums over some numbers, each with a weight; what `+` makes is those of both
+    parts."""
 
     count: float = 0.0
     """The sum of the weights."""
@@ -34,7 +38,9 @@ class Moments:
         )
 
     @staticmethod
-    def of(values_N: NDArray[np.floating], weights_N: NDArray[np.floating] | None = None) -> "Moments":
+    def of(
+        values_N: NDArray[np.floating], weights_N: NDArray[np.floating] | None = None
+    ) -> "Moments":
         """Of values [N], N >= 0, each counted once or with its weight, [N]."""
         values_N = np.asarray(values_N, np.float64)
         if weights_N is None:
@@ -54,8 +60,8 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """The sample's: divided by count - 1. 0 for one value or none, and exactly 0 for values that do not
-        differ."""
+        """The sample's: divided by count - 1. 0 for one value or none, and exactly 0
+        for values that do not differ."""
         if self.count <= 1:
             return 0.0
         centred_squares = self.squares - self.total**2 / self.count
@@ -65,21 +71,27 @@ class Moments:
 
 
 def whiten(
-    values_N: NDArray[np.floating], moments: Moments, *, std_floor: float = 0.0, shift_mean: bool = True
+    values_N: NDArray[np.floating],
+    moments: Moments,
+    *,
+    std_floor: float = 0.0,
+    shift_mean: bool = True,
 ) -> NDArray[np.float64]:
     """[N] -> float64 [N], by the moments of the whole batch that the values belong to.
 
         w = (x - mean) / max(sqrt(variance + 1e-8), std_floor)
 
-    That is `masked_whiten` of TRL (PPO) and verl, but for the floor, which is ours. Without `shift_mean` the
-    mean is added again, as there. Values that do not differ become exactly 0 (the mean, without
-    `shift_mean`).
+    That is `masked_whiten` of TRL (PPO) and verl, but for the floor, which is ours.
+    Without `shift_mean` the mean is added again, as there. Values that do not differ
+    become exactly 0 (the mean, without `shift_mean`).
     """
     values_N = np.asarray(values_N, np.float64)
     variance = moments.variance
     whitened_N = np.zeros_like(values_N)
     if variance:
-        whitened_N = (values_N - moments.mean) / max(np.sqrt(variance + VARIANCE_EPS), std_floor)
+        whitened_N = (values_N - moments.mean) / max(
+            np.sqrt(variance + VARIANCE_EPS), std_floor
+        )
     if not shift_mean:
         whitened_N = whitened_N + moments.mean
     return whitened_N
@@ -93,30 +105,37 @@ def whiten_rows(
     over: WhitenedOver,
     std_floor: float = 0.0,
 ) -> list[NDArray[np.float64]]:
-    """Advantages of a batch, one array [T] and one loss mask [T] per row. Tokens that are not trained count
-    for nothing and are 0.
+    """Advantages of a batch, one array [T] and one loss mask [T] per row. Tokens that
+    are not trained count for nothing and are 0.
 
-    Over "tokens", each trained token of the batch counts once (REINFORCE++, arXiv 2501.03262, equation 10; as
-    verl and OpenRLHF compute it). Over "rollouts", each rollout does, however many tokens and rows it has
-    (RLOO with normalised advantages in TRL). "none" changes nothing.
+    Over "tokens", each trained token of the batch counts once (REINFORCE++, arXiv
+    2501.03262, equation 10; as verl and OpenRLHF compute it). Over "rollouts", each
+    rollout does, however many tokens and rows it has (RLOO with normalised advantages
+    in TRL). "none" changes nothing.
     """
     if over == "none":
         return list(rows)
     weights = [1.0] * len(rows)
     if over == "rollouts":
         tokens_of_rollout = _trained_tokens(masks, rollout_ids)
-        weights = [1 / max(tokens_of_rollout[rollout_id], 1) for rollout_id in rollout_ids]
+        weights = [
+            1 / max(tokens_of_rollout[rollout_id], 1) for rollout_id in rollout_ids
+        ]
     moments = Moments()
     for row_T, mask_T, weight in zip(rows, masks, weights, strict=True):
         trained_N = row_T[mask_T]
         moments += Moments.of(trained_N, np.full_like(trained_N, weight))
     whitened: list[NDArray[np.float64]] = []
     for row_T, mask_T in zip(rows, masks, strict=True):
-        whitened.append(np.where(mask_T, whiten(row_T, moments, std_floor=std_floor), 0.0))
+        whitened.append(
+            np.where(mask_T, whiten(row_T, moments, std_floor=std_floor), 0.0)
+        )
     return whitened
 
 
-def _trained_tokens(masks: Iterable[NDArray[np.bool_]], rollout_ids: Iterable[str]) -> dict[str, int]:
+def _trained_tokens(
+    masks: Iterable[NDArray[np.bool_]], rollout_ids: Iterable[str]
+) -> dict[str, int]:
     """By rollout id."""
     tokens: dict[str, int] = {}
     for mask_T, rollout_id in zip(masks, rollout_ids, strict=True):

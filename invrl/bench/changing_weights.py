@@ -1,4 +1,5 @@
-"""A trainer's end of weight updates without a trainer: tensors that change from one version to the next.
+"""A trainer's end of weight updates without a trainer: tensors that change from one
+version to the next.
 
 Imports torch when it is imported.
 """
@@ -20,19 +21,25 @@ from invrl.weights.checksums import checksums_of, whole_hash
 from invrl.weights.tensor_spec import spec_of
 
 _FACTORS = (1.03, 0.98, 0.99)
-"""What the weights are multiplied with, in turns. Each changes every bfloat16 but 0, no two in a row take
-back what was before, and a hundred of them shrink the weights by 2 % only."""
+"""What the weights are multiplied with, in turns. Each changes every bfloat16 but 0, no
+two in a row take back what was before, and a hundred of them shrink the weights by 2 %
+only."""
 
 
 class ChangingWeights:
-    """A `WeightSender` that stages in an arena. Work on tensors is done in a thread, so that the event loop
-    reads the tokens of streams meanwhile."""
+    """A `WeightSender` that stages in an arena. Work on tensors is done in a thread, so
+    that the event loop reads the tokens of streams meanwhile."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, device: torch.device | None = None) -> None:
-        """`device`: the GPU that has the tensors, and takes the arena; None for the host's memory."""
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, device: torch.device | None = None
+    ) -> None:
+        """`device`: the GPU that has the tensors, and takes the arena; None for the
+        host's memory."""
         self._tensors = tensors
         self._hash_tensors = whole_hash(adds_up=device is not None)
-        self._layout: WeightLayout = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+        self._layout: WeightLayout = tuple(
+            spec_of(name, tensor) for name, tensor in tensors.items()
+        )
         self._writer = self._make_writer(device)
         self._num_changes = 0
 
@@ -50,9 +57,13 @@ class ChangingWeights:
         return self._layout
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
-        return await asyncio.to_thread(self._writer.stage, version, self._tensors.items())
+        return await asyncio.to_thread(
+            self._writer.stage, version, self._tensors.items()
+        )
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         raise NotImplementedError("these tensors are no model")
 
     def _make_writer(self, device: torch.device | None) -> ArenaWriter | Broadcaster:
@@ -70,7 +81,9 @@ class ChangingWeights:
 class BroadcastWeights(ChangingWeights):
     """Such a sender with the weight transport `collective`."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, timeout_s: float) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, timeout_s: float
+    ) -> None:
         """`timeout_s`: as a `Broadcaster` takes it."""
         self._timeout_s = timeout_s
         super().__init__(tensors)
@@ -85,14 +98,21 @@ class BroadcastWeights(ChangingWeights):
 
 
 class ChangingModel(ChangingWeights):
-    """The weights of a Hugging Face model, which also computes the log-probs of canary prompts."""
+    """The weights of a Hugging Face model, which also computes the log-probs of canary
+    prompts."""
 
     def __init__(self, model_path: Path, dtype: torch.dtype) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_path, dtype=dtype
+        ).eval()
         super().__init__(dict(self._model.named_parameters()))
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        return await asyncio.to_thread(lambda: [self._token_logprobs(prompt) for prompt in prompts])
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
+        return await asyncio.to_thread(
+            lambda: [self._token_logprobs(prompt) for prompt in prompts]
+        )
 
     @torch.no_grad()
     def _token_logprobs(self, prompt: Sequence[int]) -> NDArray[np.float32]:
@@ -120,7 +140,9 @@ def config_of_1b() -> PretrainedConfig:
     )
 
 
-def empty_tensors(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def empty_tensors(
+    config: PretrainedConfig, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The parameters of such a model by their names. They take no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -132,4 +154,7 @@ def random_tensors(
 ) -> dict[str, torch.Tensor]:
     """Like these, in memory, with values from 0.5 to 1."""
     place = device or torch.device("cpu")
-    return {name: torch.empty_like(tensor, device=place).uniform_(0.5, 1.0) for name, tensor in empty.items()}
+    return {
+        name: torch.empty_like(tensor, device=place).uniform_(0.5, 1.0)
+        for name, tensor in empty.items()
+    }

@@ -1,5 +1,5 @@
-"""`python -m invrl.bench.even_model SOURCE TARGET`: a model folder like another, but with random weights and
-with heads that two ranks can divide."""
+"""`python -m invrl.bench.even_model SOURCE TARGET`: a model folder like another, but
+with random weights and with heads that two ranks can divide."""
 
 import json
 import shutil
@@ -12,7 +12,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf")
 
 
 def even_heads(heads: int, key_value_heads: int) -> tuple[int, int]:
-    """At most as many of both, if there are two: numbers that two ranks divide, and the second the first."""
+    """At most as many of both, if there are two: numbers that two ranks divide, and the
+    second the first."""
     heads = max(2, heads - heads % 2)
     candidates = range(2, max(2, key_value_heads) + 1, 2)
     return heads, max(number for number in candidates if heads % number == 0)
@@ -23,7 +24,9 @@ def make_even_model(source: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = read_hf_config(source)
-    heads, key_value_heads = even_heads(shape.num_attention_heads, shape.num_key_value_heads)
+    heads, key_value_heads = even_heads(
+        shape.num_attention_heads, shape.num_key_value_heads
+    )
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_WEIGHTS))
     config_file = target / "config.json"
     config = json.loads(config_file.read_text(encoding="utf-8"))

@@ -1,8 +1,10 @@
-"""A training step with a plain Hugging Face model, as someone who knows it would write it.
+"""A training step with a plain Hugging Face model, as someone who knows it would write
+it.
 
-Rows are padded to the longest of their micro-batch, which has as many as fit into the tokens of ours, in the
-order of the batch or sorted by length; SDPA; logits only where a row has something to train; autocast over
-float32 weights where ours computes in bfloat16 over float32 master weights; fused AdamW. The loss is ours.
+Rows are padded to the longest of their micro-batch, which has as many as fit into the
+tokens of ours, in the order of the batch or sorted by length; SDPA; logits only where a
+row has something to train; autocast over float32 weights where ours computes in
+bfloat16 over float32 master weights; fused AdamW. The loss is ours.
 """
 
 from contextlib import AbstractContextManager
@@ -42,7 +44,9 @@ class PaddedBatch:
 class HuggingFaceStep:
     """The model and its optimizer."""
 
-    def __init__(self, model_path: str, train: TrainConfig, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, model_path: str, train: TrainConfig, algorithm: AlgorithmConfig
+    ) -> None:
         self._train = train
         self._algorithm = algorithm
         model = AutoModelForCausalLM.from_pretrained(
@@ -71,7 +75,9 @@ class HuggingFaceStep:
         first = int(rows.trained_BT.any(0).nonzero()[0])
         keep = torch.arange(first - 1, rows.ids_BT.shape[1] - 1, device=device.device())
         with self._autocast():
-            output = self._model(input_ids=rows.ids_BT, attention_mask=rows.mask_BT, logits_to_keep=keep)
+            output = self._model(
+                input_ids=rows.ids_BT, attention_mask=rows.mask_BT, logits_to_keep=keep
+            )
         logprobs = (output.logits.float() / rows.temperature_B11).log_softmax(-1)
         picked_BT = logprobs.gather(-1, rows.ids_BT[:, first:, None])[..., 0]
         current_N = picked_BT[rows.trained_BT[:, first:]]
@@ -89,12 +95,15 @@ class HuggingFaceStep:
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(
-            device.device().type, torch.bfloat16, enabled=self._train.train_dtype == "bfloat16"
+            device.device().type,
+            torch.bfloat16,
+            enabled=self._train.train_dtype == "bfloat16",
         )
 
 
 def pad_batch(batch: TrainBatch, *, tokens: int, sorted_by_length: bool) -> PaddedBatch:
-    """Micro-batches of at most `tokens` tokens, padding included; a longer row is alone."""
+    """Micro-batches of at most `tokens` tokens, padding included; a longer row is
+    alone."""
     lengths = [len(sample.tokens_T) for sample in batch.samples]
     rows = list(range(len(lengths)))
     if sorted_by_length:

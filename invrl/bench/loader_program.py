@@ -1,8 +1,10 @@
-"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE DEVICE`: an engine's weight loader without SGLang.
+"""`python -m invrl.bench.loader_program PORT LAYOUT_FILE DEVICE`: an engine's weight
+loader without SGLang.
 
-An HTTP server that answers the control requests of `engines/sglang_client.py`. It runs the weight loader
-(`weights/in_engine.py`) on a torch module that has an engine's fused parameters, and computes nothing else.
-Requests need the key in `KEY_VARIABLE`, because a request for an update is unpickled, as SGLang does it.
+An HTTP server that answers the control requests of `engines/sglang_client.py`. It runs
+the weight loader (`weights/in_engine.py`) on a torch module that has an engine's fused
+parameters, and computes nothing else. Requests need the key in `KEY_VARIABLE`, because
+a request for an update is unpickled, as SGLang does it.
 """
 
 import base64
@@ -26,7 +28,8 @@ _LARGEST_REQUEST = 1 << 30
 
 
 def engine_shapes(layout: WeightLayout) -> dict[str, tuple[int, ...]]:
-    """The parameters of an engine that serves these tensors. Those of experts are not stacked."""
+    """The parameters of an engine that serves these tensors. Those of experts are not
+    stacked."""
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in layout:
         name = _parameter_of(spec.name)
@@ -64,7 +67,8 @@ def make_module(
 
 
 class _Control:
-    """The handlers of requests. They block the event loop, as an update blocks SGLang's scheduler."""
+    """The handlers of requests. They block the event loop, as an update blocks SGLang's
+    scheduler."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -72,7 +76,9 @@ class _Control:
 
     async def update_weights(self, request: web.Request) -> web.Response:
         body = await request.json()
-        named_tensors = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        named_tensors = pickle.loads(
+            base64.b64decode(body["serialized_named_tensors"][0])
+        )
         run(self._model, named_tensors)
         return web.json_response({})
 
@@ -96,7 +102,9 @@ def make_application(model: torch.nn.Module, key: str) -> web.Application:
         return await handler(request)
 
     control = _Control(model)
-    application = web.Application(middlewares=[check_key], client_max_size=_LARGEST_REQUEST)
+    application = web.Application(
+        middlewares=[check_key], client_max_size=_LARGEST_REQUEST
+    )
     application.add_routes(
         [
             web.post("/update_weights_from_tensor", control.update_weights),

@@ -1,5 +1,6 @@
-"""`python -m invrl.bench.rank_program`: one rank of a layout that trains a batch some times. Settings come as
-JSON on the standard input, the result goes as JSON to a file."""
+"""`python -m invrl.bench.rank_program`: one rank of a layout that trains a batch some
+times. Settings come as JSON on the standard input, the result goes as JSON to a
+file."""
 
 import json
 import sys
@@ -42,7 +43,8 @@ class LayoutSettings:
 
 
 def measure(settings: LayoutSettings) -> dict[str, object]:
-    """Seconds of each step but the first, and the rank's memory, as estimated and as measured."""
+    """Seconds of each step but the first, and the rank's memory, as estimated and as
+    measured."""
     listener = None
     if settings.rank == 0:
         listener = listen("127.0.0.1")
@@ -67,7 +69,9 @@ def measure(settings: LayoutSettings) -> dict[str, object]:
         longest=settings.train.max_tokens_per_microbatch,
         vocab_size=read_hf_config(settings.model_path).vocab_size,
     )
-    shard = shard_batch(batch, ranks=layout.data, steps=1)[layout.coordinates(settings.rank).data]
+    shard = shard_batch(batch, ranks=layout.data, steps=1)[
+        layout.coordinates(settings.rank).data
+    ]
     seconds: list[float] = []
     metrics: dict[str, float] = {}
     for _ in range(settings.repetitions + 1):
@@ -87,7 +91,9 @@ def _port(settings: LayoutSettings) -> int:
     deadline = time.monotonic() + settings.deadline_s
     while not Path(settings.port_file).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the first rank did not open its port within {settings.deadline_s} s")
+            raise TimeoutError(
+                f"the first rank did not open its port within {settings.deadline_s} s"
+            )
         time.sleep(0.05)
     return int(Path(settings.port_file).read_text(encoding="utf-8"))
 
@@ -95,4 +101,6 @@ def _port(settings: LayoutSettings) -> int:
 if __name__ == "__main__":
     layout_settings = TypeAdapter(LayoutSettings).validate_json(sys.stdin.read())
     torch.set_num_threads(layout_settings.threads)
-    Path(layout_settings.out).write_text(json.dumps(measure(layout_settings)), encoding="utf-8")
+    Path(layout_settings.out).write_text(
+        json.dumps(measure(layout_settings)), encoding="utf-8"
+    )

@@ -1,8 +1,9 @@
 """Ratios and their history. Pure but for reading and appending one file.
 
-A ratio is of two measurements of one run, taken in turns, so that it says more about the code than about the
-machine's other load. A later run is compared with the median of those before it on the same kind of machine.
-A ratio of speeds should not fall, and a ratio of costs should not rise.
+A ratio is of two measurements of one run, taken in turns, so that it says more about
+the code than about the machine's other load. A later run is compared with the median of
+those before it on the same kind of machine. A ratio of speeds should not fall, and a
+ratio of costs should not rise.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ TARGETS = {
 """Ratio -> the least it should be."""
 WORST_FALL = 0.10
 WORST_RISE = 0.25
-"""More than the worst fall: costs are wall time, which other work of the machine lengthens."""
+"""More than the worst fall: costs are wall time, which other work of the machine
+lengthens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,10 @@ class Speeds:
     reference: list[float] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        ratios = [ours / theirs for ours, theirs in zip(self.ours, self.reference, strict=True)]
+        ratios = [
+            ours / theirs
+            for ours, theirs in zip(self.ours, self.reference, strict=True)
+        ]
         return {
             "ratio": round(median(ratios), 3),
             "ratio_low": round(min(ratios), 3),
@@ -47,7 +52,8 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One run in the history. `machine` and `model` say what it may be compared with."""
+    """One run in the history. `machine` and `model` say what it may be compared
+    with."""
 
     date: str
     commit: str
@@ -58,17 +64,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one part of a measurement found: ratios, and what they come from under names of their own."""
+    """What one part of a measurement found: ratios, and what they come from under names
+    of their own."""
 
     ratios: Mapping[str, float]
     details: Mapping[str, Any]
     failure: str = ""
-    """Why it has no ratios, or what went wrong while they were measured; "" where nothing did."""
+    """Why it has no ratios, or what went wrong while they were measured; "" where
+    nothing did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A ratio that fell by more than `WORST_FALL`, or rose by more than `WORST_RISE`."""
+    """A ratio that fell by more than `WORST_FALL`, or rose by more than
+    `WORST_RISE`."""
 
     name: str
     now: float
@@ -83,34 +92,47 @@ class Change:
 
 
 def falls(now: Entry, history: Sequence[Entry]) -> list[Change]:
-    """Each ratio of `now` against the median of the runs of the same machine and model that have it."""
+    """Each ratio of `now` against the median of the runs of the same machine and model
+    that have it."""
     changes = _changes(now, history)
-    return [change for change in changes if change.now < (1 - WORST_FALL) * change.before]
+    return [
+        change for change in changes if change.now < (1 - WORST_FALL) * change.before
+    ]
 
 
 def rises(now: Entry, history: Sequence[Entry]) -> list[Change]:
     """As `falls`, for ratios of costs."""
     changes = _changes(now, history)
-    return [change for change in changes if change.now > (1 + WORST_RISE) * change.before]
+    return [
+        change for change in changes if change.now > (1 + WORST_RISE) * change.before
+    ]
 
 
 def _changes(now: Entry, history: Sequence[Entry]) -> Iterator[Change]:
     """Every ratio that the runs before have."""
-    comparable = [entry for entry in history if (entry.machine, entry.model) == (now.machine, now.model)]
+    comparable = [
+        entry
+        for entry in history
+        if (entry.machine, entry.model) == (now.machine, now.model)
+    ]
     for name, value in now.ratios.items():
         values = [entry.ratios[name] for entry in comparable if name in entry.ratios]
         if values:
             yield Change(name=name, now=value, before=median(values), runs=len(values))
 
 
-def missed(ratios: Mapping[str, float], targets: Mapping[str, float] = TARGETS) -> list[str]:
+def missed(
+    ratios: Mapping[str, float], targets: Mapping[str, float] = TARGETS
+) -> list[str]:
     """The ratios that are below their target, if they have one."""
     return [name for name, value in ratios.items() if value < targets.get(name, 0.0)]
 
 
 def exceeded(costs: Mapping[str, float], targets: Mapping[str, float]) -> list[str]:
     """The costs that are above their target, if they have one."""
-    return [name for name, value in costs.items() if value > targets.get(name, float("inf"))]
+    return [
+        name for name, value in costs.items() if value > targets.get(name, float("inf"))
+    ]
 
 
 def read_history(path: Path) -> list[Entry]:

@@ -1,4 +1,5 @@
-"""Plain gloo broadcasts of as many bytes as an update has, to a process that does nothing else with them."""
+"""Plain gloo broadcasts of as many bytes as an update has, to a process that does
+nothing else with them."""
 
 import os
 import sys
@@ -15,12 +16,15 @@ _HOST = "127.0.0.1"
 
 
 class RawBroadcasts(ServerProcess):
-    """The process that receives (`raw_broadcast_program.py`), and this process's end. This process must be in
-    no other default process group. Start it from a thread that lives as long as it should."""
+    """The process that receives (`raw_broadcast_program.py`), and this process's end.
+    This process must be in no other default process group. Start it from a thread that
+    lives as long as it should."""
 
-    def __init__(self, num_bytes: int, *, count: int, deadline_s: float, folder: Path) -> None:
-        """`count`: of the calls of `seconds`. `deadline_s`: of each wait for the other process. `folder`
-        takes its log."""
+    def __init__(
+        self, num_bytes: int, *, count: int, deadline_s: float, folder: Path
+    ) -> None:
+        """`count`: of the calls of `seconds`. `deadline_s`: of each wait for the other
+        process. `folder` takes its log."""
         self._source = torch.ones(num_bytes, dtype=torch.uint8)
         self._timeout = timedelta(seconds=deadline_s)
         self._listener = listen(_HOST)
@@ -39,7 +43,9 @@ class RawBroadcasts(ServerProcess):
     def join(self) -> None:
         """Raises torch's error if the other process does not come in time."""
         store = serve_store(self._listener, world_size=2, timeout=self._timeout)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=self._timeout)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=0, world_size=2, timeout=self._timeout
+        )
 
     def seconds(self) -> float:
         """Of one broadcast, until the other process has all of it."""

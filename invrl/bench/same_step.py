@@ -1,8 +1,10 @@
-"""`python -m invrl.bench.same_step`: proves that our training step and the plain one are the same,
-before their speeds are compared. Settings come as JSON on the standard input; the exit code is the result.
+"""`python -m invrl.bench.same_step`: proves that our training step and the plain one
+are the same, before their speeds are compared. Settings come as JSON on the standard
+input; the exit code is the result.
 
-It compares the gradients' norms in float32, of short batches. In bfloat16 the gradients of rows whose
-advantages cancel are mostly rounding, and two right steps can differ by half of the norm.
+It compares the gradients' norms in float32, of short batches. In bfloat16 the gradients
+of rows whose advantages cancel are mostly rounding, and two right steps can differ by
+half of the norm.
 """
 
 import sys
@@ -43,10 +45,14 @@ def check_same_step(settings: SameStepSettings) -> None:
     plain = HuggingFaceStep(settings.model_path, train, algorithm)
     vocab_size = read_hf_config(settings.model_path).vocab_size
     for workload in WORKLOADS:
-        batch = make_batch(workload, num_tokens=_TOKENS, longest=_TOKENS // 2, vocab_size=vocab_size)
+        batch = make_batch(
+            workload, num_tokens=_TOKENS, longest=_TOKENS // 2, vocab_size=vocab_size
+        )
         [shard] = shard_batch(batch, ranks=1, steps=1)
         ours = resolve(rank.train(shard).metrics, "")["grad_norm"]
-        reference = plain.run(pad_batch(batch, tokens=_TOKENS // 2, sorted_by_length=False))
+        reference = plain.run(
+            pad_batch(batch, tokens=_TOKENS // 2, sorted_by_length=False)
+        )
         # A comparison with NaN is False, so a NaN does not pass.
         if not abs(ours / reference - 1) <= _NORM_GAP:
             raise TrainError(

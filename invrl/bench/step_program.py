@@ -1,9 +1,11 @@
-"""`python -m invrl.bench.step_program`: our training step beside a plain Hugging Face one, on the same rows,
-in one process of one thread. Settings come as JSON on the standard input, the result goes as JSON to a file.
+"""`python -m invrl.bench.step_program`: our training step beside a plain Hugging Face
+one, on the same rows, in one process of one thread. Settings come as JSON on the
+standard input, the result goes as JSON to a file.
 
-On a CPU speeds are row tokens per CPU-second, padding not counted, so that other processes of the machine
-disturb them less; on a GPU per second. Both steps have the malloc settings of `device.prepare`, without which
-Hugging Face's is slower. Neither has more than one process.
+On a CPU speeds are row tokens per CPU-second, padding not counted, so that other
+processes of the machine disturb them less; on a GPU per second. Both steps have the
+malloc settings of `device.prepare`, without which Hugging Face's is slower. Neither has
+more than one process.
 """
 
 import json
@@ -49,14 +51,19 @@ class StepSettings:
 
 def measure(settings: StepSettings) -> dict[str, object]:
     """As `measure_rank`, with a rank that is started for it."""
-    rank = start_rank(settings.model_path, settings.train, AlgorithmConfig.model_validate({}))
+    rank = start_rank(
+        settings.model_path, settings.train, AlgorithmConfig.model_validate({})
+    )
     return measure_rank(rank, settings)
 
 
 def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
-    """Speeds by workload, the seconds of our steps by phase, and the rate of floating-point operations.
-    `rank` was started with the model and the settings of training that `settings` has."""
-    plain = HuggingFaceStep(settings.model_path, settings.train, AlgorithmConfig.model_validate({}))
+    """Speeds by workload, the seconds of our steps by phase, and the rate of
+    floating-point operations. `rank` was started with the model and the settings of
+    training that `settings` has."""
+    plain = HuggingFaceStep(
+        settings.model_path, settings.train, AlgorithmConfig.model_validate({})
+    )
     cost = ComputeCost.of_model(Path(settings.model_path))
     vocab_size = read_hf_config(settings.model_path).vocab_size
     speeds: dict[str, dict[str, list[float]]] = {}
@@ -76,8 +83,13 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
             result = rank.train(shard)
             phases.append({**result.seconds, "total": time.monotonic() - started})
 
-        padded = _padded_batches(workload, batch, settings.train.max_tokens_per_microbatch)
-        steps = {"trainer": ours, **{name: partial(plain.run, rows) for name, rows in padded.items()}}
+        padded = _padded_batches(
+            workload, batch, settings.train.max_tokens_per_microbatch
+        )
+        steps = {
+            "trainer": ours,
+            **{name: partial(plain.run, rows) for name, rows in padded.items()},
+        }
         measured = measure_steps(steps, batch, settings.repetitions)
         for name in padded:
             speeds[name] = {"ours": measured["trainer"], "reference": measured[name]}
@@ -89,20 +101,29 @@ def measure_rank(rank: TrainRank, settings: StepSettings) -> dict[str, object]:
         "speeds": speeds,
         "phases": phases[-settings.repetitions :],
         "operations_per_s": flops,
-        "matmul_operations_per_s": _matmul_rate(getattr(torch, settings.train.train_dtype)),
+        "matmul_operations_per_s": _matmul_rate(
+            getattr(torch, settings.train.train_dtype)
+        ),
     }
 
 
-def _padded_batches(workload: str, batch: TrainBatch, tokens: int) -> dict[str, PaddedBatch]:
-    """What the plain step trains, by the name of the ratio. Unequal rows come as they are in the batch, and
-    once more sorted by length, which costs a plain loop its order but saves it padding."""
+def _padded_batches(
+    workload: str, batch: TrainBatch, tokens: int
+) -> dict[str, PaddedBatch]:
+    """What the plain step trains, by the name of the ratio. Unequal rows come as they
+    are in the batch, and once more sorted by length, which costs a plain loop its order
+    but saves it padding."""
     padded = {workload: pad_batch(batch, tokens=tokens, sorted_by_length=False)}
     if workload == "long_tailed":
-        padded["long_tailed_sorted"] = pad_batch(batch, tokens=tokens, sorted_by_length=True)
+        padded["long_tailed_sorted"] = pad_batch(
+            batch, tokens=tokens, sorted_by_length=True
+        )
     return padded
 
 
-def start_rank(model_path: str, train: TrainConfig, algorithm: AlgorithmConfig) -> TrainRank:
+def start_rank(
+    model_path: str, train: TrainConfig, algorithm: AlgorithmConfig
+) -> TrainRank:
     """A trainer of one rank in this process."""
     settings = RankSettings(
         rank=0,
@@ -121,8 +142,8 @@ def start_rank(model_path: str, train: TrainConfig, algorithm: AlgorithmConfig) 
 def measure_steps(
     steps: Mapping[str, Callable[[], object]], batch: TrainBatch, repetitions: int
 ) -> dict[str, list[float]]:
-    """Tokens per second of each step, in turns; the first round is not counted. What a step returns is not
-    looked at: `same_step.py` proves that they are the same."""
+    """Tokens per second of each step, in turns; the first round is not counted. What a
+    step returns is not looked at: `same_step.py` proves that they are the same."""
     tokens = sum(len(sample.tokens_T) for sample in batch.samples)
     speeds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(repetitions + 1):
@@ -151,10 +172,11 @@ def _forward_operations(batch: TrainBatch, cost: ComputeCost) -> float:
 
 
 def _matmul_rate(dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a product of large square matrices, at best.
+    """Floating-point operations per second of a product of large square matrices, at
+    best.
 
-    The second one is transposed, as a layer's weight is: a CPU without bfloat16 instructions multiplies it
-    ten times as fast.
+    The second one is transposed, as a layer's weight is: a CPU without bfloat16
+    instructions multiplies it ten times as fast.
     """
     size = 8192 if device.on_cuda() else 1024
     a = torch.randn(size, size, device=device.device()).to(dtype)
@@ -169,4 +191,6 @@ def _matmul_rate(dtype: torch.dtype) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     step_settings = TypeAdapter(StepSettings).validate_json(sys.stdin.read())
-    Path(step_settings.out).write_text(json.dumps(measure(step_settings)), encoding="utf-8")
+    Path(step_settings.out).write_text(
+        json.dumps(measure(step_settings)), encoding="utf-8"
+    )

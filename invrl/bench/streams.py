@@ -17,10 +17,17 @@ _AFTER_A_FAILURE_S = 0.2
 
 
 class Streams:
-    """Keeps a number of requests in flight: where one ends, the next begins. Use as an async context manager;
-    requests that are in flight at the end are cancelled."""
+    """Keeps a number of requests in flight: where one ends, the next begins. Use as an
+    async context manager; requests that are in flight at the end are cancelled."""
 
-    def __init__(self, client: SglangClient, *, number: int, max_new_tokens: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        client: SglangClient,
+        *,
+        number: int,
+        max_new_tokens: int,
+        deadline_s: float,
+    ) -> None:
         """`deadline_s`: of each wait for tokens."""
         self.times: list[list[float]] = []
         """When the tokens of each request came, in seconds of the monotonic clock."""
@@ -36,7 +43,10 @@ class Streams:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._keep_in_flight(place)) for place in range(self._number)]
+        self._tasks = [
+            asyncio.create_task(self._keep_in_flight(place))
+            for place in range(self._number)
+        ]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -48,18 +58,27 @@ class Streams:
         """Until each place has so many tokens more. Raises DeadlineError."""
         wanted = [tokens + count for tokens in self._tokens]
         give_up_at = time.monotonic() + self._deadline_s
-        while any(tokens < least for tokens, least in zip(self._tokens, wanted, strict=True)):
+        while any(
+            tokens < least for tokens, least in zip(self._tokens, wanted, strict=True)
+        ):
             if time.monotonic() > give_up_at:
                 reasons = "; ".join(self.failures[-3:]) or "none failed"
-                waited_for = f"{count} tokens from each of {self._number} requests ({reasons})"
+                waited_for = (
+                    f"{count} tokens from each of {self._number} requests ({reasons})"
+                )
                 raise DeadlineError(waited_for, self._deadline_s)
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _keep_in_flight(self, place: int) -> None:
         random = np.random.default_rng(place)
-        prompt_T = random.integers(0, self._client.limits.vocab_size, _PROMPT_TOKENS).astype(np.int32)
-        # The first requests end one after the other, so that those behind them do not begin together.
-        max_new_tokens = self._max_new_tokens * (self._number + place) // (2 * self._number)
+        prompt_T = random.integers(
+            0, self._client.limits.vocab_size, _PROMPT_TOKENS
+        ).astype(np.int32)
+        # The first requests end one after the other, so that those behind them do not
+        # begin together.
+        max_new_tokens = (
+            self._max_new_tokens * (self._number + place) // (2 * self._number)
+        )
         while True:
             request = GenerateRequest(
                 rid=f"bench-{uuid4().hex}",
@@ -91,4 +110,6 @@ class Streams:
             self.finished += 1
         else:
             wanted = request.sampling.max_new_tokens
-            self.failures.append(f"{received} of {wanted} tokens, finish reason {finish_reason}")
+            self.failures.append(
+                f"{received} of {wanted} tokens, finish reason {finish_reason}"
+            )

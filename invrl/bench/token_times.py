@@ -1,5 +1,5 @@
-"""What the times of tokens say about a pause of generation. Pure functions; times are in seconds of the
-monotonic clock, a list for each stream."""
+"""What the times of tokens say about a pause of generation. Pure functions; times are
+in seconds of the monotonic clock, a list for each stream."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ class Window:
 
 
 def longest_gap(streams: Sequence[Sequence[float]], window: Window) -> float:
-    """The longest time between two tokens of one stream, of those times that overlap the window, or 0."""
+    """The longest time between two tokens of one stream, of those times that overlap
+    the window, or 0."""
     gaps = [
         later - earlier
         for earlier, later in chain.from_iterable(map(pairwise, streams))
@@ -31,12 +32,14 @@ def longest_silence(streams: Sequence[Sequence[float]], window: Window) -> float
 
 
 def decode_step(streams: Sequence[Sequence[float]], windows: Sequence[Window]) -> float:
-    """The median time between two tokens of one stream, of those that are both within one of the windows.
-    Raises ValueError if there are none."""
+    """The median time between two tokens of one stream, of those that are both within
+    one of the windows. Raises ValueError if there are none."""
     return median(_gaps_within(streams, windows))
 
 
-def _gaps_within(streams: Sequence[Sequence[float]], windows: Sequence[Window]) -> Iterator[float]:
+def _gaps_within(
+    streams: Sequence[Sequence[float]], windows: Sequence[Window]
+) -> Iterator[float]:
     for earlier, later in chain.from_iterable(map(pairwise, streams)):
         if any(window.start <= earlier and later <= window.end for window in windows):
             yield later - earlier

@@ -1,4 +1,5 @@
-"""`invrl bench train`: the trainer's ratios, measured in processes that are started one after the other.
+"""`invrl bench train`: the trainer's ratios, measured in processes that are started one
+after the other.
 
 Imports neither torch nor Megatron, so that the processes set both up themselves.
 """
@@ -46,7 +47,8 @@ class BenchSettings:
     """Row tokens of a step."""
     repetitions: int
     cores: int
-    """For the ratios of layouts: one process with all of them, or ranks that share them; 1: no layouts."""
+    """For the ratios of layouts: one process with all of them, or ranks that share
+    them; 1: no layouts."""
     deadline_s: float
     """Of each process."""
 
@@ -78,7 +80,8 @@ class _LayoutResult(BaseModel):
 
 
 def measure_trainer(settings: BenchSettings) -> Iterator[Part]:
-    """Part by part, so that a later one that fails or hangs costs none of those before it."""
+    """Part by part, so that a later one that fails or hangs costs none of those before
+    it."""
     with tempfile.TemporaryDirectory(prefix="invrl-bench-") as folder:
         ranks = _Ranks(settings, Path(folder))
         parts: dict[str, Callable[[], Part]] = {
@@ -92,11 +95,16 @@ def measure_trainer(settings: BenchSettings) -> Iterator[Part]:
             try:
                 yield measure()
             except (TrainError, DeadlineError) as error:
-                yield Part(ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}")
+                yield Part(
+                    ratios={},
+                    details={f"{name}_failed": str(error)},
+                    failure=f"{name}: {error}",
+                )
 
 
 class _Ranks:
-    """The parts that are measured in other processes: one that has all cores, or two that share them."""
+    """The parts that are measured in other processes: one that has all cores, or two
+    that share them."""
 
     def __init__(self, settings: BenchSettings, folder: Path) -> None:
         self._settings = settings
@@ -106,7 +114,13 @@ class _Ranks:
 
     def memory(self) -> Part:
         """The analytic minimum over the peak of one process."""
-        one = _measure_layout(self._settings, self._folder, "one_process", {}, threads=self._settings.cores)
+        one = _measure_layout(
+            self._settings,
+            self._folder,
+            "one_process",
+            {},
+            threads=self._settings.cores,
+        )
         self._one = one
         minimum = _analytic_minimum(self._settings, one.largest_micro_batch)
         return Part(
@@ -118,22 +132,33 @@ class _Ranks:
         return self._two_over_one(self._settings, "data_parallel_2", self._one)
 
     def tensor_parallel(self) -> Part:
-        """Of a model like this with other heads where two ranks cannot divide its own."""
+        """Of a model like this with other heads where two ranks cannot divide its
+        own."""
         settings = self._settings
         one = self._one
         if _refusal(settings, _LAYOUTS["tensor_parallel_2"]):
             settings = _with_even_heads(settings, self._folder)
             refusal = _refusal(settings, _LAYOUTS["tensor_parallel_2"])
             if refusal:
-                return Part(ratios={}, details={"tensor_parallel_2": {"refused": refusal}})
-            one = _measure_layout(settings, self._folder, "one_even", {}, threads=settings.cores)
+                return Part(
+                    ratios={}, details={"tensor_parallel_2": {"refused": refusal}}
+                )
+            one = _measure_layout(
+                settings, self._folder, "one_even", {}, threads=settings.cores
+            )
         return self._two_over_one(settings, "tensor_parallel_2", one)
 
-    def _two_over_one(self, settings: BenchSettings, name: str, one: "_LayoutResult | None") -> Part:
+    def _two_over_one(
+        self, settings: BenchSettings, name: str, one: "_LayoutResult | None"
+    ) -> Part:
         if one is None:
-            raise TrainError("there is nothing to compare with: one process could not be measured")
+            raise TrainError(
+                "there is nothing to compare with: one process could not be measured"
+            )
         threads = settings.cores // 2
-        two = _measure_layout(settings, self._folder, name, _LAYOUTS[name], threads=threads)
+        two = _measure_layout(
+            settings, self._folder, name, _LAYOUTS[name], threads=threads
+        )
         config = read_hf_config(settings.model_path)
         details = {
             "tokens_per_s": two.tokens_per_s,
@@ -141,7 +166,9 @@ class _Ranks:
             "heads": [config.num_attention_heads, config.num_key_value_heads],
             "weights": "the model's" if settings is self._settings else "random",
         }
-        return Part(ratios={name: two.tokens_per_s / one.tokens_per_s}, details={name: details})
+        return Part(
+            ratios={name: two.tokens_per_s / one.tokens_per_s}, details={name: details}
+        )
 
 
 def _with_even_heads(settings: BenchSettings, folder: Path) -> BenchSettings:
@@ -159,11 +186,15 @@ def _ratios_of_steps(steps: _StepResult) -> Part:
         summary = Speeds(**speeds).summary()
         details["speeds"][workload] = summary
         ratios[workload] = summary["ratio"]
-    # Of the time of a step: forward, backward and optimizer. The rest is the objective's.
+    # Of the time of a step: forward, backward and optimizer. The rest is the
+    # objective's.
     ratios["compute_share"] = median(
-        (phases["forward_backward"] + phases["optimizer"]) / phases["total"] for phases in steps.phases
+        (phases["forward_backward"] + phases["optimizer"]) / phases["total"]
+        for phases in steps.phases
     )
-    ratios["model_flops_utilization"] = median(steps.operations_per_s) / steps.matmul_operations_per_s
+    ratios["model_flops_utilization"] = (
+        median(steps.operations_per_s) / steps.matmul_operations_per_s
+    )
     details["operations_per_s"] = {
         "trainer": median(steps.operations_per_s),
         "matmul": steps.matmul_operations_per_s,
@@ -183,7 +214,9 @@ def _analytic_minimum(settings: BenchSettings, num_tokens: int) -> float:
         on_cuda=_on_cuda(),
     )
     estimate = budget.largest(num_tokens)
-    return (estimate.weights + estimate.gradients + estimate.optimizer + estimate.step) / 1e9
+    return (
+        estimate.weights + estimate.gradients + estimate.optimizer + estimate.step
+    ) / 1e9
 
 
 def _on_cuda() -> bool:
@@ -193,9 +226,12 @@ def _on_cuda() -> bool:
 
 
 def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
-    """Raises TrainError unless both steps are the same, before it compares their speeds."""
+    """Raises TrainError unless both steps are the same, before it compares their
+    speeds."""
     same_step = _Program("invrl.bench.same_step", folder / "same_step.log")
-    same_step.start({"model_path": settings.model_path, "train": settings.train.model_dump()})
+    same_step.start(
+        {"model_path": settings.model_path, "train": settings.train.model_dump()}
+    )
     _wait([same_step], settings.deadline_s)
     out = folder / "steps.json"
     program = _Program("invrl.bench.step_program", folder / "steps.log")
@@ -215,14 +251,21 @@ def _measure_steps(settings: BenchSettings, folder: Path) -> _StepResult:
 def _refusal(settings: BenchSettings, sizes: Mapping[str, int]) -> str:
     """Why the model cannot be divided so; "" where it can."""
     try:
-        settings.train.model_copy(update=dict(sizes)).check_model(read_hf_config(settings.model_path))
+        settings.train.model_copy(update=dict(sizes)).check_model(
+            read_hf_config(settings.model_path)
+        )
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def _measure_layout(
-    settings: BenchSettings, folder: Path, name: str, sizes: Mapping[str, int], *, threads: int
+    settings: BenchSettings,
+    folder: Path,
+    name: str,
+    sizes: Mapping[str, int],
+    *,
+    threads: int,
 ) -> _LayoutResult:
     train = settings.train.model_copy(update=dict(sizes))
     store_key = random_key()
@@ -230,7 +273,9 @@ def _measure_layout(
     outs: list[Path] = []
     for rank in range(train.layout.world_size):
         outs.append(folder / f"{name}-{rank}.json")
-        program = _Program("invrl.bench.rank_program", folder / f"{name}-{rank}.log", threads=threads)
+        program = _Program(
+            "invrl.bench.rank_program", folder / f"{name}-{rank}.log", threads=threads
+        )
         program.start(
             {
                 "rank": rank,
@@ -252,7 +297,8 @@ def _measure_layout(
 
 
 class _Program:
-    """A process of the measurement, which ends with this one. `log` takes what it prints."""
+    """A process of the measurement, which ends with this one. `log` takes what it
+    prints."""
 
     def __init__(self, module: str, log: Path, *, threads: int = 1) -> None:
         self._module = module
@@ -284,8 +330,14 @@ class _Program:
         except subprocess.TimeoutExpired as error:
             raise DeadlineError(f"{self._module} to end", seconds) from error
         if exit_code:
-            last_lines = "\n".join(self._log.read_text(errors="replace", encoding="utf-8").splitlines()[-12:])
-            raise TrainError(f"{self._module} ended with exit code {exit_code}:\n{last_lines}")
+            last_lines = "\n".join(
+                self._log.read_text(errors="replace", encoding="utf-8").splitlines()[
+                    -12:
+                ]
+            )
+            raise TrainError(
+                f"{self._module} ended with exit code {exit_code}:\n{last_lines}"
+            )
 
     def stop(self) -> None:
         self._process.kill()

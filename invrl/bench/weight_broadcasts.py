@@ -1,7 +1,8 @@
-"""What the weight transport `collective` costs beside a plain gloo broadcast of the same bytes, in turns.
+"""What the weight transport `collective` costs beside a plain gloo broadcast of the
+same bytes, in turns.
 
-Three processes: this one is the trainer; one is the engine's weight loader alone; one receives the plain
-broadcasts.
+Three processes: this one is the trainer; one is the engine's weight loader alone; one
+receives the plain broadcasts.
 """
 
 import asyncio
@@ -26,10 +27,14 @@ from invrl.weights.config import WeightSyncConfig
 _START_S = 300.0
 
 
-async def measure_broadcasts(config: PretrainedConfig, settings: WeightBenchSettings) -> Part:
-    """The ratio: seconds of an update's load, in which the engine receives the weights and reads them back,
-    over seconds of a plain broadcast. Raises InvrlError."""
-    weight_sync = WeightSyncConfig.model_validate({"weight_sync_timeout_s": settings.deadline_s})
+async def measure_broadcasts(
+    config: PretrainedConfig, settings: WeightBenchSettings
+) -> Part:
+    """The ratio: seconds of an update's load, in which the engine receives the weights
+    and reads them back, over seconds of a plain broadcast. Raises InvrlError."""
+    weight_sync = WeightSyncConfig.model_validate(
+        {"weight_sync_timeout_s": settings.deadline_s}
+    )
     timeout_s = weight_sync.broadcast_timeout_s
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)
     tensors = random_tensors(empty_tensors(config, dtype))
@@ -75,6 +80,15 @@ async def _measure(engine: UpdatedEngine, raw: RawBroadcasts, repetitions: int) 
         unequal += await engine.unequal_tensors()
     pairs = zip(updates, raw_seconds, strict=True)
     ratio = median(update.phases["load"] / raw_s for update, raw_s in pairs)
-    details = summary_of(updates) | {"raw_s": median(raw_seconds), "unequal_tensors": unequal}
-    failure = f"{BROADCAST}: {unequal} tensors are not what the trainer has" if unequal else ""
-    return Part(ratios={BROADCAST: ratio}, details={BROADCAST: details}, failure=failure)
+    details = summary_of(updates) | {
+        "raw_s": median(raw_seconds),
+        "unequal_tensors": unequal,
+    }
+    failure = (
+        f"{BROADCAST}: {unequal} tensors are not what the trainer has"
+        if unequal
+        else ""
+    )
+    return Part(
+        ratios={BROADCAST: ratio}, details={BROADCAST: details}, failure=failure
+    )

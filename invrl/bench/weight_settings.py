@@ -1,4 +1,5 @@
-"""What `invrl bench weights` measures, and what its ratios should be. Imports no torch."""
+"""What `invrl bench weights` measures, and what its ratios should be. Imports no
+torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +7,8 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 IN_FLIGHT_MODE = "in_place"
-"""What happens to requests in flight: they keep their keys and values (`weight_update_inflight`)."""
+"""What happens to requests in flight: they keep their keys and values
+(`weight_update_inflight`)."""
 FEW_REQUESTS = 8
 MANY_REQUESTS = 64
 BROADCAST = "broadcast"
@@ -28,8 +30,9 @@ GPU_WEIGHT_TARGETS = {
     "loader_1b_stage_and_load": 20.0,
     "loader_1b_memory_growth": 0.1,
 }
-"""Likewise, for the loader alone on a GPU: the time of staging and loading, over a copy of the same bytes
-within the GPU, and by how much the GPU's memory in use grows in all updates, over those bytes."""
+"""Likewise, for the loader alone on a GPU: the time of staging and loading, over a copy
+of the same bytes within the GPU, and by how much the GPU's memory in use grows in all
+updates, over those bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Updates of one engine's weights, timed beside copies of as many bytes, with and without requests in flight.
+"""Updates of one engine's weights, timed beside copies of as many bytes, with and
+without requests in flight.
 
 An update is the transaction of a run (`weights/transaction.py`) over the arena.
 """
@@ -35,11 +36,14 @@ class TimedUpdate:
     """One update, and one copy of the same bytes before it."""
 
     window: Window
-    """From the end of the trainer's step to the end of the update, its canary included."""
+    """From the end of the trainer's step to the end of the update, its canary
+    included."""
     resumed_at: float
-    """When the engine was told to go on, before its canary: a time of the monotonic clock."""
+    """When the engine was told to go on, before its canary: a time of the monotonic
+    clock."""
     ready_s: float
-    """From the end of the trainer's step until the engine can decode under the new version."""
+    """From the end of the trainer's step until the engine can decode under the new
+    version."""
     copy_s: float
     phases: Mapping[str, float]
 
@@ -69,7 +73,8 @@ class UpdatedEngine:
         device: torch.device | None = None,
         load: Load = load_alone,
     ) -> None:
-        """`version`: what the engine holds. `device`: the GPU that has the weights; None for the host."""
+        """`version`: what the engine holds. `device`: the GPU that has the weights;
+        None for the host."""
         self._device = device or torch.device("cpu")
         self._weights = weights
         self.receiver = receiver
@@ -89,7 +94,8 @@ class UpdatedEngine:
         )
 
     async def warm_up(self) -> int:
-        """Returns the number of updates. Raises WeightSyncError, as every update does."""
+        """Returns the number of updates. Raises WeightSyncError, as every update
+        does."""
         for _ in range(_WARM_UP_UPDATES):
             await self.change_weights()
             await self.update(copy_s=0.0)
@@ -118,16 +124,19 @@ class UpdatedEngine:
         return await asyncio.to_thread(copy_seconds, self._num_bytes, self._device)
 
     async def unequal_tensors(self) -> int:
-        """How many tensors of the engine differ from the trainer's. Generation must be paused."""
-        staged = StagedWeights(version=WeightVersion(self._version), handle="", checksums={}, num_bytes=0)
+        """How many tensors of the engine differ from the trainer's. Generation must be
+        paused."""
+        staged = StagedWeights(
+            version=WeightVersion(self._version), handle="", checksums={}, num_bytes=0
+        )
         held = await self.receiver.checksums(staged)
         expected = await self._weights.checksums()
         return sum(held.get(name) != checksum for name, checksum in expected.items())
 
 
 def copy_seconds(num_bytes: int, device: torch.device) -> float:
-    """The median of three copies of so many bytes within the device's memory, by one thread, through buffers
-    that are faulted in."""
+    """The median of three copies of so many bytes within the device's memory, by one
+    thread, through buffers that are faulted in."""
     size = min(num_bytes, _COPY_BUFFER_BYTES)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.ones(size, dtype=torch.uint8, device=device)
@@ -160,14 +169,22 @@ async def measure_idle(engine: UpdatedEngine, *, name: str, updates: int) -> Par
         unequal += await engine.unequal_tensors()
     ratio = median(update.ready_s / update.copy_s for update in measured)
     details = summary_of(measured) | {"unequal_tensors": unequal}
-    failure = f"{name}: {unequal} tensors are not what the trainer has" if unequal else ""
+    failure = (
+        f"{name}: {unequal} tensors are not what the trainer has" if unequal else ""
+    )
     return Part(ratios={name: ratio}, details={name: details}, failure=failure)
 
 
 async def measure_in_flight(
-    engine: UpdatedEngine, client: SglangClient, *, number: int, updates: int, deadline_s: float
+    engine: UpdatedEngine,
+    client: SglangClient,
+    *,
+    number: int,
+    updates: int,
+    deadline_s: float,
 ) -> Part:
-    """The same engine with a number of requests in flight. `client` samples, through the router or not."""
+    """The same engine with a number of requests in flight. `client` samples, through
+    the router or not."""
     measured: list[TimedUpdate] = []
     quiet: list[Window] = []
     unequal = 0
@@ -196,17 +213,20 @@ async def measure_in_flight(
     return part_in_flight(measured, streams, quiet, number=number, unequal=unequal)
 
 
-# ------------------------------------------------------------------ what follows from measured updates
+# ------------------------------------------------- what follows from measured updates
 
 
 def summary_of(updates: Sequence[TimedUpdate]) -> dict[str, Any]:
-    """Medians, in seconds. `phases` has those that the transaction times, and "paused"."""
+    """Medians, in seconds. `phases` has those that the transaction times, and
+    "paused"."""
     names = updates[0].phases.keys()
     return {
         "updates": len(updates),
         "ready_s": median(update.ready_s for update in updates),
         "copy_s": median(update.copy_s for update in updates),
-        "phases": {name: median(update.phases[name] for update in updates) for name in names},
+        "phases": {
+            name: median(update.phases[name] for update in updates) for name in names
+        },
     }
 
 
@@ -240,14 +260,18 @@ def part_in_flight(
     }
     reasons: list[str] = []
     if num_failed:
-        reasons.append(f"{num_failed} requests failed, the first with: {streams.failures[0]}")
+        reasons.append(
+            f"{num_failed} requests failed, the first with: {streams.failures[0]}"
+        )
     if unequal:
         reasons.append(f"{unequal} tensors are not what the trainer has")
     name = f"in_flight_{number}"
     return Part(
         ratios={
             f"gap_{number}_{IN_FLIGHT_MODE}": _in_copies(gaps, step_s, updates),
-            f"load_gap_{number}_{IN_FLIGHT_MODE}": _in_copies(load_gaps, step_s, updates),
+            f"load_gap_{number}_{IN_FLIGHT_MODE}": _in_copies(
+                load_gaps, step_s, updates
+            ),
             f"failed_requests_{number}": num_failed,
             f"unequal_tensors_{number}": unequal,
         },
@@ -256,7 +280,10 @@ def part_in_flight(
     )
 
 
-def _in_copies(gaps: Sequence[float], step_s: float, updates: Sequence[TimedUpdate]) -> float:
-    """The median of what a gap has beyond a decode step, over the copy of its update."""
+def _in_copies(
+    gaps: Sequence[float], step_s: float, updates: Sequence[TimedUpdate]
+) -> float:
+    """The median of what a gap has beyond a decode step, over the copy of its
+    update."""
     pairs = zip(gaps, updates, strict=True)
     return median(max(gap_s - step_s, 0.0) / update.copy_s for gap_s, update in pairs)

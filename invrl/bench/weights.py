@@ -1,8 +1,9 @@
-"""`invrl bench weights`: what an update of the engine's weights costs, beside one copy of the same bytes.
+"""`invrl bench weights`: what an update of the engine's weights costs, beside one copy
+of the same bytes.
 
-The same updates run against the weight loader alone (`loader_server.py`) and against a real engine, idle and
-with requests in flight. The weight transport `collective` runs beside plain broadcasts on the loader alone.
-Imports torch when it is imported.
+The same updates run against the weight loader alone (`loader_server.py`) and against a
+real engine, idle and with requests in flight. The weight transport `collective` runs
+beside plain broadcasts on the loader alone. Imports torch when it is imported.
 """
 
 import asyncio
@@ -43,14 +44,18 @@ from invrl.errors import InvrlError
 from invrl.weights.config import WeightSyncConfig
 
 _MEMORY_RESERVE = 1 << 30
-"""Bytes that the loader alone needs besides weights: torch, twice, and the buffers of the copy."""
+"""Bytes that the loader alone needs besides weights: torch, twice, and the buffers of
+the copy."""
 _KV_TOKENS = 24_576
 """Enough for all requests in flight, each with its prompt and all of its tokens."""
 _LOADER_START_S = 300.0
 
 
-async def measure_weights(settings: WeightBenchSettings, report: Callable[[Part], None]) -> None:
-    """Reports each part as soon as it is measured. One that fails costs none of the others."""
+async def measure_weights(
+    settings: WeightBenchSettings, report: Callable[[Part], None]
+) -> None:
+    """Reports each part as soon as it is measured. One that fails costs none of the
+    others."""
     torch.set_num_threads(1)
     model = config_of(Path(settings.model_path))
     await _report_part("loader", _measure_on_loader("loader", model, settings), report)
@@ -59,10 +64,16 @@ async def measure_weights(settings: WeightBenchSettings, report: Callable[[Part]
     if settings.with_engine:
         await _measure_on_engine(settings, report)
     if settings.with_1b:
-        await _report_part("loader_1b", _measure_on_loader("loader_1b", config_of_1b(), settings), report)
+        await _report_part(
+            "loader_1b",
+            _measure_on_loader("loader_1b", config_of_1b(), settings),
+            report,
+        )
 
 
-async def _report_part(name: str, measurement: Awaitable[Part], report: Callable[[Part], None]) -> None:
+async def _report_part(
+    name: str, measurement: Awaitable[Part], report: Callable[[Part], None]
+) -> None:
     try:
         report(await measurement)
     except InvrlError as error:
@@ -70,11 +81,16 @@ async def _report_part(name: str, measurement: Awaitable[Part], report: Callable
 
 
 def _failed(name: str, error: InvrlError) -> Part:
-    return Part(ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}")
+    return Part(
+        ratios={}, details={f"{name}_failed": str(error)}, failure=f"{name}: {error}"
+    )
 
 
-async def _measure_on_loader(name: str, config: PretrainedConfig, settings: WeightBenchSettings) -> Part:
-    """Two processes: this one is the trainer, the other is the engine's weight loader alone."""
+async def _measure_on_loader(
+    name: str, config: PretrainedConfig, settings: WeightBenchSettings
+) -> Part:
+    """Two processes: this one is the trainer, the other is the engine's weight loader
+    alone."""
     device = None if settings.device == "cpu" else torch.device(settings.device)
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)
     empty = empty_tensors(config, dtype)
@@ -108,7 +124,9 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
                 await engine.warm_up()
                 await engine.copy_seconds()  # takes its buffers
                 free_before = _free_bytes(device)
-                part = await measure_idle(engine, name=name, updates=settings.repetitions)
+                part = await measure_idle(
+                    engine, name=name, updates=settings.repetitions
+                )
                 grown = free_before - _free_bytes(device)
         finally:
             await asyncio.to_thread(server.stop)
@@ -119,27 +137,31 @@ async def _measure_on_loader(name: str, config: PretrainedConfig, settings: Weig
 
 
 def with_gpu_ratios(part: Part, name: str, *, memory_growth: int) -> Part:
-    """Adds what both ends of the arena take, over a copy of the same bytes, and the growth of the memory in
-    use, over those bytes. `memory_growth`: in bytes."""
+    """Adds what both ends of the arena take, over a copy of the same bytes, and the
+    growth of the memory in use, over those bytes. `memory_growth`: in bytes."""
     details = part.details[name]
     phases = details["phases"]
     ratios = {
         **part.ratios,
-        f"{name}_stage_and_load": (phases["stage"] + phases["load"]) / details["copy_s"],
+        f"{name}_stage_and_load": (phases["stage"] + phases["load"])
+        / details["copy_s"],
         f"{name}_memory_growth": memory_growth / details["num_bytes"],
     }
     return replace(part, ratios=ratios)
 
 
 def _free_bytes(device: torch.device | None) -> int:
-    """Bytes of the device's memory in use by all processes; 0 for the host's, where others come and go."""
+    """Bytes of the device's memory in use by all processes; 0 for the host's, where
+    others come and go."""
     if device is None:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     return free
 
 
-async def _measure_on_engine(settings: WeightBenchSettings, report: Callable[[Part], None]) -> None:
+async def _measure_on_engine(
+    settings: WeightBenchSettings, report: Callable[[Part], None]
+) -> None:
     with TemporaryDirectory(prefix="invrl-bench-") as folder:
         async with AsyncExitStack() as stack:
             try:
@@ -150,10 +172,16 @@ async def _measure_on_engine(settings: WeightBenchSettings, report: Callable[[Pa
 
             def in_flight(number: int, updates: int) -> Awaitable[Part]:
                 return measure_in_flight(
-                    engine, client, number=number, updates=updates, deadline_s=settings.deadline_s
+                    engine,
+                    client,
+                    number=number,
+                    updates=updates,
+                    deadline_s=settings.deadline_s,
                 )
 
-            idle = measure_idle(engine, name="engine_idle", updates=settings.repetitions)
+            idle = measure_idle(
+                engine, name="engine_idle", updates=settings.repetitions
+            )
             await _report_part("engine_idle", idle, report)
             few = in_flight(FEW_REQUESTS, settings.updates)
             await _report_part(f"in_flight_{FEW_REQUESTS}", few, report)
@@ -179,7 +207,10 @@ async def _start_engine(
     await fleet.start()
     await fleet.admit()
     client = SglangClient(
-        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key, name="the router"
+        fleet.router.url,
+        limits=fleet.limits,
+        api_key=fleet.router.api_key,
+        name="the router",
     )
     await stack.enter_async_context(client)
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)

@@ -1,4 +1,5 @@
-"""Batches to measure a trainer with: random tokens in rows of chosen lengths. Pure numpy."""
+"""Batches to measure a trainer with: random tokens in rows of chosen lengths. Pure
+numpy."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +10,19 @@ WORKLOADS = ("equal_lengths", "long_tailed", "shared_prompts")
 _PROMPT_SHARE = 0.25
 """Tokens of a row that are not trained."""
 _ROLLOUT_LOGPROB = -30.0
-"""Of every trained token, in nats: far below the model's, so that every importance weight is at its cap. With
-weights that the model decides, a few tokens would make the whole gradient."""
+"""Of every trained token, in nats: far below the model's, so that every importance
+weight is at its cap. With weights that the model decides, a few tokens would make the
+whole gradient."""
 _ROWS = 16
 _GROUP = 8
 
 
-def make_batch(workload: str, *, num_tokens: int, longest: int, vocab_size: int) -> TrainBatch:
-    """About `num_tokens` tokens in 16 rows, none longer than `longest`. "equal_lengths" and "long_tailed"
-    share no prefixes; in "shared_prompts" groups of eight rows have one prompt, as long as half of a row."""
+def make_batch(
+    workload: str, *, num_tokens: int, longest: int, vocab_size: int
+) -> TrainBatch:
+    """About `num_tokens` tokens in 16 rows, none longer than `longest`. "equal_lengths"
+    and "long_tailed" share no prefixes; in "shared_prompts" groups of eight rows have
+    one prompt, as long as half of a row."""
     rng = np.random.default_rng(0)
     mean = min(longest, num_tokens // _ROWS)
     lengths = [mean] * _ROWS

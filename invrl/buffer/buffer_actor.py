@@ -1,13 +1,16 @@
-"""The buffer's process: a Ray async actor around the state machine of `group_buffer.py`.
+"""The buffer's process: a Ray async actor around the state machine of
+`group_buffer.py`.
 
-`BufferActor` is a plain class: tests use it without Ray, and `host/actor.py` runs it as a Ray actor. It
-answers calls and polls the run store's outbox, through which finished sessions arrive. Recording an outcome
-is idempotent, so an outcome may also be pushed through `record`. The poller also asks the store what running
-rollouts have sampled, so that a group with tokens that are too old is dropped before its first member ends.
+`BufferActor` is a plain class: tests use it without Ray, and `host/actor.py` runs it as
+a Ray actor. It answers calls and polls the run store's outbox, through which finished
+sessions arrive. Recording an outcome is idempotent, so an outcome may also be pushed
+through `record`. The poller also asks the store what running rollouts have sampled, so
+that a group with tokens that are too old is dropped before its first member ends.
 
-The ledger is written by every poll, and before `trained` and `snapshot` answer. A write that has begun always
-ends, even if its caller is cancelled or the actor closes meanwhile, and the next write begins after it. If
-the polling fails, every call that waits for work or for a batch raises that failure."""
+The ledger is written by every poll, and before `trained` and `snapshot` answer. A write
+that has begun always ends, even if its caller is cancelled or the actor closes
+meanwhile, and the next write begins after it. If the polling fails, every call that
+waits for work or for a batch raises that failure."""
 
 import asyncio
 import contextlib
@@ -37,7 +40,14 @@ from invrl.host.log_lines import LogSettings
 from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore, WaitsOutside
-from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, Task, WeightVersion
+from invrl.types import (
+    DroppedGroup,
+    GroupLease,
+    Outcome,
+    TakenBatch,
+    Task,
+    WeightVersion,
+)
 
 _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
@@ -49,7 +59,8 @@ _LOOK_INTERVAL_S = 5.0
 
 
 class BufferActor:
-    """Its arguments are sent to the actor's process, so `tasks_factory` is called there."""
+    """Its arguments are sent to the actor's process, so `tasks_factory` is called
+    there."""
 
     def __init__(
         self,
@@ -64,8 +75,8 @@ class BufferActor:
         log: LogSettings | None = None,
     ) -> None:
         """`trains_all_roots`: False if only a session's main conversation is trained.
-        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other writers. `log`: what
-        the process logs, if it has one of its own."""
+        `heartbeat_timeout_s`: the run's; it limits how long the ledger waits for other
+        writers. `log`: what the process logs, if it has one of its own."""
         forget_keys()  # the task source and the group filter are user code
         self._buffer = GroupBuffer(
             config,
@@ -88,22 +99,26 @@ class BufferActor:
         """A second connection: the poller uses the first one in its thread."""
         self._checked: set[str] = set()
         """Ids of the groups whose tokens were looked up in the store."""
-        self._ledger = LedgerStore(run_store_path, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._ledger = LedgerStore(
+            run_store_path, heartbeat_timeout_s=heartbeat_timeout_s
+        )
         self._poll_interval_s = poll_interval_s
         self._trains_all_roots = trains_all_roots
         self._leased_at: dict[str, float] = {}
-        """When rollouts of a group in flight were last leased, on the monotonic clock."""
+        """When rollouts of a group in flight were last leased, on the monotonic
+        clock."""
         self._next_suspects_check = 0.0
-        """When the suspects of staleness are to be checked next, on the monotonic clock."""
+        """When the suspects of staleness are to be checked next, on the monotonic
+        clock."""
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Begins an incarnation of the run, from a checkpoint's snapshot or from the start, and begins to
-        poll the outbox. A second call does nothing. Outbox rows of earlier incarnations count only as
-        `GroupBuffer.restore` says."""
+        """Begins an incarnation of the run, from a checkpoint's snapshot or from the
+        start, and begins to poll the outbox. A second call does nothing. Outbox rows of
+        earlier incarnations count only as `GroupBuffer.restore` says."""
         if self._poller is not None:
             return
         if self._log_settings is not None:
@@ -117,24 +132,32 @@ class BufferActor:
 
     def _restore(self, snapshot: BufferSnapshot) -> None:
         self._incarnation = self._ledger.begin(
-            parent=snapshot.incarnation, step=int(snapshot.trained), sequence=snapshot.sequence
+            parent=snapshot.incarnation,
+            step=int(snapshot.trained),
+            sequence=snapshot.sequence,
         )
-        rows = self._outbox.outbox_after(snapshot.outbox_seq, self._seen - snapshot.outbox_seq)
+        rows = self._outbox.outbox_after(
+            snapshot.outbox_seq, self._seen - snapshot.outbox_seq
+        )
         self._buffer.restore(snapshot, [outcome for _, outcome in rows])
 
     async def beat(self) -> Pulse:
         return pulse()
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        """The buffer's present state, for a checkpoint. Everything it names (turns, outcomes, ledger entries)
-        is on disk before this returns, so before the checkpoint appears: a power loss cannot take it."""
+        """The buffer's present state, for a checkpoint. Everything it names (turns,
+        outcomes, ledger entries) is on disk before this returns, so before the
+        checkpoint appears: a power loss cannot take it."""
         snapshot = self._buffer.snapshot(trained)
-        snapshot = replace(snapshot, incarnation=self._incarnation, outbox_seq=self._seen)
+        snapshot = replace(
+            snapshot, incarnation=self._incarnation, outbox_seq=self._seen
+        )
         await self._write_ledger(to_disk=True)
         return msgspec.json.encode(snapshot)
 
     async def final_snapshot(self, trained: WeightVersion) -> bytes:
-        """The snapshot for the checkpoint of a run that ends early, wherever its loop was."""
+        """The snapshot for the checkpoint of a run that ends early, wherever its loop
+        was."""
         self._buffer.settle(trained)
         return await self.snapshot(trained)
 
@@ -152,8 +175,9 @@ class BufferActor:
         await self._notify()
 
     async def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """Groups that were dropped while members of them were in flight; each is returned once. Waits for the
-        first one. Empty if there is none for `_UNWANTED_WAIT_S`, or if the buffer closes."""
+        """Groups that were dropped while members of them were in flight; each is
+        returned once. Waits for the first one. Empty if there is none for
+        `_UNWANTED_WAIT_S`, or if the buffer closes."""
         deadline = time.monotonic() + _UNWANTED_WAIT_S
         async with self._changed:
             while True:
@@ -167,10 +191,11 @@ class BufferActor:
     async def take(self, timeout_s: float) -> TakenBatch:
         """Waits for a batch.
 
-        Raises IdenticalFailuresError once every rollout so far has failed for the same reason or too many in
-        a row have failed in the same way; FilteredOutError once the group filter has dropped as many groups
-        in a row as it may; DeadlineError, naming what is missing, after `timeout_s` or as soon as the task
-        source cannot fill a batch any more."""
+        Raises IdenticalFailuresError once every rollout so far has failed for the same
+        reason or too many in a row have failed in the same way; FilteredOutError once
+        the group filter has dropped as many groups in a row as it may; DeadlineError,
+        naming what is missing, after `timeout_s` or as soon as the task source cannot
+        fill a batch any more."""
         lived_time = LivedTime()
         start = lived_time.now()
         async with self._changed:
@@ -190,25 +215,35 @@ class BufferActor:
                 await self._wait_for_change(min(timeout_s - waited_s, _LOOK_INTERVAL_S))
 
     async def _wait_for_change(self, timeout_s: float) -> None:
-        """Until the buffer has changed, for at most `timeout_s`. The caller holds `_changed`."""
+        """Until the buffer has changed, for at most `timeout_s`. The caller holds
+        `_changed`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     async def _drop_groups_without_tokens(self) -> None:
-        """Looks up each group that may be taken in the store, once. If the store has lost what a checkpoint
-        names (a power loss, a damaged file), those groups are dropped and the run continues."""
-        while unchecked := [group for group in self._buffer.takeable() if group.id not in self._checked]:
+        """Looks up each group that may be taken in the store, once. If the store has
+        lost what a checkpoint names (a power loss, a damaged file), those groups are
+        dropped and the run continues."""
+        while unchecked := [
+            group for group in self._buffer.takeable() if group.id not in self._checked
+        ]:
             summaries = [rollout for group in unchecked for rollout in group.rollouts_G]
             lost = await asyncio.to_thread(self._tokens.without_tokens, summaries)
             for group in unchecked:
                 self._checked.add(group.id)
                 faults = [
-                    lost[rollout.session_id] for rollout in group.rollouts_G if rollout.session_id in lost
+                    lost[rollout.session_id]
+                    for rollout in group.rollouts_G
+                    if rollout.session_id in lost
                 ]
                 if not faults:
                     continue
-                _log.warning("group %s is dropped: in the run's store %s", group.id, "; ".join(faults))
+                _log.warning(
+                    "group %s is dropped: in the run's store %s",
+                    group.id,
+                    "; ".join(faults),
+                )
                 self._buffer.drop_lost(group.id)
 
     async def trained(self, batch_id: int) -> None:
@@ -227,8 +262,9 @@ class BufferActor:
         return self._buffer.metrics()
 
     async def close(self) -> None:
-        """Ends the run: drops everything untrained, writes the rest of the ledger, closes the store. A second
-        call does nothing. The poller is not cancelled, because it may be in the middle of a write."""
+        """Ends the run: drops everything untrained, writes the rest of the ledger,
+        closes the store. A second call does nothing. The poller is not cancelled,
+        because it may be in the middle of a write."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -242,7 +278,8 @@ class BufferActor:
         self._ledger.close()
 
     async def _poll(self) -> None:
-        """Polls until `close`. The outbox is read in a thread: a slow disk must not delay leases."""
+        """Polls until `close`. The outbox is read in a thread: a slow disk must not
+        delay leases."""
         try:
             while not self._closing.is_set():
                 rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
@@ -262,9 +299,9 @@ class BufferActor:
             await self._notify()
 
     async def _drop_stale_in_flight(self) -> None:
-        """Drops groups in which a running rollout has sampled tokens that are too old by now. If only main
-        conversations are trained, it is unknown until a rollout ends which of its tokens count, so none is
-        dropped."""
+        """Drops groups in which a running rollout has sampled tokens that are too old
+        by now. If only main conversations are trained, it is unknown until a rollout
+        ends which of its tokens count, so none is dropped."""
         if not self._trains_all_roots:
             return
         if time.monotonic() < self._next_suspects_check:
@@ -278,11 +315,13 @@ class BufferActor:
         await self._notify()
 
     async def _write_ledger(self, *, to_disk: bool = False) -> None:
-        """Writes the new entries. If the caller is cancelled meanwhile, the write continues to its end."""
+        """Writes the new entries. If the caller is cancelled meanwhile, the write
+        continues to its end."""
         await asyncio.shield(asyncio.ensure_future(self._write_entries(to_disk)))
 
     async def _write_entries(self, to_disk: bool) -> None:
-        """Entries stay in the list until they are written, so a write that fails loses none."""
+        """Entries stay in the list until they are written, so a write that fails loses
+        none."""
         async with self._writing:
             entries = list(self._entries)
             if not entries and not to_disk:
@@ -291,11 +330,13 @@ class BufferActor:
             del self._entries[: len(entries)]
 
     async def failures(self) -> FailureReport:
-        """Which rollouts have failed so far, and how many of the last failures were the same."""
+        """Which rollouts have failed so far, and how many of the last failures were the
+        same."""
         return self._buffer.failure_report()
 
     async def waiting(self) -> WaitReport:
-        """What the next batch waits for, and since when; the group that was leased earliest comes first."""
+        """What the next batch waits for, and since when; the group that was leased
+        earliest comes first."""
         report = self._buffer.wait_report()
         now = time.monotonic()
         leased_at: dict[str, float] = {}
@@ -308,7 +349,9 @@ class BufferActor:
         in_flight.sort(key=lambda group: -group.since_s)
         outside = None
         if self._external and in_flight:
-            outside = await asyncio.to_thread(self._waits_outside, in_flight[0].group_id)
+            outside = await asyncio.to_thread(
+                self._waits_outside, in_flight[0].group_id
+            )
         return replace(report, in_flight=tuple(in_flight), outside=outside)
 
     def _waits_outside(self, group_id: str) -> WaitsOutside:
@@ -321,7 +364,9 @@ class BufferActor:
 
     def _check_poller(self) -> None:
         if self._failure is not None:
-            raise RunStoreError(f"reading or writing the run store failed: {self._failure!r}")
+            raise RunStoreError(
+                f"reading or writing the run store failed: {self._failure!r}"
+            )
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -1,6 +1,8 @@
-"""What others hold of the buffer: `interfaces.Buffer` over its Ray actor, with a deadline on every call.
+"""What others hold of the buffer: `interfaces.Buffer` over its Ray actor, with a
+deadline on every call.
 
-Can be pickled. What the actor raises keeps its type; an actor that died is a ServerError."""
+Can be pickled. What the actor raises keeps its type; an actor that died is a
+ServerError."""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ class BufferHandle:
     heartbeat_timeout_s: float = 30.0
 
     async def start(self, snapshot: bytes | None = None) -> None:
-        """Waits until the actor is up, has restored the snapshot of a checkpoint, and polls."""
+        """Waits until the actor is up, has restored the snapshot of a checkpoint, and
+        polls."""
         await self.actor.call(BufferActor.start, self.batch_timeout_s, snapshot)
 
     async def watch(self) -> None:
-        """Once the actor has started. Never returns; raises ServerError if the actor does not answer."""
+        """Once the actor has started. Never returns; raises ServerError if the actor
+        does not answer."""
         await self.actor.watch(self.heartbeat_timeout_s)
 
     async def lease(self) -> GroupLease | None:
@@ -43,8 +47,8 @@ class BufferHandle:
         return await self.actor.call(BufferActor.unwanted, self.call_timeout_s)
 
     async def take(self) -> TakenBatch:
-        """Raises DeadlineError after `batch_timeout_s`: the actor's, which names what is missing, or one of
-        the handle if the actor does not answer."""
+        """Raises DeadlineError after `batch_timeout_s`: the actor's, which names what
+        is missing, or one of the handle if the actor does not answer."""
         deadline_s = self.batch_timeout_s + self.call_timeout_s
         return await self.actor.call(BufferActor.take, deadline_s, self.batch_timeout_s)
 
@@ -58,7 +62,9 @@ class BufferHandle:
         return await self.actor.call(BufferActor.snapshot, self.call_timeout_s, trained)
 
     async def final_snapshot(self, trained: WeightVersion) -> bytes:
-        return await self.actor.call(BufferActor.final_snapshot, self.call_timeout_s, trained)
+        return await self.actor.call(
+            BufferActor.final_snapshot, self.call_timeout_s, trained
+        )
 
     async def metrics(self) -> Mapping[str, Metric]:
         return await self.actor.call(BufferActor.metrics, self.call_timeout_s)

@@ -1,12 +1,15 @@
-"""Which rewards of a group are compared with each other. Pure: it needs ids and rewards alone.
+"""Which rewards of a group are compared with each other. Pure: it needs ids and rewards
+alone.
 
-A reward is compared with rewards of its own kind: final rewards with the group's final rewards, rewards of
-turns with those of turns, of branches with those of branches, of child sessions with those of child sessions.
-If a turn's small reward were compared with final rewards, it would look like a failure in a solved group and
-like a success in a failed one, whatever the turn was worth.
+A reward is compared with rewards of its own kind: final rewards with the group's final
+rewards, rewards of turns with those of turns, of branches with those of branches, of
+child sessions with those of child sessions. If a turn's small reward were compared with
+final rewards, it would look like a failure in a solved group and like a success in a
+failed one, whatever the turn was worth.
 
-`training_samples.py` computes advantages from these comparisons, and the zero-variance filter asks whether
-the rewards of any of them differ. So both agree on which groups can teach something."""
+`training_samples.py` computes advantages from these comparisons, and the zero-variance
+filter asks whether the rewards of any of them differ. So both agree on which groups can
+teach something."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,8 @@ RewardKind = Literal["final", "child", "branch", "turn"]
 
 @dataclass(frozen=True, slots=True)
 class RewardOwner:
-    """What a reward was given to. `id` is a session's (final, child) or a turn's (branch, turn)."""
+    """What a reward was given to. `id` is a session's (final, child) or a turn's
+    (branch, turn)."""
 
     kind: RewardKind
     id: str
@@ -32,7 +36,8 @@ class RewardOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Rewards that are compared with each other, float64 [R], and their owners in the same order."""
+    """Rewards that are compared with each other, float64 [R], and their owners in the
+    same order."""
 
     owners: tuple[RewardOwner, ...]
     rewards_R: NDArray[np.float64]
@@ -43,12 +48,15 @@ class Comparison:
 
 
 def comparisons(group: Group, baseline: RewardBaseline) -> list[Comparison]:
-    """First the group's final rewards, in the order of its members. Then one comparison for each other kind
-    of reward; with the baseline "depth", one for each kind and level."""
+    """First the group's final rewards, in the order of its members. Then one comparison
+    for each other kind of reward; with the baseline "depth", one for each kind and
+    level."""
     return batch_comparisons([group], baseline)
 
 
-def batch_comparisons(groups: Iterable[Group], baseline: RewardBaseline) -> list[Comparison]:
+def batch_comparisons(
+    groups: Iterable[Group], baseline: RewardBaseline
+) -> list[Comparison]:
     """As `comparisons`, with the rewards of all the groups. None without a rollout."""
     final: dict[RewardOwner, float] = {}
     others: dict[tuple[RewardKind, str], dict[RewardOwner, float]] = {}
@@ -65,8 +73,9 @@ def batch_comparisons(groups: Iterable[Group], baseline: RewardBaseline) -> list
 
 
 def branch_owners(summary: RolloutSummary, turns: Sequence[Turn]) -> list[RewardOwner]:
-    """The owners of the rewards that count for all tokens of a branch: from that of the whole rollout to the
-    most particular one. Rewards of single turns are not among them."""
+    """The owners of the rewards that count for all tokens of a branch: from that of the
+    whole rollout to the most particular one. Rewards of single turns are not among
+    them."""
     owners = [RewardOwner("final", summary.session_id)]
     session_owner = child_owner(summary, turns[0].session_id)
     if session_owner.kind == "child":
@@ -87,7 +96,8 @@ def owned_reward(summary: RolloutSummary, owner: RewardOwner) -> float:
 
 
 def child_owner(summary: RolloutSummary, session_id: str) -> RewardOwner:
-    """The owner of the reward that a session's turns have if neither the turn nor its branch has its own."""
+    """The owner of the reward that a session's turns have if neither the turn nor its
+    branch has its own."""
     if session_id not in summary.child_rewards:
         return RewardOwner("final", summary.session_id)
     bearer = summary.child_reward_from.get(session_id, session_id)
@@ -102,8 +112,8 @@ def _comparison(reward_of: Mapping[RewardOwner, float]) -> Comparison:
 
 
 def _own_rewards(summary: RolloutSummary) -> Iterator[tuple[RewardOwner, str, float]]:
-    """Owner, level and value of every reward but the final one. A child session that inherits its reward has
-    none of its own."""
+    """Owner, level and value of every reward but the final one. A child session that
+    inherits its reward has none of its own."""
     for session_id, reward in summary.child_rewards.items():
         owner = child_owner(summary, session_id)
         if owner.id == session_id:

@@ -1,4 +1,5 @@
-"""Settings of the buffer: how stale a token may be, how failures count, which groups are trained on."""
+"""Settings of the buffer: how stale a token may be, how failures count, which groups
+are trained on."""
 
 import math
 from collections.abc import Mapping
@@ -17,21 +18,24 @@ RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
 
 FailureRule = float | Literal["retry", "drop"]
-"""What happens to a failed rollout: a number is the reward it counts with, "retry" tries its place again,
-"drop" drops its group at once."""
+"""What happens to a failed rollout: a number is the reward it counts with, "retry"
+tries its place again, "drop" drops its group at once."""
 
 
 class BufferConfig(Section):
-    """How stale a trained token may be, which groups are trained on, and what failures count as.
+    """How stale a trained token may be, which groups are trained on, and what failures
+    count as.
 
-    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the synchronous loop, 1 is
-    one-step-off-policy, k is fully asynchronous."""
+    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
+    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
 
     max_staleness: NonNegativeInt = Field(
-        0, description="versions that a trained token may be older than the trainer's weights"
+        0,
+        description="versions that a trained token may be older than the trainer's weights",
     )
     over_sampling_groups: NonNegativeInt = Field(
-        0, description="groups that are sampled in addition, in place of those that are filtered out"
+        0,
+        description="groups that are sampled in addition, in place of those that are filtered out",
     )
     group_filter: str = Field(
         "nonzero_variance",
@@ -51,7 +55,10 @@ class BufferConfig(Section):
         description="medium_difficulty drops groups of tasks solved more rarely than this",
     )
     difficulty_high: float = Field(
-        0.8, ge=0.0, le=1.0, description="medium_difficulty drops groups of tasks solved more often than this"
+        0.8,
+        ge=0.0,
+        le=1.0,
+        description="medium_difficulty drops groups of tasks solved more often than this",
     )
     difficulty_groups: PositiveInt = Field(
         4,
@@ -79,7 +86,9 @@ class BufferConfig(Section):
         description="own rewards of turns, branches and child sessions replace the final reward, or are "
         "added to it",
     )
-    batch_timeout_s: PositiveFloat = Field(7200.0, description="deadline for a batch to be complete")
+    batch_timeout_s: PositiveFloat = Field(
+        7200.0, description="deadline for a batch to be complete"
+    )
     failure_reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         ("timeout=0", "context=0", "limit=0"),
         description="REASON=REWARD: failures for this reason count with the reward; REASON=drop: they drop "
@@ -103,7 +112,9 @@ class BufferConfig(Section):
         return entries
 
     def failure_limits(self) -> FailureLimits:
-        return FailureLimits(identical=self.max_identical_failures, at_start=self.max_failures_at_start)
+        return FailureLimits(
+            identical=self.max_identical_failures, at_start=self.max_failures_at_start
+        )
 
     def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
         """The rule of each reason that is named. All other failures are tried again."""
@@ -111,13 +122,16 @@ class BufferConfig(Section):
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
-    """Parses entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for any other entry."""
+    """Parses entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for
+    any other entry."""
     rules: dict[FailureReason, FailureRule] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or name not in set(FailureReason):
             reasons = ", ".join(FailureReason)
-            raise ValueError(f"{entry!r} is not REASON=REWARD; REASON is one of: {reasons}")
+            raise ValueError(
+                f"{entry!r} is not REASON=REWARD; REASON is one of: {reasons}"
+            )
         reason = FailureReason(name)
         if reason in rules:
             raise ValueError(f"the reason {name} is given twice: name each reason once")
@@ -134,5 +148,7 @@ def _parse_rule(entry: str, value: str) -> FailureRule:
         reward = math.nan
     is_valid = abs(reward) <= MAX_REWARD  # False for NaN
     if not is_valid:
-        raise ValueError(f"{entry!r}: not a number within ±{MAX_REWARD:g}, drop or retry")
+        raise ValueError(
+            f"{entry!r}: not a number within ±{MAX_REWARD:g}, drop or retry"
+        )
     return reward

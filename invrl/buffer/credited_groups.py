@@ -1,7 +1,8 @@
-"""The groups of a batch as their rewards are compared: final rewards shaped, rollouts left out. Pure.
+"""The groups of a batch as their rewards are compared: final rewards shaped, rollouts
+left out. Pure.
 
-The zero-variance filter looks at the rewards as the environment gave them, and at all rollouts, as DAPO's
-dynamic sampling does.
+The zero-variance filter looks at the rewards as the environment gave them, and at all
+rollouts, as DAPO's dynamic sampling does.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,11 +32,14 @@ class CreditedGroup:
 
 
 def credited_group(group: Group, rules: CreditRules) -> CreditedGroup:
-    """Applies the rules to a group. Lengths are compared among the rollouts that are not left out."""
+    """Applies the rules to a group. Lengths are compared among the rollouts that are
+    not left out."""
     members: list[RolloutSummary] = []
     untrained: set[str] = set()
     for member in group.rollouts_G:
-        use = rules.use_of(failed=member.failure is not None, truncated=member.truncated)
+        use = rules.use_of(
+            failed=member.failure is not None, truncated=member.truncated
+        )
         if use == "leave_out":
             continue
         if use == "baseline":
@@ -46,7 +50,14 @@ def credited_group(group: Group, rules: CreditRules) -> CreditedGroup:
         rewards_G = np.array([member.reward for member in members], np.float64)
         lengths_G = np.array([member.sampled_tokens for member in members])
         terms = rules.shaping.terms(rewards_G, lengths_G).tolist()
-        shaping = {member.session_id: term for member, term in zip(members, terms, strict=True)}
-        members = [replace(member, reward=member.reward + shaping[member.session_id]) for member in members]
+        shaping = {
+            member.session_id: term for member, term in zip(members, terms, strict=True)
+        }
+        members = [
+            replace(member, reward=member.reward + shaping[member.session_id])
+            for member in members
+        ]
     compared = replace(group, rollouts_G=tuple(members))
-    return CreditedGroup(compared=compared, shaping=shaping, untrained=frozenset(untrained))
+    return CreditedGroup(
+        compared=compared, shaping=shaping, untrained=frozenset(untrained)
+    )

@@ -1,5 +1,5 @@
-"""What has happened in the buffer, counted: since the start of the run, since the last batch, and for the
-metrics of a step."""
+"""What has happened in the buffer, counted: since the start of the run, since the last
+batch, and for the metrics of a step."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ class BufferCounts:
     """The buffer in numbers, at one moment."""
 
     states: Mapping[str, int]
-    """How many groups and rollouts are in each state, by names such as `groups_ready` and `rollouts_trained`.
-    Those that ended are counted since the start of the run."""
+    """How many groups and rollouts are in each state, by names such as `groups_ready`
+    and `rollouts_trained`. Those that ended are counted since the start of the run."""
     failed: Mapping[str, int]
     """Rollouts failed since the start of the run, by reason."""
     dropped: Mapping[str, int]
@@ -23,7 +23,8 @@ class BufferCounts:
 
 
 def dropped_group_name(reason: DropReason, filter_reason: str = "") -> str:
-    """The reason as it is counted: with the word of the group filter that gave it, if there is one."""
+    """The reason as it is counted: with the word of the group filter that gave it, if
+    there is one."""
     if filter_reason:
         return f"{reason}/{filter_reason}"
     return str(reason)
@@ -36,7 +37,8 @@ class EventCounts:
         self.dropped: Counter[str] = Counter()
         """Groups dropped since the start, by reason."""
         self.failed: Counter[str] = Counter()
-        """Rollouts failed since the start, by reason; those that count with a reward are among them."""
+        """Rollouts failed since the start, by reason; those that count with a reward
+        are among them."""
         self.complete_since_take = 0
         """Groups whose rollouts have all finished since the last batch was taken."""
         self._dropped_before_take: Counter[str] = Counter()
@@ -71,8 +73,11 @@ class EventCounts:
         self.failed[reason] += 1
         self.count(f"rollouts_failed/{reason}")
 
-    def note_drop(self, reason: DropReason, num_groups: int, filter_reason: str = "") -> None:
-        """Groups were dropped. `filter_reason`: the word of the group filter that dropped them."""
+    def note_drop(
+        self, reason: DropReason, num_groups: int, filter_reason: str = ""
+    ) -> None:
+        """Groups were dropped. `filter_reason`: the word of the group filter that
+        dropped them."""
         name = dropped_group_name(reason, filter_reason)
         self.dropped[name] += num_groups
         self.count(f"groups_dropped/{name}", num_groups)
@@ -85,7 +90,8 @@ class EventCounts:
         self._metrics = merge([self._metrics, metrics])
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Events since the last call. `failed_share/<reason>` is a share of the rollouts that ended."""
+        """Events since the last call. `failed_share/<reason>` is a share of the
+        rollouts that ended."""
         metrics = self._metrics
         self._metrics = {}
         num_ended = metrics.get("rollouts_ended", Sum(0)).value()

@@ -1,5 +1,5 @@
-"""Failed rollouts in the buffer: how a failure gets a reward, when failures are the same, when too many of
-them end the run, and what the console says about them."""
+"""Failed rollouts in the buffer: how a failure gets a reward, when failures are the
+same, when too many of them end the run, and what the console says about them."""
 
 import re
 from collections import Counter
@@ -28,29 +28,45 @@ _USER_CODE_FAULTS = {
     STATE_LOST: "the state of the task source is lost. The run goes on; a resume from a checkpoint without "
     f"it begins the task source anew (counted as buffer/{STATE_LOST}_failed)",
 }
-"""What the console says about a fault of user code that is not a rollout, by its key."""
+"""What the console says about a fault of user code that is not a rollout, by its
+key."""
 _MAX_SHOWN_LINES = 6
 _FRAME = '  File "'
 """How the line of a traceback begins that names a frame."""
 _INSIDE_FRAME = "    "
 """How the lines of a traceback begin that quote a frame's code."""
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|ses-[0-9a-f]+|[0-9]+")
-"""What may differ between two failures that are the same: quoted values, addresses, ids, numbers."""
+"""What may differ between two failures that are the same: quoted values, addresses,
+ids, numbers."""
 _PROCESS_DEATHS = frozenset(
-    {FailureReason.WORKER_DIED, FailureReason.MEMORY, FailureReason.ENGINE, FailureReason.ENVIRONMENT_GONE}
+    {
+        FailureReason.WORKER_DIED,
+        FailureReason.MEMORY,
+        FailureReason.ENGINE,
+        FailureReason.ENVIRONMENT_GONE,
+    }
 )
-"""The death of one process fails all of its rollouts at once and in the same way, perhaps hundreds of them.
-The worker pool and the fleet replace what died and count the deaths. Such failures say nothing about the
-user's code."""
+"""The death of one process fails all of its rollouts at once and in the same way,
+perhaps hundreds of them. The worker pool and the fleet replace what died and count the
+deaths. Such failures say nothing about the user's code."""
 
 
-def with_failure_reward(partial: RolloutSummary, failure: FailureReason, reward: float) -> RolloutSummary:
-    """A failed rollout that counts with this reward. Child sessions without their own reward inherit it."""
+def with_failure_reward(
+    partial: RolloutSummary, failure: FailureReason, reward: float
+) -> RolloutSummary:
+    """A failed rollout that counts with this reward. Child sessions without their own
+    reward inherit it."""
     child_rewards = dict(partial.child_rewards)
     for child in child_rewards:
         if partial.child_reward_from.get(child) == partial.session_id:
             child_rewards[child] = reward
-    return replace(partial, reward=reward, reward_components={}, child_rewards=child_rewards, failure=failure)
+    return replace(
+        partial,
+        reward=reward,
+        reward_components={},
+        child_rewards=child_rewards,
+        failure=failure,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +78,22 @@ class FailureReport:
     finished: int
     """Rollouts that finished in this incarnation."""
     alike: int
-    """How many of the last rollouts failed in the same way, with none that finished in between."""
+    """How many of the last rollouts failed in the same way, with none that finished in
+    between."""
     reason: str = ""
     detail: str = ""
     """What the last failure said, usually the end of a traceback."""
     firsts: Mapping[str, str] = field(default_factory=dict)
     """The detail of this incarnation's first failure of each reason."""
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """Attempts of this incarnation that failed and do not count with a reward, by reason; deaths of processes
-    are left out."""
+    """Attempts of this incarnation that failed and do not count with a reward, by
+    reason; deaths of processes are left out."""
     counted: int = 0
     """Attempts of this incarnation that failed and count with a reward."""
     first_ended: bool = True
-    """Whether every attempt that began before the first failure has ended. Until then it is too early to say
-    that every attempt fails: attempts that fail are often faster than attempts that succeed."""
+    """Whether every attempt that began before the first failure has ended. Until then
+    it is too early to say that every attempt fails: attempts that fail are often faster
+    than attempts that succeed."""
 
     @property
     def may_end_run(self) -> bool:
@@ -84,8 +102,9 @@ class FailureReport:
 
     @property
     def only_reason(self) -> str:
-        """The reason for which every attempt so far has failed. "" if attempts failed for several reasons, if
-        one succeeded or counts with a reward, or if it is too early to say."""
+        """The reason for which every attempt so far has failed. "" if attempts failed
+        for several reasons, if one succeeded or counts with a reward, or if it is too
+        early to say."""
         if self.finished or self.counted:
             return ""
         if not self.first_ended:
@@ -102,7 +121,8 @@ class FailureLimits:
     identical: int
     """Identical failures in a row, with no rollout finished in between."""
     at_start: int
-    """Failures for the same reason, while no rollout has finished and none failed for another reason."""
+    """Failures for the same reason, while no rollout has finished and none failed for
+    another reason."""
 
     def check(self, report: FailureReport) -> None:
         """Raises IdenticalFailuresError if there are too many."""
@@ -135,7 +155,8 @@ class FailureLimits:
 
 
 class FailureStreak:
-    """Counts how many of the last rollouts failed in the same way, with none that finished in between."""
+    """Counts how many of the last rollouts failed in the same way, with none that
+    finished in between."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,11 +168,13 @@ class FailureStreak:
         self.counted = 0
         self._kind = ("", "")
 
-    def failed(self, reason: FailureReason, detail: str, *, counts: bool = False) -> None:
+    def failed(
+        self, reason: FailureReason, detail: str, *, counts: bool = False
+    ) -> None:
         """Records a failure; `counts`: it counts with a reward.
 
-        Two failures are the same if their reasons and the last lines of their details are the same. If user
-        code raised, that line names the line of user code."""
+        Two failures are the same if their reasons and the last lines of their details
+        are the same. If user code raised, that line names the line of user code."""
         kind = (str(reason), _VARYING.sub("#", _last_line(detail)))
         if kind == self._kind:
             self.count += 1
@@ -180,7 +203,9 @@ class FailureStreak:
         self._kind = ("", "")
         self.finished_in_all += 1
 
-    def report(self, failed: Mapping[str, int], *, first_ended: bool = True) -> FailureReport:
+    def report(
+        self, failed: Mapping[str, int], *, first_ended: bool = True
+    ) -> FailureReport:
         return FailureReport(
             failed=dict(failed),
             finished=self.finished_in_all,
@@ -195,9 +220,10 @@ class FailureStreak:
 
 
 class FailureReporter:
-    """Decides which warnings about failures are due. The first failure of each reason is reported at once. A
-    streak of identical failures is reported early while no rollout has finished, and later whenever it is
-    four times as long as when it was last reported. `show_all`: the command that shows every one."""
+    """Decides which warnings about failures are due. The first failure of each reason
+    is reported at once. A streak of identical failures is reported early while no
+    rollout has finished, and later whenever it is four times as long as when it was
+    last reported. `show_all`: the command that shows every one."""
 
     def __init__(self, limits: FailureLimits, *, show_all: str = "") -> None:
         self._limits = limits
@@ -213,7 +239,9 @@ class FailureReporter:
             if reason in self._reported_reasons:
                 continue
             self._reported_reasons.add(reason)
-            what = _USER_CODE_FAULTS.get(reason, f"the first rollout that failed ({reason})")
+            what = _USER_CODE_FAULTS.get(
+                reason, f"the first rollout that failed ({reason})"
+            )
             text = f"warning: {what}:\n{shown_detail(detail)}"
             if self._show_all and reason not in _USER_CODE_FAULTS:
                 text += f"\n    the others may say something else: {self._show_all}"
@@ -256,8 +284,8 @@ def shown_detail(detail: str) -> str:
 
 
 def _shown_lines(detail: str) -> list[str]:
-    """The last lines of a failure's detail. If the last line names the line of user code, the frames of the
-    traceback are left out: the log has them."""
+    """The last lines of a failure's detail. If the last line names the line of user
+    code, the frames of the traceback are left out: the log has them."""
     lines = detail.strip().splitlines() or ["(no detail)"]
     names_user_code = lines[-1].startswith(USER_FRAME_PREFIX)
     frames = [number for number, line in enumerate(lines) if line.startswith(_FRAME)]

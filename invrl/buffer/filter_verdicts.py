@@ -1,4 +1,5 @@
-"""The group filter's verdicts on complete groups, and what follows when it drops group after group."""
+"""The group filter's verdicts on complete groups, and what follows when it drops group
+after group."""
 
 from typing import cast
 
@@ -18,7 +19,8 @@ _MAX_REASON_CHARS = 64
 
 
 class FilterVerdicts:
-    """`batch_size`: groups in a batch. `failures` gets the first exception of the filter."""
+    """`batch_size`: groups in a batch. `failures` gets the first exception of the
+    filter."""
 
     def __init__(
         self,
@@ -39,7 +41,8 @@ class FilterVerdicts:
         self.streak = FilteredStreak()
 
     def verdict(self, group: OpenGroup, history: TaskHistory) -> str | None:
-        """The reason to drop the group; None to keep it. `history`: the groups of its task before it."""
+        """The reason to drop the group; None to keep it. `history`: the groups of its
+        task before it."""
         if group.versions() is None:
             return NO_TOKENS
         reason = self._filter_reason(group, history)
@@ -50,14 +53,14 @@ class FilterVerdicts:
         return reason
 
     def is_overruled(self, reason: str) -> bool:
-        """Whether the group is trained although the filter drops it: the run is set to train what comes once
-        the filter has dropped too many groups in a row."""
+        """Whether the group is trained although the filter drops it: the run is set to
+        train what comes once the filter has dropped too many groups in a row."""
         return reason != NO_TOKENS and self._overrules and self._is_past_limit()
 
     @property
     def filtered_out(self) -> str:
-        """Why the run is to end: the filter has dropped as many groups in a row as it is allowed to. "" until
-        then."""
+        """Why the run is to end: the filter has dropped as many groups in a row as it
+        is allowed to. "" until then."""
         if self._overrules or not self._is_past_limit():
             return ""
         return (
@@ -69,10 +72,13 @@ class FilterVerdicts:
         return self.limit > 0 and self.streak.length >= self.limit
 
     def _filter_reason(self, group: OpenGroup, history: TaskHistory) -> str | None:
-        """A filter that raises drops the group, and that is counted: it is bad data, not a crash."""
+        """A filter that raises drops the group, and that is counted: it is bad data,
+        not a crash."""
         try:
             if self.takes_history:
-                reason = cast(HistoryGroupFilter, self._filter)(group.group(), history=history)
+                reason = cast(HistoryGroupFilter, self._filter)(
+                    group.group(), history=history
+                )
             else:
                 reason = cast(GroupFilter, self._filter)(group.group())
         except (Exception, SystemExit) as error:
@@ -82,8 +88,13 @@ class FilterVerdicts:
             return f"filter_raised_{type(error).__name__}"
         if reason is None:
             return None
-        # The reason becomes part of metric names and of the ledger, which take only Unicode text.
-        is_usable = isinstance(reason, str) and len(reason) <= _MAX_REASON_CHARS and reason.isprintable()
+        # The reason becomes part of metric names and of the ledger, which take only
+        # Unicode text.
+        is_usable = (
+            isinstance(reason, str)
+            and len(reason) <= _MAX_REASON_CHARS
+            and reason.isprintable()
+        )
         if not is_usable:
             return "filter_returned_no_word"
         return reason

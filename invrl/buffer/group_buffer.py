@@ -1,27 +1,31 @@
-"""The buffer: a pure state machine from tasks to training batches. No Ray, no clock, no IO.
+"""The buffer: a pure state machine from tasks to training batches. No Ray, no clock, no
+IO.
 
     lease ──► in flight ──► finished ──► grouped ──► taken ──► trained
                  │             │            │          │
                  └─────────────┴────────────┴──────────┴─────► dropped(reason)
 
-Invariants: every place (group, index, attempt) that is leased ends in exactly one state; a rollout is in at
-most one batch; no token in a batch is more than `max_staleness` versions older than the trainer; as long
-as tasks come, a batch comes together. The code is the same for every staleness bound.
+Invariants: every place (group, index, attempt) that is leased ends in exactly one
+state; a rollout is in at most one batch; no token in a batch is more than
+`max_staleness` versions older than the trainer; as long as tasks come, a batch comes
+together. The code is the same for every staleness bound.
 
-The loop calls take, then trained, then advance. Call `advance` once the engines sample under the new version
-and its canary has passed: what is leased after it must not begin under the old version, or bound 0 could
-never be met. `advance` with an unchanged version ends the batch too: there is no trainer, and the batch is
-dropped. A `snapshot` that is taken between trained and advance is what a later incarnation of the run
+The loop calls take, then trained, then advance. Call `advance` once the engines sample
+under the new version and its canary has passed: what is leased after it must not begin
+under the old version, or bound 0 could never be met. `advance` with an unchanged
+version ends the batch too: there is no trainer, and the batch is dropped. A `snapshot`
+that is taken between trained and advance is what a later incarnation of the run
 restores.
 
-When a group is dropped, the places of its members that are still in flight end at once, and `unwanted` names
-the group, so that the process that runs them can cancel them. Outcomes that such rollouts still send are late
-and change nothing.
+When a group is dropped, the places of its members that are still in flight end at once,
+and `unwanted` names the group, so that the process that runs them can cancel them.
+Outcomes that such rollouts still send are late and change nothing.
 
-A running rollout has no outcome yet that says how old its tokens are, but none is older than the version at
-its lease: `suspects` names the groups in which a running member may hold tokens that are too old. The owner
-of the buffer looks up what those rollouts have sampled and passes it to `note_sampled`, which drops a group
-as soon as one of its running members holds a token that is too old."""
+A running rollout has no outcome yet that says how old its tokens are, but none is older
+than the version at its lease: `suspects` names the groups in which a running member may
+hold tokens that are too old. The owner of the buffer looks up what those rollouts have
+sampled and passes it to `note_sampled`, which drops a group as soon as one of its
+running members holds a token that is too old."""
 
 import copy
 from collections import Counter, deque
@@ -39,7 +43,12 @@ from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.reward_history import RewardHistory
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.task_feed import TaskFeed
-from invrl.buffer.wait_report import WaitReport, counts_by_reason, early_groups, waiting_group
+from invrl.buffer.wait_report import (
+    WaitReport,
+    counts_by_reason,
+    early_groups,
+    waiting_group,
+)
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.metrics import Mean, Metric, Sum
@@ -63,7 +72,8 @@ from invrl.types import (
 
 
 class GroupBuffer:
-    """The state machine. `tasks` is read as groups are leased; `emit` gets every ledger entry."""
+    """The state machine. `tasks` is read as groups are leased; `emit` gets every ledger
+    entry."""
 
     def __init__(
         self,
@@ -94,7 +104,8 @@ class GroupBuffer:
         self._ready: dict[str, OpenGroup] = {}
         self._replacements: deque[str] = deque()
         self._unwanted: list[DroppedGroup] = []
-        """Groups dropped while members of theirs were in flight, and not yet named by `unwanted`."""
+        """Groups dropped while members of theirs were in flight, and not yet named by
+        `unwanted`."""
         self._batch: TakenBatch | None = None
         self._taken: list[OpenGroup] = []
         """The groups of the batch, until it is trained or dropped."""
@@ -106,10 +117,11 @@ class GroupBuffer:
         self._failure_rules = config.failure_rules()
         self._closed = False
 
-    # ------------------------------------------------------------------ work out, outcomes in
+    # ----------------------------------------------------------- work out, outcomes in
 
     def lease(self) -> GroupLease | None:
-        """Replacements of failed members first, then a new group if the bound admits one."""
+        """Replacements of failed members first, then a new group if the bound admits
+        one."""
         if self._closed:
             return None
         if self._replacements:
@@ -134,9 +146,9 @@ class GroupBuffer:
         return self._hand_out(group)
 
     def record(self, outcome: Outcome) -> None:
-        """Takes outcomes in any order, and each as often as it comes. An outcome that is not expected
-        (its place has an outcome already, its group has ended, or it was never leased) is counted and changes
-        nothing."""
+        """Takes outcomes in any order, and each as often as it comes. An outcome that
+        is not expected (its place has an outcome already, its group has ended, or it
+        was never leased) is counted and changes nothing."""
         group = self._awaiting(outcome.place)
         if group is None:
             self.events.count("outcomes_late")
@@ -145,30 +157,36 @@ class GroupBuffer:
         if isinstance(outcome, FailedRollout):
             self._fail(group, outcome, outcome.reason, outcome.detail)
         elif not abs(outcome.reward) <= MAX_REWARD:  # true for NaN too
-            self._fail(group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}")
+            self._fail(
+                group, outcome, FailureReason.BAD_REWARD, f"reward {outcome.reward}"
+            )
         else:
             self.failures.finished()
             self._finish(group, outcome, session_id=outcome.session_id)
 
-    def _finish(self, group: OpenGroup, summary: RolloutSummary, **facts: Unpack[EntryFacts]) -> None:
+    def _finish(
+        self, group: OpenGroup, summary: RolloutSummary, **facts: Unpack[EntryFacts]
+    ) -> None:
         self._ledger.move(group, summary.index, RolloutState.FINISHED, **facts)
         group.finished[summary.index] = summary
-        self.events.note({"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)})
+        self.events.note(
+            {"rollouts_finished": Sum(1), "finished_reward_mean": Mean(summary.reward)}
+        )
         if self._stale(group):
             self._drop(group, DropReason.STALE)
         elif len(group.finished) == self._group_size:
             self._complete(group)
 
     def unwanted(self) -> tuple[DroppedGroup, ...]:
-        """The groups that were dropped since the last call while members of them were in flight. A group that
-        was named here is never leased again."""
+        """The groups that were dropped since the last call while members of them were
+        in flight. A group that was named here is never leased again."""
         groups = tuple(self._unwanted)
         self._unwanted.clear()
         return groups
 
     def suspects(self) -> list[str]:
-        """Ids of the groups in flight that may be stale already: a running member was leased under a version
-        that is too old by now."""
+        """Ids of the groups in flight that may be stale already: a running member was
+        leased under a version that is too old by now."""
         suspects: list[str] = []
         for group in self._in_flight.values():
             running = group.members(RolloutState.IN_FLIGHT)
@@ -177,20 +195,22 @@ class GroupBuffer:
         return suspects
 
     def note_sampled(self, sampled: Iterable[SampledSoFar]) -> None:
-        """Drops the groups in which a running rollout holds a token that is too old. Places that are not in
-        flight any more are ignored."""
+        """Drops the groups in which a running rollout holds a token that is too old.
+        Places that are not in flight any more are ignored."""
         for rollout in sampled:
             group = self._awaiting(rollout.place)
             if group is not None and self._too_old(rollout.oldest_version):
                 self._drop(group, DropReason.STALE)
 
-    # ------------------------------------------------------------------ batches
+    # ----------------------------------------------------------------- batches
 
     def take(self) -> TakenBatch | None:
-        """The next batch of whole groups, oldest first; None if it is not complete yet. Raises
-        BufferStateError while the batch before it is out."""
+        """The next batch of whole groups, oldest first; None if it is not complete yet.
+        Raises BufferStateError while the batch before it is out."""
         if self._batch is not None:
-            raise BufferStateError(f"batch {self._batch.batch_id} is out: call trained and advance first")
+            raise BufferStateError(
+                f"batch {self._batch.batch_id} is out: call trained and advance first"
+            )
         eligible = sorted(self._eligible(), key=lambda group: group.age)
         if len(eligible) < self._batch_size:
             return None
@@ -221,16 +241,17 @@ class GroupBuffer:
             self._drop(self._ready[group_id], DropReason.TOKENS_LOST)
 
     def trained(self, batch_id: int) -> None:
-        """To be called when the optimizer has made its steps with this batch. Raises BufferStateError unless
-        it is the batch that was taken last."""
+        """To be called when the optimizer has made its steps with this batch. Raises
+        BufferStateError unless it is the batch that was taken last."""
         if self._batch is None or not self._taken or self._batch.batch_id != batch_id:
             raise BufferStateError(f"batch {batch_id} is not out for training")
         self.events.count("groups_trained", len(self._taken))
         self._end_batch(RolloutState.TRAINED, batch_id=batch_id)
 
     def advance(self, version: WeightVersion) -> None:
-        """To be called when the trainer holds `version`, the engines sample under it, and its canary has
-        passed: groups with tokens of it may be taken. Groups that are too old now are dropped."""
+        """To be called when the trainer holds `version`, the engines sample under it,
+        and its canary has passed: groups with tokens of it may be taken. Groups that
+        are too old now are dropped."""
         if version < self.version:
             raise BufferStateError(f"version {version} after {self.version}")
         if version == self.version and self._taken:
@@ -240,10 +261,14 @@ class GroupBuffer:
         self._batch = None
         for group in [*self._in_flight.values(), *self._ready.values()]:
             if self._stale(group):
-                self._drop(group, DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE)
+                self._drop(
+                    group,
+                    DropReason.OVER_SAMPLED if group.passed_over else DropReason.STALE,
+                )
 
     def close(self) -> None:
-        """Drops everything that is not trained, because the run ends. Nothing is leased any more."""
+        """Drops everything that is not trained, because the run ends. Nothing is leased
+        any more."""
         self._closed = True
         for group in [*self._in_flight.values(), *self._ready.values()]:
             self._drop(group, DropReason.RUN_ENDED)
@@ -251,11 +276,12 @@ class GroupBuffer:
             self._drop_batch(DropReason.RUN_ENDED)
         self._batch = None
 
-    # ------------------------------------------------------------------ incarnations
+    # ----------------------------------------------------------------- incarnations
 
     def settle(self, trained: WeightVersion) -> None:
-        """To be called when the run ends early, while the trainer holds `trained`. A batch that is out counts
-        as trained if it made that version, even if nobody could say so any more; else it is dropped."""
+        """To be called when the run ends early, while the trainer holds `trained`. A
+        batch that is out counts as trained if it made that version, even if nobody
+        could say so any more; else it is dropped."""
         if self._batch is None or not self._taken:
             return
         if trained > self.version:
@@ -264,8 +290,8 @@ class GroupBuffer:
             self._drop_batch(DropReason.RUN_ENDED)
 
     def snapshot(self, trained: WeightVersion) -> BufferSnapshot:
-        """The state now; `trained` is the version that the trainer holds. Raises BufferStateError while a
-        batch is taken and not yet trained."""
+        """The state now; `trained` is the version that the trainer holds. Raises
+        BufferStateError while a batch is taken and not yet trained."""
         self._check_trained()
         return BufferSnapshot(
             version=self.version,
@@ -283,23 +309,31 @@ class GroupBuffer:
         )
 
     def restore(self, snapshot: BufferSnapshot, since: Iterable[Outcome]) -> None:
-        """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came after it. Those sampled
-        under the trained version or an older one count; the others were sampled under weights that are lost.
-        What is still in flight then is interrupted: it is leased again. Raises BufferStateError if the task
-        source yields other tasks, or does not take its state back."""
+        """Puts a new buffer into the state of `snapshot`. `since`: outcomes that came
+        after it. Those sampled under the trained version or an older one count; the
+        others were sampled under weights that are lost. What is still in flight then is
+        interrupted: it is leased again. Raises BufferStateError if the task source
+        yields other tasks, or does not take its state back."""
         self.version = snapshot.version
         self._groups_leased = snapshot.groups_leased
         self._batches_taken = snapshot.batches_taken
         self.events.restore(dropped=snapshot.dropped, failed=snapshot.failed)
         self._ledger.counts = Counter(snapshot.counts)
         self._ledger.sequence = snapshot.sequence
-        self._in_flight = {group.id: copy.deepcopy(group) for group in snapshot.in_flight}
+        self._in_flight = {
+            group.id: copy.deepcopy(group) for group in snapshot.in_flight
+        }
         self._ready = {group.id: copy.deepcopy(group) for group in snapshot.ready}
         open_groups = [*self._in_flight.values(), *self._ready.values()]
-        self._tasks = self._feed.restore(snapshot.feed, self._groups_leased, open_groups)
+        self._tasks = self._feed.restore(
+            snapshot.feed, self._groups_leased, open_groups
+        )
         self._history.restore(snapshot.histories)
         for outcome in since:
-            if isinstance(outcome, RolloutSummary) and outcome.newest_version <= snapshot.trained:
+            if (
+                isinstance(outcome, RolloutSummary)
+                and outcome.newest_version <= snapshot.trained
+            ):
                 self.record(outcome)
         for group in self._in_flight.values():
             for index in group.members(RolloutState.IN_FLIGHT):
@@ -307,12 +341,15 @@ class GroupBuffer:
             if group.to_lease() and group.id not in self._replacements:
                 self._replacements.append(group.id)
 
-    # ------------------------------------------------------------------ what there is to know
+    # ----------------------------------------------------------- what there is to know
 
     @property
     def can_fill(self) -> bool:
         """Whether a batch can still come together."""
-        return not self._feed.end or len(self._ready) + len(self._in_flight) >= self._batch_size
+        return (
+            not self._feed.end
+            or len(self._ready) + len(self._in_flight) >= self._batch_size
+        )
 
     @property
     def filtered_out(self) -> str:
@@ -320,7 +357,8 @@ class GroupBuffer:
         return self._verdicts.filtered_out
 
     def wait_report(self) -> WaitReport:
-        """What the next batch waits for. The report does not say how long it has waited."""
+        """What the next batch waits for. The report does not say how long it has
+        waited."""
         return WaitReport(
             wanted=self._batch_size,
             ready=len(self._ready),
@@ -338,7 +376,9 @@ class GroupBuffer:
         """What a batch waits for, as the message of a DeadlineError says it."""
         num_early = sum(not self._may_be_taken(group) for group in self._ready.values())
         ready = f"{len(self._ready)} ready" + early_groups(num_early)
-        in_flight = f"{len(self._in_flight)} in flight (at most {self._limit} under way)"
+        in_flight = (
+            f"{len(self._in_flight)} in flight (at most {self._limit} under way)"
+        )
         parts = [
             f"{self._batch_size} groups",
             f"{ready}, {in_flight}",
@@ -350,28 +390,39 @@ class GroupBuffer:
 
     def failure_report(self) -> FailureReport:
         """What has failed so far, and how many of the last failures were the same."""
-        self._first_places = {place for place in self._first_places if self._awaiting(place)}
-        return self.failures.report(self.events.failed, first_ended=not self._first_places)
+        self._first_places = {
+            place for place in self._first_places if self._awaiting(place)
+        }
+        return self.failures.report(
+            self.events.failed, first_ended=not self._first_places
+        )
 
     def metrics(self) -> dict[str, Metric]:
-        """Events since the last call, and how many groups and rollouts are in each state now.
-        `finished_reward_mean` is over all finished rollouts, including those whose groups were dropped: a
-        filter that drops solved tasks does not bias it. `rollouts_counted/<reason>` are those failures that
-        count with a reward."""
+        """Events since the last call, and how many groups and rollouts are in each
+        state now. `finished_reward_mean` is over all finished rollouts, including those
+        whose groups were dropped: a filter that drops solved tasks does not bias it.
+        `rollouts_counted/<reason>` are those failures that count with a reward."""
         metrics = self.events.take_metrics()
-        return metrics | {name: Mean(count) for name, count in self.counts().states.items()}
+        return metrics | {
+            name: Mean(count) for name, count in self.counts().states.items()
+        }
 
     def counts(self) -> BufferCounts:
-        """How many groups and rollouts are in each state now, and what has failed or was dropped so far."""
+        """How many groups and rollouts are in each state now, and what has failed or
+        was dropped so far."""
         states = {
             "groups_in_flight": len(self._in_flight),
             "groups_ready": len(self._ready),
             "groups_taken": self._groups_taken(),
         }
-        states |= {f"rollouts_{state}": self._ledger.counts[state] for state in RolloutState}
-        return BufferCounts(states=states, failed=self.events.failed, dropped=self.events.dropped)
+        states |= {
+            f"rollouts_{state}": self._ledger.counts[state] for state in RolloutState
+        }
+        return BufferCounts(
+            states=states, failed=self.events.failed, dropped=self.events.dropped
+        )
 
-    # ------------------------------------------------------------------ inside
+    # ----------------------------------------------------------------- inside
 
     def _awaiting(self, place: Place) -> OpenGroup | None:
         """The group of this place, if the rollout there is in flight."""
@@ -401,12 +452,19 @@ class GroupBuffer:
             group.leased_under[index] = self.version
             if none_ended:
                 self._first_places.add(group.place(index))
-        members = tuple(GroupMember(index=index, attempt=group.attempts_G[index]) for index in indices)
-        return GroupLease(group_id=group.id, task=self._tasks[group.id], members=members)
+        members = tuple(
+            GroupMember(index=index, attempt=group.attempts_G[index])
+            for index in indices
+        )
+        return GroupLease(
+            group_id=group.id, task=self._tasks[group.id], members=members
+        )
 
-    def _fail(self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str) -> None:
-        """A failed rollout counts with the reward that the run gives to such failures, drops its group, or is
-        tried again."""
+    def _fail(
+        self, group: OpenGroup, outcome: Outcome, failure: FailureReason, detail: str
+    ) -> None:
+        """A failed rollout counts with the reward that the run gives to such failures,
+        drops its group, or is tried again."""
         self.events.note_failure(failure)
         rule = self._failure_rules.get(failure, "retry")
         partial = None
@@ -416,12 +474,20 @@ class GroupBuffer:
             self.failures.failed(failure, detail, counts=True)
             self.events.count(f"rollouts_counted/{failure}")
             counted = with_failure_reward(partial, failure, rule)
-            self._finish(group, counted, failure=failure, detail=detail, session_id=outcome.session_id)
+            self._finish(
+                group,
+                counted,
+                failure=failure,
+                detail=detail,
+                session_id=outcome.session_id,
+            )
             return
         self.failures.failed(failure, detail)
         is_last = rule == "drop" or outcome.attempt + 1 >= self._max_attempts
         reason = DropReason.INCOMPLETE if is_last else DropReason.REPLACED
-        facts = EntryFacts(reason=reason, failure=failure, detail=detail, session_id=outcome.session_id)
+        facts = EntryFacts(
+            reason=reason, failure=failure, detail=detail, session_id=outcome.session_id
+        )
         self._ledger.move(group, outcome.index, RolloutState.DROPPED, **facts)
         self.events.count(f"rollouts_dropped/{reason}")
         if is_last:
@@ -433,7 +499,8 @@ class GroupBuffer:
             self._replacements.append(group.id)
 
     def _complete(self, group: OpenGroup) -> None:
-        """All rollouts of the group have finished: it becomes ready, or the group filter drops it."""
+        """All rollouts of the group have finished: it becomes ready, or the group
+        filter drops it."""
         self.events.complete_since_take += 1
         history = self._history.of(group.source_id or group.task_id)
         reason = self._verdicts.verdict(group, history)
@@ -461,7 +528,9 @@ class GroupBuffer:
         versions = group.versions()
         return versions is None or versions[1] <= self.version
 
-    def _drop(self, group: OpenGroup, reason: DropReason, filter_reason: str = "") -> None:
+    def _drop(
+        self, group: OpenGroup, reason: DropReason, filter_reason: str = ""
+    ) -> None:
         """Ends a group that was not taken, and every place of it that has not ended."""
         was_in_flight = self._in_flight.pop(group.id, None) is not None
         self._ready.pop(group.id, None)
@@ -472,22 +541,32 @@ class GroupBuffer:
             self._unwanted.append(DroppedGroup(group_id=group.id, reason=reason))
         for index, state in enumerate(group.states_G):
             if state not in (None, RolloutState.DROPPED):
-                self._ledger.move(group, index, RolloutState.DROPPED, reason=reason, detail=filter_reason)
+                self._ledger.move(
+                    group,
+                    index,
+                    RolloutState.DROPPED,
+                    reason=reason,
+                    detail=filter_reason,
+                )
                 self.events.count(f"rollouts_dropped/{reason}")
         self.events.note_drop(reason, 1, filter_reason)
         if was_in_flight and reason is not DropReason.RUN_ENDED:
             self._tell(group, dropped_group_name(reason, filter_reason))
 
     def _tell(self, group: OpenGroup, dropped: str = "") -> None:
-        """Tells the history of the task and the task source how the group ended: once for each group, when it
-        is complete or dropped before. `dropped`: why; "" if it is kept."""
-        outcome = group.outcome(version=self.version, success_reward=self._success_reward, dropped=dropped)
+        """Tells the history of the task and the task source how the group ended: once
+        for each group, when it is complete or dropped before. `dropped`: why; "" if it
+        is kept."""
+        outcome = group.outcome(
+            version=self.version, success_reward=self._success_reward, dropped=dropped
+        )
         if self._verdicts.takes_history:
             self._history.note(outcome)
         self._feed.record(outcome)
 
     def _note_source_fault(self, key: str, detail: str) -> None:
-        """`record` or `state` of the task source failed: the first one of each is shown, all are counted."""
+        """`record` or `state` of the task source failed: the first one of each is
+        shown, all are counted."""
         self.failures.note_user_code(key, detail)
         self.events.count(f"{key}_failed")
 
@@ -497,10 +576,14 @@ class GroupBuffer:
         self._taken = []
 
     def _drop_batch(self, reason: DropReason) -> None:
-        self.events.count(f"rollouts_dropped/{reason}", len(self._taken) * self._group_size)
+        self.events.count(
+            f"rollouts_dropped/{reason}", len(self._taken) * self._group_size
+        )
         self.events.note_drop(reason, len(self._taken))
         self._end_batch(RolloutState.DROPPED, reason=reason)
 
-    def _move_all(self, group: OpenGroup, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
+    def _move_all(
+        self, group: OpenGroup, state: RolloutState, **facts: Unpack[EntryFacts]
+    ) -> None:
         for index in range(self._group_size):
             self._ledger.move(group, index, state, **facts)

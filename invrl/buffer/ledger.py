@@ -1,9 +1,10 @@
 """The ledger: the state of every rollout, and the only function that changes it.
 
-A rollout's place is (group, index, attempt). `Ledger.move` is the only way to change its state: it checks the
-transition and emits a `LedgerEntry`. Invariant: a place only moves forward, except that one which a restart
-interrupts may be in flight again, and it ends once, either trained or dropped with a reason.
-`ledger_store.py` stores every entry."""
+A rollout's place is (group, index, attempt). `Ledger.move` is the only way to change
+its state: it checks the transition and emits a `LedgerEntry`. Invariant: a place only
+moves forward, except that one which a restart interrupts may be in flight again, and it
+ends once, either trained or dropped with a reason. `ledger_store.py` stores every
+entry."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -58,29 +59,50 @@ class EntryFacts(TypedDict, total=False):
 
 
 class Ledger:
-    """Moves rollouts from state to state and counts them. The state of each rollout is held by its group."""
+    """Moves rollouts from state to state and counts them. The state of each rollout is
+    held by its group."""
 
-    def __init__(self, emit: Callable[[LedgerEntry], None] = lambda entry: None) -> None:
+    def __init__(
+        self, emit: Callable[[LedgerEntry], None] = lambda entry: None
+    ) -> None:
         self._emit = emit
         self.sequence = 0
         """The number of the next entry."""
         self.counts: Counter[RolloutState] = Counter()
         """How many rollouts are in each state now."""
 
-    def move(self, group: OpenGroup, index: int, state: RolloutState, **facts: Unpack[EntryFacts]) -> None:
-        """Changes the state of one rollout. Raises BufferStateError for a transition that is not allowed, or
-        whose facts do not fit the state."""
+    def move(
+        self,
+        group: OpenGroup,
+        index: int,
+        state: RolloutState,
+        **facts: Unpack[EntryFacts],
+    ) -> None:
+        """Changes the state of one rollout. Raises BufferStateError for a transition
+        that is not allowed, or whose facts do not fit the state."""
         before = group.states_G[index]
         place = group.place(index)
-        entry = LedgerEntry(sequence=self.sequence, place=place, task_id=group.task_id, state=state, **facts)
+        entry = LedgerEntry(
+            sequence=self.sequence,
+            place=place,
+            task_id=group.task_id,
+            state=state,
+            **facts,
+        )
         if state not in _NEXT[before]:
-            raise BufferStateError(f"rollout {place} cannot go from {before} to {state}")
+            raise BufferStateError(
+                f"rollout {place} cannot go from {before} to {state}"
+            )
         has_reason = entry.reason is not None
         if has_reason != (state is RolloutState.DROPPED):
-            raise BufferStateError(f"rollout {place}: state {state} with drop reason {entry.reason}")
+            raise BufferStateError(
+                f"rollout {place}: state {state} with drop reason {entry.reason}"
+            )
         has_batch = entry.batch_id is not None
         if has_batch != (state in (RolloutState.TAKEN, RolloutState.TRAINED)):
-            raise BufferStateError(f"rollout {place}: state {state} with batch {entry.batch_id}")
+            raise BufferStateError(
+                f"rollout {place}: state {state} with batch {entry.batch_id}"
+            )
         if before is not None:
             self.counts[before] -= 1
         group.states_G[index] = state

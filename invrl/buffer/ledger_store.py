@@ -1,9 +1,10 @@
 """The ledger in the run's store: every entry of every incarnation of the run.
 
-An incarnation is one start of the run. It descends from the incarnation whose checkpoint it resumed from. The
-surviving lineage is everything that the last incarnation did, everything that its parent did up to that
-checkpoint, and so on back to the first. What an incarnation did after the checkpoint that its child began
-with is lost."""
+An incarnation is one start of the run. It descends from the incarnation whose
+checkpoint it resumed from. The surviving lineage is everything that the last
+incarnation did, everything that its parent did up to that checkpoint, and so on back to
+the first. What an incarnation did after the checkpoint that its child began with is
+lost."""
 
 import contextlib
 import math
@@ -29,11 +30,13 @@ class Incarnation:
 
     number: int
     parent: int
-    """The incarnation whose checkpoint this one resumed from; 0 if it resumed from none."""
+    """The incarnation whose checkpoint this one resumed from; 0 if it resumed from
+    none."""
     step: int
     """The step of the checkpoint that it began with; 0 if it began from the start."""
     sequence: int
-    """The number of its first ledger entry. Its parent's entries from that number on are lost."""
+    """The number of its first ledger entry. Its parent's entries from that number on
+    are lost."""
     started_at: float
 
 
@@ -53,14 +56,17 @@ class LedgerStore:
     """Writes the ledger. Every call is one transaction."""
 
     def __init__(self, path: Path, *, heartbeat_timeout_s: float = 30.0) -> None:
-        """`heartbeat_timeout_s` limits the wait for other writers, see `busy_timeout_s` in `schema.py`."""
+        """`heartbeat_timeout_s` limits the wait for other writers, see `busy_timeout_s`
+        in `schema.py`."""
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnation = 0
 
     def begin(self, *, parent: int, step: int, sequence: int) -> int:
-        """Begins a new incarnation and returns its number. Raises RunStoreError if the parent is not in the
-        store."""
-        newest = self._db.execute("SELECT COALESCE(MAX(incarnation), 0) FROM incarnations").fetchone()[0]
+        """Begins a new incarnation and returns its number. Raises RunStoreError if the
+        parent is not in the store."""
+        newest = self._db.execute(
+            "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations"
+        ).fetchone()[0]
         if parent > newest:
             raise RunStoreError(
                 f"the checkpoint is of incarnation {parent}, but the run's store ends with {newest}"
@@ -76,9 +82,10 @@ class LedgerStore:
         return int(row[0])
 
     def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
-        """Writes the entries in one transaction. With `to_disk`, everything that any process has committed
-        to the run's store so far, turns and outcomes included, survives a power loss once this returns: all
-        of it is in one log, and the log is flushed."""
+        """Writes the entries in one transaction. With `to_disk`, everything that any
+        process has committed to the run's store so far, turns and outcomes included,
+        survives a power loss once this returns: all of it is in one log, and the log is
+        flushed."""
         now = time.time()
         rows = [_row(entry, self._incarnation, now) for entry in entries]
         placeholders = ", ".join("?" for _ in _COLUMNS)
@@ -90,11 +97,18 @@ class LedgerStore:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             self._db.executemany(sql, rows)
-            if to_disk:  # a commit flushes only if it changes something: the time changes
-                self._db.execute("INSERT OR REPLACE INTO flushes VALUES (?,?)", (self._incarnation, now))
+            if (
+                to_disk
+            ):  # a commit flushes only if it changes something: the time changes
+                self._db.execute(
+                    "INSERT OR REPLACE INTO flushes VALUES (?,?)",
+                    (self._incarnation, now),
+                )
             self._db.execute("COMMIT")
         except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back by itself
+            with contextlib.suppress(
+                sqlite3.Error
+            ):  # SQLite may have rolled back by itself
                 self._db.execute("ROLLBACK")
             raise
 
@@ -116,13 +130,16 @@ def incarnations_in(db: sqlite3.Connection) -> list[Incarnation]:
 
 
 def read_ledger(path: Path) -> list[KeptEntry]:
-    """All entries, in the order in which they were written. Raises RunStoreError if the parent of an
-    incarnation is the incarnation itself or a later one."""
+    """All entries, in the order in which they were written. Raises RunStoreError if the
+    parent of an incarnation is the incarnation itself or a later one."""
     return ledger_in(connect(path))
 
 
-def ledger_in(db: sqlite3.Connection, *, group_id: str | None = None) -> list[KeptEntry]:
-    """As `read_ledger`, through a connection of the caller. `group_id`: only the entries of this group."""
+def ledger_in(
+    db: sqlite3.Connection, *, group_id: str | None = None
+) -> list[KeptEntry]:
+    """As `read_ledger`, through a connection of the caller. `group_id`: only the
+    entries of this group."""
     lost_from = first_lost_sequences(incarnations_in(db))
     condition = ""
     values: tuple[str, ...] = ()
@@ -134,9 +151,10 @@ def ledger_in(db: sqlite3.Connection, *, group_id: str | None = None) -> list[Ke
 
 
 def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float]:
-    """By incarnation of the surviving lineage, the sequence number from which its entries are lost: infinity
-    for the last incarnation, none of whose entries are lost. Walks from the last incarnation to its parent,
-    and so on to the first. All entries of incarnations that are not on that path are lost."""
+    """By incarnation of the surviving lineage, the sequence number from which its
+    entries are lost: infinity for the last incarnation, none of whose entries are lost.
+    Walks from the last incarnation to its parent, and so on to the first. All entries
+    of incarnations that are not on that path are lost."""
     by_number = {incarnation.number: incarnation for incarnation in incarnations}
     lost_from: dict[int, float] = {}
     number = max(by_number, default=0)
@@ -154,9 +172,10 @@ def first_lost_sequences(incarnations: Iterable[Incarnation]) -> dict[int, float
 
 
 def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
-    """Checks that training was exactly-once along the surviving lineage: a place ends at most once and is in
-    at most one training batch, the batches are numbered without a gap, and in a run that has `ended` every
-    place has ended. Raises BufferStateError that names the first place for which this is false."""
+    """Checks that training was exactly-once along the surviving lineage: a place ends
+    at most once and is in at most one training batch, the batches are numbered without
+    a gap, and in a run that has `ended` every place has ended. Raises BufferStateError
+    that names the first place for which this is false."""
     last_states: dict[Place, RolloutState] = {}
     batch_ids: set[int] = set()
     for kept_entry in kept:
@@ -165,16 +184,22 @@ def check_lineage(kept: Iterable[KeptEntry], *, ended: bool) -> None:
         entry = kept_entry.entry
         last_state = last_states.get(entry.place)
         if last_state in _ENDS:
-            raise BufferStateError(f"{entry.place} ended as {last_state} and then became {entry.state}")
+            raise BufferStateError(
+                f"{entry.place} ended as {last_state} and then became {entry.state}"
+            )
         last_states[entry.place] = entry.state
         if entry.state is RolloutState.TRAINED and entry.batch_id is not None:
             batch_ids.add(entry.batch_id)
     batches = sorted(batch_ids)
     if batches != list(range(len(batches))):
-        raise BufferStateError(f"the batches of the lineage are {batches}: one is missing")
+        raise BufferStateError(
+            f"the batches of the lineage are {batches}: one is missing"
+        )
     open_places = [place for place, state in last_states.items() if state not in _ENDS]
     if ended and open_places:
-        raise BufferStateError(f"{len(open_places)} rollouts have not ended; the first is {open_places[0]}")
+        raise BufferStateError(
+            f"{len(open_places)} rollouts have not ended; the first is {open_places[0]}"
+        )
 
 
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)

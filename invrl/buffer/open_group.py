@@ -1,6 +1,8 @@
-"""A group that has not ended: the attempts at its places, the state of each, and the rollouts that finished.
+"""A group that has not ended: the attempts at its places, the state of each, and the
+rollouts that finished.
 
-`group_buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py` changes states."""
+`group_buffer.py` owns the groups and stores them in its snapshot. Only `ledger.py`
+changes states."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,8 +14,8 @@ class RolloutState(StrEnum):
     IN_FLIGHT = "in_flight"
     """Leased to a worker; no outcome yet."""
     INTERRUPTED = "interrupted"
-    """Was in flight at the checkpoint that the run resumed from. It is leased again, unless its group ends
-    before."""
+    """Was in flight at the checkpoint that the run resumed from. It is leased again,
+    unless its group ends before."""
     FINISHED = "finished"
     """Rewarded; its group is not complete."""
     GROUPED = "grouped"
@@ -38,12 +40,13 @@ class OpenGroup:
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
     """By index."""
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
-    """By index: the buffer's version when the current attempt was last leased. No token of it is older."""
+    """By index: the buffer's version when the current attempt was last leased. No token
+    of it is older."""
     passed_over: bool = False
     """Was ready when a full batch was taken without it."""
     source_id: str = ""
-    """The id that the task source gave the task; `task_id` may have a number behind it. "" in snapshots of
-    runs that were begun before there was this field."""
+    """The id that the task source gave the task; `task_id` may have a number behind it.
+    "" in snapshots of runs that were begun before there was this field."""
 
     @property
     def id(self) -> str:
@@ -55,26 +58,36 @@ class OpenGroup:
 
     def members(self, state: RolloutState | None) -> list[int]:
         """Indices whose current attempt is in this state."""
-        return [index for index, member_state in enumerate(self.states_G) if member_state is state]
+        return [
+            index
+            for index, member_state in enumerate(self.states_G)
+            if member_state is state
+        ]
 
     def to_lease(self) -> list[int]:
-        """Indices whose current attempt is to be leased, for the first time or again."""
+        """Indices whose current attempt is to be leased, for the first time or
+        again."""
         return sorted([*self.members(None), *self.members(RolloutState.INTERRUPTED)])
 
     def awaits(self, place: Place) -> bool:
         """Whether the rollout at this place is in flight."""
         if not 0 <= place.index < len(self.states_G):
             return False
-        return self.states_G[place.index] is RolloutState.IN_FLIGHT and self.place(place.index) == place
+        return (
+            self.states_G[place.index] is RolloutState.IN_FLIGHT
+            and self.place(place.index) == place
+        )
 
     def rollouts(self) -> list[RolloutSummary]:
         """The rollouts that finished, in the order of their indices."""
         return [self.finished[index] for index in sorted(self.finished)]
 
     def versions(self) -> tuple[WeightVersion, WeightVersion] | None:
-        """The versions of the oldest and of the newest token that would be trained; None if there is no such
-        token."""
-        trained = [rollout for rollout in self.finished.values() if rollout.trained_tokens]
+        """The versions of the oldest and of the newest token that would be trained;
+        None if there is no such token."""
+        trained = [
+            rollout for rollout in self.finished.values() if rollout.trained_tokens
+        ]
         if not trained:
             return None
         oldest = min(rollout.oldest_version for rollout in trained)
@@ -90,8 +103,11 @@ class OpenGroup:
             oldest, _ = versions
         return oldest, self.number
 
-    def outcome(self, *, version: WeightVersion, success_reward: float, dropped: str) -> GroupOutcome:
-        """How the group ended. `version`: the trainer's; `dropped`: why it is dropped, "" if it is kept."""
+    def outcome(
+        self, *, version: WeightVersion, success_reward: float, dropped: str
+    ) -> GroupOutcome:
+        """How the group ended. `version`: the trainer's; `dropped`: why it is dropped,
+        "" if it is kept."""
         rewards_G = tuple(rollout.reward for rollout in self.rollouts())
         return GroupOutcome(
             task_id=self.source_id or self.task_id,
@@ -104,4 +120,6 @@ class OpenGroup:
         )
 
     def group(self) -> Group:
-        return Group(id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts()))
+        return Group(
+            id=self.id, task_id=self.task_id, rollouts_G=tuple(self.rollouts())
+        )

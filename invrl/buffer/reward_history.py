@@ -1,7 +1,9 @@
-"""What each task's groups were rewarded so far: what a group filter with the parameter `history` is given.
+"""What each task's groups were rewarded so far: what a group filter with the parameter
+`history` is given.
 
-Kept only if the filter asks for it, and part of the buffer's snapshot. It is bounded: the last groups of a
-task one by one and the rest as sums, for the tasks that were seen last."""
+Kept only if the filter asks for it, and part of the buffer's snapshot. It is bounded:
+the last groups of a task one by one and the rest as sums, for the tasks that were seen
+last."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,11 +13,13 @@ from invrl.types import GroupOutcome, TaskHistory
 RECENT_GROUPS = 16
 """Groups of a task that are kept one by one."""
 MAX_TASKS = 100_000
-"""Tasks of which a history is kept. Beyond it, the one that was seen longest ago is forgotten."""
+"""Tasks of which a history is kept. Beyond it, the one that was seen longest ago is
+forgotten."""
 
 
 class RewardHistory:
-    """By task id as the source gave it; a task that comes back in a later epoch continues its history."""
+    """By task id as the source gave it; a task that comes back in a later epoch
+    continues its history."""
 
     def __init__(self, max_tasks: int = MAX_TASKS) -> None:
         self._max_tasks = max_tasks
@@ -27,7 +31,8 @@ class RewardHistory:
         return self._tasks.get(task_id) or TaskHistory(task_id=task_id)
 
     def note(self, outcome: GroupOutcome) -> None:
-        """Adds a group, if it is complete: what was cut off says nothing certain about its task."""
+        """Adds a group, if it is complete: what was cut off says nothing certain about
+        its task."""
         if not outcome.complete:
             return
         before = self.of(outcome.task_id)

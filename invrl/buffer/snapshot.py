@@ -1,8 +1,9 @@
-"""The buffer's state at a checkpoint, from which a later incarnation of the run resumes.
+"""The buffer's state at a checkpoint, from which a later incarnation of the run
+resumes.
 
-A snapshot is taken between `trained` and `advance`, when no batch is out. Of a plain task source it holds no
-tasks, because the source yields the same ones again; of one that is told outcomes, its state and the tasks of
-the open groups (`task_feed.py`)."""
+A snapshot is taken between `trained` and `advance`, when no batch is out. Of a plain
+task source it holds no tasks, because the source yields the same ones again; of one
+that is told outcomes, its state and the tasks of the open groups (`task_feed.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class BufferSnapshot:
     dropped: Mapping[str, int]
     failed: Mapping[str, int]
     sequence: int
-    """The number of the ledger's next entry. Entries with smaller numbers are of the surviving lineage."""
+    """The number of the ledger's next entry. Entries with smaller numbers are of the
+    surviving lineage."""
     incarnation: int = 0
     outbox_seq: int = 0
     """The number of the last outbox row that this snapshot includes."""

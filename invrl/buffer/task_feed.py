@@ -1,9 +1,11 @@
-"""The tasks that groups are leased for, in the order of the task source, and why there are no more.
+"""The tasks that groups are leased for, in the order of the task source, and why there
+are no more.
 
-A plain source gives the same tasks for the same seed, so a resume reads it again up to where it was. A source
-that is told outcomes (`OutcomeRecorder`) or that keeps its state (`StateKeeper`) is not read again: the
-snapshot holds its state and the tasks of the open groups. What goes wrong in the source is a fault of data,
-not of the run: it is shown, and the run goes on as long as tasks come."""
+A plain source gives the same tasks for the same seed, so a resume reads it again up to
+where it was. A source that is told outcomes (`OutcomeRecorder`) or that keeps its state
+(`StateKeeper`) is not read again: the snapshot holds its state and the tasks of the
+open groups. What goes wrong in the source is a fault of data, not of the run: it is
+shown, and the run goes on as long as tasks come."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -47,12 +49,16 @@ class FeedSnapshot:
 
 
 class TaskFeed:
-    """Reads the task source, which is user code: if it raises or yields something else, it has ended.
+    """Reads the task source, which is user code: if it raises or yields something else,
+    it has ended.
 
-    `note_fault` is called with the key and the text of what goes wrong in `record` and `state`."""
+    `note_fault` is called with the key and the text of what goes wrong in `record` and
+    `state`."""
 
     def __init__(
-        self, source: Iterator[Task], note_fault: Callable[[str, str], None] = lambda key, text: None
+        self,
+        source: Iterator[Task],
+        note_fault: Callable[[str, str], None] = lambda key, text: None,
     ) -> None:
         self._source = source
         self._recorder = source if isinstance(source, OutcomeRecorder) else None
@@ -82,12 +88,16 @@ class TaskFeed:
         self.end = self._fault(task)
         if self.end:
             return None
-        return FedTask(task=replace(task, id=self._ids.distinct(task.id)), source_id=task.id)
+        return FedTask(
+            task=replace(task, id=self._ids.distinct(task.id)), source_id=task.id
+        )
 
     def _fault(self, task: object) -> str:
         """Why the run cannot go on with what the source yielded; "" if it can."""
         if not isinstance(task, Task):
-            return f"the task source yielded {type(task).__name__}, not invrl.types.Task"
+            return (
+                f"the task source yielded {type(task).__name__}, not invrl.types.Task"
+            )
         if not is_usable_id(task.id):
             return f"the task source yielded the task id {task.id!r}: {USABLE_ID_FIX}"
         if self.is_read_again:
@@ -110,11 +120,12 @@ class TaskFeed:
         except (Exception, SystemExit) as error:
             self._note_fault(RECORD_FAILED, _shown_below(error))
 
-    # ------------------------------------------------------------------ incarnations
+    # ----------------------------------------------------------------- incarnations
 
     def snapshot(self, tasks: Mapping[str, Task]) -> FeedSnapshot | None:
-        """Where the source is; None if a resume reads it again. `tasks`: those of the open groups, by group
-        id. A `state()` that fails costs the state, not the checkpoint."""
+        """Where the source is; None if a resume reads it again. `tasks`: those of the
+        open groups, by group id. A `state()` that fails costs the state, not the
+        checkpoint."""
         if self.is_read_again:
             return None
         state = None
@@ -131,18 +142,24 @@ class TaskFeed:
                 no_state = f"its state() raised {_shown(error)}"
                 self._note_fault(STATE_LOST, _shown_below(error))
         return FeedSnapshot(
-            tasks={group_id: msgspec.json.decode(encoded_task(task)) for group_id, task in tasks.items()},
+            tasks={
+                group_id: msgspec.json.decode(encoded_task(task))
+                for group_id, task in tasks.items()
+            },
             occurrences=self._ids.occurrences,
             state=state,
             no_state=no_state,
         )
 
     def restore(
-        self, snapshot: FeedSnapshot | None, num_groups: int, groups: Iterable[OpenGroup]
+        self,
+        snapshot: FeedSnapshot | None,
+        num_groups: int,
+        groups: Iterable[OpenGroup],
     ) -> dict[str, Task]:
-        """Puts the new source where the one of the snapshot was, after `num_groups` tasks. Returns the tasks
-        of `groups`, by group id. Raises BufferStateError if the source yields other tasks or refuses its
-        state."""
+        """Puts the new source where the one of the snapshot was, after `num_groups`
+        tasks. Returns the tasks of `groups`, by group id. Raises BufferStateError if
+        the source yields other tasks or refuses its state."""
         if snapshot is None:
             if not self.is_read_again and num_groups:
                 raise BufferStateError(
@@ -155,7 +172,9 @@ class TaskFeed:
                 "the task source has no record() and no state(), and the one that the run began with had: "
                 "a run resumes only on the task source that it began with"
             )
-        tasks = {group_id: Task(**stored) for group_id, stored in snapshot.tasks.items()}
+        tasks = {
+            group_id: Task(**stored) for group_id, stored in snapshot.tasks.items()
+        }
         missing = [group.id for group in groups if group.id not in tasks]
         if missing:
             raise BufferStateError(f"the checkpoint has no task for group {missing[0]}")
@@ -184,9 +203,12 @@ class TaskFeed:
                 "Correct it, or resume with the source that the run began with"
             ) from error
 
-    def _read_again(self, num_groups: int, groups: Iterable[OpenGroup]) -> dict[str, Task]:
-        """Reads one task for each of the `num_groups` groups that the run has leased so far. Returns those of
-        `groups`, by group id. Raises BufferStateError if they had other tasks."""
+    def _read_again(
+        self, num_groups: int, groups: Iterable[OpenGroup]
+    ) -> dict[str, Task]:
+        """Reads one task for each of the `num_groups` groups that the run has leased so
+        far. Returns those of `groups`, by group id. Raises BufferStateError if they had
+        other tasks."""
         groups_by_number = {group.number: group for group in groups}
         tasks: dict[str, Task] = {}
         for number in range(num_groups):

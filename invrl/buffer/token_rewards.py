@@ -1,11 +1,13 @@
-"""The rewards of a row's tokens, for advantages that the trainer computes token by token (GAE). Pure.
+"""The rewards of a row's tokens, for advantages that the trainer computes token by
+token (GAE). Pure.
 
-Each row is an episode of its own, which ends at its last trained token. There its branch's reward is placed:
-in full on every row, because every branch came to that end. If it were divided among the rows, it would be
-worth less the more branches a rollout has. A turn's reward is placed at the turn's last trained token. If the
-turn is not trained, it is placed at the last trained token before the turn's end, and nowhere if there is
-none. So the reward of a turn that several branches share counts once, in the row in which the turn is
-trained.
+Each row is an episode of its own, which ends at its last trained token. There its
+branch's reward is placed: in full on every row, because every branch came to that end.
+If it were divided among the rows, it would be worth less the more branches a rollout
+has. A turn's reward is placed at the turn's last trained token. If the turn is not
+trained, it is placed at the last trained token before the turn's end, and nowhere if
+there is none. So the reward of a turn that several branches share counts once, in the
+row in which the turn is trained.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,10 +30,11 @@ def token_rewards(
 ) -> NDArray[np.float32]:
     """float32 [T], 0 where the loss mask is False.
 
-    branch_turns: all turns of the row's branch; T may end before the last of them. With `use` "replace" the
-    branch's reward is its most particular one (branch, else child session, else the rollout's final one);
-    with "add" it is the sum of those. Rewards of turns are rewards on the way and count with both. `columns`,
-    [T] each, are added on trained tokens.
+    branch_turns: all turns of the row's branch; T may end before the last of them. With
+    `use` "replace" the branch's reward is its most particular one (branch, else child
+    session, else the rollout's final one); with "add" it is the sum of those. Rewards
+    of turns are rewards on the way and count with both. `columns`, [T] each, are added
+    on trained tokens.
     """
     rewards_T = np.zeros(len(mask_T), np.float64)
     for column_T in columns:
@@ -39,7 +42,9 @@ def token_rewards(
     trained_positions = np.flatnonzero(mask_T)
     if not len(trained_positions):
         return rewards_T.astype(np.float32)
-    rewards = [owned_reward(summary, owner) for owner in branch_owners(summary, branch_turns)]
+    rewards = [
+        owned_reward(summary, owner) for owner in branch_owners(summary, branch_turns)
+    ]
     branch_reward = sum(rewards) if use == "add" else rewards[-1]
     rewards_T[trained_positions[-1]] += branch_reward
     turn_end = 0

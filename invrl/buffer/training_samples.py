@@ -1,15 +1,17 @@
 """Builds a TrainBatch from a taken batch and its tokens. Pure.
 
-Each branch of a rollout becomes one row, the branches of its child sessions included. Invariant: a sampled
-token is trained in exactly one row. A turn that several branches share is trained in the first of them and is
-context in the others. A turn is not trained if its answer never reached the client or if it was aborted. At
-the end of a branch such turns are cut off. Inside a branch they stay as context, because what follows was
-conditioned on them.
+Each branch of a rollout becomes one row, the branches of its child sessions included.
+Invariant: a sampled token is trained in exactly one row. A turn that several branches
+share is trained in the first of them and is context in the others. A turn is not
+trained if its answer never reached the client or if it was aborted. At the end of a
+branch such turns are cut off. Inside a branch they stay as context, because what
+follows was conditioned on them.
 
-Which reward counts for a token: the one of its turn; if there is none, its branch's (that of the deepest
-rewarded turn of the branch); if there is none, its child session's; else the rollout's final one. With the
-use "add", all of these count, and a turn also has the rewards of the turns that follow it. The advantage of a
-reward is computed among rewards of its own kind (`comparison.py`)."""
+Which reward counts for a token: the one of its turn; if there is none, its branch's
+(that of the deepest rewarded turn of the branch); if there is none, its child
+session's; else the rollout's final one. With the use "add", all of these count, and a
+turn also has the rewards of the turns that follow it. The advantage of a reward is
+computed among rewards of its own kind (`comparison.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +53,8 @@ from invrl.types import (
 REWARDS_COLUMN = "rewards"
 """The column of a row's token rewards, where the trainer computes the advantages."""
 SHAPING_NUMBER = "reward_shaping"
-"""The number of a row that was added to its rollout's final reward, where rewards are shaped."""
+"""The number of a row that was added to its rollout's final reward, where rewards are
+shaped."""
 
 
 def build_batch(
@@ -65,31 +68,38 @@ def build_batch(
     extra_columns: Iterable[ExtraColumn] = (),
     rules: CreditRules = PLAIN_RULES,
 ) -> TrainBatch:
-    """Rows with their advantages, in the order of the groups. A reward's advantage is written to each trained
-    token that it counts for. A rollout counts once in its group's baseline, however many rows it becomes.
+    """Rows with their advantages, in the order of the groups. A reward's advantage is
+    written to each trained token that it counts for. A rollout counts once in its
+    group's baseline, however many rows it becomes.
 
-    With `use` "replace", only the most particular reward of a token counts. With "add", a token's advantage
-    is the sum of the advantages of its final, child's and branch's reward and of the turn rewards from its
-    own turn to the end of its row, each times `rules.discount` for every turn in between. With `baseline`
-    "group", turn rewards only and no discount, that is the process supervision of GRPO (arXiv 2402.03300,
+    With `use` "replace", only the most particular reward of a token counts. With "add",
+    a token's advantage is the sum of the advantages of its final, child's and branch's
+    reward and of the turn rewards from its own turn to the end of its row, each times
+    `rules.discount` for every turn in between. With `baseline` "group", turn rewards
+    only and no discount, that is the process supervision of GRPO (arXiv 2402.03300,
     section 4.1.3).
 
-    Final rewards are shaped and rollouts left out by the `rules` before rewards are compared
-    (`credited_groups.py`); advantages are whitened by them after that. With `rules.token_level` the
-    advantages are 0, and rows have the column "rewards" instead (`token_rewards.py`).
+    Final rewards are shaped and rollouts left out by the `rules` before rewards are
+    compared (`credited_groups.py`); advantages are whitened by them after that. With
+    `rules.token_level` the advantages are 0, and rows have the column "rewards" instead
+    (`token_rewards.py`).
 
-    Every row has each of the `extra_columns`, whether or not its rollout was given numbers of it: those of
-    tokens and of turns as a column, those of rollouts as a number.
+    Every row has each of the `extra_columns`, whether or not its rollout was given
+    numbers of it: those of tokens and of turns as a column, those of rollouts as a
+    number.
 
-    Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if the advantage function
-    does not return one finite number per rollout; ConfigError for a reward column that rows do not have."""
+    Raises RunStoreError if the tokens of a trained rollout are missing; PluginError if
+    the advantage function does not return one finite number per rollout; ConfigError
+    for a reward column that rows do not have."""
     rollouts_by_session = {rollout.summary.session_id: rollout for rollout in rollouts}
     declared_columns = tuple(extra_columns)
     groups = [credited_group(group, rules) for group in taken.groups]
     advantage_of: dict[RewardOwner, float] = {}
     if not rules.token_level:
         compared_groups = [group.compared for group in groups]
-        advantage_of = _advantages_of_batch(compared_groups, baseline, advantage_fn, eps, rules)
+        advantage_of = _advantages_of_batch(
+            compared_groups, baseline, advantage_fn, eps, rules
+        )
     samples: list[TrainSample] = []
     advantages: list[NDArray[np.float64]] = []
     for group in groups:
@@ -101,16 +111,28 @@ def build_batch(
             for row in _rows(rollout, declared_columns):
                 sample = row.sample
                 if summary.session_id in group.shaping:
-                    numbers = {**sample.numbers, SHAPING_NUMBER: group.shaping[summary.session_id]}
+                    numbers = {
+                        **sample.numbers,
+                        SHAPING_NUMBER: group.shaping[summary.session_id],
+                    }
                     sample = replace(sample, numbers=numbers)
                 if rules.solved_reward is not None:
                     is_solved = summary.reward >= rules.solved_reward
-                    sample = replace(sample, numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)})
+                    sample = replace(
+                        sample,
+                        numbers={**sample.numbers, SOLVED_NUMBER: float(is_solved)},
+                    )
                 if rules.token_level:
-                    sample = _with_token_rewards(sample, summary, row.branch.turns, use, rules)
+                    sample = _with_token_rewards(
+                        sample, summary, row.branch.turns, use, rules
+                    )
                     advantages.append(np.zeros(len(sample.tokens_T)))
                 else:
-                    advantages.append(_token_advantages(row, summary, advantage_of, use, rules.discount))
+                    advantages.append(
+                        _token_advantages(
+                            row, summary, advantage_of, use, rules.discount
+                        )
+                    )
                 samples.append(sample)
     whitened = whiten_rows(
         advantages,
@@ -138,13 +160,17 @@ def _with_token_rewards(
     for name in rules.reward_columns:
         if name not in sample.columns:
             reason = f"rows have no column of this name, only {sorted(sample.columns)}"
-            raise ConfigError("algorithm.reward_columns", name, reason, "declare it, or leave it out")
+            raise ConfigError(
+                "algorithm.reward_columns", name, reason, "declare it, or leave it out"
+            )
         columns.append(sample.columns[name])
-    rewards_T = token_rewards(summary, branch_turns, sample.loss_mask_T, use=use, columns=columns)
+    rewards_T = token_rewards(
+        summary, branch_turns, sample.loss_mask_T, use=use, columns=columns
+    )
     return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
 
-# ------------------------------------------------------------------ branches and rows
+# ----------------------------------------------------------------- branches and rows
 
 
 def rows_of(rollout: Rollout) -> list[TrainSample]:
@@ -167,8 +193,8 @@ class _Row:
 
 
 def _rows(rollout: Rollout, extra_columns: Sequence[ExtraColumn]) -> list[_Row]:
-    """The rows of a rollout. A branch becomes no row if another branch continues its row, or if all its turns
-    are trained in earlier rows already."""
+    """The rows of a rollout. A branch becomes no row if another branch continues its
+    row, or if all its turns are trained in earlier rows already."""
     branches = _branches(rollout)
     continued_ids: set[str] = set()
     for branch in branches:
@@ -210,10 +236,13 @@ def _may_be_trained(turn: Turn) -> bool:
 
 
 def _training_sample(
-    rollout: Rollout, branch: _Branch, trained_ids: set[str], extra_columns: Sequence[ExtraColumn]
+    rollout: Rollout,
+    branch: _Branch,
+    trained_ids: set[str],
+    extra_columns: Sequence[ExtraColumn],
 ) -> TrainSample:
-    """The row of a branch. The sampled tokens of the turns in `trained_ids` are trained; all other tokens are
-    context, with log-prob 0 and version -1."""
+    """The row of a branch. The sampled tokens of the turns in `trained_ids` are
+    trained; all other tokens are context, with log-prob 0 and version -1."""
     tokens: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -270,8 +299,8 @@ def _extra_columns(
     mask_T: NDArray[np.bool_],
     extra_columns: Sequence[ExtraColumn],
 ) -> dict[str, NDArray[np.float32]]:
-    """By name, float32 [T]: the columns of tokens and of turns. 0 where a token is not trained; the default
-    where it is trained and was given no number."""
+    """By name, float32 [T]: the columns of tokens and of turns. 0 where a token is not
+    trained; the default where it is trained and was given no number."""
     columns: dict[str, NDArray[np.float32]] = {}
     for column in extra_columns:
         if column.level == "rollout":
@@ -284,7 +313,9 @@ def _extra_columns(
     return columns
 
 
-def _numbers_of_turn(rollout: Rollout, turn: Turn, column: ExtraColumn) -> NDArray[np.float32]:
+def _numbers_of_turn(
+    rollout: Rollout, turn: Turn, column: ExtraColumn
+) -> NDArray[np.float32]:
     """One number for each sampled token of the turn."""
     if column.level == "token":
         given_T = rollout.token_numbers.get(turn.id, {}).get(column.name)
@@ -292,11 +323,15 @@ def _numbers_of_turn(rollout: Rollout, turn: Turn, column: ExtraColumn) -> NDArr
             return given_T
         number = column.default
     else:
-        number = rollout.summary.turn_numbers.get(turn.id, {}).get(column.name, column.default)
+        number = rollout.summary.turn_numbers.get(turn.id, {}).get(
+            column.name, column.default
+        )
     return np.full(len(turn.sampled_ids_T), number, np.float32)
 
 
-def _extra_numbers(summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]) -> dict[str, float]:
+def _extra_numbers(
+    summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]
+) -> dict[str, float]:
     """By name: the numbers of the rollout, or their defaults."""
     return {
         column.name: summary.numbers.get(column.name, column.default)
@@ -306,9 +341,13 @@ def _extra_numbers(summary: RolloutSummary, extra_columns: Sequence[ExtraColumn]
 
 
 def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
-    """The experts that computed each token of a row: those of the pass that predicted the token after it.
-    Unknown for turns without a record, and for the last token."""
-    recorded = [rollout.routed_experts[turn.id] for turn in turns if turn.id in rollout.routed_experts]
+    """The experts that computed each token of a row: those of the pass that predicted
+    the token after it. Unknown for turns without a record, and for the last token."""
+    recorded = [
+        rollout.routed_experts[turn.id]
+        for turn in turns
+        if turn.id in rollout.routed_experts
+    ]
     if not recorded:
         return None
     _, *sizes = recorded[0].shape
@@ -324,19 +363,27 @@ def _experts(rollout: Rollout, turns: Sequence[Turn]) -> RoutedExperts | None:
     return np.concatenate(predicting)[1:]
 
 
-def _top_logprobs(rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]) -> TopLogprobs | None:
-    """The likeliest tokens in the place of each trained token of a row. None in turns without a record."""
+def _top_logprobs(
+    rollout: Rollout, turns: Sequence[Turn], mask_T: NDArray[np.bool_]
+) -> TopLogprobs | None:
+    """The likeliest tokens in the place of each trained token of a row. None in turns
+    without a record."""
     if not any(turn.id in rollout.top_logprobs for turn in turns):
         return None
     parts: list[TopLogprobs] = []
     for turn in turns:
         parts.append(TopLogprobs.none(len(turn.context_ids_T), 0))
-        parts.append(rollout.top_logprobs.get(turn.id, TopLogprobs.none(len(turn.sampled_ids_T), 0)))
+        parts.append(
+            rollout.top_logprobs.get(
+                turn.id, TopLogprobs.none(len(turn.sampled_ids_T), 0)
+            )
+        )
     return TopLogprobs.joined(parts).where(mask_T)
 
 
 def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
-    """The reward of the deepest rewarded turn; else that of the child session; else the rollout's."""
+    """The reward of the deepest rewarded turn; else that of the child session; else the
+    rollout's."""
     for turn in reversed(turns):
         if turn.id in summary.branch_rewards:
             return summary.branch_rewards[turn.id]
@@ -345,14 +392,17 @@ def _branch_reward(summary: RolloutSummary, turns: Sequence[Turn]) -> float:
 
 
 def _temperature(session_id: str, turns: Sequence[Turn]) -> float:
-    """The one temperature of a row, which the run fixes: the trainer divides the row's logits by it."""
+    """The one temperature of a row, which the run fixes: the trainer divides the row's
+    logits by it."""
     temperatures = {turn.temperature for turn in turns}
     if len(temperatures) != 1:
-        raise BufferStateError(f"session {session_id} was sampled at several temperatures: {temperatures}")
+        raise BufferStateError(
+            f"session {session_id} was sampled at several temperatures: {temperatures}"
+        )
     return temperatures.pop()
 
 
-# ------------------------------------------------------------------ advantages
+# ----------------------------------------------------------------- advantages
 
 
 def _advantages_of_batch(
@@ -364,21 +414,31 @@ def _advantages_of_batch(
 ) -> dict[RewardOwner, float]:
     """The advantage of every reward that was given in the groups."""
     if rules.over_batch:
-        return _advantages_of(batch_comparisons(groups, baseline), advantage_fn, eps, None)
+        return _advantages_of(
+            batch_comparisons(groups, baseline), advantage_fn, eps, None
+        )
     advantage_of: dict[RewardOwner, float] = {}
     for group in groups:
-        advantage_of.update(_advantages_of(comparisons(group, baseline), advantage_fn, eps, group))
+        advantage_of.update(
+            _advantages_of(comparisons(group, baseline), advantage_fn, eps, group)
+        )
     return advantage_of
 
 
 def _advantages_of(
-    compared: Iterable[Comparison], advantage_fn: AdvantageFn, eps: float, group: Group | None
+    compared: Iterable[Comparison],
+    advantage_fn: AdvantageFn,
+    eps: float,
+    group: Group | None,
 ) -> dict[RewardOwner, float]:
-    """`group`: the one whose final rewards are compared first; None: rewards of several groups are."""
+    """`group`: the one whose final rewards are compared first; None: rewards of several
+    groups are."""
     advantage_of: dict[RewardOwner, float] = {}
     for number, comparison in enumerate(compared):
         of_rollouts = group if number == 0 else None
-        advantages = _call_advantage_fn(advantage_fn, comparison.rewards_R, eps, of_rollouts)
+        advantages = _call_advantage_fn(
+            advantage_fn, comparison.rewards_R, eps, of_rollouts
+        )
         advantage_of.update(zip(comparison.owners, advantages, strict=True))
     return advantage_of
 
@@ -389,8 +449,8 @@ def _call_advantage_fn(
     eps: float,
     group: Group | None,
 ) -> Sequence[float]:
-    """The group is given to a function that has a parameter for it. None: the rewards are not one per
-    rollout."""
+    """The group is given to a function that has a parameter for it. None: the rewards
+    are not one per rollout."""
     if takes_keyword(advantage_fn, "group"):
         returned = cast(GroupAdvantageFn, advantage_fn)(rewards_R, eps=eps, group=group)
     else:
@@ -427,9 +487,12 @@ def _token_advantages(
 
 
 def _most_particular_advantages(
-    turns: Sequence[Turn], owners: Sequence[RewardOwner], advantage_of: Mapping[RewardOwner, float]
+    turns: Sequence[Turn],
+    owners: Sequence[RewardOwner],
+    advantage_of: Mapping[RewardOwner, float],
 ) -> dict[str, float]:
-    """By turn id: the advantage of the turn's own reward, or else that of its branch."""
+    """By turn id: the advantage of the turn's own reward, or else that of its
+    branch."""
     branch_advantage = advantage_of[owners[-1]]
     advantages: dict[str, float] = {}
     for turn in turns:
@@ -444,8 +507,8 @@ def _summed_advantages(
     advantage_of: Mapping[RewardOwner, float],
     discount: float,
 ) -> dict[str, float]:
-    """By turn id: the discounted sum of the advantages of the turn, of the turns that follow it, and of the
-    branch, whose rewards come with its last turn."""
+    """By turn id: the discounted sum of the advantages of the turn, of the turns that
+    follow it, and of the branch, whose rewards come with its last turn."""
     branch_advantage = sum(advantage_of[owner] for owner in owners)
     turn_sum = 0.0
     sums: dict[str, float] = {}

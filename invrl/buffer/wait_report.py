@@ -33,14 +33,16 @@ class WaitReport:
     ready: int
     in_flight: tuple[WaitingGroup, ...]
     complete: int
-    """Groups whose rollouts have all finished since the last batch was taken; dropped ones are among them."""
+    """Groups whose rollouts have all finished since the last batch was taken; dropped
+    ones are among them."""
     dropped: Mapping[str, int]
     """Groups dropped since then, by reason."""
     failed: Mapping[str, int]
     """Rollouts failed since then, by reason."""
     filter_name: str
     filtered_rewards: Mapping[str, int]
-    """The groups that the filter dropped in a row until now: how many, by what their rewards were."""
+    """The groups that the filter dropped in a row until now: how many, by what their
+    rewards were."""
     filtered_limit: int
     """How many groups in a row it may drop; 0: any number."""
     source_end: str = ""
@@ -56,7 +58,8 @@ class WaitReport:
 
 @dataclass(slots=True)
 class FilteredStreak:
-    """The groups that the filter dropped since it last kept one, by what their rewards were."""
+    """The groups that the filter dropped since it last kept one, by what their rewards
+    were."""
 
     by_rewards: Counter[str] = field(default_factory=Counter)
 
@@ -81,7 +84,8 @@ class FilteredStreak:
 
 
 def shown_rewards(by_rewards: Mapping[str, int]) -> str:
-    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; the rest as "2 x others"."""
+    """As "rewards: 60 x all 1, 4 x all 0", the most frequent first; the rest as "2 x
+    others"."""
     ordered = Counter(by_rewards).most_common()
     parts = [f"{count} x {text}" for text, count in ordered[:_NUM_SHOWN]]
     num_others = sum(count for _, count in ordered[_NUM_SHOWN:])
@@ -94,11 +98,14 @@ def waiting_group(group: OpenGroup) -> WaitingGroup:
     """A group in flight. How long it has waited is not known here."""
     size = len(group.states_G)
     num_missing = size - len(group.finished)
-    return WaitingGroup(group_id=group.id, task_id=group.task_id, missing=num_missing, size=size)
+    return WaitingGroup(
+        group_id=group.id, task_id=group.task_id, missing=num_missing, size=size
+    )
 
 
 def early_groups(count: int) -> str:
-    """The note about ready groups with tokens of a version whose canary has not passed; "" for none."""
+    """The note about ready groups with tokens of a version whose canary has not passed;
+    "" for none."""
     if not count:
         return ""
     return f" ({count} of them wait for the canary of their weight version)"

@@ -1,4 +1,5 @@
-"""Reads a command's own arguments: flags that are not settings, and the run folder that comes first."""
+"""Reads a command's own arguments: flags that are not settings, and the run folder that
+comes first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from invrl.store.run_folder import RunFolder
 
 
 def split_flag(argument: str) -> tuple[str, str | None]:
-    """The flag and the text after its `=`. The text is None if the argument has no `=`."""
+    """The flag and the text after its `=`. The text is None if the argument has no
+    `=`."""
     flag, equals, text = argument.partition("=")
     if not equals:
         return flag, None
@@ -18,8 +20,8 @@ def split_flag(argument: str) -> tuple[str, str | None]:
 
 
 def take_value(flag: str, value: str | None, rest: list[str]) -> str:
-    """The value of `flag`: the text after its `=`, or else the first of `rest`, which is removed there.
-    Raises ConfigError if there is none."""
+    """The value of `flag`: the text after its `=`, or else the first of `rest`, which
+    is removed there. Raises ConfigError if there is none."""
     if value is not None:
         return value
     if not rest or rest[0].startswith("--"):
@@ -27,8 +29,11 @@ def take_value(flag: str, value: str | None, rest: list[str]) -> str:
     return rest.pop(0)
 
 
-def split_options(arguments: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of the known flags, written `--name value` or `--name=value`, and all other arguments."""
+def split_options(
+    arguments: Sequence[str], known: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The values of the known flags, written `--name value` or `--name=value`, and all
+    other arguments."""
     options: dict[str, str] = {}
     others: list[str] = []
     rest = list(arguments)
@@ -56,12 +61,15 @@ def unknown_flag(argument: str, known: Sequence[str]) -> ConfigError:
 
 
 def read_run_folder(arguments: Sequence[str]) -> RunFolder:
-    """The run folder that the first argument names. Raises ConfigError if it is not one."""
+    """The run folder that the first argument names. Raises ConfigError if it is not
+    one."""
     fix = "give the folder that `invrl train` printed"
     if not arguments:
         raise ConfigError("RUN", "", "it is missing", fix)
     folder = RunFolder(path=Path(arguments[0]).expanduser().absolute())
     if not folder.config_path.exists():
         reason = "not a run folder: it has no config.resolved.toml"
-        raise ConfigError("RUN", str(folder.path), reason, fix_of_path(folder.path, fix))
+        raise ConfigError(
+            "RUN", str(folder.path), reason, fix_of_path(folder.path, fix)
+        )
     return folder

@@ -1,4 +1,5 @@
-"""What a measurement of `invrl bench` leaves behind: its result as JSON, and a line of the history."""
+"""What a measurement of `invrl bench` leaves behind: its result as JSON, and a line of
+the history."""
 
 import json
 import os
@@ -17,7 +18,8 @@ from invrl.run.driver_commands import FAILURE_EXIT
 
 
 class BenchRecord:
-    """The ratios of one run. `add` prints and writes each part as soon as it is measured."""
+    """The ratios of one run. `add` prints and writes each part as soon as it is
+    measured."""
 
     def __init__(
         self,
@@ -29,7 +31,8 @@ class BenchRecord:
         targets: Mapping[str, float],
         missed: Callable[[Mapping[str, float], Mapping[str, float]], list[str]],
     ) -> None:
-        """Writes `results`/NAME.json. `missed`: the ratios that are on the wrong side of their target."""
+        """Writes `results`/NAME.json. `missed`: the ratios that are on the wrong side
+        of their target."""
         results.mkdir(parents=True, exist_ok=True)
         self._file = results / f"{name}.json"
         self._history = results / "history.jsonl"
@@ -66,10 +69,17 @@ class BenchRecord:
         self._result["missed"] = self._missed(self._ratios, self._targets)
         self._write()
 
-    def close(self, name: str, regressions: Callable[[Entry, Sequence[Entry]], Sequence[Change]]) -> None:
-        """Write the history, and under `name` the ratios that are worse than it. Raises CommandFailed if
-        there are any, or if a part failed."""
-        changes = [str(change) for change in regressions(self._entry, read_history(self._history))]
+    def close(
+        self,
+        name: str,
+        regressions: Callable[[Entry, Sequence[Entry]], Sequence[Change]],
+    ) -> None:
+        """Write the history, and under `name` the ratios that are worse than it. Raises
+        CommandFailed if there are any, or if a part failed."""
+        changes = [
+            str(change)
+            for change in regressions(self._entry, read_history(self._history))
+        ]
         append_history(self._history, self._entry)
         self._result[name] = changes
         self._write()
@@ -86,7 +96,11 @@ class BenchRecord:
         line = f"{name:<26}{self._ratios[name]:7.3f}"
         if name not in self._targets:
             return line
-        verdict = "  MISSED" if self._missed({name: self._ratios[name]}, self._targets) else ""
+        verdict = (
+            "  MISSED"
+            if self._missed({name: self._ratios[name]}, self._targets)
+            else ""
+        )
         return f"{line}   target {self._targets[name]:.2f}{verdict}"
 
 

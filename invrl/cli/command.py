@@ -10,7 +10,8 @@ _COMMANDS = Path(__file__).with_name("commands")
 
 
 class CommandFailed(Exception):
-    """Ends the command with this exit code. The user has already been shown the reason."""
+    """Ends the command with this exit code. The user has already been shown the
+    reason."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -18,24 +19,28 @@ class CommandFailed(Exception):
 
 
 class Command(NamedTuple):
-    """A row of the table in `main.py`. It names its function instead of importing it, so that help loads no
-    command."""
+    """A row of the table in `main.py`. It names its function instead of importing it,
+    so that help loads no command."""
 
     module: str
     """Below `invrl.cli.commands`."""
     function: str
-    """Takes the arguments after the command's name. Its docstring is the command's help."""
+    """Takes the arguments after the command's name. Its docstring is the command's
+    help."""
     summary: str = ""
     """One line for `invrl --help`."""
     takes_settings: bool = False
     """Whether the flags of the configuration are flags of this command."""
 
     def load(self) -> Callable[[Sequence[str]], None]:
-        return getattr(import_module(f"invrl.cli.commands.{self.module}"), self.function)
+        return getattr(
+            import_module(f"invrl.cli.commands.{self.module}"), self.function
+        )
 
     def help(self) -> str:
-        """The docstring of the function, without its indentation. It is read from the source: what a command
-        imports takes longer to load than to say how it is used."""
+        """The docstring of the function, without its indentation. It is read from the
+        source: what a command imports takes longer to load than to say how it is
+        used."""
         source = _COMMANDS.joinpath(f"{self.module}.py").read_text(encoding="utf-8")
         docstrings = {
             node.name: ast.get_docstring(node)

@@ -1,8 +1,9 @@
 """The settings that each command uses.
 
-`invrl serve`, `invrl eval` and `invrl engine` do not train, so most of the configuration has no effect on
-them. They take only the flags of the settings that are named here, and their checks look only at these. Every
-other command takes all settings."""
+`invrl serve`, `invrl eval` and `invrl engine` do not train, so most of the
+configuration has no effect on them. They take only the flags of the settings that are
+named here, and their checks look only at these. Every other command takes all
+settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +12,27 @@ from invrl.rollout.config import RolloutConfig
 from invrl.run.config import SECTIONS, UPSTREAM, Source, Tables
 
 _RUN = frozenset(
-    {"run_name", "run_root", "seed", "heartbeat_timeout_s", "log_format", "log_level", "otel_endpoint"}
+    {
+        "run_name",
+        "run_root",
+        "seed",
+        "heartbeat_timeout_s",
+        "log_format",
+        "log_level",
+        "otel_endpoint",
+    }
 )
 _TRAINING_GATEWAY = frozenset(
-    {"train_auxiliary_roots", "lease_timeout_s", "reward_deadline_s", "late_reward", "end_grace_s"}
+    {
+        "train_auxiliary_roots",
+        "lease_timeout_s",
+        "reward_deadline_s",
+        "late_reward",
+        "end_grace_s",
+    }
 )
-"""Settings of [gateway] for rewards, for leases, and for environments that still lease when the run ends."""
+"""Settings of [gateway] for rewards, for leases, and for environments that still lease
+when the run ends."""
 _TRAINING_ROLLOUTS = frozenset(
     {
         "external_environments",
@@ -27,7 +43,8 @@ _TRAINING_ROLLOUTS = frozenset(
         "eval_interval",
     }
 )
-"""Settings of [rollout] for making batches. `eval_modes` sets the temperatures of held-out tasks."""
+"""Settings of [rollout] for making batches. `eval_modes` sets the temperatures of
+held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +56,15 @@ class CommandSettings:
     packages: tuple[str, ...] = UPSTREAM
     """The packages whose options the command takes and passes on."""
     neutral: Tables = field(default_factory=dict)
-    """Values for settings that the command does not use. They contradict no value of a setting that it
-    uses."""
+    """Values for settings that the command does not use. They contradict no value of a
+    setting that it uses."""
 
     def uses(self, table: str, key: str) -> bool:
         return key in self.keys.get(table, ())
 
     def source(self) -> Source:
-        """The neutral values as a source of the configuration. It must be the last source."""
+        """The neutral values as a source of the configuration. It must be the last
+        source."""
         return Source(name="the command", tables=self.neutral)
 
 
@@ -67,7 +85,8 @@ _SERVE = CommandSettings(
         "gateway": _all_keys("gateway") - _TRAINING_GATEWAY - {"constrained"},
     },
     packages=("sglang", "router"),
-    # One rollout at a time, which is so short that no limit of a session is below its timeout.
+    # One rollout at a time, which is so short that no limit of a session is below its
+    # timeout.
     neutral={
         "rollout": {
             "rollout_concurrency": 1,
@@ -88,7 +107,11 @@ _EVAL = CommandSettings(
     },
     packages=("sglang", "router"),
     # An evaluation has no steps and no batches.
-    neutral={"rollout": {"eval_interval": 0}, "buffer": {"batch_timeout_s": 1e9}, **_NO_TRAINER},
+    neutral={
+        "rollout": {"eval_interval": 0},
+        "buffer": {"batch_timeout_s": 1e9},
+        **_NO_TRAINER,
+    },
 )
 _ENGINE = CommandSettings(
     keys={
@@ -107,7 +130,10 @@ _ENGINE = CommandSettings(
         "run": frozenset({"otel_endpoint"}),
     },
     packages=("sglang",),
-    neutral={**_SERVE.neutral, "rollout": {**_SERVE.neutral["rollout"], "max_new_tokens": 1}},
+    neutral={
+        **_SERVE.neutral,
+        "rollout": {**_SERVE.neutral["rollout"], "max_new_tokens": 1},
+    },
 )
 _BY_COMMAND = {"serve": _SERVE, "eval": _EVAL, "engine": _ENGINE}
 

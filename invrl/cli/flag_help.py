@@ -1,5 +1,5 @@
-"""The help of the flags that are settings: the most important ones first, then every section, 100 columns
-wide."""
+"""The help of the flags that are settings: the most important ones first, then every
+section, 100 columns wide."""
 
 import textwrap
 from collections.abc import Iterable
@@ -51,7 +51,8 @@ _FIRST_SETTINGS = {
         "run_name",
     ),
 }
-"""What a first run sets, in the order in which a user thinks of it. Other commands: as `train`."""
+"""What a first run sets, in the order in which a user thinks of it. Other commands: as
+`train`."""
 _PACKAGE_HELP = {
     "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
     "router": "sglang-router's arguments, or those of smg, for example --router-policy manual",
@@ -68,7 +69,10 @@ def flag_help(command: str = "train") -> str:
     presets = ", ".join(preset_names())
     config_text = f"TOML file; its tables are the sections below, flags win over it. Or a preset: {presets}"
     lines += _entry(f"{CONFIG_FLAG} FILE", config_text)
-    lines += ["", "settings to start with (the table in brackets is where a TOML file has them):"]
+    lines += [
+        "",
+        "settings to start with (the table in brackets is where a TOML file has them):",
+    ]
     for setting in first:
         lines += _setting_entry(setting, prefix=f"[{setting.table}] ")
     used = settings_of(command)
@@ -76,7 +80,9 @@ def flag_help(command: str = "train") -> str:
         others = [
             setting
             for setting in SETTING_FLAGS
-            if setting.table == table and used.uses(table, setting.key) and setting not in first
+            if setting.table == table
+            and used.uses(table, setting.key)
+            and setting not in first
         ]
         if others:
             summary = (section.__doc__ or "").strip().splitlines()[0]
@@ -110,7 +116,8 @@ def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:
 
 
 def _default(setting: SettingFlag) -> str:
-    """The default as the flag would be written; empty if it is an empty text or list."""
+    """The default as the flag would be written; empty if it is an empty text or
+    list."""
     default = setting.field.default
     if isinstance(default, bool):
         return "on" if default else "off"
@@ -134,12 +141,15 @@ def _placeholder(setting: SettingFlag) -> str:
 
 
 def _entry(names: str, text: str) -> list[str]:
-    """The names on the left and the text on the right; long names have a line of their own, or several."""
+    """The names on the left and the text on the right; long names have a line of their
+    own, or several."""
     head = f"  {names}"
     indent = " " * _TEXT_COLUMN
     lines = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
     if len(head) > _WIDTH:
-        head_lines = textwrap.wrap(head.replace(",", ", "), _WIDTH, subsequent_indent="      ")
+        head_lines = textwrap.wrap(
+            head.replace(",", ", "), _WIDTH, subsequent_indent="      "
+        )
         return [*head_lines, *lines]
     if len(head) > _TEXT_COLUMN - 2:
         return [head, *lines]

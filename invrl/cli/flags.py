@@ -1,8 +1,8 @@
 """The command line as a source of configuration: one flag per setting.
 
-Names of settings are unique across the sections, so a flag needs no prefix: `lr` of [train] is `--lr`. A
-boolean is `--x` or `--no-x`. Options of other packages pass through as `--sglang-*`, `--router-*` and
-`--megatron-*`. `flag_help.py` prints them."""
+Names of settings are unique across the sections, so a flag needs no prefix: `lr` of
+[train] is `--lr`. A boolean is `--x` or `--no-x`. Options of other packages pass
+through as `--sglang-*`, `--router-*` and `--megatron-*`. `flag_help.py` prints them."""
 
 import contextlib
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class SettingFlag:
 
     @property
     def takes_several(self) -> bool:
-        """Whether the arguments behind its value, up to the next flag, are values of it too, and those of the
-        same flag once more."""
+        """Whether the arguments behind its value, up to the next flag, are values of it
+        too, and those of the same flag once more."""
         return get_origin(self.field.annotation) is tuple
 
     @property
@@ -56,18 +56,23 @@ SETTING_FLAGS = [
     for key, field in section.model_fields.items()
 ]
 _BY_FLAG = {setting.flag: setting for setting in SETTING_FLAGS}
-_BY_FLAG |= {setting.negative_flag: setting for setting in SETTING_FLAGS if setting.is_switch}
+_BY_FLAG |= {
+    setting.negative_flag: setting for setting in SETTING_FLAGS if setting.is_switch
+}
 
 
 def parse_flags(
-    arguments: Sequence[str], mistakes: list[ConfigError] | None = None, *, command: str = "train"
+    arguments: Sequence[str],
+    mistakes: list[ConfigError] | None = None,
+    *,
+    command: str = "train",
 ) -> tuple[Source, ...]:
-    """The sources that the command line of `command` names: its TOML file, if any, then its flags. The file
-    may set anything.
+    """The sources that the command line of `command` names: its TOML file, if any, then
+    its flags. The file may set anything.
 
-    Raises ConfigError for an unknown flag (with the nearest valid one), for a flag that the command does not
-    use, for a missing value and for a stray one. With `mistakes`, the errors are added to it instead, and
-    what is wrong is left out."""
+    Raises ConfigError for an unknown flag (with the nearest valid one), for a flag that
+    the command does not use, for a missing value and for a stray one. With `mistakes`,
+    the errors are added to it instead, and what is wrong is left out."""
     parser = _FlagParser(arguments, command)
     while parser.rest:
         try:
@@ -90,8 +95,8 @@ class _FlagParser:
         self._used = settings_of(command)
 
     def read_next(self) -> None:
-        """Read one flag and what belongs to it. Raises ConfigError; the flag and its value have been removed
-        from `rest` even then."""
+        """Read one flag and what belongs to it. Raises ConfigError; the flag and its
+        value have been removed from `rest` even then."""
         flag, value = split_flag(self.rest.pop(0))
         setting = _BY_FLAG.get(flag)
         package = _package_of(flag)
@@ -109,11 +114,17 @@ class _FlagParser:
         parsed: Scalar
         if setting.is_switch:
             if value is not None:
-                raise ConfigError(flag, value, "a switch takes no value", "write --name or --no-name")
+                raise ConfigError(
+                    flag, value, "a switch takes no value", "write --name or --no-name"
+                )
             parsed = flag == setting.flag
         else:
             parsed = take_value(flag, value, self.rest)
-            while setting.takes_several and self.rest and not self.rest[0].startswith("--"):
+            while (
+                setting.takes_several
+                and self.rest
+                and not self.rest[0].startswith("--")
+            ):
                 parsed = f"{parsed},{self.rest.pop(0)}"
         if not self._used.uses(setting.table, setting.key):
             raise self._unused(flag)
@@ -138,9 +149,13 @@ class _FlagParser:
         return ConfigError("command line", flag, reason, fix)
 
     def _unknown(self, flag: str, value: str | None) -> ConfigError:
-        """The error for an unknown flag, or for a value that no flag takes. What looks like the value of an
-        unknown flag is removed with it."""
-        names = [name for name, setting in _BY_FLAG.items() if self._used.uses(setting.table, setting.key)]
+        """The error for an unknown flag, or for a value that no flag takes. What looks
+        like the value of an unknown flag is removed with it."""
+        names = [
+            name
+            for name, setting in _BY_FLAG.items()
+            if self._used.uses(setting.table, setting.key)
+        ]
         fix = nearest_setting(flag, [*names, CONFIG_FLAG], on_file=self._trains_on_file)
         if not flag.startswith("--"):
             return ConfigError("command line", flag, "no flag takes this", fix)
@@ -150,9 +165,13 @@ class _FlagParser:
 
     @property
     def _trains_on_file(self) -> bool:
-        """Whether what has been given, behind the flag too, says that the run trains on a file."""
+        """Whether what has been given, behind the flag too, says that the run trains on
+        a file."""
         flags = [split_flag(argument)[0] for argument in self._arguments]
-        if "--data-path" in flags or self.tables.get("algorithm", {}).get("objective") in KIND_OF_OBJECTIVE:
+        if (
+            "--data-path" in flags
+            or self.tables.get("algorithm", {}).get("objective") in KIND_OF_OBJECTIVE
+        ):
             return True
         return any("data_path" in file.tables.get("data", {}) for file in self.files)
 
@@ -166,7 +185,8 @@ def _package_of(flag: str) -> str | None:
 
 
 def _package_value(value: str | None, rest: list[str]) -> Scalar:
-    """A number, true or false, or text, as it was typed; a flag without a value is true."""
+    """A number, true or false, or text, as it was typed; a flag without a value is
+    true."""
     if value is None:
         if not rest or rest[0].startswith("--"):
             return True

@@ -1,8 +1,10 @@
-"""Reads the header of a GGUF file as a stream, to learn the architecture before anything is loaded.
+"""Reads the header of a GGUF file as a stream, to learn the architecture before
+anything is loaded.
 
-The header is little-endian and has the same layout in versions 2 and 3 of the specification (docs/gguf.md in
-the ggml repository): the magic number, the version, the number of tensors, the number of entries, and the
-entries. Each entry is a key, the type of its value, and the value."""
+The header is little-endian and has the same layout in versions 2 and 3 of the
+specification (docs/gguf.md in the ggml repository): the magic number, the version, the
+number of tensors, the number of entries, and the entries. Each entry is a key, the type
+of its value, and the value."""
 
 import struct
 from typing import IO
@@ -19,8 +21,9 @@ _CHUNK_BYTES = 2**20
 
 
 def read_architecture(file: IO[bytes]) -> str:
-    """The value of the entry `general.architecture`, such as "llama". Raises ValueError, with the reason, for
-    a file that is not a GGUF file, ends within its header or does not have this entry."""
+    """The value of the entry `general.architecture`, such as "llama". Raises
+    ValueError, with the reason, for a file that is not a GGUF file, ends within its
+    header or does not have this entry."""
     if _read_bytes(file, 4) != _MAGIC:
         raise ValueError("it is not a GGUF file")
     version = _read_uint32(file)
@@ -46,7 +49,9 @@ def _skip_value(file: IO[bytes], value_type: int) -> None:
     elif value_type in _NUMBER_BYTES:
         _skip_bytes(file, _NUMBER_BYTES[value_type])
     else:
-        raise ValueError(f"its header is damaged: there is no value of type {value_type}")
+        raise ValueError(
+            f"its header is damaged: there is no value of type {value_type}"
+        )
 
 
 def _skip_array(file: IO[bytes]) -> None:
@@ -84,7 +89,8 @@ def _read_bytes(file: IO[bytes], num_bytes: int) -> bytes:
 
 
 def _skip_bytes(file: IO[bytes], num_bytes: int) -> None:
-    """Reads the bytes and drops them: a file within an archive has no faster way to skip."""
+    """Reads the bytes and drops them: a file within an archive has no faster way to
+    skip."""
     while num_bytes > 0:
         chunk = _read_bytes(file, min(num_bytes, _CHUNK_BYTES))
         num_bytes -= len(chunk)

@@ -1,5 +1,6 @@
-"""An error as the terminal shows it: what happened in one line, and what to do about it. The log has the
-details: tracebacks, what other processes raised, the last lines of their logs."""
+"""An error as the terminal shows it: what happened in one line, and what to do about
+it. The log has the details: tracebacks, what other processes raised, the last lines of
+their logs."""
 
 import re
 import traceback
@@ -11,7 +12,9 @@ from invrl.errors import InvrlError
 _MAX_CHARS = 700
 _FIX = ". Fix: "
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*")
+_RAISED = re.compile(
+    r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
+)
 """A line of a traceback, or of a log, that says what was raised."""
 
 
@@ -21,14 +24,16 @@ class Headline:
     fix: str = ""
 
     def lines(self, log: Path) -> list[str]:
-        """Two lines: the reason, then the fix, if there is one, and the path of the log."""
+        """Two lines: the reason, then the fix, if there is one, and the path of the
+        log."""
         if not self.fix:
             return [self.reason, f"  log: {log}"]
         return [self.reason, f"  fix: {self.fix}; log: {log}"]
 
 
 def headline(error: BaseException) -> Headline:
-    """The headline of an error. If Ray has wrapped the error in one of its own, of the error inside."""
+    """The headline of an error. If Ray has wrapped the error in one of its own, of the
+    error inside."""
     error = _unwrapped(error)
     text = _COLOUR.sub("", str(error)).strip()
     # The fix is the last one in the text: a quoted error of user code may have one too.
@@ -43,17 +48,21 @@ def headline(error: BaseException) -> Headline:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The exception that an actor raised, without Ray's exception around it, whose text is a whole traceback.
-    Ray is recognised by the module's name, because commands that do not import Ray use this too."""
+    """The exception that an actor raised, without Ray's exception around it, whose text
+    is a whole traceback. Ray is recognised by the module's name, because commands that
+    do not import Ray use this too."""
     cause = getattr(error, "cause", None)
-    made_by_ray = any(kind.__module__.startswith("ray.") for kind in type(error).__mro__)
+    made_by_ray = any(
+        kind.__module__.startswith("ray.") for kind in type(error).__mro__
+    )
     if made_by_ray and isinstance(cause, BaseException):
         return cause
     return error
 
 
 def _one_line(text: str) -> str:
-    """The first line of the text, and the last line that names an exception. If none does, the last line."""
+    """The first line of the text, and the last line that names an exception. If none
+    does, the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""

@@ -1,12 +1,13 @@
-"""Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in pinned versions; and
-smg, if it is wanted.
+"""Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in
+pinned versions; and smg, if it is wanted.
 
-In a checkout, `launch/install.sh` makes the whole environment. An installed wheel has what the command line
-and the gateway need. `invrl install` adds the rest to the environment that invrl itself runs in.
+In a checkout, `launch/install.sh` makes the whole environment. An installed wheel has
+what the command line and the gateway need. `invrl install` adds the rest to the
+environment that invrl itself runs in.
 
-The installation takes two steps, because SGLang (on CPU) and Megatron declare dependencies that only CUDA
-machines can install. Both are installed without their dependencies; the extras `cpu` and `gpu` name those
-that are needed."""
+The installation takes two steps, because SGLang (on CPU) and Megatron declare
+dependencies that only CUDA machines can install. Both are installed without their
+dependencies; the extras `cpu` and `gpu` name those that are needed."""
 
 import importlib.metadata
 import importlib.util
@@ -60,7 +61,8 @@ def _run(steps: Iterable[Sequence[str]]) -> None:
 
 
 def install_steps(device: str) -> list[list[str]]:
-    """The installer's command lines, in order. Raises ConfigError if there is neither pip nor uv."""
+    """The installer's command lines, in order. Raises ConfigError if there is neither
+    pip nor uv."""
     suffix = {"cpu": "", "gpu": "-gpu"}[device]
     pins = REQUIREMENTS / f"constraints{suffix}.txt"
     without_dependencies = REQUIREMENTS / f"nodeps{suffix}.txt"
@@ -72,8 +74,8 @@ def install_steps(device: str) -> list[list[str]]:
 
 
 def smg_steps() -> list[list[str]]:
-    """The command lines that make smg's virtual environment, in order. Raises ConfigError if neither this
-    Python nor uv can make one."""
+    """The command lines that make smg's virtual environment, in order. Raises
+    ConfigError if neither this Python nor uv can make one."""
     folder = str(smg.INSTALLED_FOLDER)
     python = str(smg.INSTALLED_FOLDER / "bin" / "python")
     requirement = f"smg=={smg.VERSION}"
@@ -85,7 +87,9 @@ def smg_steps() -> list[list[str]]:
     uv = shutil.which("uv")
     if uv is None:
         reason = "this Python cannot make a virtual environment with pip, and there is no uv on PATH"
-        raise ConfigError("install", sys.executable, reason, "install its venv package (python3-venv)")
+        raise ConfigError(
+            "install", sys.executable, reason, "install its venv package (python3-venv)"
+        )
     return [
         [uv, "venv", "--clear", "--python", sys.executable, folder],
         [uv, "pip", "install", "--python", python, requirement],
@@ -93,13 +97,15 @@ def smg_steps() -> list[list[str]]:
 
 
 def nvidia_driver_works() -> bool:
-    """Whether `nvidia-smi` succeeds. launch/install.sh decides in the same way. torch may not be installed
-    yet, so it cannot be asked."""
+    """Whether `nvidia-smi` succeeds. launch/install.sh decides in the same way. torch
+    may not be installed yet, so it cannot be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return False
     try:
-        process = subprocess.run([program], capture_output=True, check=False, timeout=60)
+        process = subprocess.run(
+            [program], capture_output=True, check=False, timeout=60
+        )
     except subprocess.TimeoutExpired:
         return False
     return process.returncode == 0
@@ -107,12 +113,15 @@ def nvidia_driver_works() -> bool:
 
 def _installer() -> list[str]:
     """`pip install` of this environment, or uv's where the environment has no pip."""
-    # Not importlib.util.find_spec("pip"): setuptools would then assume that pip is running and would not
-    # replace distutils. Megatron, which imports setuptools, could not be imported in this process any more.
+    # Not importlib.util.find_spec("pip"): setuptools would then assume that pip is
+    # running and would not replace distutils. Megatron, which imports setuptools, could
+    # not be imported in this process any more.
     if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")
     if uv is None:
         reason = "this Python has no pip, and there is no uv on PATH"
-        raise ConfigError("install", sys.executable, reason, f"run: {sys.executable} -m ensurepip")
+        raise ConfigError(
+            "install", sys.executable, reason, f"run: {sys.executable} -m ensurepip"
+        )
     return [uv, "pip", "install", "--python", sys.executable]

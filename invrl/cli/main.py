@@ -1,7 +1,8 @@
-"""`invrl`: reads the name of the command and runs it. Errors that a user can correct are printed here, as one
-block, with exit code 2.
+"""`invrl`: reads the name of the command and runs it. Errors that a user can correct
+are printed here, as one block, with exit code 2.
 
-Imports only what every command needs: `invrl --help` and `invrl --version` must answer at once."""
+Imports only what every command needs: `invrl --help` and `invrl --version` must answer
+at once."""
 
 import os
 import sys
@@ -26,22 +27,40 @@ from invrl.run.driver_commands import (
 COMMANDS = {
     "init": Command("init", "init", "write a small project that trains as it is"),
     "train": Command(
-        "train", "train", "train a model with rollouts of your own program", takes_settings=True
+        "train",
+        "train",
+        "train a model with rollouts of your own program",
+        takes_settings=True,
     ),
     "resume": Command("train", "resume", "continue a run from its last checkpoint"),
     "serve": Command(
-        "serve", "serve", "serve a model through the gateway, without a trainer", takes_settings=True
+        "serve",
+        "serve",
+        "serve a model through the gateway, without a trainer",
+        takes_settings=True,
     ),
     "engine": Command(
-        "engine", "engine", "start one engine alone, which runs use from elsewhere", takes_settings=True
+        "engine",
+        "engine",
+        "start one engine alone, which runs use from elsewhere",
+        takes_settings=True,
     ),
-    "eval": Command("evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True),
-    "export": Command("export", "export", "write the model of a run's step into a folder of its own"),
+    "eval": Command(
+        "evaluate", "evaluate", "measure a model on held-out tasks", takes_settings=True
+    ),
+    "export": Command(
+        "export", "export", "write the model of a run's step into a folder of its own"
+    ),
     "export-data": Command(
-        "export_data", "export_rollouts", "write a run's best rollouts as a file to train on (sft, dpo)"
+        "export_data",
+        "export_rollouts",
+        "write a run's best rollouts as a file to train on (sft, dpo)",
     ),
     "doctor": Command(
-        "doctor", "doctor", "check this machine and these settings, start nothing", takes_settings=True
+        "doctor",
+        "doctor",
+        "check this machine and these settings, start nothing",
+        takes_settings=True,
     ),
     "show-config": Command(
         "show_config",
@@ -49,9 +68,15 @@ COMMANDS = {
         "print the configuration that flags resolve to, as TOML",
         takes_settings=True,
     ),
-    "install": Command("install", "install", "complete an installed wheel with torch, SGLang and Megatron"),
+    "install": Command(
+        "install",
+        "install",
+        "complete an installed wheel with torch, SGLang and Megatron",
+    ),
     "prepare-model": Command(
-        "prepare_model", "prepare_model", "make a model folder that train and serve can read"
+        "prepare_model",
+        "prepare_model",
+        "make a model folder that train and serve can read",
     ),
     "check-template": Command(
         "check_template",
@@ -59,17 +84,37 @@ COMMANDS = {
         "test which conversations a model's chat template continues exactly",
     ),
     "view": Command(
-        "view", "view", "show runs, their rollouts and tokens in a browser, or write pages of them"
+        "view",
+        "view",
+        "show runs, their rollouts and tokens in a browser, or write pages of them",
     ),
-    "watch": Command("watch", "watch", "show a run in the terminal while it goes on, or after it"),
-    "samples": Command("samples", "samples", "show what the model said in a run: prompts, replies, rewards"),
+    "watch": Command(
+        "watch", "watch", "show a run in the terminal while it goes on, or after it"
+    ),
+    "samples": Command(
+        "samples",
+        "samples",
+        "show what the model said in a run: prompts, replies, rewards",
+    ),
     "ledger": Command("ledger", "ledger", "say what became of every rollout of a run"),
-    "replay": Command("replay", "replay", "repeat one training step of a run, with every token's numbers"),
-    "verify-weights": Command(
-        "verify_weights", "verify_weights", "compare what a running run's engines hold with what was sent"
+    "replay": Command(
+        "replay",
+        "replay",
+        "repeat one training step of a run, with every token's numbers",
     ),
-    "bench": Command("bench", "bench", "measure the trainer, or updates of weights, on this machine"),
-    "report": Command("report", "report", "write what a run did as one HTML page, and its reward curve"),
+    "verify-weights": Command(
+        "verify_weights",
+        "verify_weights",
+        "compare what a running run's engines hold with what was sent",
+    ),
+    "bench": Command(
+        "bench", "bench", "measure the trainer, or updates of weights, on this machine"
+    ),
+    "report": Command(
+        "report",
+        "report",
+        "write what a run did as one HTML page, and its reward curve",
+    ),
 }
 INNER_COMMANDS = {
     INCARNATION_COMMAND: Command("train", "run_incarnation_in_folder"),
@@ -93,8 +138,8 @@ Exit codes: 0 success, 2 bad input, 1 any other failure."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code of the process. `arguments`: those after the program's name;
-    None: of this process."""
+    """Run one command and return the exit code of the process. `arguments`: those after
+    the program's name; None: of this process."""
     if arguments is None:
         use_utf8()
         arguments = sys.argv[1:]
@@ -106,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code_of(work: Callable[[], None]) -> int:
-    """Do the work and return the exit code for how it ended. Prints the error that ended it, if any."""
+    """Do the work and return the exit code for how it ended. Prints the error that
+    ended it, if any."""
     try:
         work()
         sys.stdout.flush()
@@ -122,7 +168,8 @@ def exit_code_of(work: Callable[[], None]) -> int:
         print("invrl: interrupted", file=sys.stderr)
         return INTERRUPT_EXIT
     except BrokenPipeError:
-        # `invrl ... | head`: nobody reads any more. Python flushes stdout once more when it exits.
+        # `invrl ... | head`: nobody reads any more. Python flushes stdout once more
+        # when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE_EXIT
     return 0
@@ -154,7 +201,12 @@ def _run_command(name: str, arguments: Sequence[str]) -> None:
 
 def _no_such_command(name: str) -> ConfigError:
     if name in MOVED_COMMANDS:
-        return ConfigError("command line", name, "it is a script beside the tests", MOVED_COMMANDS[name])
+        return ConfigError(
+            "command line",
+            name,
+            "it is a script beside the tests",
+            MOVED_COMMANDS[name],
+        )
     from invrl.run.config import nearest
 
     return ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
@@ -185,7 +237,8 @@ def _print_bad_input(error: ConfigError) -> None:
 
 
 def _tell_supervisor(exit_code: int) -> None:
-    """A driver's supervisor expects no heartbeat any more: the end of the interpreter may take long."""
+    """A driver's supervisor expects no heartbeat any more: the end of the interpreter
+    may take long."""
     from invrl.host import lifeline
 
     lifeline.tell(lifeline.NoteKind.ENDING, str(exit_code))

@@ -1,7 +1,7 @@
 """What a person can do with a run whose command has ended, as commands to copy.
 
-Every path is absolute and exists. The run's configuration may name tasks and code relative to the
-folder that it was started in, so that folder is named too."""
+Every path is absolute and exists. The run's configuration may name tasks and code
+relative to the folder that it was started in, so that folder is named too."""
 
 import contextlib
 import shlex
@@ -32,9 +32,11 @@ class NextCommand:
         return f"  {self.text}   # {self.purpose}"
 
 
-def next_commands(config: Config, folder: RunFolder, *, finished: bool) -> list[NextCommand]:
-    """The commands that can be used with what the run has written. `finished`: it reached its last step, or
-    it has none, as an evaluation."""
+def next_commands(
+    config: Config, folder: RunFolder, *, finished: bool
+) -> list[NextCommand]:
+    """The commands that can be used with what the run has written. `finished`: it
+    reached its last step, or it has none, as an evaluation."""
     return list(_commands(config, folder, finished=finished))
 
 
@@ -58,12 +60,16 @@ def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
     return "\n".join([f"next (in {Path.cwd()}):", *lines])
 
 
-def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[NextCommand]:
+def _commands(
+    config: Config, folder: RunFolder, *, finished: bool
+) -> Iterator[NextCommand]:
     invrl = _program("invrl")
     run = str(folder.path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     latest = checkpoints.latest()
-    can_resume = latest is not None or not checkpoints.damaged()  # else a resume is refused
+    can_resume = (
+        latest is not None or not checkpoints.damaged()
+    )  # else a resume is refused
     if not finished and not config.run.debug_train_only and can_resume:
         purpose = "begin again: there is no checkpoint yet"
         if latest:
@@ -74,29 +80,41 @@ def _commands(config: Config, folder: RunFolder, *, finished: bool) -> Iterator[
         if model.name == "hugging_face":  # within a checkpoint
             model = model.parent
         model_path = ("--model-path", str(model))
-        yield NextCommand(arguments=(*invrl, "serve", *model_path), purpose="talk to the model")
+        yield NextCommand(
+            arguments=(*invrl, "serve", *model_path), purpose="talk to the model"
+        )
         if config.rollout.rollout_function_path:
             settings = ("--config", str(folder.config_path))
-            place = ("--run-root", str(folder.path.parent), "--run-name", f"{folder.path.name}-eval")
+            place = (
+                "--run-root",
+                str(folder.path.parent),
+                "--run-name",
+                f"{folder.path.name}-eval",
+            )
             arguments = (*invrl, "eval", *model_path, *settings, *place)
             yield NextCommand(arguments=arguments, purpose="measure it")
     if folder.store_path.exists():
-        yield NextCommand(arguments=(*invrl, "samples", run), purpose="read what it said")
+        yield NextCommand(
+            arguments=(*invrl, "samples", run), purpose="read what it said"
+        )
         failed = failed_purposes(folder.store_path)
         if failed:
             held_out = () if "train" in failed else ("--eval",)
             arguments = (*invrl, "samples", run, "--failed", *held_out)
             yield NextCommand(arguments=arguments, purpose="read why rollouts failed")
     if folder.metrics_path.exists():
-        yield NextCommand(arguments=(*invrl, "view", run), purpose="look at it in a browser")
+        yield NextCommand(
+            arguments=(*invrl, "view", run), purpose="look at it in a browser"
+        )
     if folder.tensorboard_path.exists():
         board = (*_program("tensorboard"), "--logdir", str(folder.tensorboard_path))
         yield NextCommand(arguments=board, purpose="see its curves")
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """How a shell starts the program "invrl" or "tensorboard" of this environment: by its name if PATH leads
-    to it, otherwise by its path beside this Python, or else as a module."""
+    """How a shell starts the program "invrl" or "tensorboard" of this environment: by
+    its name if PATH leads to it, otherwise by its path beside this Python, or else as a
+    module."""
     ours = Path(sys.executable).parent / name
     on_path = shutil.which(name)
     if on_path is not None and (not ours.exists() or Path(on_path).samefile(ours)):

@@ -1,4 +1,5 @@
-"""The preset configurations that invrl ships. `--config quickstart` names one from any working directory."""
+"""The preset configurations that invrl ships. `--config quickstart` names one from any
+working directory."""
 
 from pathlib import Path
 
@@ -15,8 +16,8 @@ def preset_names() -> list[str]:
 
 
 def configuration_file(name_or_path: str) -> Path:
-    """The file that the value of `--config` means: the path of a file, or else the name of a preset. Raises
-    ConfigError if it is neither, with the nearest file or preset.
+    """The file that the value of `--config` means: the path of a file, or else the name
+    of a preset. Raises ConfigError if it is neither, with the nearest file or preset.
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -30,6 +31,10 @@ def configuration_file(name_or_path: str) -> Path:
         raise ConfigError("--config", name_or_path, reason, fix)
     if path.exists():  # a folder: reading it raises the error
         return path
-    reason = f"there is neither such a file in {path.absolute().parent} nor such a preset"
+    reason = (
+        f"there is neither such a file in {path.absolute().parent} nor such a preset"
+    )
     fix = f"give a readable TOML file, or a preset: {', '.join(presets)}"
-    raise ConfigError("--config", name_or_path, reason, fix_of_path(path, fix, names=presets))
+    raise ConfigError(
+        "--config", name_or_path, reason, fix_of_path(path, fix, names=presets)
+    )

@@ -1,5 +1,5 @@
-"""What the commands that start or drive a run have in common: the checked configuration, the driver's log,
-and the two lines that a failed run prints."""
+"""What the commands that start or drive a run have in common: the checked
+configuration, the driver's log, and the two lines that a failed run prints."""
 
 import logging
 import sys
@@ -27,8 +27,8 @@ from invrl.store.run_folder import RunFolder
 
 
 def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
-    """The configuration of `invrl COMMAND` with these flags, after the checks of the command. Prints the
-    warnings. Raises ConfigError."""
+    """The configuration of `invrl COMMAND` with these flags, after the checks of the
+    command. Prints the warnings. Raises ConfigError."""
     sources = parse_flags(arguments, command=command)
     config = resolve(*sources, settings_of(command).source())
     if command == "eval":
@@ -42,8 +42,11 @@ def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
     return config
 
 
-def log_to_folder(folder: RunFolder, config: Config, *, process: str = "driver") -> None:
-    """Send this process's log to the driver's log file in the run folder. `process`: its name there."""
+def log_to_folder(
+    folder: RunFolder, config: Config, *, process: str = "driver"
+) -> None:
+    """Send this process's log to the driver's log file in the run folder. `process`:
+    its name there."""
     log_file = folder.log_path("driver")
     make_private(log_file)
     write_log_lines(process, config.run.log_settings(folder.path.name), file=log_file)
@@ -51,7 +54,8 @@ def log_to_folder(folder: RunFolder, config: Config, *, process: str = "driver")
 
 @contextmanager
 def driver_of(folder: RunFolder) -> Iterator[Config]:
-    """Around the work of a driver, in a folder that its supervisor holds. Yields the run's configuration."""
+    """Around the work of a driver, in a folder that its supervisor holds. Yields the
+    run's configuration."""
     lifeline.hold()
     fork_parent.hold()
     config = load_resolved(folder.config_path)
@@ -63,8 +67,9 @@ def driver_of(folder: RunFolder) -> Iterator[Config]:
 
 @contextmanager
 def failure_reported(folder: RunFolder) -> Iterator[None]:
-    """Around a run's work: a failure becomes two lines on the terminal, and the whole of it goes to the
-    driver's log. Raises CommandFailed in its place; a ConfigError passes through."""
+    """Around a run's work: a failure becomes two lines on the terminal, and the whole
+    of it goes to the driver's log. Raises CommandFailed in its place; a ConfigError
+    passes through."""
     interrupts.catch()
     try:
         yield
@@ -72,7 +77,9 @@ def failure_reported(folder: RunFolder) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, DamagedFileError | IdenticalFailuresError):
-            lifeline.tell(NoteKind.FINAL)  # another incarnation would fail in the same way
+            lifeline.tell(
+                NoteKind.FINAL
+            )  # another incarnation would fail in the same way
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
         reason, place = headline(error).lines(folder.log_path("driver"))

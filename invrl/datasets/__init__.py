@@ -1,4 +1,6 @@
-"""Conversations in files, for objectives that train without rollouts: read, tokenised and made into batches.
+"""Conversations in files, for objectives that train without rollouts: read, tokenised
+and made into batches.
 
-May import `store`, and the types, the chat dialect and the rendering of `gateway`. Start with `dataset.py`.
+May import `store`, and the types, the chat dialect and the rendering of `gateway`.
+Start with `dataset.py`.
 """

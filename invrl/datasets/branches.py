@@ -1,18 +1,20 @@
-"""From a conversation to the tokens that are trained: one branch, or several where the template writes its
-history anew.
+"""From a conversation to the tokens that are trained: one branch, or several where the
+template writes its history anew.
 
-Each trained reply stands behind exactly the tokens that the gateway would send to an engine for it, and is
-what the template writes there, with the token that ends the turn. So a model that was trained here and is
-then served, or trained with rollouts, sees the same ids.
+Each trained reply stands behind exactly the tokens that the gateway would send to an
+engine for it, and is what the template writes there, with the token that ends the turn.
+So a model that was trained here and is then served, or trained with rollouts, sees the
+same ids.
 
     context     the ids of the prompt, with the beginning of the reply    not trained
     reply       the ids of its text, and the end of the turn              trained
     context     what the template writes between this reply and the next  not trained
     ...
 
-A branch goes on as long as the renderer continues it (`gateway/rendering/renderer.py`). Where it does not
-(the template drops earlier thinking and `keep_thinking` is off, or it writes earlier replies otherwise), the
-next reply begins a branch of its own, with its whole history as context. A rollout forks in the same way."""
+A branch goes on as long as the renderer continues it (`gateway/rendering/renderer.py`).
+Where it does not (the template drops earlier thinking and `keep_thinking` is off, or it
+writes earlier replies otherwise), the next reply begins a branch of its own, with its
+whole history as context. A rollout forks in the same way."""
 
 from dataclasses import dataclass, replace
 
@@ -35,7 +37,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reply:
-    """A reply as text: what comes before it, and the reply up to the end of its turn."""
+    """A reply as text: what comes before it, and the reply up to the end of its
+    turn."""
 
     before: str
     text: str
@@ -44,8 +47,8 @@ class _Reply:
 
 
 def branches(renderer: Renderer, dialogue: Dialogue) -> list[Branch]:
-    """At least one. Raises UnusableRowError if the template refuses the conversation, or writes a reply in
-    another way than it asks for it."""
+    """At least one. Raises UnusableRowError if the template refuses the conversation,
+    or writes a reply in another way than it asks for it."""
     try:
         return _branches(renderer, dialogue)
     except SessionError as error:
@@ -80,8 +83,9 @@ def _branches(renderer: Renderer, dialogue: Dialogue) -> list[Branch]:
 
 
 def _find_reply(renderer: Renderer, prompt: Prompt, place: int) -> _Reply:
-    """The message at this place, as the template writes it when it comes last. A template that marks what the
-    model generates is believed; otherwise it is what stands behind the prompt."""
+    """The message at this place, as the template writes it when it comes last. A
+    template that marks what the model generates is believed; otherwise it is what
+    stands behind the prompt."""
     asked = renderer.text(replace(prompt, messages=prompt.messages[:place]))
     conversation = replace(prompt, messages=prompt.messages[: place + 1])
     answered = renderer.text(conversation, add_generation_prompt=False)
@@ -89,10 +93,14 @@ def _find_reply(renderer: Renderer, prompt: Prompt, place: int) -> _Reply:
     if marked is not None:
         begin, end = marked
         text = answered[begin:end]
-        if not text.endswith(renderer.after_reply) and answered.startswith(renderer.end_of_turn, end):
+        if not text.endswith(renderer.after_reply) and answered.startswith(
+            renderer.end_of_turn, end
+        ):
             text += renderer.end_of_turn
         text = _up_to_end_of_turn(renderer, text)
-        return _Reply(before=answered[:begin], text=text, follows_prompt=answered[:begin] == asked)
+        return _Reply(
+            before=answered[:begin], text=text, follows_prompt=answered[:begin] == asked
+        )
     fix = "leave the row out, or choose another template with --chat-template-path"
     if not answered.startswith(asked):
         reason = (

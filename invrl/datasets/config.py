@@ -7,7 +7,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from invrl.section import Section
 
 Kind = Literal["conversations", "pairs", "labels"]
-"""What a row is: one conversation; a chosen and a rejected one; or one with a verdict."""
+"""What a row is: one conversation; a chosen and a rejected one; or one with a
+verdict."""
 KIND_OF_OBJECTIVE: dict[str, Kind] = {
     "sft": "conversations",
     "dpo": "pairs",
@@ -20,25 +21,37 @@ KIND_OF_OBJECTIVE: dict[str, Kind] = {
 
 
 class DataConfig(Section):
-    """Training on a file, without rollouts: conversations (sft), pairs (dpo and its family), labels (kto)."""
+    """Training on a file, without rollouts: conversations (sft), pairs (dpo and its
+    family), labels (kto)."""
 
-    data_path: str = Field("", description="JSONL or Parquet (*.parquet) file to train on, without rollouts")
-    data_eval_path: str = Field("", description="file of held-out rows, for the held-out loss")
+    data_path: str = Field(
+        "",
+        description="JSONL or Parquet (*.parquet) file to train on, without rollouts",
+    )
+    data_eval_path: str = Field(
+        "", description="file of held-out rows, for the held-out loss"
+    )
     data_eval_fraction: float = Field(
-        0.0, ge=0, lt=1, description="share of data_path's rows that is held out instead; at least one row"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of data_path's rows that is held out instead; at least one row",
     )
     data_kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
         "auto",
         description="what a row is; auto: by the objective, for one of your own by the first row's fields",
     )
     data_batch_size: PositiveInt = Field(
-        32, description="rows in one training batch: conversations, pairs or labelled replies"
+        32,
+        description="rows in one training batch: conversations, pairs or labelled replies",
     )
     data_epochs: NonNegativeInt = Field(
-        0, description="passes over the file after which the run ends, instead of num_steps; 0: num_steps"
+        0,
+        description="passes over the file after which the run ends, instead of num_steps; 0: num_steps",
     )
     data_shuffle: bool = Field(
-        True, description="each pass has an order of its own, by the seed; off: the order of the file"
+        True,
+        description="each pass has an order of its own, by the seed; off: the order of the file",
     )
     data_overlong: Literal["skip", "truncate", "refuse"] = Field(
         "skip",

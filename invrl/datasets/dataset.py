@@ -1,9 +1,11 @@
-"""The data of a run without rollouts: its files, read and split, and the batch of each step.
+"""The data of a run without rollouts: its files, read and split, and the batch of each
+step.
 
-Rows are read and checked before a process starts; they become tokens when their step comes, or all at once
-where they are held out. Before the start, a thousand rows spread over the file are tokenised too, so that a
-template that refuses such conversations is found. A row that turns out to be unusable only later is left out
-and counted: it may be one of a million."""
+Rows are read and checked before a process starts; they become tokens when their step
+comes, or all at once where they are held out. Before the start, a thousand rows spread
+over the file are tokenised too, so that a template that refuses such conversations is
+found. A row that turns out to be unusable only later is left out and counted: it may be
+one of a million."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ _ROWS_TOKENISED_AT_START = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelText:
-    """What turns messages into tokens: the model folder, the template in place of its own ("" for none), and
-    how many tokens a row may have."""
+    """What turns messages into tokens: the model folder, the template in place of its
+    own ("" for none), and how many tokens a row may have."""
 
     folder: Path
     vocab_size: int
@@ -61,8 +63,8 @@ class Dataset:
     order: RowOrder
 
     def step(self, step: int) -> StepData:
-        """The data of a step, from 1. Raises ConfigError for a row that cannot be trained where `overlong` is
-        "refuse"."""
+        """The data of a step, from 1. Raises ConfigError for a row that cannot be
+        trained where `overlong` is "refuse"."""
         samples: list[TrainSample] = []
         skipped = 0
         unusable: list[str] = []
@@ -73,8 +75,12 @@ class Dataset:
                 of_row = self.tokenizer.samples(row, draw.epoch)
             except UnusableRowError as error:
                 if self.tokenizer.overlong == "refuse":
-                    raise unusable_row(_DATA_PATH, self.file, row.number, error) from error
-                unusable.append(str(unusable_row(_DATA_PATH, self.file, row.number, error)))
+                    raise unusable_row(
+                        _DATA_PATH, self.file, row.number, error
+                    ) from error
+                unusable.append(
+                    str(unusable_row(_DATA_PATH, self.file, row.number, error))
+                )
                 continue
             samples += of_row
             skipped += not of_row
@@ -89,29 +95,32 @@ class Dataset:
         )
 
     def held_out_batch(self) -> TrainBatch | None:
-        """All held-out rows; None if nothing is held out. Raises ConfigError for a row that cannot be used,
-        or if all are too long."""
+        """All held-out rows; None if nothing is held out. Raises ConfigError for a row
+        that cannot be used, or if all are too long."""
         if not self.held_out:
             return None
-        samples = list(self._samples_of_all(_EVAL_PATH, self.held_out_file, self.held_out))
+        samples = list(
+            self._samples_of_all(_EVAL_PATH, self.held_out_file, self.held_out)
+        )
         if not samples:
-            reason = (
-                f"all {len(self.held_out)} held-out rows are longer than {self.tokenizer.max_tokens} tokens"
-            )
+            reason = f"all {len(self.held_out)} held-out rows are longer than {self.tokenizer.max_tokens} tokens"
             fix = "raise --max-row-tokens, hold out shorter rows, or set --data-overlong truncate"
             raise ConfigError(_EVAL_PATH, self.held_out_file, reason, fix)
         if self._lacks_another(samples):
             reason = "one labelled row is held out, and its loss needs another one to compare with"
-            raise ConfigError(_EVAL_PATH, self.held_out_file, reason, "hold out two rows or more")
+            raise ConfigError(
+                _EVAL_PATH, self.held_out_file, reason, "hold out two rows or more"
+            )
         return batch_of(samples, step=0)
 
     def _lacks_another(self, samples: list[TrainSample]) -> bool:
-        """Whether this is the one labelled row of a batch: kto compares each row with another one
-        (`algorithms/mismatched_rows.py`)."""
+        """Whether this is the one labelled row of a batch: kto compares each row with
+        another one (`algorithms/mismatched_rows.py`)."""
         return self.tokenizer.kind == "labels" and len(samples) == 1
 
     def check_tokens(self) -> str:
-        """Tokenises the held-out rows and a part of the others. Returns what it saw. Raises ConfigError."""
+        """Tokenises the held-out rows and a part of the others. Returns what it saw.
+        Raises ConfigError."""
         held_out = self.held_out_batch()
         stride = -(-len(self.rows) // _ROWS_TOKENISED_AT_START)
         rows = self.rows[::stride]
@@ -131,7 +140,9 @@ class Dataset:
         trained = {repr(row.sides) for row in self.rows}
         return sum(repr(row.sides) in trained for row in self.held_out)
 
-    def _samples_of_all(self, field_name: str, file: str, rows: tuple[DataRow, ...]) -> Iterator[TrainSample]:
+    def _samples_of_all(
+        self, field_name: str, file: str, rows: tuple[DataRow, ...]
+    ) -> Iterator[TrainSample]:
         for row in rows:
             try:
                 yield from self.tokenizer.samples(row)
@@ -140,7 +151,8 @@ class Dataset:
 
 
 def kind_of(config: DataConfig, objective: str) -> Kind:
-    """What a row of the data is. Raises ConfigError if the first row is needed and cannot be read."""
+    """What a row of the data is. Raises ConfigError if the first row is needed and
+    cannot be read."""
     if config.data_kind != "auto":
         return config.data_kind
     if objective in KIND_OF_OBJECTIVE:
@@ -148,7 +160,9 @@ def kind_of(config: DataConfig, objective: str) -> Kind:
     return kind_of_file(_DATA_PATH, str(_absolute(config.data_path)))
 
 
-def load_dataset(config: DataConfig, objective: str, model: ModelText, *, seed: int) -> Dataset:
+def load_dataset(
+    config: DataConfig, objective: str, model: ModelText, *, seed: int
+) -> Dataset:
     """Reads all files. Raises ConfigError for whatever is wrong with them."""
     kind = kind_of(config, objective)
     file = str(_absolute(config.data_path))
@@ -162,7 +176,9 @@ def load_dataset(config: DataConfig, objective: str, model: ModelText, *, seed: 
         if len(rows) == 1:
             reason = f"{file} has one row, and nothing would be left to train on"
             fix = "leave it out, or give --data-eval-path"
-            raise ConfigError("data.data_eval_fraction", config.data_eval_fraction, reason, fix)
+            raise ConfigError(
+                "data.data_eval_fraction", config.data_eval_fraction, reason, fix
+            )
         kept, held = split_off(len(rows), config.data_eval_fraction, seed)
         held_out = [rows[index] for index in held]
         rows = [rows[index] for index in kept]
@@ -179,7 +195,10 @@ def load_dataset(config: DataConfig, objective: str, model: ModelText, *, seed: 
         held_out_file=held_out_file,
         held_out=tuple(held_out),
         tokenizer=RowTokenizer(
-            renderer=renderer, kind=kind, max_tokens=model.max_tokens, overlong=config.data_overlong
+            renderer=renderer,
+            kind=kind,
+            max_tokens=model.max_tokens,
+            overlong=config.data_overlong,
         ),
         order=RowOrder(
             num_rows=len(rows),

@@ -1,9 +1,9 @@
-"""Which rows a step trains: a function of the settings, the seed and the step alone, so that a run that
-resumes needs nothing but its step. Pure.
+"""Which rows a step trains: a function of the settings, the seed and the step alone, so
+that a run that resumes needs nothing but its step. Pure.
 
-The passes over the file follow each other without a gap, and batches are cut from that sequence. So every
-batch is full, except the last one of `data_epochs` passes, and a batch may hold the end of one pass and the
-beginning of the next."""
+The passes over the file follow each other without a gap, and batches are cut from that
+sequence. So every batch is full, except the last one of `data_epochs` passes, and a
+batch may hold the end of one pass and the beginning of the next."""
 
 import random
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """The order of `num_rows` >= 1 rows. `epochs`: how many passes there are; 0 for no end."""
+    """The order of `num_rows` >= 1 rows. `epochs`: how many passes there are; 0 for no
+    end."""
 
     num_rows: int
     batch_size: int
@@ -29,7 +30,8 @@ class RowOrder:
     seed: int
 
     def last_step(self, num_steps: int) -> int:
-        """The step after which all passes are made; `num_steps` if passes have no end."""
+        """The step after which all passes are made; `num_steps` if passes have no
+        end."""
         if not self.epochs:
             return num_steps
         return -(-self.num_rows * self.epochs // self.batch_size)
@@ -51,10 +53,12 @@ class RowOrder:
 
 
 def split_off(num_rows: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """The indices of the rows to train on and of those that are held out, both ascending. At least one row is
-    held out."""
+    """The indices of the rows to train on and of those that are held out, both
+    ascending. At least one row is held out."""
     num_held_out = max(1, round(num_rows * fraction))
-    held_out = set(random.Random(f"held-out rows/{seed}").sample(range(num_rows), num_held_out))
+    held_out = set(
+        random.Random(f"held-out rows/{seed}").sample(range(num_rows), num_held_out)
+    )
     kept = [index for index in range(num_rows) if index not in held_out]
     return kept, sorted(held_out)
 

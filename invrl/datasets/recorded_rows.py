@@ -1,11 +1,13 @@
-"""From a conversation that a run recorded to a row of a data file, and how true the row is to what was
-sampled. Pure.
+"""From a conversation that a run recorded to a row of a data file, and how true the row
+is to what was sampled. Pure.
 
-A run records a reply in two forms: the ids that were sampled, and the message that the agent got, which was
-parsed from their text. A data file holds messages, and the chat template makes text of them again. The two
-texts can differ: in the spaces of a call's arguments, in what is written around thinking, in an end of turn
-that was never sampled. So each row is read back here as `invrl train --data-path` reads it, and its tokens
-are compared with the recorded ones. Invariant: nothing is written as true that was not compared."""
+A run records a reply in two forms: the ids that were sampled, and the message that the
+agent got, which was parsed from their text. A data file holds messages, and the chat
+template makes text of them again. The two texts can differ: in the spaces of a call's
+arguments, in what is written around thinking, in an end of turn that was never sampled.
+So each row is read back here as `invrl train --data-path` reads it, and its tokens are
+compared with the recorded ones. Invariant: nothing is written as true that was not
+compared."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,12 +25,14 @@ from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 from invrl.types import Json
 
 _THINKING_CHOICES = (None, False, True)
-"""What a client may have asked for. It is not recorded; the recorded prompt tells which of them it was."""
+"""What a client may have asked for. It is not recorded; the recorded prompt tells which
+of them it was."""
 
 
 class Fidelity(StrEnum):
-    """How the tokens of a written row compare with those that were recorded. The first two are true to what
-    was sampled; those of `INEXACT` are other texts; no row is written of the rest."""
+    """How the tokens of a written row compare with those that were recorded. The first
+    two are true to what was sampled; those of `INEXACT` are other texts; no row is
+    written of the rest."""
 
     SAME_TOKENS = "exactly the ids that were sampled"
     SAME_TEXT = "the text that was sampled, in other ids"
@@ -44,7 +48,9 @@ class Fidelity(StrEnum):
 
 
 TRUE = frozenset({Fidelity.SAME_TOKENS, Fidelity.SAME_TEXT})
-INEXACT = frozenset({Fidelity.CALLS, Fidelity.REPLY, Fidelity.CONTEXT, Fidelity.UNENDED})
+INEXACT = frozenset(
+    {Fidelity.CALLS, Fidelity.REPLY, Fidelity.CONTEXT, Fidelity.UNENDED}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,7 +58,8 @@ class RecordedBranch:
     """One branch of a rollout, as a run with rollouts trains it: a row of its batch."""
 
     messages: tuple[Message, ...]
-    """As the agent sent them, with the replies as it got them. Empty if they are not recorded."""
+    """As the agent sent them, with the replies as it got them. Empty if they are not
+    recorded."""
     tools: tuple[Tool, ...]
     replies: tuple[int, ...]
     """The places of the messages that were sampled and are trained, ascending."""
@@ -86,9 +93,9 @@ class RestoredRow:
 
 
 def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
-    """The row of a branch, for `--objective sft`. Replies that were not sampled, or are not trained in this
-    branch, have weight 0. The row says whether the client asked for thinking only where the recorded prompt
-    is not the template's default."""
+    """The row of a branch, for `--objective sft`. Replies that were not sampled, or are
+    not trained in this branch, have weight 0. The row says whether the client asked for
+    thinking only where the recorded prompt is not the template's default."""
     obstacle = _obstacle(branch)
     if obstacle is not None:
         return RestoredRow(fields={}, fidelity=obstacle)
@@ -111,12 +118,15 @@ def restore(renderer: Renderer, branch: RecordedBranch) -> RestoredRow:
 
 
 def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] | None:
-    """The fields of a pair, for `--objective dpo` and its family, of two rows that can be written. None if
-    the two do not answer the same prompt with the same tools, or if a row of pairs would train something
-    else of them than `chosen` and `rejected` do."""
+    """The fields of a pair, for `--objective dpo` and its family, of two rows that can
+    be written. None if the two do not answer the same prompt with the same tools, or if
+    a row of pairs would train something else of them than `chosen` and `rejected`
+    do."""
     if _prompt_of(chosen) != _prompt_of(rejected):
         return None
-    fields: dict[str, Json] = {"prompt": _without_weights(chosen, 0, chosen.prompt_messages)}
+    fields: dict[str, Json] = {
+        "prompt": _without_weights(chosen, 0, chosen.prompt_messages)
+    }
     fields["chosen"] = _without_weights(chosen, chosen.prompt_messages, None)
     fields["rejected"] = _without_weights(rejected, rejected.prompt_messages, None)
     for name in ("tools", "chat_template_kwargs"):
@@ -132,13 +142,15 @@ def pair_fields(chosen: RestoredRow, rejected: RestoredRow) -> dict[str, Json] |
 
 
 def fits_pair(row: RestoredRow) -> bool:
-    """Whether all that the assistant says behind the prompt was sampled and is trained, in one sample: a side
-    of a pair has no weights."""
+    """Whether all that the assistant says behind the prompt was sampled and is trained,
+    in one sample: a side of a pair has no weights."""
     if row.dialogue is None or row.num_samples != 1:
         return False
     messages = row.dialogue.prompt.messages
     places = range(row.prompt_messages, len(messages))
-    return row.dialogue.trained == tuple(place for place in places if messages[place].role == "assistant")
+    return row.dialogue.trained == tuple(
+        place for place in places if messages[place].role == "assistant"
+    )
 
 
 def _prompt_of(row: RestoredRow) -> Prompt | None:
@@ -163,7 +175,7 @@ def _obstacle(branch: RecordedBranch) -> Fidelity | None:
     return None
 
 
-# ------------------------------------------------------------------ fields
+# ----------------------------------------------------------------- fields
 
 
 def _row_fields(branch: RecordedBranch, thinking: bool | None) -> dict[str, Json]:
@@ -213,13 +225,16 @@ def _without_weights(row: RestoredRow, begin: int, end: int | None) -> list[Json
     without: list[Json] = []
     for message in messages[begin:end]:
         assert isinstance(message, Mapping)
-        without.append({name: value for name, value in message.items() if name != "weight"})
+        without.append(
+            {name: value for name, value in message.items() if name != "weight"}
+        )
     return without
 
 
 def _thinking(renderer: Renderer, branch: RecordedBranch) -> bool | None:
-    """What the client asked for: the first choice with which the template writes the recorded prompt. None,
-    the template's default, if there is no such choice. Raises SessionError."""
+    """What the client asked for: the first choice with which the template writes the
+    recorded prompt. None, the template's default, if there is no such choice. Raises
+    SessionError."""
     messages = branch.messages[: branch.prompt_messages]
     recorded = branch.prompt_ids_T.tolist()
     for thinking in _THINKING_CHOICES:
@@ -229,7 +244,7 @@ def _thinking(renderer: Renderer, branch: RecordedBranch) -> bool | None:
     return None
 
 
-# ------------------------------------------------------------------ comparison
+# ----------------------------------------------------------------- comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +255,9 @@ class _Stretch:
     text: str
 
 
-def _compare(renderer: Renderer, branch: RecordedBranch, written: Sequence[Branch]) -> Fidelity:
+def _compare(
+    renderer: Renderer, branch: RecordedBranch, written: Sequence[Branch]
+) -> Fidelity:
     if len(written) == 1:
         row = written[0]
         same_tokens = np.array_equal(row.tokens_T, branch.tokens_T)
@@ -256,19 +273,27 @@ def _compare(renderer: Renderer, branch: RecordedBranch, written: Sequence[Branc
     for row in written:
         written_replies += _replies(renderer, row.tokens_T, row.trained_T)
     recorded_replies = _replies(renderer, branch.tokens_T, branch.trained_T)
-    for place, of_row, recorded in zip(branch.replies, written_replies, recorded_replies, strict=False):
+    for place, of_row, recorded in zip(
+        branch.replies, written_replies, recorded_replies, strict=False
+    ):
         if of_row != recorded:
-            return Fidelity.CALLS if branch.messages[place].tool_calls else Fidelity.REPLY
+            return (
+                Fidelity.CALLS if branch.messages[place].tool_calls else Fidelity.REPLY
+            )
     return Fidelity.CONTEXT
 
 
 def _ends_turns(renderer: Renderer, branch: RecordedBranch) -> bool:
     """Whether the last id of each trained stretch ends a turn."""
     ends = np.flatnonzero(branch.trained_T & ~np.append(branch.trained_T[1:], False))
-    return all(renderer.is_closed([token_id]) for token_id in branch.tokens_T[ends].tolist())
+    return all(
+        renderer.is_closed([token_id]) for token_id in branch.tokens_T[ends].tolist()
+    )
 
 
-def _replies(renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]) -> list[str]:
+def _replies(
+    renderer: Renderer, tokens_T: NDArray[np.int32], trained_T: NDArray[np.bool_]
+) -> list[str]:
     stretches = _stretches(renderer, tokens_T, trained_T)
     return [stretch.text for stretch in stretches if stretch.is_trained]
 

@@ -1,5 +1,5 @@
-"""The rows of a data file: what each of them says is to be trained, and what is wrong with it if it says
-nothing. Pure; no tokenizer and no template is needed.
+"""The rows of a data file: what each of them says is to be trained, and what is wrong
+with it if it says nothing. Pure; no tokenizer and no template is needed.
 
 | kind | fields of a row |
 |---|---|
@@ -7,12 +7,14 @@ nothing. Pure; no tokenizer and no template is needed.
 | pairs | `chosen` and `rejected`, with a `prompt` or with the same first messages |
 | labels | `messages`, or `prompt` and `completion`; and `label`, true or false |
 
-Messages are OpenAI's, as the gateway takes them. `prompt` may be text, which is a message of the user, and
-what follows it may be text, which is a message of the assistant. Every row may have `tools` (a list, or its
-JSON as text) and `chat_template_kwargs` with `enable_thinking`.
+Messages are OpenAI's, as the gateway takes them. `prompt` may be text, which is a
+message of the user, and what follows it may be text, which is a message of the
+assistant. Every row may have `tools` (a list, or its JSON as text) and
+`chat_template_kwargs` with `enable_thinking`.
 
-Trained are the assistant's messages: all of `messages` (without those of `weight` 0), otherwise only those
-behind the prompt, or behind the messages that both sides of a pair begin with."""
+Trained are the assistant's messages: all of `messages` (without those of `weight` 0),
+otherwise only those behind the prompt, or behind the messages that both sides of a pair
+begin with."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ from invrl.store.row_file import read_rows, row_unit
 from invrl.types import Json
 
 Fields = Mapping[str, Json]
-_MESSAGES_FIX = 'write it as a list of messages: [{"role": "user", "content": "..."}, ...]'
+_MESSAGES_FIX = (
+    'write it as a list of messages: [{"role": "user", "content": "..."}, ...]'
+)
 _FORMATS: dict[Kind, str] = {
     "conversations": "give each row `messages`, or `prompt` and `completion`",
     "pairs": "give each row `chosen` and `rejected`, with a `prompt` or with the same first messages",
@@ -38,7 +42,8 @@ _FORMATS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A whole conversation, and the places of the assistant's messages in it that are trained, ascending."""
+    """A whole conversation, and the places of the assistant's messages in it that are
+    trained, ascending."""
 
     prompt: Prompt
     trained: tuple[int, ...]
@@ -46,7 +51,8 @@ class Dialogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row that can be trained. `number`: its line in a JSONL file, its row in a Parquet file, from 1."""
+    """A row that can be trained. `number`: its line in a JSONL file, its row in a
+    Parquet file, from 1."""
 
     number: int
     sides: tuple[Dialogue, ...]
@@ -56,8 +62,8 @@ class DataRow:
 
 
 def load_rows(field: str, file: str, kind: Kind) -> list[DataRow]:
-    """All rows of the file, at least one. Raises ConfigError for `field`, naming the first row that is
-    wrong."""
+    """All rows of the file, at least one. Raises ConfigError for `field`, naming the
+    first row that is wrong."""
     rows = read_rows(field, file, of="rows", each="row")
     read: list[DataRow] = []
     for number, fields in rows:
@@ -68,13 +74,18 @@ def load_rows(field: str, file: str, kind: Kind) -> list[DataRow]:
     return read
 
 
-def unusable_row(field: str, file: str, number: int, error: UnusableRowError) -> ConfigError:
+def unusable_row(
+    field: str, file: str, number: int, error: UnusableRowError
+) -> ConfigError:
     """The error for row `number` of the file that the setting `field` names."""
-    return ConfigError(field, file, f"{row_unit(file)} {number}: {error.reason}", error.fix)
+    return ConfigError(
+        field, file, f"{row_unit(file)} {number}: {error.reason}", error.fix
+    )
 
 
 def kind_of_file(field: str, file: str) -> Kind:
-    """The kind that the fields of the first row say. Raises ConfigError if it cannot be read."""
+    """The kind that the fields of the first row say. Raises ConfigError if it cannot be
+    read."""
     _, first = read_rows(field, file, of="rows", each="row")[0]
     if "chosen" in first or "rejected" in first:
         return "pairs"
@@ -107,7 +118,10 @@ def _dialogue(fields: Fields, kind: Kind) -> Dialogue:
         messages = (*context, *reply)
         trained = _assistant_turns(messages, after=len(context))
         if not trained:
-            _refuse("`completion` has no message of the assistant", "let the assistant speak in it")
+            _refuse(
+                "`completion` has no message of the assistant",
+                "let the assistant speak in it",
+            )
     else:
         _refuse_fields(fields, kind)
     _check_said(messages, trained)
@@ -119,18 +133,25 @@ def _pair(fields: Fields) -> tuple[Dialogue, Dialogue]:
         if name not in fields:
             _refuse_fields(fields, "pairs")
         if not fields[name]:
-            _refuse(f"`{name}` is empty: {fields[name]!r}", f"give the {name} reply, or leave the row out")
+            _refuse(
+                f"`{name}` is empty: {fields[name]!r}",
+                f"give the {name} reply, or leave the row out",
+            )
     context: tuple[Message, ...] = ()
     if _has(fields, "prompt"):
         context = _side(fields, "prompt", role="user")
     elif isinstance(fields["chosen"], str) or isinstance(fields["rejected"], str):
         _refuse(
-            "its replies are texts and there is no `prompt`", "add `prompt`, a text or a list of messages"
+            "its replies are texts and there is no `prompt`",
+            "add `prompt`, a text or a list of messages",
         )
     chosen = (*context, *_side(fields, "chosen", role="assistant"))
     rejected = (*context, *_side(fields, "rejected", role="assistant"))
     if chosen == rejected:
-        _refuse("`chosen` and `rejected` are equal", "leave the row out: such a pair says nothing")
+        _refuse(
+            "`chosen` and `rejected` are equal",
+            "leave the row out: such a pair says nothing",
+        )
     num_common = len(context) or _common_beginning(chosen, rejected)
     sides: list[Dialogue] = []
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
@@ -148,7 +169,10 @@ def _label(fields: Fields) -> bool:
         _refuse_fields(fields, "labels")
     label = fields["label"]
     if not isinstance(label, bool):
-        _refuse(f"`label` is {label!r}", "write true for a good reply and false for a bad one")
+        _refuse(
+            f"`label` is {label!r}",
+            "write true for a good reply and false for a bad one",
+        )
     return label
 
 
@@ -171,7 +195,9 @@ def _conversation(value: Json) -> tuple[tuple[Message, ...], tuple[int, ...]]:
         _refuse("no message is the assistant's, so nothing would be trained", fix)
     trained = tuple(place for place in turns if weights[place])
     if not trained:
-        _refuse("all messages of the assistant have weight 0", "give one of them weight 1")
+        _refuse(
+            "all messages of the assistant have weight 0", "give one of them weight 1"
+        )
     return messages, trained
 
 
@@ -204,7 +230,8 @@ def _messages(value: Json, name: str) -> Iterator[tuple[Fields, Message]]:
 
 
 def _with_arguments_as_text(entry: Fields) -> dict[str, Json]:
-    """The message with the arguments of its calls as JSON text, which files have as objects too."""
+    """The message with the arguments of its calls as JSON text, which files have as
+    objects too."""
     calls = entry.get("tool_calls")
     if not isinstance(calls, list):
         return dict(entry)
@@ -230,7 +257,9 @@ def _weight(entry: Fields) -> bool:
 
 
 def _prompt(fields: Fields, messages: tuple[Message, ...]) -> Prompt:
-    return Prompt(messages=messages, tools=_tools(fields.get("tools")), thinking=_thinking(fields))
+    return Prompt(
+        messages=messages, tools=_tools(fields.get("tools")), thinking=_thinking(fields)
+    )
 
 
 def _tools(value: Json) -> tuple[Tool, ...]:
@@ -263,7 +292,11 @@ def _thinking(fields: Fields) -> bool | None:
 
 def _assistant_turns(messages: Sequence[Message], *, after: int = 0) -> tuple[int, ...]:
     """The places of the assistant's messages from place `after` on."""
-    return tuple(place for place in range(after, len(messages)) if messages[place].role == "assistant")
+    return tuple(
+        place
+        for place in range(after, len(messages))
+        if messages[place].role == "assistant"
+    )
 
 
 def _check_said(messages: Sequence[Message], trained: Sequence[int]) -> None:
@@ -283,7 +316,8 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> int:
 
 
 def _has(fields: Fields, name: str) -> bool:
-    """Whether the row has the field. Parquet files have null in place of what a row does not have."""
+    """Whether the row has the field. Parquet files have null in place of what a row
+    does not have."""
     return fields.get(name) is not None
 
 

@@ -1,4 +1,5 @@
-"""From a row of a data file to training samples: its tokens, and what an objective must know of the row.
+"""From a row of a data file to training samples: its tokens, and what an objective must
+know of the row.
 
 | kind | samples of a row | `group_id` | `rollout_id` | `numbers` |
 |---|---|---|---|---|
@@ -6,10 +7,10 @@
 | pairs | chosen, rejected | of the row | of the side | `chosen`: 1 or 0 |
 | labels | one | of the row | of the row | `desirable`: 1 or 0 |
 
-So the partner of a pair's row is the other row of its group. A side of a pair, and a labelled reply, is one
-branch: an objective compares sums over whole replies. `group_id` names the pass over the file too, because a
-batch may hold a row of two passes. Every trained token has advantage 1, log-prob 0 and version 0: no engine
-has sampled it."""
+So the partner of a pair's row is the other row of its group. A side of a pair, and a
+labelled reply, is one branch: an objective compares sums over whole replies. `group_id`
+names the pass over the file too, because a batch may hold a row of two passes. Every
+trained token has advantage 1, log-prob 0 and version 0: no engine has sampled it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,8 +41,8 @@ class RowTokenizer:
     overlong: Literal["skip", "truncate", "refuse"]
 
     def samples(self, row: DataRow, epoch: int = 0) -> list[TrainSample]:
-        """Those of a row in one pass over the file; none if it is too long and is to be skipped. Raises
-        UnusableRowError."""
+        """Those of a row in one pass over the file; none if it is too long and is to be
+        skipped. Raises UnusableRowError."""
         sides: list[list[Branch]] = []
         for dialogue in row.sides:
             of_side = branches(self.renderer, dialogue)
@@ -76,10 +77,15 @@ class RowTokenizer:
             if num_tokens <= self.max_tokens:
                 fitting.append(branch)
             elif self.overlong == "refuse":
-                reason = f"it has {num_tokens} tokens, and {self.max_tokens} are the most"
+                reason = (
+                    f"it has {num_tokens} tokens, and {self.max_tokens} are the most"
+                )
                 fix = "shorten it, raise --max-row-tokens, or set --data-overlong skip or truncate"
                 raise UnusableRowError(reason, fix)
-            elif self.overlong == "truncate" and branch.trained_T[: self.max_tokens].any():
+            elif (
+                self.overlong == "truncate"
+                and branch.trained_T[: self.max_tokens].any()
+            ):
                 cut = replace(
                     branch,
                     tokens_T=branch.tokens_T[: self.max_tokens],
@@ -88,12 +94,18 @@ class RowTokenizer:
                 fitting.append(cut)
         return fitting
 
-    def _label(self, row: DataRow, sides: list[list[Branch]], name: str) -> Iterator[TrainSample]:
+    def _label(
+        self, row: DataRow, sides: list[list[Branch]], name: str
+    ) -> Iterator[TrainSample]:
         """`name`: of the row in this pass."""
         if self.kind == "pairs":
             (chosen,), (rejected,) = sides
-            yield _sample(chosen, group=name, rollout=f"{name}/chosen", numbers={CHOSEN: 1.0})
-            yield _sample(rejected, group=name, rollout=f"{name}/rejected", numbers={CHOSEN: 0.0})
+            yield _sample(
+                chosen, group=name, rollout=f"{name}/chosen", numbers={CHOSEN: 1.0}
+            )
+            yield _sample(
+                rejected, group=name, rollout=f"{name}/rejected", numbers={CHOSEN: 0.0}
+            )
             return
         numbers = {}
         if row.label is not None:
@@ -102,7 +114,9 @@ class RowTokenizer:
             yield _sample(branch, group=name, rollout=name, numbers=numbers)
 
 
-def _sample(branch: Branch, *, group: str, rollout: str, numbers: dict[str, float]) -> TrainSample:
+def _sample(
+    branch: Branch, *, group: str, rollout: str, numbers: dict[str, float]
+) -> TrainSample:
     num_tokens = len(branch.tokens_T)
     return TrainSample(
         tokens_T=branch.tokens_T,

@@ -1,8 +1,10 @@
-"""What an engine's answer must be before its tokens count: an engine is another program, and may be wrong.
+"""What an engine's answer must be before its tokens count: an engine is another
+program, and may be wrong.
 
-Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a softmax can have, as many
-as were counted and no more than were asked for, sampled by weights that exist. What was aborted may be
-shorter than its counts, because it is never trained.
+Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a
+softmax can have, as many as were counted and no more than were asked for, sampled by
+weights that exist. What was aborted may be shorter than its counts, because it is never
+trained.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,8 @@ from invrl.types import VersionSpan, WeightVersion
 _LOGPROB_ROUNDING = 1e-2
 """How far above 0 a log-prob may be: engines compute some in bfloat16."""
 _LOWEST_LOGPROB = -1e6
-"""No logits of a model differ by more, at the lowest temperature that a request can have."""
+"""No logits of a model differ by more, at the lowest temperature that a request can
+have."""
 
 NewestVersion = Callable[[], WeightVersion]
 """The newest version of the weights that an engine can hold by now."""
@@ -35,8 +38,8 @@ class AnswerCheck:
         top_logprobs: int,
         newest_version: NewestVersion | None,
     ) -> None:
-        """`top_logprobs`: how many of the likeliest tokens each sampled one must have. `newest_version`: None
-        where it is not known."""
+        """`top_logprobs`: how many of the likeliest tokens each sampled one must have.
+        `newest_version`: None where it is not known."""
         self._rid = rid
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
@@ -47,8 +50,12 @@ class AnswerCheck:
 
     def check_event(self, event: GenerateEvent, meta: MetaInfo) -> None:
         """`meta`: the event's. To be called before its tokens are converted."""
-        if meta.id != self._rid:  # whatever went wrong on the way: no tokens of another session
-            raise WrongAnswerError(f"generation {self._rid} was answered with generation {meta.id}")
+        if (
+            meta.id != self._rid
+        ):  # whatever went wrong on the way: no tokens of another session
+            raise WrongAnswerError(
+                f"generation {self._rid} was answered with generation {meta.id}"
+            )
         if self._ended:
             raise WrongAnswerError("more came after the end")
         self._ended = meta.finish_reason is not None
@@ -56,9 +63,13 @@ class AnswerCheck:
         self._num_tokens += len(tokens)
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         if not aborted:
-            self._check_counts(event.output_ids, [token for _, token, _ in tokens], meta)
+            self._check_counts(
+                event.output_ids, [token for _, token, _ in tokens], meta
+            )
         if self._num_tokens > self._max_new_tokens:
-            raise WrongAnswerError(f"{self._num_tokens} tokens came, {self._max_new_tokens} were asked for")
+            raise WrongAnswerError(
+                f"{self._num_tokens} tokens came, {self._max_new_tokens} were asked for"
+            )
         for logprob, token, _ in tokens:
             self._check_id(token)
             if not _LOWEST_LOGPROB <= logprob <= _LOGPROB_ROUNDING:
@@ -76,7 +87,9 @@ class AnswerCheck:
         newest = self._newest_version()
         claimed = max(span.version for span in spans)
         if claimed > newest:
-            raise WrongAnswerError(f"weight version {claimed} is from the future: the newest is {newest}")
+            raise WrongAnswerError(
+                f"weight version {claimed} is from the future: the newest is {newest}"
+            )
 
     def check_end(self, meta: MetaInfo) -> None:
         """`meta`: of the last event of an answer that was not aborted."""
@@ -90,11 +103,17 @@ class AnswerCheck:
         if isinstance(matched, int):
             self._check_id(matched)
 
-    def _check_counts(self, output_ids: Sequence[int], logprob_ids: Sequence[int], meta: MetaInfo) -> None:
+    def _check_counts(
+        self, output_ids: Sequence[int], logprob_ids: Sequence[int], meta: MetaInfo
+    ) -> None:
         if len(output_ids) != len(logprob_ids):
-            raise WrongAnswerError(f"{len(output_ids)} token ids came with {len(logprob_ids)} log-probs")
+            raise WrongAnswerError(
+                f"{len(output_ids)} token ids came with {len(logprob_ids)} log-probs"
+            )
         if list(output_ids) != list(logprob_ids):
-            raise WrongAnswerError("the log-probs are of other tokens than the token ids")
+            raise WrongAnswerError(
+                "the log-probs are of other tokens than the token ids"
+            )
         if meta.completion_tokens < self._num_tokens:
             raise WrongAnswerError(
                 f"{meta.completion_tokens} tokens are said to have been sampled, {self._num_tokens} came"
@@ -102,14 +121,23 @@ class AnswerCheck:
 
     def _check_id(self, token: int) -> None:
         if not 0 <= token < self._vocab_size:
-            raise WrongAnswerError(f"token id {token} is outside the vocabulary of {self._vocab_size}")
+            raise WrongAnswerError(
+                f"token id {token} is outside the vocabulary of {self._vocab_size}"
+            )
 
-    def _check_top(self, rows: Sequence[Sequence[TopLogprob] | None], num_tokens: int) -> None:
-        """One row of the likeliest tokens for each sampled one, if they were asked for."""
+    def _check_top(
+        self, rows: Sequence[Sequence[TopLogprob] | None], num_tokens: int
+    ) -> None:
+        """One row of the likeliest tokens for each sampled one, if they were asked
+        for."""
         if not self._top_logprobs:
             return
-        if len(rows) != num_tokens or any(len(row or ()) != self._top_logprobs for row in rows):
-            raise WrongAnswerError("the likeliest tokens are not reported for every sampled token")
+        if len(rows) != num_tokens or any(
+            len(row or ()) != self._top_logprobs for row in rows
+        ):
+            raise WrongAnswerError(
+                "the likeliest tokens are not reported for every sampled token"
+            )
         for row in rows:
             for logprob, token, _ in row or ():
                 self._check_id(token)
@@ -119,8 +147,8 @@ class AnswerCheck:
 
 
 def check_prompt_logprobs(logprobs_T: NDArray[np.float32]) -> None:
-    """Raises WrongAnswerError for a number that is no log-prob. Those of a prompt may be as low as can be:
-    nobody has sampled its tokens."""
+    """Raises WrongAnswerError for a number that is no log-prob. Those of a prompt may
+    be as low as can be: nobody has sampled its tokens."""
     wrong = logprobs_T[~(np.isfinite(logprobs_T) & (logprobs_T <= _LOGPROB_ROUNDING))]
     if wrong.size:
         raise WrongAnswerError(f"a token of a prompt has the log-prob {wrong[0]}")

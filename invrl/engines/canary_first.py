@@ -1,7 +1,9 @@
-"""The canary of a weight update is computed before the requests that wait in an engine's queue.
+"""The canary of a weight update is computed before the requests that wait in an
+engine's queue.
 
-Those may be all that were in flight: a resume brings them back before the canary is asked. Whatever the
-policy by which the scheduler orders its queue, canaries go to the front of it.
+Those may be all that were in flight: a resume brings them back before the canary is
+asked. Whatever the policy by which the scheduler orders its queue, canaries go to the
+front of it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def canary_rid() -> str:
 
 
 def put_canaries_first() -> None:
-    """To be called in the scheduler's process or in what it is forked from. Imports SGLang."""
+    """To be called in the scheduler's process or in what it is forked from. Imports
+    SGLang."""
     from sglang.srt.managers.schedule_policy import SchedulePolicy
 
     order = SchedulePolicy.calc_priority

@@ -11,35 +11,48 @@ class EngineConfig(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
     num_engines: NonNegativeInt = Field(
-        1, description="SGLang servers that the run starts (0: only with external_engines)"
+        1,
+        description="SGLang servers that the run starts (0: only with external_engines)",
     )
     external_engines: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
-        (), description="URLs of engines that `invrl engine` has started; they have the key INVRL_ENGINE_KEY"
+        (),
+        description="URLs of engines that `invrl engine` has started; they have the key INVRL_ENGINE_KEY",
     )
     engine_tp_size: PositiveInt = Field(
-        1, description="processes of an engine, each with a slice of every weight matrix"
+        1,
+        description="processes of an engine, each with a slice of every weight matrix",
     )
     engine_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of weights and compute"
     )
     seeded_sampling: bool = Field(
-        False, description="sample each generation with its own seed, derived from the run's seed"
+        False,
+        description="sample each generation with its own seed, derived from the run's seed",
     )
     engine_max_total_tokens: NonNegativeInt = Field(
-        0, description="KV-cache tokens per engine (0: 16384 on CPU, what SGLang finds room for on a GPU)"
+        0,
+        description="KV-cache tokens per engine (0: 16384 on CPU, what SGLang finds room for on a GPU)",
     )
-    engine_start_timeout_s: PositiveFloat = Field(300.0, description="deadline for an engine to be healthy")
-    engine_health_interval_s: PositiveFloat = Field(5.0, description="seconds between our own health checks")
+    engine_start_timeout_s: PositiveFloat = Field(
+        300.0, description="deadline for an engine to be healthy"
+    )
+    engine_health_interval_s: PositiveFloat = Field(
+        5.0, description="seconds between our own health checks"
+    )
     engine_max_restarts: NonNegativeInt = Field(
-        3, description="restarts of one engine that left the fleet, in any hour of one incarnation of a run"
+        3,
+        description="restarts of one engine that left the fleet, in any hour of one incarnation of a run",
     )
     router: Literal["sglang-router", "smg"] = Field(
         "sglang-router", description="program that spreads requests over the engines"
     )
     smg_environment: str = Field(
-        "", description="virtual environment with smg (empty: that of `invrl install --router smg`)"
+        "",
+        description="virtual environment with smg (empty: that of `invrl install --router smg`)",
     )
-    router_start_timeout_s: PositiveFloat = Field(120.0, description="deadline for the router to answer")
+    router_start_timeout_s: PositiveFloat = Field(
+        120.0, description="deadline for the router to answer"
+    )
 
     @property
     def described(self) -> str:

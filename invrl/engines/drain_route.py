@@ -1,7 +1,9 @@
-"""`POST /drain_generation`: an engine finishes what it generates, and new requests wait.
+"""`POST /drain_generation`: an engine finishes what it generates, and new requests
+wait.
 
-SGLang can pause what runs or abort it, but not let it end. The route is of the engine's HTTP process, for
-which every running request holds a lock; `/continue_generation` ends the wait of the new ones.
+SGLang can pause what runs or abort it, but not let it end. The route is of the engine's
+HTTP process, for which every running request holds a lock; `/continue_generation` ends
+the wait of the new ones.
 """
 
 import asyncio

@@ -1,25 +1,30 @@
 """When an engine or the router counts as dead.
 
-Not to be confused with the heartbeats of Ray actors (`host/actor_heartbeat.py`) and of the gateway's
-processes (`gateway/server/heartbeat_page.py`): servers that are not our code are asked over HTTP.
+Not to be confused with the heartbeats of Ray actors (`host/actor_heartbeat.py`) and of
+the gateway's processes (`gateway/server/heartbeat_page.py`): servers that are not our
+code are asked over HTTP.
 
-Invariant: a process that answers is not dead, however busy it is. It is dead once its process has ended, or
-once it has left `QUESTIONS` questions in a row unanswered, each waited for an equal part of the time that
-the run gives a silent process (`run.heartbeat_timeout_s`). A question also fails while one of the
-server's processes is stopped.
+Invariant: a process that answers is not dead, however busy it is. It is dead once its
+process has ended, or once it has left `QUESTIONS` questions in a row unanswered, each
+waited for an equal part of the time that the run gives a silent process
+(`run.heartbeat_timeout_s`). A question also fails while one of the server's processes
+is stopped.
 
-An engine's scheduler answers `/server_info` between two steps, also while its generation is paused, so an
-engine is asked during a weight update too. The exception is one call of an update in which the engine
-copies or hashes all its weights: the scheduler answers nothing until that is done, and a large model takes
-longer than `run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a deadline of
-its own (`weight_sync.weight_sync_timeout_s`), after which the update drops the engine. A process that has
-ended, or is stopped, is noticed all the same.
+An engine's scheduler answers `/server_info` between two steps, also while its
+generation is paused, so an engine is asked during a weight update too. The exception is
+one call of an update in which the engine copies or hashes all its weights: the
+scheduler answers nothing until that is done, and a large model takes longer than
+`run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a
+deadline of its own (`weight_sync.weight_sync_timeout_s`), after which the update drops
+the engine. A process that has ended, or is stopped, is noticed all the same.
 
-An engine that answers but makes no token while it may generate counts as dead after `TOKEN_TIMEOUTS` times as
-long: a long prompt on a busy machine may take a while, and any step that ends is an answer.
+An engine that answers but makes no token while it may generate counts as dead after
+`TOKEN_TIMEOUTS` times as long: a long prompt on a busy machine may take a while, and
+any step that ends is an answer.
 
-An engine whose answers cannot be true is as bad as a dead one (`wrong_answer`). The router does not say which
-engine a wrong answer came from, so all of them are examined then.
+An engine whose answers cannot be true is as bad as a dead one (`wrong_answer`). The
+router does not say which engine a wrong answer came from, so all of them are examined
+then.
 """
 
 import asyncio
@@ -47,7 +52,8 @@ TOKEN_TIMEOUTS = 3
 _EXAMINED_TOKENS = 16
 """Of the question that is put to an engine once an answer was wrong."""
 _MAX_POLL_INTERVAL_S = 0.25
-"""How long an ended process may go unnoticed: less than the gateway waits before it asks the router again."""
+"""How long an ended process may go unnoticed: less than the gateway waits before it
+asks the router again."""
 
 Ask = Callable[[float], Awaitable[bool]]
 """Was there an answer within that many seconds?"""
@@ -88,8 +94,11 @@ class Clock:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-async def until_silent(ask: Ask, *, timeout_s: float, interval_s: float, clock: Clock) -> None:
-    """Ask every `interval_s`; return once the answers have been missing for `timeout_s`.
+async def until_silent(
+    ask: Ask, *, timeout_s: float, interval_s: float, clock: Clock
+) -> None:
+    """Ask every `interval_s`; return once the answers have been missing for
+    `timeout_s`.
 
     A question that fails early takes its part of the time all the same.
     """
@@ -111,7 +120,9 @@ async def until_silent(ask: Ask, *, timeout_s: float, interval_s: float, clock: 
             await clock.sleep(max(0.0, asked_at + question_s - clock.now()))
 
 
-async def until_ended(processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock) -> None:
+async def until_ended(
+    processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock
+) -> None:
     """Return once one of the processes has ended; at once if there are none."""
     while processes and all(state_of(process) != ENDED for process in processes):
         await clock.sleep(min(interval_s, _MAX_POLL_INTERVAL_S))
@@ -126,8 +137,9 @@ async def engine_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once this engine is dead, with the reason. `processes` are those that it cannot be without;
-    None if they are not ours to see: then its silence alone tells."""
+    """Returns once this engine is dead, with the reason. `processes` are those that it
+    cannot be without; None if they are not ours to see: then its silence alone
+    tells."""
     clock = clock or Clock()
     seen = processes or ()
     names = [_name(process) for process in seen]
@@ -162,10 +174,14 @@ async def engine_death(
 
 
 async def wrong_answer(
-    client: Generates, *, vocab_size: int, newest_version: WeightVersion, deadline_s: float
+    client: Generates,
+    *,
+    vocab_size: int,
+    newest_version: WeightVersion,
+    deadline_s: float,
 ) -> str:
-    """Why an engine's answers cannot be true; "" if the one to a short question can, or if there is none
-    within `deadline_s`: silence is for `engine_death` to judge."""
+    """Why an engine's answers cannot be true; "" if the one to a short question can, or
+    if there is none within `deadline_s`: silence is for `engine_death` to judge."""
     prompt_T = np.arange(_EXAMINED_TOKENS, dtype=np.int32) % vocab_size
     request = GenerateRequest(
         rid=f"examination-{secrets.token_hex(8)}",
@@ -195,7 +211,8 @@ async def router_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once the router is dead, with the reason. `processes` holds its process."""
+    """Returns once the router is dead, with the reason. `processes` holds its
+    process."""
     clock = clock or Clock()
     names = [_name(process) for process in processes]
 
@@ -206,7 +223,9 @@ async def router_death(
         f"it has not answered for {timeout_s:g} s": until_silent(
             ask, timeout_s=timeout_s, interval_s=interval_s, clock=clock
         ),
-        "its process has ended": until_ended(processes, interval_s=interval_s, clock=clock),
+        "its process has ended": until_ended(
+            processes, interval_s=interval_s, clock=clock
+        ),
     }
     return await _first_cause(causes, processes, names)
 
@@ -223,7 +242,9 @@ def _name(process: psutil.Process) -> str:
 
 
 async def _first_cause(
-    causes: Mapping[str, Awaitable[None]], processes: Sequence[psutil.Process], names: Sequence[str]
+    causes: Mapping[str, Awaitable[None]],
+    processes: Sequence[psutil.Process],
+    names: Sequence[str],
 ) -> str:
     """The cause that came first, and the states of the processes at that moment."""
     waits = {asyncio.ensure_future(wait): cause for cause, wait in causes.items()}
@@ -231,7 +252,10 @@ async def _first_cause(
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         first = done.pop()
         first.result()
-        states = [f"{name}: {state_of(process)}" for name, process in zip(names, processes, strict=True)]
+        states = [
+            f"{name}: {state_of(process)}"
+            for name, process in zip(names, processes, strict=True)
+        ]
         if not states:
             return waits[first]
         return f"{waits[first]} ({'; '.join(states)})"

@@ -1,9 +1,11 @@
-"""What an engine says of itself to a run that has not started it: `GET /engine_identity`.
+"""What an engine says of itself to a run that has not started it: `GET
+/engine_identity`.
 
-Invariant: the key that samples is new with each start of an external engine. The engine and the run compute
-it from the engine's key, which both have from their environment, and from the name of the start, which the
-engine tells. So a router that knows an engine from before cannot reach it once it has been started again: it
-is refused until the run has asked for the new name, and it asks only to bring the engine up to date.
+Invariant: the key that samples is new with each start of an external engine. The engine
+and the run compute it from the engine's key, which both have from their environment,
+and from the name of the start, which the engine tells. So a router that knows an engine
+from before cannot reach it once it has been started again: it is refused until the run
+has asked for the new name, and it asks only to bring the engine up to date.
 
 The answer is for the holder of the engine's key, and holds no key.
 """

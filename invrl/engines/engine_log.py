@@ -1,8 +1,9 @@
-"""An engine logs in the line format of our own processes: each line says which engine, which of its
-processes, and which run.
+"""An engine logs in the line format of our own processes: each line says which engine,
+which of its processes, and which run.
 
-SGLang takes a logging configuration from a file, in each of its processes. What it prints without logging
-stays as it is. A user's own `SGLANG_LOGGING_CONFIG_PATH` takes precedence."""
+SGLang takes a logging configuration from a file, in each of its processes. What it
+prints without logging stays as it is. A user's own `SGLANG_LOGGING_CONFIG_PATH` takes
+precedence."""
 
 import json
 import logging.config
@@ -34,9 +35,12 @@ class EngineLineFormatter(LineFormatter):
         super().__init__(name, LogSettings.model_validate_json(os.environ[_SETTINGS]))
 
 
-def log_environment(name: str, settings: LogSettings, *, level: str, folder: Path) -> dict[str, str]:
-    """The variables with which an engine of this name logs so, from `level` on (SGLang's `log_level`).
-    Writes a file into `folder`, which must exist for as long as the engine does."""
+def log_environment(
+    name: str, settings: LogSettings, *, level: str, folder: Path
+) -> dict[str, str]:
+    """The variables with which an engine of this name logs so, from `level` on
+    (SGLang's `log_level`). Writes a file into `folder`, which must exist for as long as
+    the engine does."""
     if _CONFIG_PATH in os.environ:
         return {}
     path = folder / "logging.json"
@@ -45,13 +49,15 @@ def log_environment(name: str, settings: LogSettings, *, level: str, folder: Pat
 
 
 def log_in_lines() -> None:
-    """To be called in an engine's HTTP process before it imports SGLang, which warns before it configures
-    its logs."""
+    """To be called in an engine's HTTP process before it imports SGLang, which warns
+    before it configures its logs."""
     if _NAME not in os.environ:
         return
     from uvicorn.config import LOGGING_CONFIG
 
-    logging.config.dictConfig(json.loads(Path(os.environ[_CONFIG_PATH]).read_text(encoding="utf-8")))
+    logging.config.dictConfig(
+        json.loads(Path(os.environ[_CONFIG_PATH]).read_text(encoding="utf-8"))
+    )
     logging.captureWarnings(True)
     for name in ("default", "access"):
         LOGGING_CONFIG["formatters"][name] = {"()": _FORMATTER}
@@ -63,7 +69,9 @@ def _logging_config(level: str) -> dict[str, object]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": _FORMATTER}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "handlers": {
+            "stderr": {"class": "logging.StreamHandler", "formatter": "lines"}
+        },
         "root": {"level": level.upper(), "handlers": ["stderr"]},
         "loggers": {name: {"level": "WARNING"} for name in CHATTY_LOGGERS},
     }

@@ -1,10 +1,12 @@
-"""One SGLang server as an OS process: its command line, its keys, its start and its end.
+"""One SGLang server as an OS process: its command line, its keys, its start and its
+end.
 
-Invariant: everything of it listens on loopback (an engine of `invrl engine` by its HTTP process where it is
-told to), and it answers nobody without a key. `api_key` may sample; the router holds it. `admin_key` may
-pause the engine and change its weights; the weight receiver holds it. Keys travel in the environment, which
-no process listing shows. What the engine's processes put into TMPDIR goes with them, also when they are
-killed. What differs between CPU and GPU when an engine is started is in this file.
+Invariant: everything of it listens on loopback (an engine of `invrl engine` by its HTTP
+process where it is told to), and it answers nobody without a key. `api_key` may sample;
+the router holds it. `admin_key` may pause the engine and change its weights; the weight
+receiver holds it. Keys travel in the environment, which no process listing shows. What
+the engine's processes put into TMPDIR goes with them, also when they are killed. What
+differs between CPU and GPU when an engine is started is in this file.
 """
 
 import contextlib
@@ -29,7 +31,15 @@ from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
 from invrl.errors import ServerError
 from invrl.host.log_lines import LogSettings
 from invrl.host.ports import ReservedPort
-from invrl.host.process import ENDED, PYTHON_MODULE, Forks, ServerProcess, family_of, random_key, state_of
+from invrl.host.process import (
+    ENDED,
+    PYTHON_MODULE,
+    Forks,
+    ServerProcess,
+    family_of,
+    random_key,
+    state_of,
+)
 from invrl.host.temporary_folder import TemporaryFolder
 from invrl.model_folder import read_model_type
 
@@ -47,17 +57,19 @@ _CPU_FLAGS = {
     "device": "cpu",
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
-    # The KV cache is as large as max-total-tokens says; this only has to leave room for what other
-    # processes take while the weights load.
+    # The KV cache is as large as max-total-tokens says; this only has to leave room for
+    # what other processes take while the weights load.
     "mem-fraction-static": "0.8",
-    # A batch of prompts that begin alike shares nothing within one prefill: the first chunk's prefix serves
-    # the next. 32 quickstart prompts took 5.4 CPU-seconds with their ten tokens, and now take 3.6.
+    # A batch of prompts that begin alike shares nothing within one prefill: the first
+    # chunk's prefix serves the next. 32 quickstart prompts took 5.4 CPU-seconds with
+    # their ten tokens, and now take 3.6.
     "chunked-prefill-size": "256",
 }
 
 
 def count_gpus() -> int:
-    """GPUs that the installed torch can use. Asks the driver library, as importing torch takes seconds."""
+    """GPUs that the installed torch can use. Asks the driver library, as importing
+    torch takes seconds."""
     try:
         if version("torch").endswith("+cpu"):
             return 0
@@ -84,7 +96,8 @@ def smallest_gpu_bytes() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Where an engine listens, and the key that it has for whoever comes with the same."""
+    """Where an engine listens, and the key that it has for whoever comes with the
+    same."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -117,8 +130,9 @@ class EngineServer(ServerProcess):
         log: LogSettings | None = None,
         parent: Forks | None = None,
     ) -> None:
-        """`api_key`: None makes a random one. `place`: None for a free port of loopback, and a random key.
-        `log`: None for the defaults. `parent`: forks the engine; None: it imports SGLang itself.
+        """`api_key`: None makes a random one. `place`: None for a free port of
+        loopback, and a random key. `log`: None for the defaults. `parent`: forks the
+        engine; None: it imports SGLang itself.
 
         Raises OSError if somebody listens on the port of the place.
         """
@@ -140,22 +154,32 @@ class EngineServer(ServerProcess):
             "INVRL_KEY_FLAGS": f"--api-key={self.api_key} --admin-api-key={self.admin_key}",
             **self._temporary.environment(),
             **log_environment(
-                name, log or LogSettings(), level=_log_level(command), folder=self._temporary.path
+                name,
+                log or LogSettings(),
+                level=_log_level(command),
+                folder=self._temporary.path,
             ),
         }
         if place.key:
             env[START_VARIABLE] = start
-        super().__init__(name, command, log=run_folder / "logs" / f"{name}.log", env=env, parent=parent)
+        super().__init__(
+            name,
+            command,
+            log=run_folder / "logs" / f"{name}.log",
+            env=env,
+            parent=parent,
+        )
 
     def processes(self) -> list[psutil.Process]:
-        """The HTTP server and the processes that SGLang names: the engine cannot be without any of them."""
+        """The HTTP server and the processes that SGLang names: the engine cannot be
+        without any of them."""
         return engine_processes(self.pid)
 
     def wait_ready(self) -> None:
         """Wait until the engine has made its first token.
 
-        Raises ServerError with the log's last lines if one of its processes died, DeadlineError after
-        `engine_start_timeout_s`.
+        Raises ServerError with the log's last lines if one of its processes died,
+        DeadlineError after `engine_start_timeout_s`.
         """
         processes = _StartingProcesses(self)
 
@@ -166,7 +190,8 @@ class EngineServer(ServerProcess):
         self.wait_until(makes_a_token, deadline_s=self._config.engine_start_timeout_s)
 
     def lost_its_port(self) -> bool:
-        """It has ended, and a stranger's program listens on its port: another try may succeed."""
+        """It has ended, and a stranger's program listens on its port: another try may
+        succeed."""
         return not self.alive() and self._port.is_listened_on()
 
     def stop(self) -> None:
@@ -177,18 +202,27 @@ class EngineServer(ServerProcess):
             self._temporary.remove()
 
     def _makes_a_token(self, processes: "_StartingProcesses") -> bool:
-        """Ask for one token, in place of SGLang's own warm-up: the server counts as up only after it."""
-        body = orjson.dumps({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+        """Ask for one token, in place of SGLang's own warm-up: the server counts as up
+        only after it."""
+        body = orjson.dumps(
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+        )
         check_alive = processes.check_alive
-        http = HTTPConnection(self._own_host, self._port.number, timeout=_FIRST_TOKEN_DEADLINE_S)
+        http = HTTPConnection(
+            self._own_host, self._port.number, timeout=_FIRST_TOKEN_DEADLINE_S
+        )
         try:
-            # Refused at once until the HTTP process listens, which it does after the model is loaded.
+            # Refused at once until the HTTP process listens, which it does after the
+            # model is loaded.
             status = _post(http, "/generate", self.api_key, body, meanwhile=check_alive)
             if status != 200:
                 return False
-            # What was built so far is never garbage. Without this every cache flush (each weight
-            # update) walks it all: 0.5 s. SGLang's own call comes too early without its warm-up.
-            status = _post(http, "/freeze_gc", self.admin_key, b"", meanwhile=check_alive)
+            # What was built so far is never garbage. Without this every cache flush
+            # (each weight update) walks it all: 0.5 s. SGLang's own call comes too
+            # early without its warm-up.
+            status = _post(
+                http, "/freeze_gc", self.admin_key, b"", meanwhile=check_alive
+            )
             return status == 200
         except (HTTPException, OSError):
             return False
@@ -199,8 +233,8 @@ class EngineServer(ServerProcess):
 def engine_processes(pid: int) -> list[psutil.Process]:
     """Process `pid` and the processes below it that SGLang has named.
 
-    A program that one of them starts has its parent's name between the fork and the exec. It is left out: it
-    may end at any time.
+    A program that one of them starts has its parent's name between the fork and the
+    exec. It is left out: it may end at any time.
     """
     family = family_of(pid)
     names: dict[int, str] = {}
@@ -211,7 +245,9 @@ def engine_processes(pid: int) -> list[psutil.Process]:
     for process in family:
         name = names.get(process.pid, "")
         with contextlib.suppress(psutil.NoSuchProcess):
-            has_own_name = name.startswith(_PROCESS_NAME) and names.get(process.ppid()) != name
+            has_own_name = (
+                name.startswith(_PROCESS_NAME) and names.get(process.ppid()) != name
+            )
             if process.pid == pid or has_own_name:
                 named_by_sglang.append(process)
     return named_by_sglang
@@ -220,7 +256,8 @@ def engine_processes(pid: int) -> list[psutil.Process]:
 class _StartingProcesses:
     """The processes of an engine that have been seen while it starts.
 
-    SGLang's HTTP process notices late, and not always, that one of the others has ended.
+    SGLang's HTTP process notices late, and not always, that one of the others has
+    ended.
     """
 
     def __init__(self, server: EngineServer) -> None:
@@ -246,15 +283,25 @@ class _StartingProcesses:
                 )
 
 
-def _post(http: HTTPConnection, path: str, key: str, body: bytes, *, meanwhile: Callable[[], None]) -> int:
-    """Returns the answer's status. Calls `meanwhile` again and again until the answer begins.
+def _post(
+    http: HTTPConnection,
+    path: str,
+    key: str,
+    body: bytes,
+    *,
+    meanwhile: Callable[[], None],
+) -> int:
+    """Returns the answer's status. Calls `meanwhile` again and again until the answer
+    begins.
 
     Raises TimeoutError or another OSError, or HTTPException.
     """
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     deadline = time.monotonic() + _FIRST_TOKEN_DEADLINE_S
     http.request("POST", path, body, headers)
-    poll = select.poll()  # select.select refuses descriptors above 1023, and a driver has many
+    poll = (
+        select.poll()
+    )  # select.select refuses descriptors above 1023, and a driver has many
     poll.register(http.sock, select.POLLIN)
     while not poll.poll(1000 * _POLL_INTERVAL_S):
         meanwhile()
@@ -266,22 +313,26 @@ def _post(http: HTTPConnection, path: str, key: str, body: bytes, *, meanwhile: 
 
 
 def max_total_tokens(config: EngineConfig) -> int | None:
-    """How many tokens an engine's KV cache holds. None: as many as SGLang finds room for on a GPU."""
+    """How many tokens an engine's KV cache holds. None: as many as SGLang finds room
+    for on a GPU."""
     if config.engine_max_total_tokens:
         return config.engine_max_total_tokens
     return None if count_gpus() else _CPU_TOTAL_TOKENS
 
 
 def _ranks_environment(config: EngineConfig) -> dict[str, str]:
-    """For an engine of several ranks. They send one another requests by their process group: SGLang's queue
-    would be a file in /dev/shm that stays there. On a CPU SGLang wants to know the cores of each rank."""
+    """For an engine of several ranks. They send one another requests by their process
+    group: SGLang's queue would be a file in /dev/shm that stays there. On a CPU SGLang
+    wants to know the cores of each rank."""
     if config.engine_tp_size == 1:
         return {}
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if count_gpus():
         return no_queue
     cores = sorted(os.sched_getaffinity(0))
-    core_of_rank = [str(cores[rank % len(cores)]) for rank in range(config.engine_tp_size)]
+    core_of_rank = [
+        str(cores[rank % len(cores)]) for rank in range(config.engine_tp_size)
+    ]
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
 
 
@@ -291,7 +342,9 @@ def _log_level(command: Sequence[str]) -> str:
     return command[last + 1]
 
 
-def _command(config: EngineConfig, model_path: Path, port: int, *, host: str = "127.0.0.1") -> list[str]:
+def _command(
+    config: EngineConfig, model_path: Path, port: int, *, host: str = "127.0.0.1"
+) -> list[str]:
     on_cpu = count_gpus() == 0
     flags = {
         "model-path": str(model_path),
@@ -316,10 +369,13 @@ def _command(config: EngineConfig, model_path: Path, port: int, *, host: str = "
     # Chunks of new tokens only: cumulative log-probs in each chunk would be quadratic.
     command.append("--incremental-streaming-output")
     command.append("--skip-server-warmup")
-    # Otherwise a GPU engine keeps a shared expert among the others, where weight updates do not look for it.
+    # Otherwise a GPU engine keeps a shared expert among the others, where weight
+    # updates do not look for it.
     command.append("--disable-shared-experts-fusion")
     if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:
-        command.append("--enable-deterministic-inference")  # otherwise SGLang ignores seeds
+        command.append(
+            "--enable-deterministic-inference"
+        )  # otherwise SGLang ignores seeds
     return command

@@ -1,12 +1,14 @@
 """How a request asks an engine for the experts that computed its tokens: by a label.
 
-SGLang has two fields for that. sglang-router 0.3.2 drops them, because it passes on only the fields of
-`/generate` that it knows. `custom_labels`, which SGLang uses for its metrics alone, is one of those. So the
-request has a label, and the engine's HTTP process sets the two fields by it.
+SGLang has two fields for that. sglang-router 0.3.2 drops them, because it passes on
+only the fields of `/generate` that it knows. `custom_labels`, which SGLang uses for its
+metrics alone, is one of those. So the request has a label, and the engine's HTTP
+process sets the two fields by it.
 """
 
 EXPERTS_LABEL = "invrl_experts_from"
-"""The position of the first token whose experts are wanted. Without the label no experts are returned."""
+"""The position of the first token whose experts are wanted. Without the label no
+experts are returned."""
 
 
 def answer_with_experts() -> None:

@@ -1,8 +1,10 @@
-"""An engine that others start and end, as `invrl engine` does, reached by its URL and a key.
+"""An engine that others start and end, as `invrl engine` does, reached by its URL and a
+key.
 
-For the fleet it is what `EngineServer` is for an engine of its own. The run sees no process of it: it waits
-until the engine answers, checks that it is what the run needs, and never ends it. When the run has done with
-it, it is left running and not paused, with the weights that it has then.
+For the fleet it is what `EngineServer` is for an engine of its own. The run sees no
+process of it: it waits until the engine answers, checks that it is what the run needs,
+and never ends it. When the run has done with it, it is left running and not paused,
+with the weights that it has then.
 
 Every call blocks; `stop` ends `wait_ready` from another thread.
 """
@@ -55,7 +57,8 @@ _FIXES: Mapping[str, str] = {
 def wanted_traits(
     config: EngineConfig, model_path: Path, *, in_place: bool, record_experts: bool
 ) -> EngineTraits:
-    """What a run needs of its engines. `in_place`: requests go on in place while weights change."""
+    """What a run needs of its engines. `in_place`: requests go on in place while
+    weights change."""
     return EngineTraits(
         invrl=__version__,
         **model_traits(model_path),
@@ -83,7 +86,8 @@ class ExternalEngine:
         total_tokens: int | None,
         start_timeout_s: float,
     ) -> None:
-        """`key`: the engine's. `total_tokens`: what its KV cache must hold, if the run assumes it."""
+        """`key`: the engine's. `total_tokens`: what its KV cache must hold, if the run
+        assumes it."""
         self.name = name
         self.url = url
         self.admin_key = key
@@ -103,21 +107,29 @@ class ExternalEngine:
     def wait_ready(self) -> None:
         """Wait until the engine answers, is what the run needs, and has made a token.
 
-        Raises ConfigError for an engine that refuses the key or is another than the run needs, ServerError
-        after `start_timeout_s` without an answer.
+        Raises ConfigError for an engine that refuses the key or is another than the run
+        needs, ServerError after `start_timeout_s` without an answer.
         """
         identity = self._wait_identity()
         _check(self.url, identity, self._traits, self._total_tokens)
         self.api_key = sampling_key(self.admin_key, identity.start)
         self._free(deadline_s=_ANSWER_DEADLINE_S)
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-        answer = self._call("POST", "/generate", body, key=self.api_key, deadline_s=_FIRST_TOKEN_DEADLINE_S)
+        answer = self._call(
+            "POST",
+            "/generate",
+            body,
+            key=self.api_key,
+            deadline_s=_FIRST_TOKEN_DEADLINE_S,
+        )
         if answer.status_code != 200:
-            raise ServerError(f"{self._called} answered its first request with {answer.status_code}")
+            raise ServerError(
+                f"{self._called} answered its first request with {answer.status_code}"
+            )
 
     def stop(self) -> None:
-        """Leave the engine as it is, but not paused. Idempotent. An engine that does not answer is left, too:
-        whoever uses it next resumes it."""
+        """Leave the engine as it is, but not paused. Idempotent. An engine that does
+        not answer is left, too: whoever uses it next resumes it."""
         self._stopped.set()
         if self.api_key:
             self.api_key = ""
@@ -142,13 +154,19 @@ class ExternalEngine:
                 raise ServerError(f"{self._called} is not waited for any more")
 
     def _ask_identity(self) -> EngineIdentity:
-        """Raises ServerError if it does not answer (yet), ConfigError if it never will."""
+        """Raises ServerError if it does not answer (yet), ConfigError if it never
+        will."""
         answer = self._call("GET", IDENTITY_PATH, deadline_s=_ANSWER_DEADLINE_S)
         if answer.status_code in (401, 403):
             fix = f"give both the same {ENGINE_KEY} in their environments"
             raise ConfigError(_FIELD, self.url, "the engine refuses the key", fix)
         if answer.status_code == 404:
-            raise ConfigError(_FIELD, self.url, "the server there was not started by invrl", _OUR_LAUNCHER)
+            raise ConfigError(
+                _FIELD,
+                self.url,
+                "the server there was not started by invrl",
+                _OUR_LAUNCHER,
+            )
         if answer.status_code != 200:
             raise ServerError(f"it answers {IDENTITY_PATH} with {answer.status_code}")
         try:
@@ -158,7 +176,8 @@ class ExternalEngine:
             raise ConfigError(_FIELD, self.url, reason, _OUR_LAUNCHER) from error
 
     def _free(self, *, deadline_s: float) -> None:
-        """End what a run that was killed may have left: an open weight update, and the pause of one."""
+        """End what a run that was killed may have left: an open weight update, and the
+        pause of one."""
         calls: tuple[tuple[str, dict[str, object]], ...] = (
             ("/end_weight_update", {}),  # refused if none is open
             ("/continue_generation", {"torch_empty_cache": False}),
@@ -181,22 +200,33 @@ class ExternalEngine:
         """`key`: by default the engine's. Raises ServerError if there is no answer."""
         headers = {"Authorization": f"Bearer {key or self.admin_key}"}
         try:
-            with httpx.Client(headers=headers, timeout=deadline_s, trust_env=False) as http:
+            with httpx.Client(
+                headers=headers, timeout=deadline_s, trust_env=False
+            ) as http:
                 return http.request(method, self.url + path, json=body)
         except httpx.HTTPError as error:
             raise ServerError(f"no answer to {path} ({error!r})") from error
 
 
-def _check(url: str, identity: EngineIdentity, wanted: EngineTraits, total_tokens: int) -> None:
+def _check(
+    url: str, identity: EngineIdentity, wanted: EngineTraits, total_tokens: int
+) -> None:
     """Raises ConfigError unless the engine is what the run needs."""
     for name, fix in _FIXES.items():
         needed = getattr(wanted, name)
         found = getattr(identity.traits, name)
         if needed is not None and found != needed:
-            raise ConfigError(_FIELD, url, f"{name} is {found!r} there, and {needed!r} in this run", fix)
+            raise ConfigError(
+                _FIELD,
+                url,
+                f"{name} is {found!r} there, and {needed!r} in this run",
+                fix,
+            )
     if identity.total_tokens < total_tokens:
         reason = f"its KV cache holds {identity.total_tokens} tokens, and the run counts on {total_tokens}"
         fix = f"give the engine --engine-max-total-tokens {total_tokens}, or the run fewer"
         raise ConfigError(_FIELD, url, reason, fix)
     if not identity.start:
-        raise ConfigError(_FIELD, url, "it was not started by `invrl engine`", _OUR_LAUNCHER)
+        raise ConfigError(
+            _FIELD, url, "it was not started by `invrl engine`", _OUR_LAUNCHER
+        )

@@ -1,16 +1,20 @@
-"""M engines behind one router, as one object that starts, updates and ends them, or uses those of others.
+"""M engines behind one router, as one object that starts, updates and ends them, or
+uses those of others.
 
-Invariant: an engine that comes back joins `engines` with the fleet's version whole, and from then on every
-update includes it; only then is it registered with the router. An engine that leaves (`evict`) is unknown to
-weight updates at once; in the background it is unregistered from the router and then ended. Each engine and
-the router have a watch of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
-raises when a watch itself has failed. A router that dies is started again at the same address.
+Invariant: an engine that comes back joins `engines` with the fleet's version whole, and
+from then on every update includes it; only then is it registered with the router. An
+engine that leaves (`evict`) is unknown to weight updates at once; in the background it
+is unregistered from the router and then ended. Each engine and the router have a watch
+of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
+raises when a watch itself has failed. A router that dies is started again at the same
+address.
 
-An external engine (`external_engine.py`) is one of them like the others, but that nobody here starts or ends
-its process: one that left is waited for, and joins like an engine that was started again.
+An external engine (`external_engine.py`) is one of them like the others, but that
+nobody here starts or ends its process: one that left is waited for, and joins like an
+engine that was started again.
 
-A plain class, for `invrl serve` and for training. Start it from a thread that lives as long as the servers
-should.
+A plain class, for `invrl serve` and for training. Start it from a thread that lives as
+long as the servers should.
 """
 
 import asyncio
@@ -24,8 +28,18 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, router_death, wrong_answer
-from invrl.engines.engine_server import ENGINE_MODULE, EngineServer, count_gpus, max_total_tokens
+from invrl.engines.engine_health import (
+    TOKEN_TIMEOUTS,
+    engine_death,
+    router_death,
+    wrong_answer,
+)
+from invrl.engines.engine_server import (
+    ENGINE_MODULE,
+    EngineServer,
+    count_gpus,
+    max_total_tokens,
+)
 from invrl.engines.engine_spans import FLAG
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.engines.fleet_state import FleetState
@@ -48,15 +62,15 @@ _LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
-"""Gives a new engine the fleet's version, and then calls the function, which makes it one of the fleet: no
-update comes in between."""
+"""Gives a new engine the fleet's version, and then calls the function, which makes it
+one of the fleet: no update comes in between."""
 
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
 _HOUR_S = 3600.0
 _ROUTER_RETURN_S = 180.0
-"""How long an engine waits for a router that is started again, beyond the time in which its silence is
-noticed."""
+"""How long an engine waits for a router that is started again, beyond the time in which
+its silence is noticed."""
 _ROUTER_ANSWER_S = 5.0
 _END_DEADLINE_S = 60.0
 _END_POLL_S = 0.05
@@ -64,7 +78,8 @@ _END_POLL_S = 0.05
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process, or its address, the client with its keys, its receiver."""
+    """One engine of the fleet: its process, or its address, the client with its keys,
+    its receiver."""
 
     server: EngineServer | ExternalEngine
     client: SglangClient
@@ -72,7 +87,8 @@ class Engine:
 
 
 class Fleet:
-    """Call `start`; then `router` is for the gateway, and `receivers` are for weight updates."""
+    """Call `start`; then `router` is for the gateway, and `receivers` are for weight
+    updates."""
 
     def __init__(
         self,
@@ -92,14 +108,17 @@ class Fleet:
     ) -> None:
         """Starts the router's process, and one that forks engines. Raises ConfigError.
 
-        `sglang` and `router` are passed through, by upstream's field names. `weight_sync`: None for the
-        defaults. An engine or a router that is silent for longer than `heartbeat_timeout_s` is dead. The
-        exception is one call of an update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed each token.
-        `external_key`: that of external engines. `traces_endpoint`: where the engines that start here send
-        their spans to; "": nowhere. `log`: how engines that start here log; None for the defaults.
-        `shares_gpus`: with the trainer, by turns; engines then start one after the other. `parent`: forks
-        the engines, and is its owner's to stop; None for one of the fleet's own, where engines can be forked.
+        `sglang` and `router` are passed through, by upstream's field names.
+        `weight_sync`: None for the defaults. An engine or a router that is silent for
+        longer than `heartbeat_timeout_s` is dead. The exception is one call of an
+        update in which an engine copies or hashes its weights: that may take
+        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed
+        each token. `external_key`: that of external engines. `traces_endpoint`: where
+        the engines that start here send their spans to; "": nowhere. `log`: how engines
+        that start here log; None for the defaults. `shares_gpus`: with the trainer, by
+        turns; engines then start one after the other. `parent`: forks the engines, and
+        is its owner's to stop; None for one of the fleet's own, where engines can be
+        forked.
         """
         self._config = engine
         self._model_path = model_path
@@ -116,23 +135,29 @@ class Fleet:
         )
         self._shares_gpus = shares_gpus
         self._start_turn = asyncio.Lock()
-        """Held while an engine starts again until it has joined, where GPUs are shared: it takes the memory
-        that is free then."""
-        self._traits = wanted_traits(engine, model_path, in_place=in_place, record_experts=record_experts)
+        """Held while an engine starts again until it has joined, where GPUs are shared:
+        it takes the memory that is free then."""
+        self._traits = wanted_traits(
+            engine, model_path, in_place=in_place, record_experts=record_experts
+        )
         self._external_key = external_key
         self._log = log
         self._external_urls = {
-            f"external-{index}": url.rstrip("/") for index, url in enumerate(engine.external_engines)
+            f"external-{index}": url.rstrip("/")
+            for index, url in enumerate(engine.external_engines)
         }
         """By name, of the engines that others start and end."""
         self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
         self._router_flags = router_flags(router or {}, self._smg)
-        self.limits = EngineLimits.of(model_path, max_total_tokens=max_total_tokens(engine))
+        self.limits = EngineLimits.of(
+            model_path, max_total_tokens=max_total_tokens(engine)
+        )
         self.engines: dict[str, Engine] = {}
         self.evicted: dict[str, str] = {}
         """Name -> reason, of the engines that left and have not come back."""
         self._leaving: list[Engine] = []
-        """Engines that left and are not being ended yet: `stop` may come before that."""
+        """Engines that left and are not being ended yet: `stop` may come before
+        that."""
         self._num_ending = 0
         """Engines that are being ended."""
         self._bring_up: BringUp | None = None
@@ -145,10 +170,12 @@ class Fleet:
         """URLs of engines that a router was to know, which died first."""
         self._examination: asyncio.Task[None] | None = None
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
-        # A pool of our own, large enough: threads that wait for an engine to start must not delay those
-        # that end one.
+        # A pool of our own, large enough: threads that wait for an engine to start must
+        # not delay those that end one.
         num_engines = engine.num_engines + len(self._external_urls)
-        self._threads = ThreadPoolExecutor(max_workers=3 * num_engines + 3, thread_name_prefix="fleet")
+        self._threads = ThreadPoolExecutor(
+            max_workers=3 * num_engines + 3, thread_name_prefix="fleet"
+        )
         self._calls: set[asyncio.Future[Any]] = set()
         """Calls in those threads, also when nobody waits for them any more."""
         self._own_parent: ForkParent | None = None
@@ -156,8 +183,9 @@ class Fleet:
         self.router = self._launch_router()
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
-        """The process that forks the engines; None where they cannot be forked (`host/fork_parent.py`), or
-        where spans are sent, whose exporter is chosen before SGLang is imported."""
+        """The process that forks the engines; None where they cannot be forked
+        (`host/fork_parent.py`), or where spans are sent, whose exporter is chosen
+        before SGLang is imported."""
         if not self._config.num_engines or count_gpus() or FLAG in self._sglang_flags:
             return None
         if given is not None:
@@ -167,8 +195,9 @@ class Fleet:
         return self._own_parent
 
     async def start(self) -> None:
-        """Start all engines at once, and wait for the external ones; none gets requests before `admit`. After
-        an error nothing is left. Raises ConfigError for an external engine that is not what the run needs."""
+        """Start all engines at once, and wait for the external ones; none gets requests
+        before `admit`. After an error nothing is left. Raises ConfigError for an
+        external engine that is not what the run needs."""
         try:
             names = [f"engine-{index}" for index in range(self._config.num_engines)]
             names += self._external_urls
@@ -191,7 +220,8 @@ class Fleet:
     async def admit(self) -> None:
         """Register the engines, which hold the fleet's version, with the router.
 
-        An engine that the router cannot reach leaves. Raises ServerError or DeadlineError if it reaches none.
+        An engine that the router cannot reach leaves. Raises ServerError or
+        DeadlineError if it reaches none.
         """
         engines = dict(self.engines)
         registrations = [self._register(engine) for engine in engines.values()]
@@ -206,8 +236,9 @@ class Fleet:
             self.evict(name, f"the router does not reach it: {error}")
 
     async def check_unchanged(self) -> None:
-        """For a fleet whose weights nobody sends. Raises ServerError unless every engine holds those of its
-        model folder: an external one may have been trained before."""
+        """For a fleet whose weights nobody sends. Raises ServerError unless every
+        engine holds those of its model folder: an external one may have been trained
+        before."""
         for name, engine in self.engines.items():
             version = await engine.client.weight_version()
             if version != "0":
@@ -220,7 +251,8 @@ class Fleet:
         return [engine.receiver for engine in self.engines.values()]
 
     def check(self) -> None:
-        """Raises InvrlError if the router is gone for good, no engine is left, or a watch has failed."""
+        """Raises InvrlError if the router is gone for good, no engine is left, or a
+        watch has failed."""
         for name, watch in self._watches.items():
             if not watch.done() or watch.cancelled():
                 continue
@@ -228,15 +260,21 @@ class Fleet:
             if isinstance(error, InvrlError):
                 raise error
             if error is not None:
-                raise ServerError(f"nobody watches {name} any more: {error!r}") from error
+                raise ServerError(
+                    f"nobody watches {name} any more: {error!r}"
+                ) from error
         if not self.engines and self.evicted:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.evicted.items())
+            reasons = "; ".join(
+                f"{name}: {reason}" for name, reason in self.evicted.items()
+            )
             raise ServerError(f"no engine is left: {reasons}")
 
     def state(self) -> FleetState:
         """May be called from any thread."""
         return FleetState(
-            alive={name: engine.server.url for name, engine in dict(self.engines).items()},
+            alive={
+                name: engine.server.url for name, engine in dict(self.engines).items()
+            },
             lost=tuple(self.evicted),
             restarts=dict(self._restarts),
             router_metrics_url=self.router.metrics_url,
@@ -245,8 +283,9 @@ class Fleet:
     def evict(self, name: str, reason: str) -> None:
         """Take an engine out of the fleet; do nothing if it has left already.
 
-        From here on no update knows it. In the background it is unregistered, ended, and, once
-        `restart_evicted` has been called, started again. An external one is only waited for.
+        From here on no update knows it. In the background it is unregistered, ended,
+        and, once `restart_evicted` has been called, started again. An external one is
+        only waited for.
         """
         engine = self.engines.pop(name, None)
         if engine is None:
@@ -258,13 +297,18 @@ class Fleet:
             watch.cancel()
         self._leaving.append(engine)
         previous = self._replacements.get(name)
-        self._replacements[name] = asyncio.create_task(self._replace(name, engine, after=previous))
+        self._replacements[name] = asyncio.create_task(
+            self._replace(name, engine, after=previous)
+        )
 
     def examine(self, newest_version: WeightVersion) -> None:
-        """An answer of some engine was wrong: asks each of them a short question in the background. One whose
-        answer to that is wrong, too, leaves the fleet. `newest_version`: of the weights."""
+        """An answer of some engine was wrong: asks each of them a short question in the
+        background. One whose answer to that is wrong, too, leaves the fleet.
+        `newest_version`: of the weights."""
         if self._examination is None or self._examination.done():
-            _LOG.warning("an engine has answered wrongly, see gateway.log: all engines are examined")
+            _LOG.warning(
+                "an engine has answered wrongly, see gateway.log: all engines are examined"
+            )
             self._examination = asyncio.create_task(self._examine(newest_version))
 
     async def _examine(self, newest_version: WeightVersion) -> None:
@@ -286,24 +330,28 @@ class Fleet:
     def restart_evicted(self, bring_up: BringUp) -> None:
         """From now on start engines that left again, also those that have left already.
 
-        Each is started at most `engine_max_restarts` times an hour, in the background; an external one is
-        waited for as long as the fleet lives. `bring_up` gives it the fleet's version.
+        Each is started at most `engine_max_restarts` times an hour, in the background;
+        an external one is waited for as long as the fleet lives. `bring_up` gives it
+        the fleet's version.
         """
         self._bring_up = bring_up
         for name in self.evicted:
             if self._may_restart(name) and self._replacements[name].done():
-                self._replacements[name] = asyncio.create_task(self._replace(name, None, after=None))
+                self._replacements[name] = asyncio.create_task(
+                    self._replace(name, None, after=None)
+                )
 
     async def hold_starts(self) -> None:
-        """Wait until no engine starts, and hold starts off until `allow_starts`. A start has deadlines, so
-        this wait needs none."""
+        """Wait until no engine starts, and hold starts off until `allow_starts`. A
+        start has deadlines, so this wait needs none."""
         await self._start_turn.acquire()
 
     def allow_starts(self) -> None:
         self._start_turn.release()
 
     async def until_lost_have_ended(self) -> None:
-        """Wait until the processes of all engines that left have ended. Raises DeadlineError."""
+        """Wait until the processes of all engines that left have ended. Raises
+        DeadlineError."""
         try:
             async with asyncio.timeout(_END_DEADLINE_S):
                 while self._leaving or self._num_ending:
@@ -323,14 +371,16 @@ class Fleet:
         self._replacements.clear()
         engines = [*self.engines.values(), *self._leaving]
         self.engines = {}
-        await asyncio.gather(*(self._end(engine) for engine in engines), self._end_router(self.router))
+        await asyncio.gather(
+            *(self._end(engine) for engine in engines), self._end_router(self.router)
+        )
         self.router.address.close()
         if self._own_parent is not None:
             await self._in_thread(self._own_parent.stop)
         # A cancelled task may have left a thread behind that ends a process.
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    # ------------------------------------------------------------------ watches
+    # ----------------------------------------------------------------- watches
 
     def _watch_engine(self, name: str, engine: Engine) -> None:
         self._watches[name] = asyncio.create_task(self._watch(name, engine))
@@ -354,7 +404,8 @@ class Fleet:
         )
 
     async def _watch_router(self) -> None:
-        """Raises ServerError or DeadlineError once the router dies again and again, or does not come back."""
+        """Raises ServerError or DeadlineError once the router dies again and again, or
+        does not come back."""
         while True:
             router = self.router
 
@@ -377,7 +428,8 @@ class Fleet:
             incidents.warning("the router is back")
 
     async def _restart_router(self, dead: RouterServer) -> None:
-        """Start a router at the same address with the same keys, so that the gateway need not know.
+        """Start a router at the same address with the same keys, so that the gateway
+        need not know.
 
         It gets the engines that the dead router routed to and that are still there.
         """
@@ -385,27 +437,36 @@ class Fleet:
         self.router = self._launch_router(dead)
         await self._in_thread(self.router.wait_ready)
         for name, engine in list(self.engines.items()):
-            if not (dead.registered(engine.server.url) or engine.server.url in self._unrouted):
+            if not (
+                dead.registered(engine.server.url)
+                or engine.server.url in self._unrouted
+            ):
                 continue
             try:
                 await self._register_now(engine)
                 self._unrouted.discard(engine.server.url)
             except (ServerError, DeadlineError) as error:
-                if not await self._router_answers():  # it is the router again, which is started once more
+                if (
+                    not await self._router_answers()
+                ):  # it is the router again, which is started once more
                     self._unrouted.add(engine.server.url)
                     continue
                 self.evict(name, f"the restarted router does not reach it: {error}")
             if self.engines.get(name) is not engine:  # it left meanwhile
                 await self._unregister(engine)
 
-    # ------------------------------------------------------------------ engines come and go
+    # ------------------------------------------------------------- engines come and go
 
     def _may_restart(self, name: str) -> bool:
-        return name in self._external_urls or not self._restart_limits[name].is_reached()
+        return (
+            name in self._external_urls or not self._restart_limits[name].is_reached()
+        )
 
-    async def _replace(self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None) -> None:
-        """End an engine that left, and start it again while that is wanted and allowed. `after`: what started
-        this engine, and may not have registered it yet."""
+    async def _replace(
+        self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None
+    ) -> None:
+        """End an engine that left, and start it again while that is wanted and allowed.
+        `after`: what started this engine, and may not have registered it yet."""
         if after is not None:
             await after
         if engine is not None:
@@ -417,14 +478,18 @@ class Fleet:
                 count = self._announce_restart(name)
                 try:
                     return await self._restart(name, self._bring_up)
-                except Exception as error:  # of this engine: the others go on without it
+                except (
+                    Exception
+                ) as error:  # of this engine: the others go on without it
                     _LOG.exception("%s did not come back (%s)", name, count)
                     self.evicted[name] = f"it did not come back: {error}"
             if name in self._external_urls:
                 await asyncio.sleep(self._config.engine_health_interval_s)
         if self._bring_up is not None:
             most = self._config.engine_max_restarts
-            incidents.error("%s stays away: it left more than %d times in an hour", name, most)
+            incidents.error(
+                "%s stays away: it left more than %d times in an hour", name, most
+            )
 
     def _announce_restart(self, name: str) -> str:
         """Log it. Returns which restart it is, and how many there may be."""
@@ -437,9 +502,11 @@ class Fleet:
         return count
 
     async def _restart(self, name: str, bring_up: BringUp) -> None:
-        """Start a new process under the name, which joins the fleet when `bring_up` says so.
+        """Start a new process under the name, which joins the fleet when `bring_up`
+        says so.
 
-        Raises InvrlError before that. An engine that has joined and is not reached by the router is evicted.
+        Raises InvrlError before that. An engine that has joined and is not reached by
+        the router is evicted.
         """
         engine = await self._started(name, self._launch(name))
 
@@ -471,7 +538,8 @@ class Fleet:
             await self._unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
-        """Do `work` with an engine that has no watch yet. Raises ServerError if the engine dies first."""
+        """Do `work` with an engine that has no watch yet. Raises ServerError if the
+        engine dies first."""
         working = asyncio.ensure_future(work)
         death = asyncio.ensure_future(self._death(engine))
         try:
@@ -485,8 +553,8 @@ class Fleet:
         working.result()
 
     def _launch(self, name: str) -> Engine:
-        """Start an engine's process, in this thread: the kernel ends it together with the thread. The name of
-        an external engine starts nothing."""
+        """Start an engine's process, in this thread: the kernel ends it together with
+        the thread. The name of an external engine starts nothing."""
         server: EngineServer | ExternalEngine
         if name in self._external_urls:
             server = ExternalEngine(
@@ -509,7 +577,11 @@ class Fleet:
                 parent=self._parent,
             )
         client = SglangClient(
-            server.url, limits=self.limits, api_key=server.api_key, admin_key=server.admin_key, name=name
+            server.url,
+            limits=self.limits,
+            api_key=server.api_key,
+            admin_key=server.admin_key,
+            name=name,
         )
         receiver = RECEIVERS[self._weight_sync.weight_transport](
             name, client, self._weight_sync, num_ranks=self._config.engine_tp_size
@@ -530,7 +602,8 @@ class Fleet:
         self.engines[name] = await self._started(name, engine)
 
     async def _started(self, name: str, engine: Engine) -> Engine:
-        """Returns `engine` once it is up, or another one under the name if a stranger took its port.
+        """Returns `engine` once it is up, or another one under the name if a stranger
+        took its port.
 
         Raises ServerError or DeadlineError; the engine has ended then.
         """
@@ -548,12 +621,15 @@ class Fleet:
             except BaseException:
                 await self._end(engine)
                 raise
-        engine.client.api_key = engine.server.api_key  # that of an external engine is known now
+        engine.client.api_key = (
+            engine.server.api_key
+        )  # that of an external engine is known now
         return engine
 
     async def _register(self, engine: Engine) -> None:
-        """Registers an engine with the router, and waits for that if it has to be started again first. Raises
-        ServerError or DeadlineError if a router that answers does not reach the engine."""
+        """Registers an engine with the router, and waits for that if it has to be
+        started again first. Raises ServerError or DeadlineError if a router that
+        answers does not reach the engine."""
         while True:
             router = self.router
             try:
@@ -561,7 +637,9 @@ class Fleet:
             except (ServerError, DeadlineError):
                 if self.router is router and await self._router_answers():
                     raise
-                _LOG.warning("%s waits for the router, which is away", engine.server.name)
+                _LOG.warning(
+                    "%s waits for the router, which is away", engine.server.name
+                )
                 await self._until_router_answers()
 
     async def _until_router_answers(self) -> None:
@@ -578,7 +656,9 @@ class Fleet:
         return await self._in_thread(self.router.answers, _ROUTER_ANSWER_S)
 
     async def _register_now(self, engine: Engine) -> None:
-        await self._in_thread(self.router.register, engine.server.url, api_key=engine.server.api_key)
+        await self._in_thread(
+            self.router.register, engine.server.url, api_key=engine.server.api_key
+        )
 
     async def _unregister(self, engine: Engine) -> None:
         try:
@@ -612,9 +692,13 @@ class Fleet:
         except Exception:
             _LOG.exception("the router could not be ended")
 
-    async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _in_thread(
+        self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.run_in_executor(self._threads, lambda: call(*args, **kwargs))
+        future: asyncio.Future[T] = loop.run_in_executor(
+            self._threads, lambda: call(*args, **kwargs)
+        )
         self._calls.add(future)
         future.add_done_callback(self._forget)
         return await asyncio.shield(future)

@@ -1,7 +1,8 @@
-"""`launch_router.py PACKAGE <the router's flags>`: starts sglang-router (PACKAGE `sglang_router`) or `smg`.
+"""`launch_router.py PACKAGE <the router's flags>`: starts sglang-router (PACKAGE
+`sglang_router`) or `smg`.
 
-Its keys come from the environment, which other users of the machine cannot read. Imports nothing of invrl:
-smg's environment does not have it.
+Its keys come from the environment, which other users of the machine cannot read.
+Imports nothing of invrl: smg's environment does not have it.
 """
 
 import argparse
@@ -11,7 +12,8 @@ from importlib import import_module
 
 
 def main(package: str, argv: list[str]) -> None:
-    # Not PACKAGE.launch_router: sglang-router's imports sglang and with it torch (5 s) for a debug mode.
+    # Not PACKAGE.launch_router: sglang-router's imports sglang and with it torch (5 s)
+    # for a debug mode.
     router_class = import_module(f"{package}.router").Router
     arguments_class = import_module(f"{package}.router_args").RouterArgs
 

@@ -1,18 +1,20 @@
-"""`python -m invrl.engines.launch_sglang <SGLang's flags>`: starts a real SGLang server, also on CPU.
+"""`python -m invrl.engines.launch_sglang <SGLang's flags>`: starts a real SGLang
+server, also on CPU.
 
-Invariant: `prepare_process` runs at module level, because SGLang's spawned processes (scheduler, detokenizer)
-import the main module again and need it too. The server starts only under the `__main__` guard. On a CPU
-they are forked, and so is the server itself from a process that has imported SGLang (`host/fork_parent.py`).
+Invariant: `prepare_process` runs at module level, because SGLang's spawned processes
+(scheduler, detokenizer) import the main module again and need it too. The server starts
+only under the `__main__` guard. On a CPU they are forked, and so is the server itself
+from a process that has imported SGLang (`host/fork_parent.py`).
 
-Nothing of an engine listens beyond loopback, but its HTTP process where it is told to: torch's own rendezvous
-opens a store without a key on every interface, so an engine's ranks get a store in a file instead, and an
-engine of one rank in its memory.
+Nothing of an engine listens beyond loopback, but its HTTP process where it is told to:
+torch's own rendezvous opens a store without a key on every interface, so an engine's
+ranks get a store in a file instead, and an engine of one rank in its memory.
 
-SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes. Here it is a file in
-TMPDIR, which is the engine's own and goes with it.
+SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes.
+Here it is a file in TMPDIR, which is the engine's own and goes with it.
 
-On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage collection, no Megatron, our
-families' classes first) is the same there; it has not been tried.
+On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage collection,
+no Megatron, our families' classes first) is the same there; it has not been tried.
 """
 
 import functools
@@ -43,9 +45,12 @@ _RENDEZVOUS = "invrl-engine"
 
 
 def prepare_process() -> None:
-    """To be called in every process of an engine that has not been forked, before it imports SGLang."""
+    """To be called in every process of an engine that has not been forked, before it
+    imports SGLang."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models")
+    os.environ.setdefault(
+        "SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models"
+    )
     sglang_on_cpu.leave_uncompiled()
     sglang_on_cpu.make_importable()
     mask_keys_in_logs()
@@ -58,14 +63,15 @@ def _stay_on_loopback() -> None:
 
     register_rendezvous_handler(_RENDEZVOUS, _rendezvous)
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
-    # Gloo and NCCL listen even without peers, by default on the address of the host name.
+    # Gloo and NCCL listen even without peers, by default on the address of the host
+    # name.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
-    """A rendezvous handler for torch: (store, rank, world size). The ranks of an engine meet in a file of
-    TMPDIR, which is the engine's own."""
+    """A rendezvous handler for torch: (store, rank, world size). The ranks of an engine
+    meet in a file of TMPDIR, which is the engine's own."""
     from urllib.parse import parse_qs, urlsplit
 
     from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -80,7 +86,8 @@ def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
 
 
 def _change_scheduler() -> None:
-    """To be called in every process of an engine that has not been forked, once SGLang may be imported."""
+    """To be called in every process of an engine that has not been forked, once SGLang
+    may be imported."""
     _load_tokenizer_once()
     _keep_load_in_tmpdir()
     keep_memory_in_flushes()
@@ -89,10 +96,13 @@ def _change_scheduler() -> None:
 
 
 def _load_tokenizer_once() -> None:
-    """SGLang loads the tokenizer four times, half a CPU-second each. Forked processes share it."""
+    """SGLang loads the tokenizer four times, half a CPU-second each. Forked processes
+    share it."""
     from sglang.srt.utils import hf_transformers_utils
 
-    hf_transformers_utils.get_tokenizer = functools.cache(hf_transformers_utils.get_tokenizer)
+    hf_transformers_utils.get_tokenizer = functools.cache(
+        hf_transformers_utils.get_tokenizer
+    )
 
 
 def _keep_load_in_tmpdir() -> None:
@@ -117,8 +127,10 @@ def main(flags: Sequence[str]) -> None:
 
 
 def import_sglang() -> None:
-    """Imports what the server of any engine needs, and changes what is to be another way in all of them."""
-    # Until everything is imported: to look for garbage among 7,000 modules took 3 CPU-seconds.
+    """Imports what the server of any engine needs, and changes what is to be another
+    way in all of them."""
+    # Until everything is imported: to look for garbage among 7,000 modules took 3
+    # CPU-seconds.
     gc.disable()
     _change_scheduler()
     from sglang.launch_server import run_server  # noqa: F401
@@ -134,7 +146,8 @@ def import_sglang() -> None:
 
 
 def serve(flags: Sequence[str]) -> None:
-    """Serves until the engine ends, in a process that has imported SGLang. `flags`: SGLang's."""
+    """Serves until the engine ends, in a process that has imported SGLang. `flags`:
+    SGLang's."""
     if "--enable-deterministic-inference" in flags:
         sglang_on_cpu.support_seeds()
     if "--enable-return-routed-experts" in flags:

@@ -1,7 +1,7 @@
 """Keeps the keys of our private servers out of an engine's answers.
 
-SGLang answers `/server_info` with all of its arguments, keys among them. (It logs them too, see
-`host/masked_keys.py`.)
+SGLang answers `/server_info` with all of its arguments, keys among them. (It logs them
+too, see `host/masked_keys.py`.)
 """
 
 import functools
@@ -21,7 +21,9 @@ def hide_keys_in_answers() -> None:
     @functools.wraps(resolved_dict)
     def without_key_fields(self: ServerArgs) -> dict[str, Any]:
         settings = resolved_dict(self)
-        return {name: value for name, value in settings.items() if name not in _KEY_FIELDS}
+        return {
+            name: value for name, value in settings.items() if name not in _KEY_FIELDS
+        }
 
     def launch_command(self: ServerArgs) -> str | None:
         command = getattr(self, "_launch_command", None)

@@ -1,4 +1,5 @@
-"""`print_smg_options.py`, run by the Python of smg's environment: prints smg's version and options as JSON.
+"""`print_smg_options.py`, run by the Python of smg's environment: prints smg's version
+and options as JSON.
 
 Imports nothing of invrl, which is not in that environment.
 """

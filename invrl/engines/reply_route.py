@@ -1,7 +1,9 @@
-"""`GET /loader_reply/NAME`: what the weight loader inside an engine answered, for a run on another machine.
+"""`GET /loader_reply/NAME`: what the weight loader inside an engine answered, for a run
+on another machine.
 
-The loader (`weights/in_engine.py`) can answer with a file only. Where it has a bare name for one, the file is
-in the engine's TMPDIR, which the engine's HTTP process shares with it. A reply is given out once.
+The loader (`weights/in_engine.py`) can answer with a file only. Where it has a bare
+name for one, the file is in the engine's TMPDIR, which the engine's HTTP process shares
+with it. A reply is given out once.
 """
 
 import tempfile

@@ -1,9 +1,10 @@
 """Which experts of a model computed each token of a turn, from what SGLang reports.
 
-SGLang keeps them with the keys and values of a token and returns them when an answer ends. A turn's record
-has one row for each of its tokens: the experts of the pass that predicted the token, which is the pass at the
-position before. So the records of the turns of a path follow each other without gap or overlap, whichever
-engines answered. Pure.
+SGLang keeps them with the keys and values of a token and returns them when an answer
+ends. A turn's record has one row for each of its tokens: the experts of the pass that
+predicted the token, which is the pass at the position before. So the records of the
+turns of a path follow each other without gap or overlap, whichever engines answered.
+Pure.
 """
 
 from __future__ import annotations
@@ -38,15 +39,21 @@ class ExpertsShape:
 
     @classmethod
     def of(cls, model_path: Path | str) -> ExpertsShape:
-        """Raises ValueError for a model without experts, ConfigError for one that the trainer refuses."""
+        """Raises ValueError for a model without experts, ConfigError for one that the
+        trainer refuses."""
         config = read_hf_config(model_path)
         if config.experts is None:
             raise ValueError(f"{model_path}: the model has no experts")
-        return cls(layers=config.num_hidden_layers, chosen=config.experts.chosen, count=config.experts.count)
+        return cls(
+            layers=config.num_hidden_layers,
+            chosen=config.experts.chosen,
+            count=config.experts.count,
+        )
 
 
 def first_row(path_tokens: int) -> int:
-    """The first position whose experts a turn records. `path_tokens`: tokens of the turns before it."""
+    """The first position whose experts a turn records. `path_tokens`: tokens of the
+    turns before it."""
     return max(0, path_tokens - 1)
 
 
@@ -58,18 +65,22 @@ def turn_experts(
     prompt_tokens: int,
     spans: Sequence[VersionSpan],
 ) -> RoutedExperts | None:
-    """The record of a turn, or None if the engine's report is missing or is not one of this turn.
+    """The record of a turn, or None if the engine's report is missing or is not one of
+    this turn.
 
-    `encoded`: base64 of int32 [positions, layers, chosen], of all positions but the last one from `first_row`
-    on. `path_tokens`: how many of the prompt's tokens belong to earlier turns. `spans`: the versions of the
-    sampled tokens.
+    `encoded`: base64 of int32 [positions, layers, chosen], of all positions but the
+    last one from `first_row` on. `path_tokens`: how many of the prompt's tokens belong
+    to earlier turns. `spans`: the versions of the sampled tokens.
 
-    Before weights change, engines drop the keys and values of running requests, and compute them again under
-    the new weights, experts included. The experts that sampled the tokens before the change are lost then, so
-    those are unknown. So are those of the first token of a path, which nothing predicted.
+    Before weights change, engines drop the keys and values of running requests, and
+    compute them again under the new weights, experts included. The experts that sampled
+    the tokens before the change are lost then, so those are unknown. So are those of
+    the first token of a path, which nothing predicted.
     """
     if encoded is None:
-        _log.warning("an engine answered without the experts of its tokens: the turn has no record of them")
+        _log.warning(
+            "an engine answered without the experts of its tokens: the turn has no record of them"
+        )
         return None
     num_sampled = spans[-1].end if spans else 0
     num_rows = prompt_tokens + num_sampled - 1 - first_row(path_tokens)
@@ -77,9 +88,14 @@ def turn_experts(
         flat = np.frombuffer(base64.b64decode(encoded, validate=True), np.int32)
         reported_PLK = flat.reshape(num_rows, shape.layers, shape.chosen)
     except (binascii.Error, ValueError) as error:
-        _log.warning("an engine's report of experts is not one of %d tokens: %s", num_rows, error)
+        _log.warning(
+            "an engine's report of experts is not one of %d tokens: %s", num_rows, error
+        )
         return None
-    if num_rows and not 0 <= int(reported_PLK.min()) <= int(reported_PLK.max()) < shape.count:
+    if (
+        num_rows
+        and not 0 <= int(reported_PLK.min()) <= int(reported_PLK.max()) < shape.count
+    ):
         _log.warning("an engine reports experts that the model does not have")
         return None
     dtype = experts_dtype(shape.count)
@@ -94,4 +110,6 @@ def turn_experts(
 
 def _unknown(num_tokens: int, shape: ExpertsShape) -> NDArray[np.unsignedinteger]:
     dtype = experts_dtype(shape.count)
-    return np.full((num_tokens, shape.layers, shape.chosen), unknown_expert(dtype), dtype)
+    return np.full(
+        (num_tokens, shape.layers, shape.chosen), unknown_expert(dtype), dtype
+    )

@@ -1,10 +1,12 @@
-"""sglang-router, or smg, as an OS process, with the settings that suit RL, and the engines that it routes to.
+"""sglang-router, or smg, as an OS process, with the settings that suit RL, and the
+engines that it routes to.
 
-Invariant: the router is private. It listens on loopback; sampling needs `api_key`, which the gateway holds;
-management needs another key, which never leaves this file. Towards an engine sglang-router uses that engine's
-key, and smg the key of the request: behind smg all engines have `api_key`. The router never retries, never
-sheds load, and never ejects an engine that is only paused. It routes to an engine only after `register`,
-which is called once that engine holds the fleet's version.
+Invariant: the router is private. It listens on loopback; sampling needs `api_key`,
+which the gateway holds; management needs another key, which never leaves this file.
+Towards an engine sglang-router uses that engine's key, and smg the key of the request:
+behind smg all engines have `api_key`. The router never retries, never sheds load, and
+never ejects an engine that is only paused. It routes to an engine only after
+`register`, which is called once that engine holds the fleet's version.
 """
 
 import sys
@@ -21,29 +23,33 @@ from invrl.host.ports import ReservedPort
 from invrl.host.process import ServerProcess, random_key
 
 _FLAGS = {
-    # A session's turns stay on the engine that caches them; cache_aware sent all sessions that share a
-    # system prompt to one engine.
+    # A session's turns stay on the engine that caches them; cache_aware sent all
+    # sessions that share a system prompt to one engine.
     "policy": "manual",
     "request-timeout-secs": "7200",
     "worker-startup-check-interval": "1",
     "health-check-interval-secs": "1",
-    # A dead engine refuses at once and is out after three checks; a busy machine may answer late.
+    # A dead engine refuses at once and is out after three checks; a busy machine may
+    # answer late.
     "health-check-timeout-secs": "10",
     "health-failure-threshold": "3",
     "health-success-threshold": "1",
-    # Answered while generation is paused; /health is not. `engine_health.py` finds a hung scheduler.
+    # Answered while generation is paused; /health is not. `engine_health.py` finds a
+    # hung scheduler.
     "health-check-endpoint": "/server_info",
     "shutdown-grace-period-secs": "1",
     "log-level": "warn",
 }
-# The gateway owns retries; and 4xx answers would count as failures and open the breaker for everyone.
+# The gateway owns retries; and 4xx answers would count as failures and open the breaker
+# for everyone.
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 _CALL_DEADLINE_S = 30.0
 _ROUTING_DEADLINE_S = 60.0
 
 
 class RouterAddress:
-    """Where a router listens and with which keys. Others hold it, so a restarted router has the same."""
+    """Where a router listens and with which keys. Others hold it, so a restarted router
+    has the same."""
 
     def __init__(self) -> None:
         self.port = ReservedPort()
@@ -69,13 +75,16 @@ class RouterServer(ServerProcess):
         address: RouterAddress | None = None,
         installed_smg: smg.Smg | None = None,
     ) -> None:
-        """`address`: of the router that this one succeeds. Without smg it is sglang-router."""
+        """`address`: of the router that this one succeeds. Without smg it is
+        sglang-router."""
         self.address = address or RouterAddress()
         self.api_key = self.address.api_key
         self.engine_api_key: str | None = None
         """The API key that engines must have. None: each may have its own."""
         self.url = f"http://127.0.0.1:{self.address.port.number}"
-        self.metrics_url = f"http://127.0.0.1:{self.address.prometheus_port.number}/metrics"
+        self.metrics_url = (
+            f"http://127.0.0.1:{self.address.prometheus_port.number}/metrics"
+        )
         self._start_timeout_s = start_timeout_s
         self._worker_ids: dict[str, str] = {}
         """The router's own ids of the registered engines, by URL."""
@@ -100,11 +109,16 @@ class RouterServer(ServerProcess):
         for name, value in flags.items():
             command += [f"--{name}", value]
         command += [*switches, *passthrough]
-        # Sampling needs one key, management another; an engine's is given when it is registered.
+        # Sampling needs one key, management another; an engine's is given when it is
+        # registered.
         keys = f"--api-key={self.api_key}"
-        keys += f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
+        keys += (
+            f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
+        )
         log = run_folder / "logs" / "router.log"
-        super().__init__("router", command, log=log, env={"INVRL_KEY_FLAGS": keys, **WITHOUT_PROXIES})
+        super().__init__(
+            "router", command, log=log, env={"INVRL_KEY_FLAGS": keys, **WITHOUT_PROXIES}
+        )
 
     def registered(self, url: str) -> bool:
         """Whether this engine was registered and has not been unregistered."""
@@ -119,8 +133,11 @@ class RouterServer(ServerProcess):
         return True
 
     def wait_ready(self) -> None:
-        """Wait until the router answers. Raises ServerError if it died, DeadlineError."""
-        self.wait_until(lambda: self.answers(_CALL_DEADLINE_S), deadline_s=self._start_timeout_s)
+        """Wait until the router answers. Raises ServerError if it died,
+        DeadlineError."""
+        self.wait_until(
+            lambda: self.answers(_CALL_DEADLINE_S), deadline_s=self._start_timeout_s
+        )
 
     def register(self, url: str, *, api_key: str) -> None:
         """Returns once the router routes to this engine, at once if it does already.
@@ -141,7 +158,8 @@ class RouterServer(ServerProcess):
         self.wait_until(is_routed, f"route to {url}", deadline_s=_ROUTING_DEADLINE_S)
 
     def unregister(self, url: str) -> None:
-        """Returns once the router no longer routes to this engine, at once if it is not registered."""
+        """Returns once the router no longer routes to this engine, at once if it is not
+        registered."""
         worker_id = self._worker_ids.pop(url, None)
         if worker_id is None:
             return
@@ -152,8 +170,12 @@ class RouterServer(ServerProcess):
 
         self.wait_until(is_gone, f"forget {url}", deadline_s=_ROUTING_DEADLINE_S)
 
-    def _workers(self, *, deadline_s: float = _CALL_DEADLINE_S) -> list[dict[str, object]]:
-        workers = self._call("GET", "/workers", deadline_s=deadline_s).get("workers", [])
+    def _workers(
+        self, *, deadline_s: float = _CALL_DEADLINE_S
+    ) -> list[dict[str, object]]:
+        workers = self._call("GET", "/workers", deadline_s=deadline_s).get(
+            "workers", []
+        )
         assert isinstance(workers, list)
         return workers
 
@@ -167,12 +189,19 @@ class RouterServer(ServerProcess):
     ) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self.address.management_key}"}
         try:
-            with httpx.Client(headers=headers, timeout=deadline_s, verify=False, trust_env=False) as http:
+            with httpx.Client(
+                headers=headers, timeout=deadline_s, verify=False, trust_env=False
+            ) as http:
                 answer = http.request(method, self.url + path, json=body)
             if answer.is_success:
                 return dict(answer.json())
-        except (httpx.HTTPError, ValueError) as error:  # another server may answer, not in JSON
-            raise ServerError(f"the router does not answer {method} {path}: {error!r}") from error
+        except (
+            httpx.HTTPError,
+            ValueError,
+        ) as error:  # another server may answer, not in JSON
+            raise ServerError(
+                f"the router does not answer {method} {path}: {error!r}"
+            ) from error
         raise ServerError(
             f"the router answered {method} {path} with {answer.status_code}: {answer.text[:500]}"
         )

@@ -1,4 +1,5 @@
-"""The JSON that SGLang answers `/generate` with: the fields that we read. Decoding checks them."""
+"""The JSON that SGLang answers `/generate` with: the fields that we read. Decoding
+checks them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     kv_use: float = msgspec.field(name="token_usage", default=0.0)
     """Share of the KV cache."""
     cache_hit_rate: float = 0.0
-    """Of the last prompts. 0 as well where SGLang's own metrics are off, as is the next one."""
+    """Of the last prompts. 0 as well where SGLang's own metrics are off, as is the next
+    one."""
     tokens_per_s: float = msgspec.field(name="gen_throughput", default=0.0)
 
 
@@ -70,7 +72,9 @@ def decode_load(data: bytes) -> EngineLoad:
     try:
         loads = msgspec.json.decode(data, type=_Loads).loads
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ServerError(f"the engine's load cannot be read: {error}: {data[:200]!r}") from None
+        raise ServerError(
+            f"the engine's load cannot be read: {error}: {data[:200]!r}"
+        ) from None
     if len(loads) == 1:
         return loads[0]
     number = max(1, len(loads))
@@ -104,7 +108,8 @@ class _PromptAnswer(msgspec.Struct):
 
 
 def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
-    """For each prompt [T]: the log-prob of each token; that of the first one is None."""
+    """For each prompt [T]: the log-prob of each token; that of the first one is
+    None."""
     try:
         answers = msgspec.json.decode(data, type=list[_PromptAnswer])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -113,8 +118,9 @@ def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
 
 
 async def events_of(response: HttpConnection) -> AsyncIterator[bytes]:
-    """The server-sent events of a streamed answer, for `decode_event`, without the final `[DONE]`. One read
-    may bring hundreds of them: others get their turn in between."""
+    """The server-sent events of a streamed answer, for `decode_event`, without the
+    final `[DONE]`. One read may bring hundreds of them: others get their turn in
+    between."""
     pending = b""
     async for data in response.pieces():
         pending += data

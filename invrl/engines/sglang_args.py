@@ -1,14 +1,16 @@
 """What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: every option that passes has been parsed by the installed package's own parser, as the process
-will parse it, and no option is dropped silently. An option that invrl sets itself, or that would break it,
-is refused with the reason and what to do instead. All of this happens before a process starts. Importable
-without sglang or torch.
+Invariant: every option that passes has been parsed by the installed package's own
+parser, as the process will parse it, and no option is dropped silently. An option that
+invrl sets itself, or that would break it, is refused with the reason and what to do
+instead. All of this happens before a process starts. Importable without sglang or
+torch.
 
-Tokens are sampled from the policy that is trained, and recorded with its log-probs. So every option of
-SGLang 0.5.21 that changes what is sampled, or lets the KV cache of one weight version serve another, is in
-`SGLANG_OWNED` (invrl sets it) or in `SGLANG_REFUSED`; one whose name only suggests it is in
-`SGLANG_HARMLESS`. A test walks the installed package's options for names of this kind that no table has.
+Tokens are sampled from the policy that is trained, and recorded with its log-probs. So
+every option of SGLang 0.5.21 that changes what is sampled, or lets the KV cache of one
+weight version serve another, is in `SGLANG_OWNED` (invrl sets it) or in
+`SGLANG_REFUSED`; one whose name only suggests it is in `SGLANG_HARMLESS`. A test walks
+the installed package's options for names of this kind that no table has.
 """
 
 import argparse
@@ -25,14 +27,17 @@ from invrl.errors import ConfigError
 _KEYS = "leave it out: random keys are made"
 _LOOPBACK = "leave it out: it listens on loopback, without TLS"
 _OWN_WEIGHTS = "leave it out: the engine must hold the trainer's own weights"
-_ONE_DIVISION = "leave it out: weight updates know engines that --engine-tp-size divides, or none"
+_ONE_DIVISION = (
+    "leave it out: weight updates know engines that --engine-tp-size divides, or none"
+)
 _BOTH = "leave it out: every engine both prefills and decodes"
 _HTTP = "leave it out: an engine is a process of its own, called over HTTP at its root"
 _LEAVE_OUT = "leave it out"
 
 _SHARED_GPU = ("--enable-memory-saver", "--mem-fraction-static", "0.8")
-"""An engine that starts while the trainer sleeps leaves a fifth of the memory that it finds: for its own
-activations and CUDA graphs, and for the trainer's canary and what the trainer grows by while it trains."""
+"""An engine that starts while the trainer sleeps leaves a fifth of the memory that it
+finds: for its own activations and CUDA graphs, and for the trainer's canary and what
+the trainer grows by while it trains."""
 
 SGLANG_OWNED = {
     **dict.fromkeys(("host", "ssl_"), _LOOPBACK),
@@ -59,25 +64,35 @@ SGLANG_OWNED = {
     **dict.fromkeys(("enable_trace", "otlp_traces_endpoint"), "use --otel-endpoint"),
     "dp_size": "use --num-engines",
     "skip_tokenizer_init": "leave it out: stop strings need the tokenizer",
-    **dict.fromkeys(("is_embedding", "encoder_only"), "leave it out: the engine must sample"),
+    **dict.fromkeys(
+        ("is_embedding", "encoder_only"), "leave it out: the engine must sample"
+    ),
     "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
     "tp_size": "use --engine-tp-size",
-    **dict.fromkeys(("pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size"), _ONE_DIVISION),
-    **dict.fromkeys(("nnodes", "node_rank"), "leave it out: an engine is on one machine"),
-    **dict.fromkeys(("quantization", "quantization_param_path", "rl_quant_profile"), _OWN_WEIGHTS),
+    **dict.fromkeys(
+        ("pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size"), _ONE_DIVISION
+    ),
+    **dict.fromkeys(
+        ("nnodes", "node_rank"), "leave it out: an engine is on one machine"
+    ),
+    **dict.fromkeys(
+        ("quantization", "quantization_param_path", "rl_quant_profile"), _OWN_WEIGHTS
+    ),
     **dict.fromkeys(("modelopt_", "enable_lora", "lora_"), _OWN_WEIGHTS),
-    **dict.fromkeys(("fastapi_root_path", "use_ray", "grpc_mode", "smg_grpc_mode"), _HTTP),
+    **dict.fromkeys(
+        ("fastapi_root_path", "use_ray", "grpc_mode", "smg_grpc_mode"), _HTTP
+    ),
     "disaggregation_": _BOTH,
 }
 """Field, or the prefix of fields that ends in "_" -> what to use instead."""
 
-_POLICY = "tokens would be sampled from another distribution than the policy that is trained"
+_POLICY = (
+    "tokens would be sampled from another distribution than the policy that is trained"
+)
 _OLD_KV = "it keeps KV that a weight update does not clear: later turns would mix weight versions"
 _LISTENS = "it opens a socket that no key protects"
-_TWO_MODELS = (
-    "weight updates do not reach a draft model, and its acceptance thresholds change what is sampled"
-)
+_TWO_MODELS = "weight updates do not reach a draft model, and its acceptance thresholds change what is sampled"
 
 SGLANG_REFUSED = {
     # what is sampled
@@ -89,7 +104,10 @@ SGLANG_REFUSED = {
         f"code that comes with a request changes logits: {_POLICY}",
         _LEAVE_OUT,
     ),
-    "enable_strict_thinking": (f"it bans tokens while the model thinks: {_POLICY}", _LEAVE_OUT),
+    "enable_strict_thinking": (
+        f"it bans tokens while the model thinks: {_POLICY}",
+        _LEAVE_OUT,
+    ),
     "random_seed": (
         "every engine would draw the same numbers, so rollouts of a group on two engines would be equal",
         "use --seeded-sampling, which gives each generation a seed of its own",
@@ -98,11 +116,20 @@ SGLANG_REFUSED = {
         "a prompt that is too long would be cut without a word, and trained as if it were whole",
         "leave it out: the gateway refuses such a prompt",
     ),
-    "tokenizer_path": ("stop strings would be found with another tokenizer than the model's", _LEAVE_OUT),
-    **dict.fromkeys(("speculative_", "uno_lora_path", "enable_multi_layer_eagle"), (_TWO_MODELS, _LEAVE_OUT)),
+    "tokenizer_path": (
+        "stop strings would be found with another tokenizer than the model's",
+        _LEAVE_OUT,
+    ),
+    **dict.fromkeys(
+        ("speculative_", "uno_lora_path", "enable_multi_layer_eagle"),
+        (_TWO_MODELS, _LEAVE_OUT),
+    ),
     **dict.fromkeys(
         ("dllm_algorithm", "dllm_algorithm_config"),
-        ("a diffusion model samples tokens in another order than the trainer takes them in", _LEAVE_OUT),
+        (
+            "a diffusion model samples tokens in another order than the trainer takes them in",
+            _LEAVE_OUT,
+        ),
     ),
     # what is computed
     **dict.fromkeys(
@@ -125,9 +152,14 @@ SGLANG_REFUSED = {
             "enable_unified_cache_external_linker",
             "unified_cache_external_linker_backend",
         ),
-        (_OLD_KV, "leave it out; --sglang-enable-hierarchical-cache keeps KV in host memory and is cleared"),
+        (
+            _OLD_KV,
+            "leave it out; --sglang-enable-hierarchical-cache keeps KV in host memory and is cleared",
+        ),
     ),
-    **dict.fromkeys(("enable_mm_global_cache", "mm_global_cache_backend"), (_OLD_KV, _LEAVE_OUT)),
+    **dict.fromkeys(
+        ("enable_mm_global_cache", "mm_global_cache_backend"), (_OLD_KV, _LEAVE_OUT)
+    ),
     # who can reach an engine
     **dict.fromkeys(
         (
@@ -179,7 +211,8 @@ SGLANG_HARMLESS = {
     "disable_outlines_disk_cache": "grammars, which depend on no weight",
     "default_chat_template_kwargs": "of SGLang's OpenAI routes; the gateway renders",
 }
-"""Field or prefix that looks as if it changed what is sampled, or kept KV -> why it does not."""
+"""Field or prefix that looks as if it changed what is sampled, or kept KV -> why it
+does not."""
 
 ROUTER_OWNED = {
     **dict.fromkeys(("host", "prometheus_host", "tls_"), _LOOPBACK),
@@ -220,7 +253,8 @@ def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
 
 
 def sglang_flags(options: Mapping[str, object]) -> list[str]:
-    """Command-line flags for `options` (names as in `--sglang-NAME`, kebab or snake). Raises ConfigError."""
+    """Command-line flags for `options` (names as in `--sglang-NAME`, kebab or snake).
+    Raises ConfigError."""
     return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
@@ -232,26 +266,36 @@ def flags_of_run(
     traces_endpoint: str = "",
     shares_gpu: bool = False,
 ) -> list[str]:
-    """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go on in place while
-    weights change. `record_experts`: engines keep which experts computed each token. `traces_endpoint`: where
-    engines send their spans to; "": nowhere. `shares_gpu`: with the trainer, by turns."""
+    """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go
+    on in place while weights change. `record_experts`: engines keep which experts
+    computed each token. `traces_endpoint`: where engines send their spans to; "":
+    nowhere. `shares_gpu`: with the trainer, by turns."""
     flags = sglang_flags(options) + span_flags(traces_endpoint)
     if shares_gpu:
         flags = [*_SHARED_GPU, *flags]  # the user's options count, which come later
     if record_experts:
         flags.append("--enable-return-routed-experts")
     if in_place:
-        # A step that is computed while the results of the one before are read would still be under way when
-        # the weights change, and its tokens would bear the new version.
+        # A step that is computed while the results of the one before are read would
+        # still be under way when the weights change, and its tokens would bear the new
+        # version.
         flags.append("--disable-overlap-schedule")
     return flags
 
 
-def router_flags(options: Mapping[str, object], installed_smg: smg.Smg | None = None) -> list[str]:
-    """As `sglang_flags`, for `--router-NAME`: options of smg, if it is given, or else of sglang-router."""
+def router_flags(
+    options: Mapping[str, object], installed_smg: smg.Smg | None = None
+) -> list[str]:
+    """As `sglang_flags`, for `--router-NAME`: options of smg, if it is given, or else
+    of sglang-router."""
     if installed_smg is None:
         return _flags("router", options, router_parser, ROUTER_OWNED)
-    return _flags("router", options, lambda: _parser(installed_smg.add_options), ROUTER_OWNED | smg.OWNED)
+    return _flags(
+        "router",
+        options,
+        lambda: _parser(installed_smg.add_options),
+        ROUTER_OWNED | smg.OWNED,
+    )
 
 
 def _flags(
@@ -285,7 +329,9 @@ def _flags(
             arguments = _arguments(action, spelling, value)
             parser.parse_args(arguments)
         except Exception as error:  # the types of some options raise any kind of error
-            raise ConfigError(shown_name, value, _reason(action, error), _fix(action, value)) from error
+            raise ConfigError(
+                shown_name, value, _reason(action, error), _fix(action, value)
+            ) from error
         flags += arguments
     return flags
 
@@ -309,7 +355,8 @@ def _nearest_names(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
 
 
 def _reason(action: argparse.Action, error: Exception) -> str:
-    """The parser's message, without the flag and the list of choices: the fix names those."""
+    """The parser's message, without the flag and the list of choices: the fix names
+    those."""
     message = str(error).removeprefix(f"argument {'/'.join(action.option_strings)}: ")
     message = message.partition(" (choose from")[0].rstrip(".")
     return message or repr(error)
@@ -329,7 +376,8 @@ def _fix(action: argparse.Action, value: str) -> str:
 
 
 def _arguments(action: argparse.Action, spelling: str, value: str) -> list[str]:
-    """The flag and its value as the package's command line has them. Raises ValueError."""
+    """The flag and its value as the package's command line has them. Raises
+    ValueError."""
     if action.nargs == 0:
         return _switch(action, spelling, value)
     takes_many = action.nargs in ("+", "*")
@@ -363,7 +411,8 @@ def _switch(action: argparse.Action, spelling: str, value: str) -> list[str]:
 
 @functools.cache
 def sglang_parser() -> _Parser:
-    """The installed package's own parser, which knows its options, their types and choices. ConfigError."""
+    """The installed package's own parser, which knows its options, their types and
+    choices. ConfigError."""
     try:
         import torch  # noqa: F401
 
@@ -385,7 +434,9 @@ def router_parser() -> _Parser:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
         reason = f"sglang-router cannot be imported ({error})"
-        raise ConfigError("--router-*", "", reason, "pip install sglang-router==0.3.2") from error
+        raise ConfigError(
+            "--router-*", "", reason, "pip install sglang-router==0.3.2"
+        ) from error
     return _parser(functools.partial(RouterArgs.add_cli_args, use_router_prefix=False))
 
 

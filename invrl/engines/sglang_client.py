@@ -1,12 +1,14 @@
-"""A typed async client of SGLang's native API: token ids in; ids, log-probs and version spans out.
+"""A typed async client of SGLang's native API: token ids in; ids, log-probs and version
+spans out.
 
-`generate_json` is the JSON of a generation as it is sent. The methods under "control" show the other
-requests. `sglang_answers.py` has the JSON that comes back.
+`generate_json` is the JSON of a generation as it is sent. The methods under "control"
+show the other requests. `sglang_answers.py` has the JSON that comes back.
 
-Invariant: the client sends nothing that would kill a server (a token id outside the vocabulary does) or that
-the server would cut short without an error. Every call has a deadline. One instance talks to one base URL:
-to the router (for the gateway, with the key that samples), or to one engine (for the weight receiver and the
-health check, with the admin key too).
+Invariant: the client sends nothing that would kill a server (a token id outside the
+vocabulary does) or that the server would cut short without an error. Every call has a
+deadline. One instance talks to one base URL: to the router (for the gateway, with the
+key that samples), or to one engine (for the weight receiver and the health check, with
+the admin key too).
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -52,7 +61,8 @@ _CACHE_MEMORY = "kv_cache"
 _IDLE_CONNECTION_S = 2.0
 """Less than the server's 5 s: it must not close a connection just as we write to it."""
 _RESERVED_KV_SLOTS = 64
-"""SGLang keeps a few KV slots for itself; a request that needs them all would wait for ever."""
+"""SGLang keeps a few KV slots for itself; a request that needs them all would wait for
+ever."""
 
 NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "top_k": -1,
@@ -74,8 +84,9 @@ NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "custom_params": None,
     "beam_width": None,
 }
-"""Every parameter of SGLang that changes what is sampled, at the value where it changes nothing. Each request
-has all of them: what a request leaves out, the server may fill in by itself."""
+"""Every parameter of SGLang that changes what is sampled, at the value where it changes
+nothing. Each request has all of them: what a request leaves out, the server may fill in
+by itself."""
 
 TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
 """A token that could have been sampled."""
@@ -84,16 +95,23 @@ NO_TOP: NDArray[np.void] = np.empty(0, TOP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can take: known from the model folder and the engine's settings."""
+    """What an engine can take: known from the model folder and the engine's
+    settings."""
 
     vocab_size: int
     context_length: int
-    """Prompt and answer together; the KV cache's size where that is known and smaller."""
+    """Prompt and answer together; the KV cache's size where that is known and
+    smaller."""
 
     @classmethod
-    def of(cls, model_path: Path | str, *, max_total_tokens: int | None) -> EngineLimits:
-        """`max_total_tokens`: what the KV cache holds. None: not known; only the model bounds them."""
-        config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+    def of(
+        cls, model_path: Path | str, *, max_total_tokens: int | None
+    ) -> EngineLimits:
+        """`max_total_tokens`: what the KV cache holds. None: not known; only the model
+        bounds them."""
+        config = json.loads(
+            (Path(model_path) / "config.json").read_text(encoding="utf-8")
+        )
         context_length = int(config["max_position_embeddings"])
         if max_total_tokens is not None:
             context_length = min(context_length, max_total_tokens - _RESERVED_KV_SLOTS)
@@ -101,7 +119,8 @@ class EngineLimits:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session on one engine."""
+    """One generation. `input_ids_T` is the whole prompt; `routing_key` keeps a session
+    on one engine."""
 
     rid: str
     input_ids_T: NDArray[np.int32]
@@ -110,12 +129,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     extra_sampling: Mapping[str, Json] = msgspec.field(default_factory=dict)
-    """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`, ...)."""
+    """Further SGLang sampling parameters by their own names (`top_k`, `json_schema`,
+    ...)."""
     routing_key: str = ""
     top_logprobs: int = 0
     """How many of the likeliest tokens are wanted for each sampled token."""
     path_tokens: int = 0
-    """How many of the prompt's tokens belong to earlier turns. Their experts were recorded then."""
+    """How many of the prompt's tokens belong to earlier turns. Their experts were
+    recorded then."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -124,12 +145,14 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Of the whole output so far: a caller that cancels keeps what was sampled. Exact in the last chunk.
-    Before it they are what `VersionTracker` makes of the chunks' labels, never newer than the tokens are."""
+    """Of the whole output so far: a caller that cancels keeps what was sampled. Exact
+    in the last chunk. Before it they are what `VersionTracker` makes of the chunks'
+    labels, never newer than the tokens are."""
     cached_tokens: int = 0
     """How many tokens of the prompt the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
-    """[T * top_logprobs]: for each token in turn the likeliest tokens in its place, the likeliest first."""
+    """[T * top_logprobs]: for each token in turn the likeliest tokens in its place, the
+    likeliest first."""
 
 
 class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -142,8 +165,8 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_tokens: int
     cached_tokens: int
     experts_TLK: RoutedExperts | None = None
-    """Of the turn's tokens: those of the prompt that no earlier turn has, then the sampled ones. None if they
-    are not recorded, or are missing."""
+    """Of the turn's tokens: those of the prompt that no earlier turn has, then the
+    sampled ones. None if they are not recorded, or are missing."""
 
 
 class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
@@ -154,8 +177,11 @@ class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
 
 
-def generate_json(request: GenerateRequest, *, stream: bool, with_experts: bool = False) -> dict[str, Json]:
-    """The body of `POST /generate`. `with_experts`: the answer has the experts that computed the tokens."""
+def generate_json(
+    request: GenerateRequest, *, stream: bool, with_experts: bool = False
+) -> dict[str, Json]:
+    """The body of `POST /generate`. `with_experts`: the answer has the experts that
+    computed the tokens."""
     sampling_params: dict[str, Json] = {
         **NEUTRAL_SAMPLING,
         **request.extra_sampling,
@@ -200,14 +226,16 @@ class SglangClient:
         newest_version: NewestVersion | None = None,
         on_wrong_answer: Callable[[], object] = lambda: None,
     ) -> None:
-        """`name` is how errors call the server. `experts`: those of the model, if generations record which of
-        them computed a token. `newest_version`: tokens of a later one are refused; None: any version may be.
-        `on_wrong_answer` is called for each generation that ends with WrongAnswerError."""
+        """`name` is how errors call the server. `experts`: those of the model, if
+        generations record which of them computed a token. `newest_version`: tokens of a
+        later one are refused; None: any version may be. `on_wrong_answer` is called for
+        each generation that ends with WrongAnswerError."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
         self.api_key = api_key
-        """The key that samples. That of an external engine is known once the engine has been reached."""
+        """The key that samples. That of an external engine is known once the engine has
+        been reached."""
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
@@ -224,17 +252,20 @@ class SglangClient:
     async def close(self) -> None:
         self._http.close()
 
-    # ------------------------------------------------------------------ generation
+    # ----------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """One whole answer. Cancelling the call cancels the generation.
 
-        Raises SessionError (400) for a request that must not be sent, ServerError, DeadlineError.
+        Raises SessionError (400) for a request that must not be sent, ServerError,
+        DeadlineError.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         answer = await self._ask(
             "/generate",
-            generate_json(request, stream=False, with_experts=self._experts is not None),
+            generate_json(
+                request, stream=False, with_experts=self._experts is not None
+            ),
             deadline_s=self._generate_deadline_s,
             routing_key=request.routing_key,
         )
@@ -243,22 +274,32 @@ class SglangClient:
             chunk = reader.add(decode_event(answer))
             end = reader.end()
         return GenerateResult(
-            **msgspec.structs.asdict(end), ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=chunk.top
+            **msgspec.structs.asdict(end),
+            ids_T=chunk.ids_T,
+            logprobs_T=chunk.logprobs_T,
+            top=chunk.top,
         )
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
-        """Chunks of new tokens as they come; they are not kept here. The last item is the end.
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
+        """Chunks of new tokens as they come; they are not kept here. The last item is
+        the end.
 
-        Errors as in `generate`. Closing the iterator drops the connection, which ends the generation within
-        0.1 s.
+        Errors as in `generate`. Closing the iterator drops the connection, which ends
+        the generation within 0.1 s.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
-        body = generate_json(request, stream=True, with_experts=self._experts is not None)
+        body = generate_json(
+            request, stream=True, with_experts=self._experts is not None
+        )
         reader = self._reader(request)
         try:
             async with (
                 asyncio.timeout(self._generate_deadline_s),
-                self._open("/generate", body, key=self.api_key, routing_key=request.routing_key) as response,
+                self._open(
+                    "/generate", body, key=self.api_key, routing_key=request.routing_key
+                ) as response,
             ):
                 async for data in events_of(response):
                     with self._wrong_answers_told():
@@ -293,8 +334,8 @@ class SglangClient:
     async def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
     ) -> list[NDArray[np.float32]]:
-        """For each prompt [T-1]: the log-prob of token t >= 1 given those before it, at temperature 1.
-        Computed before what waits in the engine's queue."""
+        """For each prompt [T-1]: the log-prob of token t >= 1 given those before it, at
+        temperature 1. Computed before what waits in the engine's queue."""
         for prompt in prompts:
             self.validate(prompt, 1)
         body: dict[str, Json] = {
@@ -307,14 +348,21 @@ class SglangClient:
         answers = await self._ask("/generate", body, deadline_s=deadline_s)
         rows = [row[1:] for row in decode_prompt_logprobs(answers)]
         if [len(row) for row in rows] != [len(prompt) - 1 for prompt in prompts]:
-            raise WrongAnswerError("the prompt log-probs and the prompts differ in length")
-        logprobs = [np.array([logprob for logprob, _, _ in row], np.float32) for row in rows]
+            raise WrongAnswerError(
+                "the prompt log-probs and the prompts differ in length"
+            )
+        logprobs = [
+            np.array([logprob for logprob, _, _ in row], np.float32) for row in rows
+        ]
         for logprobs_T in logprobs:
             check_prompt_logprobs(logprobs_T)
         return logprobs
 
-    def validate(self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int) -> None:
-        """Raises SessionError (400) for what would kill the engine, or what it would refuse or cut short."""
+    def validate(
+        self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int
+    ) -> None:
+        """Raises SessionError (400) for what would kill the engine, or what it would
+        refuse or cut short."""
         ids_T = np.asarray(input_ids, np.int64)
         if ids_T.size == 0:
             raise SessionError("the prompt is empty", status=400, code="empty_prompt")
@@ -333,18 +381,20 @@ class SglangClient:
             reason = f"{lengths} exceed the context of {context_length}"
             raise SessionError(reason, status=400, code="context_length_exceeded")
 
-    # ------------------------------------------------------------------ control (an engine, not the router)
+    # --------------------------------------------- control (an engine, not the router)
 
     async def pause(self, mode: Literal["retract", "in_place"] = "retract") -> None:
-        """Running requests go on after `resume`. `retract` frees their cache, which is computed again then;
-        `in_place` keeps it."""
+        """Running requests go on after `resume`. `retract` frees their cache, which is
+        computed again then; `in_place` keeps it."""
         await self._control("/pause_generation", {"mode": mode})
 
     async def drain(self, timeout_s: float) -> bool:
-        """New requests wait until `resume`. True when all running ones have ended; False if one has not
-        after `timeout_s`."""
+        """New requests wait until `resume`. True when all running ones have ended;
+        False if one has not after `timeout_s`."""
         path = f"{DRAIN_PATH}?timeout={timeout_s:g}"
-        reply = await self._control(path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S)
+        reply = await self._control(
+            path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S
+        )
         return orjson.loads(reply) == {"drained": True}
 
     async def resume(self) -> None:
@@ -353,17 +403,20 @@ class SglangClient:
     async def flush_cache(self, *, idle_within_s: float = 0.0) -> None:
         """The engine refuses while a request runs, and for a moment after its answer.
 
-        So it waits for `idle_within_s` until it is idle. A paused engine, whose requests wait, needs no time.
+        So it waits for `idle_within_s` until it is idle. A paused engine, whose
+        requests wait, needs no time.
         """
         await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
 
     async def release_cache_memory(self) -> None:
-        """Free the memory of the cache. The engine must be paused and flushed: SGLang ends its scheduler
-        while a request runs. Without its memory saver (on a CPU) it answers the same and frees nothing."""
+        """Free the memory of the cache. The engine must be paused and flushed: SGLang
+        ends its scheduler while a request runs. Without its memory saver (on a CPU) it
+        answers the same and frees nothing."""
         await self._control("/release_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def resume_cache_memory(self) -> None:
-        """After `release_cache_memory`, once: SGLang ends its scheduler at a second call."""
+        """After `release_cache_memory`, once: SGLang ends its scheduler at a second
+        call."""
         await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def begin_weight_update(self) -> None:
@@ -377,8 +430,8 @@ class SglangClient:
     ) -> None:
         """`payloads`: one pickled value (base64) per tensor-parallel rank.
 
-        Never sends a version: the server would take it even if the load failed. `set_weight_version` comes
-        after the checks.
+        Never sends a version: the server would take it even if the load failed.
+        `set_weight_version` comes after the checks.
         """
         body: dict[str, Json] = {
             "serialized_named_tensors": list(payloads),
@@ -388,8 +441,12 @@ class SglangClient:
         await self._control("/update_weights_from_tensor", body, deadline_s=deadline_s)
 
     async def set_weight_version(self, version: WeightVersion) -> None:
-        """Name what is loaded. Running requests go on (the server's own default aborts them)."""
-        body: dict[str, Json] = {"new_version": str(version), "abort_all_requests": False}
+        """Name what is loaded. Running requests go on (the server's own default aborts
+        them)."""
+        body: dict[str, Json] = {
+            "new_version": str(version),
+            "abort_all_requests": False,
+        }
         await self._control("/update_weight_version", body)
 
     async def weight_version(self) -> str:
@@ -398,33 +455,44 @@ class SglangClient:
         return str(orjson.loads(answer)["weight_version"])
 
     async def loader_reply(self, name: str) -> bytes:
-        """What the engine's weight loader has answered under this name; each answer is given out once."""
+        """What the engine's weight loader has answered under this name; each answer is
+        given out once."""
         path = f"{REPLY_PATH}/{name}"
-        return await self._ask(path, deadline_s=_CONTROL_DEADLINE_S, key=self._admin_key)
+        return await self._ask(
+            path, deadline_s=_CONTROL_DEADLINE_S, key=self._admin_key
+        )
 
     async def answers(self, *, deadline_s: float) -> bool:
-        """Whether the scheduler answers between two of its steps: it does while paused, not while hung."""
+        """Whether the scheduler answers between two of its steps: it does while paused,
+        not while hung."""
         with contextlib.suppress(ServerError, DeadlineError):
             await self._ask("/server_info", deadline_s=deadline_s)
             return True
         return False
 
     async def load(self, *, deadline_s: float) -> EngineLoad:
-        """What the schedulers published last; no step of theirs waits for it. Raises ServerError,
-        DeadlineError."""
-        return decode_load(await self._ask("/v1/loads?include=core", deadline_s=deadline_s))
+        """What the schedulers published last; no step of theirs waits for it. Raises
+        ServerError, DeadlineError."""
+        return decode_load(
+            await self._ask("/v1/loads?include=core", deadline_s=deadline_s)
+        )
 
     async def generates(self, *, deadline_s: float) -> bool:
-        """Whether the scheduler makes a token: it does not while paused, starting, or hung."""
+        """Whether the scheduler makes a token: it does not while paused, starting, or
+        hung."""
         with contextlib.suppress(ServerError, DeadlineError):
             await self._ask("/health_generate", deadline_s=deadline_s)
             return True
         return False
 
-    # ------------------------------------------------------------------ HTTP
+    # ----------------------------------------------------------------- HTTP
 
     async def _control(
-        self, path: str, body: Mapping[str, Json], *, deadline_s: float = _CONTROL_DEADLINE_S
+        self,
+        path: str,
+        body: Mapping[str, Json],
+        *,
+        deadline_s: float = _CONTROL_DEADLINE_S,
     ) -> bytes:
         return await self._ask(path, body, deadline_s=deadline_s, key=self._admin_key)
 
@@ -451,9 +519,15 @@ class SglangClient:
 
     @contextlib.asynccontextmanager
     async def _open(
-        self, path: str, body: Mapping[str, Json] | None, *, key: str, routing_key: str = ""
+        self,
+        path: str,
+        body: Mapping[str, Json] | None,
+        *,
+        key: str,
+        routing_key: str = "",
     ) -> AsyncIterator[HttpConnection]:
-        """POST `body`, or GET without one. Yields the connection once the answer begins.
+        """POST `body`, or GET without one. Yields the connection once the answer
+        begins.
 
         Raises ServerError if there is no answer, or if its status is not 200.
         """
@@ -471,16 +545,21 @@ class SglangClient:
             async with self._http.request(method, path, headers, data) as response:
                 if response.status != 200:
                     text = (await response.read())[:500].decode(errors="replace")
-                    raise ServerError(f"{self.name} answered {path} with {response.status}: {text}")
+                    raise ServerError(
+                        f"{self.name} answered {path} with {response.status}: {text}"
+                    )
                 yield response
         except HttpError as error:
             raise ServerError(f"{self.name} does not answer {path}: {error}") from error
 
 
 class _GenerationReader:
-    """Reads one generation: its disjoint events (`--incremental-streaming-output`), or one whole answer."""
+    """Reads one generation: its disjoint events (`--incremental-streaming-output`), or
+    one whole answer."""
 
-    def __init__(self, request: GenerateRequest, experts: ExpertsShape | None, check: AnswerCheck) -> None:
+    def __init__(
+        self, request: GenerateRequest, experts: ExpertsShape | None, check: AnswerCheck
+    ) -> None:
         self._check = check
         self._path_tokens = request.path_tokens
         self._experts = experts
@@ -523,7 +602,9 @@ class _GenerationReader:
         if finish.type != "abort":
             self._check.check_end(meta)
         if not self._versions.certain and finish.type != "abort":
-            raise ServerError("the engine's weights changed during a generation, and it does not say where")
+            raise ServerError(
+                "the engine's weights changed during a generation, and it does not say where"
+            )
         matched_stop = finish.matched
         if isinstance(matched_stop, list):
             matched_stop = matched_stop[-1]
@@ -536,7 +617,9 @@ class _GenerationReader:
             experts_TLK=self._turn_experts(meta, finish.type),
         )
 
-    def _turn_experts(self, meta: MetaInfo, finish_reason: FinishReason) -> RoutedExperts | None:
+    def _turn_experts(
+        self, meta: MetaInfo, finish_reason: FinishReason
+    ) -> RoutedExperts | None:
         """What was aborted is never trained."""
         if self._experts is None or finish_reason == "abort":
             return None

@@ -1,7 +1,9 @@
-"""smg, the successor of sglang-router, as the router in front of the engines (`--router smg`).
+"""smg, the successor of sglang-router, as the router in front of the engines (`--router
+smg`).
 
-It lives in a virtual environment of its own, because both packages install a program called `smg`. So this
-process asks that environment's Python for its version and its options. Neither is imported here.
+It lives in a virtual environment of its own, because both packages install a program
+called `smg`. So this process asks that environment's Python for its version and its
+options. Neither is imported here.
 """
 
 import argparse
@@ -16,19 +18,25 @@ import msgspec
 from invrl.errors import ConfigError
 
 VERSION = "1.13.0"
-"""The only one that is started: another one may have other flags, or send an engine other keys."""
+"""The only one that is started: another one may have other flags, or send an engine
+other keys."""
 INSTALLED_FOLDER = Path(sys.prefix) / "smg"
 """The virtual environment that `invrl install --router smg` makes."""
 
 _PRINT_OPTIONS = Path(__file__).with_name("print_smg_options.py")
 _ANSWER_DEADLINE_S = 120.0
-_VALUE_TYPES: dict[str, Callable[[str], object]] = {"int": int, "_non_negative_int": int, "float": float}
-"""By their names in smg. All others are read as text here; smg itself checks them when it starts."""
+_VALUE_TYPES: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "_non_negative_int": int,
+    "float": float,
+}
+"""By their names in smg. All others are read as text here; smg itself checks them when
+it starts."""
 _LISTS = {"_AppendAction": "append", "_ExtendAction": "extend"}
 
 FLAGS = {
-    # An engine makes no token while its weights change. By default an engine that makes none for three
-    # seconds, while requests pile up, gets no new ones.
+    # An engine makes no token while its weights change. By default an engine that makes
+    # none for three seconds, while requests pile up, gets no new ones.
     "worker-wedge-secs": "86400",
     # Comments in streams that wait.
     "sse-keepalive-secs": "0",
@@ -46,9 +54,16 @@ SWITCHES = (
 _LISTENS = "leave it out: the router listens on one port of loopback"
 _REGISTERED = "leave it out: only engines with the current weights are registered"
 OWNED = {
-    **dict.fromkeys(("enable_mesh", "mesh_", "health_check_port", "rdma_listen_ip"), _LISTENS),
-    **dict.fromkeys(("discovery_", "remove_unhealthy_workers", "zmq_engine_count"), _REGISTERED),
-    **dict.fromkeys(("encode", "epd_disaggregation"), "leave it out: every engine both prefills and decodes"),
+    **dict.fromkeys(
+        ("enable_mesh", "mesh_", "health_check_port", "rdma_listen_ip"), _LISTENS
+    ),
+    **dict.fromkeys(
+        ("discovery_", "remove_unhealthy_workers", "zmq_engine_count"), _REGISTERED
+    ),
+    **dict.fromkeys(
+        ("encode", "epd_disaggregation"),
+        "leave it out: every engine both prefills and decodes",
+    ),
     **dict.fromkeys(
         ("worker_overload_", "disable_worker_overload_protection"),
         "leave it out: a session stays on the engine that caches it",
@@ -81,13 +96,22 @@ class Smg(msgspec.Struct, frozen=True, kw_only=True):
     options: list[Option]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """As smg's own code adds them, but for types of values that this module does not know."""
+        """As smg's own code adds them, but for types of values that this module does
+        not know."""
         for option in self.options:
             if option.kind == "_StoreTrueAction":
-                parser.add_argument(*option.spellings, dest=option.dest, action="store_true")
+                parser.add_argument(
+                    *option.spellings, dest=option.dest, action="store_true"
+                )
             elif option.kind == "BooleanOptionalAction":
-                positive = [spelling for spelling in option.spellings if not spelling.startswith("--no-")]
-                parser.add_argument(*positive, dest=option.dest, action=argparse.BooleanOptionalAction)
+                positive = [
+                    spelling
+                    for spelling in option.spellings
+                    if not spelling.startswith("--no-")
+                ]
+                parser.add_argument(
+                    *positive, dest=option.dest, action=argparse.BooleanOptionalAction
+                )
             else:
                 parser.add_argument(
                     *option.spellings,
@@ -108,7 +132,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @functools.cache
 def find_smg(folder: str) -> Smg:
-    """The smg of a virtual environment; "" is the one that `invrl install` makes. Takes half a second.
+    """The smg of a virtual environment; "" is the one that `invrl install` makes. Takes
+    half a second.
 
     Raises ConfigError if it is not there, or in another version.
     """
@@ -122,7 +147,9 @@ def find_smg(folder: str) -> Smg:
         return ConfigError("engine.router", "smg", reason, fix)
 
     if not python.is_file():
-        raise refusal(f"it is not installed: there is no virtual environment {environment}")
+        raise refusal(
+            f"it is not installed: there is no virtual environment {environment}"
+        )
     command = [str(python), "-I", str(_PRINT_OPTIONS)]
     try:
         process = subprocess.run(
@@ -134,9 +161,13 @@ def find_smg(folder: str) -> Smg:
             timeout=_ANSWER_DEADLINE_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise refusal(f"its environment {environment} does not work: {error}") from error
+        raise refusal(
+            f"its environment {environment} does not work: {error}"
+        ) from error
     if process.returncode != 0:
-        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        lines = process.stderr.strip().splitlines() or [
+            f"exit code {process.returncode}"
+        ]
         raise refusal(f"{environment} has none that works: {lines[-1]}")
     answer = msgspec.json.decode(process.stdout, type=_Answer)
     if answer.version != VERSION:

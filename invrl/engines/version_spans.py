@@ -1,9 +1,11 @@
-"""Under which weights the tokens of one generation were sampled, from what SGLang reports. Pure.
+"""Under which weights the tokens of one generation were sampled, from what SGLang
+reports. Pure.
 
-Only the event that ends an answer reports the version of every token. Each event before it has one label: the
-version that the engine's HTTP process held when it passed the event on. Tokens that were on their way while
-the weights changed bear the new label, although the old weights sampled them. So a label is the newest
-version that its tokens can have.
+Only the event that ends an answer reports the version of every token. Each event before
+it has one label: the version that the engine's HTTP process held when it passed the
+event on. Tokens that were on their way while the weights changed bear the new label,
+although the old weights sampled them. So a label is the newest version that its tokens
+can have.
 """
 
 from __future__ import annotations
@@ -34,27 +36,35 @@ class VersionTracker:
         self.spans: tuple[VersionSpan, ...] = ()
         """They tile the tokens so far."""
         self.certain = True
-        """The engine has reported the version of every token, or there was only one label."""
+        """The engine has reported the version of every token, or there was only one
+        label."""
         self._previous_label: str | None = None
         self._num_tokens = 0
 
-    def add(self, label: str, num_new_tokens: int, engine_spans: Sequence[EngineSpan] | None) -> None:
-        """Add an event with its label. Only the last event has `engine_spans`, for all tokens of the answer.
+    def add(
+        self, label: str, num_new_tokens: int, engine_spans: Sequence[EngineSpan] | None
+    ) -> None:
+        """Add an event with its label. Only the last event has `engine_spans`, for all
+        tokens of the answer.
 
-        Without them the new tokens count as sampled under the label of the event before. That version is no
-        newer than theirs, as long as what was on its way during an update came as one event. So the record of
-        an answer that broke off may overstate how old its weights were. The first event has no label before
-        it, and its own is too new if the update came between the sampling and the passing on. A turn that
-        broke off is never trained.
+        Without them the new tokens count as sampled under the label of the event
+        before. That version is no newer than theirs, as long as what was on its way
+        during an update came as one event. So the record of an answer that broke off
+        may overstate how old its weights were. The first event has no label before it,
+        and its own is too new if the update came between the sampling and the passing
+        on. A turn that broke off is never trained.
 
-        Raises WrongAnswerError if the engine's spans leave a token out, or if a version is no number.
+        Raises WrongAnswerError if the engine's spans leave a token out, or if a version
+        is no number.
         """
         self._num_tokens += num_new_tokens
         if engine_spans:
             self.spans = _exact_spans(engine_spans, self._num_tokens)
             self.certain = True
         else:
-            previous_label = label if self._previous_label is None else self._previous_label
+            previous_label = (
+                label if self._previous_label is None else self._previous_label
+            )
             if label != previous_label:
                 self.certain = False
             if num_new_tokens:
@@ -72,10 +82,15 @@ class VersionTracker:
             if last.version == version:
                 start = last.start
                 earlier = earlier[:-1]
-        self.spans = (*earlier, VersionSpan(version=version, start=start, end=self._num_tokens))
+        self.spans = (
+            *earlier,
+            VersionSpan(version=version, start=start, end=self._num_tokens),
+        )
 
 
-def _exact_spans(engine_spans: Sequence[EngineSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+def _exact_spans(
+    engine_spans: Sequence[EngineSpan], num_tokens: int
+) -> tuple[VersionSpan, ...]:
     """The engine's spans without empty ones, cut at `num_tokens`."""
     spans: list[VersionSpan] = []
     covered = 0
@@ -85,7 +100,9 @@ def _exact_spans(engine_spans: Sequence[EngineSpan], num_tokens: int) -> tuple[V
             continue
         if span.start != covered:
             break
-        spans.append(VersionSpan(version=_version(span.version), start=covered, end=end))
+        spans.append(
+            VersionSpan(version=_version(span.version), start=covered, end=end)
+        )
         covered = end
     if covered != num_tokens:
         raise WrongAnswerError(
@@ -96,5 +113,7 @@ def _exact_spans(engine_spans: Sequence[EngineSpan], num_tokens: int) -> tuple[V
 
 def _version(label: str) -> WeightVersion:
     if not label.isdecimal() or len(label) > _MOST_DIGITS:
-        raise WrongAnswerError(f"it calls its weight version {label[:40]!r}, which is no version of ours")
+        raise WrongAnswerError(
+            f"it calls its weight version {label[:40]!r}, which is no version of ours"
+        )
     return WeightVersion(int(label))

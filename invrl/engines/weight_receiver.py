@@ -1,13 +1,16 @@
-"""One engine's side of a weight update: what the transaction calls, as requests to SGLang.
+"""One engine's side of a weight update: what the transaction calls, as requests to
+SGLang.
 
-Invariant: names, shapes and dtypes are checked inside the engine before any of its weights is overwritten
-(a wrong shape would kill it, and it would silently accept an unknown name). Every load is followed by
-checksums, which the transaction compares with the trainer's. Only `commit` changes the version's name.
+Invariant: names, shapes and dtypes are checked inside the engine before any of its
+weights is overwritten (a wrong shape would kill it, and it would silently accept an
+unknown name). Every load is followed by checksums, which the transaction compares with
+the trainer's. Only `commit` changes the version's name.
 
-With `ArenaReceiver` the engine copies from the trainer's shared memory, with `FolderReceiver` from a folder
-that the trainer wrote; with `DeltaReceiver` it applies what has changed; with `BroadcastReceiver` it takes
-what the trainer sends to several engines at once. `BucketReceiver` uses SGLang's own flattened buckets. What
-runs inside the engine is `weights/in_engine.py`.
+With `ArenaReceiver` the engine copies from the trainer's shared memory, with
+`FolderReceiver` from a folder that the trainer wrote; with `DeltaReceiver` it applies
+what has changed; with `BroadcastReceiver` it takes what the trainer sends to several
+engines at once. `BucketReceiver` uses SGLang's own flattened buckets. What runs inside
+the engine is `weights/in_engine.py`.
 """
 
 import asyncio
@@ -29,7 +32,14 @@ from numpy.typing import NDArray
 from invrl.engines.engine_server import WEIGHT_LOADER
 from invrl.engines.reply_route import REPLY_PREFIX
 from invrl.engines.sglang_client import SglangClient
-from invrl.errors import ChecksumError, DeadlineError, InvrlError, LayoutError, ServerError, WeightSyncError
+from invrl.errors import (
+    ChecksumError,
+    DeadlineError,
+    InvrlError,
+    LayoutError,
+    ServerError,
+    WeightSyncError,
+)
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, hash_slot
@@ -44,22 +54,30 @@ from invrl.weights.weight_files import FileSource, ServedHandle
 
 logger = logging.getLogger(__name__)
 _FETCH_SHARE = 0.8
-"""Of the deadline of a load, for the files that an engine fetches: it then says itself what is missing."""
+"""Of the deadline of a load, for the files that an engine fetches: it then says itself
+what is missing."""
 _ROOM_DEADLINE_S = 10.0
 """Of a canary in an engine that may be full."""
 _END_AFTER_FAILURE_S = 5.0
-"""To end an update that has failed or was cancelled, as by the deadline of its phase: an engine that has hung
-until then does not answer to this either, and meanwhile no other engine goes on."""
+"""To end an update that has failed or was cancelled, as by the deadline of its phase:
+an engine that has hung until then does not answer to this either, and meanwhile no
+other engine goes on."""
 
 
 class EngineReceiver(ABC):
     """What every transport shares; a transport implements `load`."""
 
     def __init__(
-        self, name: str, client: SglangClient, settings: WeightSyncConfig, *, num_ranks: int = 1
+        self,
+        name: str,
+        client: SglangClient,
+        settings: WeightSyncConfig,
+        *,
+        num_ranks: int = 1,
     ) -> None:
-        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes weights. `num_ranks`: the
-        processes of the engine, each of which has a slice of the weights."""
+        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes
+        weights. `num_ranks`: the processes of the engine, each of which has a slice of
+        the weights."""
         self.name = name
         self._client = client
         self._settings = settings
@@ -69,25 +87,29 @@ class EngineReceiver(ABC):
         self._aliases = settings.weight_arena == "alias"
         self._approved_layout: WeightLayout = ()
         self._answered: tuple[WeightVersion, Mapping[str, str]] | None = None
-        """What was loaded last, and the checksums that the load answered with, until they have been asked."""
+        """What was loaded last, and the checksums that the load answered with, until
+        they have been asked."""
         self._is_asleep = False
         self.is_paused = False
         """For the health check: a paused engine makes no token."""
         self.is_loading = False
-        """For the health check: the engine copies or hashes its weights in one call, during which its
-        scheduler answers nothing. That call has `deadline_s`, and an engine that exceeds it fails the
-        update."""
+        """For the health check: the engine copies or hashes its weights in one call,
+        during which its scheduler answers nothing. That call has `deadline_s`, and an
+        engine that exceeds it fails the update."""
         self.replies_over_http = False
-        """The engine may be on another machine, so its weight loader cannot write into a folder of ours."""
+        """The engine may be on another machine, so its weight loader cannot write into
+        a folder of ours."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
         """Raises LayoutError unless the layout is exactly the engine's weights.
 
-        The engine is asked once per layout: outside a pause it answers only when no request runs, and its
-        parameters do not change.
+        The engine is asked once per layout: outside a pause it answers only when no
+        request runs, and its parameters do not change.
         """
         if set(staged.checksums) != {spec.name for spec in layout}:
-            raise LayoutError("the staged tensors are not those of the layout", engine=self.name)
+            raise LayoutError(
+                "the staged tensors are not those of the layout", engine=self.name
+            )
         self._checksums_add_up = staged.checksums_add_up or self._num_ranks > 1
         if layout != self._approved_layout:
             async with self._update():
@@ -103,12 +125,17 @@ class EngineReceiver(ABC):
             return
         timeout_s = self._settings.weight_drain_timeout_s
         if inflight == "drain" and not await self._client.drain(timeout_s):
-            logger.warning("%s retracts requests that did not end within %g s", self.name, timeout_s)
+            logger.warning(
+                "%s retracts requests that did not end within %g s",
+                self.name,
+                timeout_s,
+            )
         await self._client.pause()
         await self._client.flush_cache()
 
     async def sleep(self) -> None:
-        """The engine is paused and its cache flushed, as `retract` and `drain` leave it."""
+        """The engine is paused and its cache flushed, as `retract` and `drain` leave
+        it."""
         self._is_asleep = True
         try:
             await self._client.release_cache_memory()
@@ -134,8 +161,8 @@ class EngineReceiver(ABC):
         ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Those that the load of `staged` answered with, once; without them, or asked again, the engine's
-        parameters are read back now."""
+        """Those that the load of `staged` answered with, once; without them, or asked
+        again, the engine's parameters are read back now."""
         answered = self._answered
         self._answered = None
         if answered is not None and answered[0] == staged.version:
@@ -145,8 +172,9 @@ class EngineReceiver(ABC):
         return reply.checksums
 
     async def read_back(self, layout: WeightLayout) -> ReadBack:
-        """What the engine holds, while it serves: it pauses between two steps, and its requests go on with
-        their caches. Not during an update. After an error the engine may still be paused: `is_paused`."""
+        """What the engine holds, while it serves: it pauses between two steps, and its
+        requests go on with their caches. Not during an update. After an error the
+        engine may still be paused: `is_paused`."""
         paused_at = time.monotonic()
         self.is_paused = True
         try:
@@ -156,25 +184,37 @@ class EngineReceiver(ABC):
             version = await self._client.weight_version()
         finally:
             await self.resume()
-        return ReadBack(version=version, checksums=reply.checksums, paused_s=time.monotonic() - paused_at)
+        return ReadBack(
+            version=version,
+            checksums=reply.checksums,
+            paused_s=time.monotonic() - paused_at,
+        )
 
     async def commit(self, version: WeightVersion) -> None:
         await self._client.set_weight_version(version)
         reported = await self._client.weight_version()
         if reported != str(version):
-            raise WeightSyncError(f"calls itself version {reported}, not {version}", engine=self.name)
+            raise WeightSyncError(
+                f"calls itself version {reported}, not {version}", engine=self.name
+            )
 
     async def resume(self) -> None:
         await self._client.resume()
         self.is_paused = False
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Before what waits in the engine's queue. Requests that went on in place may leave no room for more:
-        then they are retracted, and go on after this."""
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
+        """Before what waits in the engine's queue. Requests that went on in place may
+        leave no room for more: then they are retracted, and go on after this."""
         if self._settings.weight_update_inflight == "in_place":
             with contextlib.suppress(DeadlineError):
-                return await self._client.prompt_logprobs(prompts, deadline_s=_ROOM_DEADLINE_S)
-            logger.warning("%s retracts its requests: they left no room for the canary", self.name)
+                return await self._client.prompt_logprobs(
+                    prompts, deadline_s=_ROOM_DEADLINE_S
+                )
+            logger.warning(
+                "%s retracts its requests: they left no room for the canary", self.name
+            )
             await self._client.pause("retract")
             await self.resume()
         return await self._client.prompt_logprobs(prompts, deadline_s=self._deadline_s)
@@ -185,7 +225,8 @@ class EngineReceiver(ABC):
         try:
             await self._client.begin_weight_update()
         except ServerError:
-            # Who began an update before may have been killed, or given up, before its end.
+            # Who began an update before may have been killed, or given up, before its
+            # end.
             await self._client.end_weight_update()
             await self._client.begin_weight_update()
         try:
@@ -208,10 +249,13 @@ class EngineReceiver(ABC):
         broadcast: GroupInvitation | None = None,
         digest: bool = False,
     ) -> LoaderReply:
-        """Send one request to the loader inside each rank of the engine, within `_update`. The checksums of
-        the reply are those of whole tensors."""
+        """Send one request to the loader inside each rank of the engine, within
+        `_update`. The checksums of the reply are those of whole tensors."""
         with TemporaryDirectory(prefix=REPLY_PREFIX) as reply_folder:
-            paths = [Path(reply_folder, f"{self.name}-{index}") for index in range(self._num_ranks)]
+            paths = [
+                Path(reply_folder, f"{self.name}-{index}")
+                for index in range(self._num_ranks)
+            ]
             requests = [
                 LoaderRequest(
                     reply_path=self._path_for_loader(paths[index]),
@@ -235,10 +279,13 @@ class EngineReceiver(ABC):
             replies = [read_reply(str(path)) for path in paths]
         if not self._checksums_add_up:
             return replies[0]
-        return LoaderReply(checksums=checksums_of_ranks([reply.checksums for reply in replies]))
+        return LoaderReply(
+            checksums=checksums_of_ranks([reply.checksums for reply in replies])
+        )
 
     def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
-        """What is staged, by files, and where the engine fetches these; None: it opens them."""
+        """What is staged, by files, and where the engine fetches these; None: it opens
+        them."""
         if not self._settings.weight_host:
             return staged.handle, None
         served = msgspec.json.decode(staged.handle, type=ServedHandle)
@@ -252,7 +299,9 @@ class EngineReceiver(ABC):
 
     async def _fetch_replies(self, paths: Sequence[Path]) -> None:
         for path in paths:
-            path.write_bytes(await self._client.loader_reply(self._path_for_loader(path)))
+            path.write_bytes(
+                await self._client.loader_reply(self._path_for_loader(path))
+            )
 
     async def _send(self, payloads: Sequence[str], load_format: str) -> None:
         """A payload for each rank."""
@@ -266,7 +315,8 @@ class EngineReceiver(ABC):
 
 
 def _payload(request: LoaderRequest) -> str:
-    """SGLang takes pickled tensors by their names: the name of an empty tensor carries the request."""
+    """SGLang takes pickled tensors by their names: the name of an empty tensor carries
+    the request."""
     import torch
 
     request_json = msgspec.json.encode(request).decode()
@@ -275,21 +325,27 @@ def _payload(request: LoaderRequest) -> str:
 
 
 class ArenaReceiver(EngineReceiver):
-    """The engine maps the trainer's arena and copies a slot into its parameters, or points them at it.
+    """The engine maps the trainer's arena and copies a slot into its parameters, or
+    points them at it.
 
     What proves a load, without reading the parameters back:
 
     - copied: the request that copies answers with checksums of what it wrote;
-    - aliased: `check` has hashed the slot, outside of the engine and before the pause, and the engine says
-      which of its parameters lie there.
+    - aliased: `check` has hashed the slot, outside of the engine and before the pause,
+      and the engine says which of its parameters lie there.
 
-    With the first load, every n-th after it (`weight_readback_every`), and one that follows a load which was
-    not proved, the engine reads all its parameters back instead. So it does where `check` was not called for
-    what an alias loads.
+    With the first load, every n-th after it (`weight_readback_every`), and one that
+    follows a load which was not proved, the engine reads all its parameters back
+    instead. So it does where `check` was not called for what an alias loads.
     """
 
     def __init__(
-        self, name: str, client: SglangClient, settings: WeightSyncConfig, *, num_ranks: int = 1
+        self,
+        name: str,
+        client: SglangClient,
+        settings: WeightSyncConfig,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         super().__init__(name, client, settings, num_ranks=num_ranks)
         self._must_read_back = True
@@ -298,14 +354,16 @@ class ArenaReceiver(EngineReceiver):
         """Whose slot holds the bytes that were staged, as `check` saw."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """Where parameters alias a slot of the host's memory it raises ChecksumError, too, unless the slot
-        holds what was staged."""
+        """Where parameters alias a slot of the host's memory it raises ChecksumError,
+        too, unless the slot holds what was staged."""
         arena = _arena_of(staged)
         arena.check()
         await super().check(layout, staged)
         if self._aliases and arena.cuda is None:
             held = await asyncio.to_thread(hash_slot, arena, layout)
-            wrong = [name for name, value in held.items() if staged.checksums[name] != value]
+            wrong = [
+                name for name, value in held.items() if staged.checksums[name] != value
+            ]
             if wrong:
                 reason = f"{len(wrong)} of {len(held)} tensors in the arena's slot are not what was staged"
                 raise ChecksumError(f"{reason}, {wrong[0]} first", engine=self.name)
@@ -318,7 +376,9 @@ class ArenaReceiver(EngineReceiver):
         reads_back = self._must_read_back or is_due or is_unhashed
         self._must_read_back = True  # unless this load is proved
         async with self._update():
-            reply = await self._ask_loader(self._approved_layout, arena=_arena_of(staged), digest=reads_back)
+            reply = await self._ask_loader(
+                self._approved_layout, arena=_arena_of(staged), digest=reads_back
+            )
         checksums = reply.checksums
         if self._aliases and not reads_back:
             checksums = {name: staged.checksums[name] for name in reply.aliased}
@@ -333,13 +393,15 @@ def _arena_of(staged: StagedWeights) -> ArenaHandle:
 
 
 class FolderReceiver(EngineReceiver):
-    """The engine copies from the folder of the version, which is on a disk that it shares with the trainer,
-    or which it fetches."""
+    """The engine copies from the folder of the version, which is on a disk that it
+    shares with the trainer, or which it fetches."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         folder, source = self._located(staged)
         async with self._update():
-            reply = await self._ask_loader(self._approved_layout, folder=folder, source=source, digest=True)
+            reply = await self._ask_loader(
+                self._approved_layout, folder=folder, source=source, digest=True
+            )
         return reply.checksums
 
 
@@ -350,25 +412,32 @@ class DeltaReceiver(EngineReceiver):
         handle, source = self._located(staged)
         chain = msgspec.json.decode(handle, type=DeltaHandle).chain
         async with self._update():
-            reply = await self._ask_loader(self._approved_layout, chain=chain, source=source, digest=True)
+            reply = await self._ask_loader(
+                self._approved_layout, chain=chain, source=source, digest=True
+            )
         return reply.checksums
 
 
 class BroadcastReceiver(EngineReceiver):
-    """The engine receives a broadcast of the trainer, together with others (`weights/broadcast_loads.py`)."""
+    """The engine receives a broadcast of the trainer, together with others
+    (`weights/broadcast_loads.py`)."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Raises BroadcastError, after which the engine may hold a mix, if the broadcast broke."""
+        """Raises BroadcastError, after which the engine may hold a mix, if the
+        broadcast broke."""
         invitation = msgspec.json.decode(staged.handle, type=GroupInvitation)
         async with self._update():
-            reply = await self._ask_loader(self._approved_layout, broadcast=invitation, digest=True)
+            reply = await self._ask_loader(
+                self._approved_layout, broadcast=invitation, digest=True
+            )
         return reply.checksums
 
 
 class BucketReceiver(EngineReceiver):
     """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
 
-    SGLang accepts unknown names and dies of wrong shapes there, so `check` must have passed.
+    SGLang accepts unknown names and dies of wrong shapes there, so `check` must have
+    passed.
     """
 
     async def _load(self, staged: StagedWeights) -> None:

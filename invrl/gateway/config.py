@@ -18,33 +18,44 @@ from invrl.section import COMMA_SEPARATED, Section
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `MatchLevel`."""
 Constrained = Literal["free", "skip", "masked"]
-"""How a reply is handled whose form the client wants forced. `free`: the form is not forced, and the reply is
-trained. `skip`: the form is forced, and the reply is not trained. `masked`: the form is forced, and the reply
-is trained as a choice among the tokens that the grammar allowed."""
+"""How a reply is handled whose form the client wants forced. `free`: the form is not
+forced, and the reply is trained. `skip`: the form is forced, and the reply is not
+trained. `masked`: the form is forced, and the reply is trained as a choice among the
+tokens that the grammar allowed."""
 
 ContentTokens = Literal["plain", "control"]
-"""What the text of a control token in a message becomes. `plain`: the ids of its characters, as any other
-text; `control`: the id of the token."""
+"""What the text of a control token in a message becomes. `plain`: the ids of its
+characters, as any other text; `control`: the id of the token."""
 
 
 class SessionPolicy(Section):
-    """The limits of a session, and how its reward and its other numbers are handled. A caller may ask for
-    lower limits."""
+    """The limits of a session, and how its reward and its other numbers are handled. A
+    caller may ask for lower limits."""
 
-    max_open_sessions: PositiveInt = Field(1024, description="open sessions before new ones get 429")
-    session_ttl_s: PositiveFloat = Field(3600.0, description="seconds until an open session is ended")
+    max_open_sessions: PositiveInt = Field(
+        1024, description="open sessions before new ones get 429"
+    )
+    session_ttl_s: PositiveFloat = Field(
+        3600.0, description="seconds until an open session is ended"
+    )
     session_idle_timeout_s: NonNegativeFloat = Field(
         900.0,
         description="seconds without a call of an environment's group until its sessions fail; 0: no limit",
     )
     session_max_turns: PositiveInt = Field(10_000, description="turns of one session")
-    session_max_tokens: PositiveInt = Field(1_000_000, description="tokens one session may sample")
-    session_max_calls: PositiveInt = Field(256, description="requests of one session at a time")
+    session_max_tokens: PositiveInt = Field(
+        1_000_000, description="tokens one session may sample"
+    )
+    session_max_calls: PositiveInt = Field(
+        256, description="requests of one session at a time"
+    )
     reward_deadline_s: NonNegativeFloat = Field(
-        0.0, description="a session finished without a reward waits for it so long; 0: it has failed"
+        0.0,
+        description="a session finished without a reward waits for it so long; 0: it has failed",
     )
     late_reward: Literal["drop", "accept"] = Field(
-        "drop", description="a session past its time: drop: failed; accept: awaits its reward as if finished"
+        "drop",
+        description="a session past its time: drop: failed; accept: awaits its reward as if finished",
     )
     extra_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
@@ -52,13 +63,19 @@ class SessionPolicy(Section):
         "NAME:LEVEL=DEFAULT for those that are not given (0); LEVEL is token, turn or rollout",
     )
     train_auxiliary_roots: bool = Field(
-        True, description="train conversations beside a session's main one (titles, summaries, parallel ones)"
+        True,
+        description="train conversations beside a session's main one (titles, summaries, parallel ones)",
     )
     end_grace_s: NonNegativeFloat = Field(
-        5.0, description="seconds for which outside environments are told that the run has ended"
+        5.0,
+        description="seconds for which outside environments are told that the run has ended",
     )
-    lease_timeout_s: PositiveFloat = Field(60.0, description="until a lease without a session is void")
-    generate_timeout_s: PositiveFloat = Field(600.0, description="deadline of one generation")
+    lease_timeout_s: PositiveFloat = Field(
+        60.0, description="until a lease without a session is void"
+    )
+    generate_timeout_s: PositiveFloat = Field(
+        600.0, description="deadline of one generation"
+    )
 
     @field_validator("extra_columns")
     @classmethod
@@ -75,16 +92,24 @@ class SessionPolicy(Section):
 class GatewayConfig(SessionPolicy):
     """The address of the gateway, its processes, and how it handles conversations."""
 
-    gateway_host: str = Field("127.0.0.1", description="address the gateway listens on; the only public one")
-    gateway_port: NonNegativeInt = Field(0, le=65535, description="the gateway's port; 0: a free one")
+    gateway_host: str = Field(
+        "127.0.0.1", description="address the gateway listens on; the only public one"
+    )
+    gateway_port: NonNegativeInt = Field(
+        0, le=65535, description="the gateway's port; 0: a free one"
+    )
     gateway_workers: PositiveInt = Field(
-        1, le=256, description="processes that share the gateway's port; each session stays with one"
+        1,
+        le=256,
+        description="processes that share the gateway's port; each session stays with one",
     )
     gateway_cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
         description="origins whose pages in a browser may call the gateway (CORS), or *; empty: none",
     )
-    gateway_public_url: str = Field("", description="URL that agents reach it at, if not http://host:port")
+    gateway_public_url: str = Field(
+        "", description="URL that agents reach it at, if not http://host:port"
+    )
     chat_template_path: str = Field(
         "",
         description="Jinja file to use instead of the model's chat template; chatml-tools: the shipped one",
@@ -95,10 +120,12 @@ class GatewayConfig(SessionPolicy):
         " token, so that a tool's output can forge a turn",
     )
     tool_call_parser: str = Field(
-        "auto", description="SGLang's parser of tool calls; auto: by the chat template; none: no tools"
+        "auto",
+        description="SGLang's parser of tool calls; auto: by the chat template; none: no tools",
     )
     reasoning_parser: str = Field(
-        "auto", description="SGLang's parser of reasoning; auto: by the chat template; none: it stays content"
+        "auto",
+        description="SGLang's parser of reasoning; auto: by the chat template; none: it stays content",
     )
     constrained: Constrained = Field(
         "free",
@@ -107,8 +134,10 @@ class GatewayConfig(SessionPolicy):
         " and trained among the tokens that the grammar kept",
     )
     keep_thinking: bool = Field(
-        True, description="a conversation goes on with earlier thinking even where the template drops it"
+        True,
+        description="a conversation goes on with earlier thinking even where the template drops it",
     )
     match_level: MatchName = Field(
-        "rewritten", description="the most that a returned message may differ from what was sampled"
+        "rewritten",
+        description="the most that a returned message may differ from what was sampled",
     )

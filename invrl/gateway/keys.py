@@ -1,7 +1,9 @@
-"""Session keys and the environment key: how a request carries them, how they are made, hashed and checked.
+"""Session keys and the environment key: how a request carries them, how they are made,
+hashed and checked.
 
-A session key is `isk-`, the number of the worker that holds the session, random bits, and a code by which
-every worker sees that this gateway made the key. Keys are stored as hashes and compared in constant time."""
+A session key is `isk-`, the number of the worker that holds the session, random bits,
+and a code by which every worker sees that this gateway made the key. Keys are stored as
+hashes and compared in constant time."""
 
 import base64
 import hashlib
@@ -15,8 +17,9 @@ _CODE_BYTES = 12
 
 
 def keys_of_request(path_key: str | None, headers: Mapping[str, str]) -> list[str]:
-    """Every key that a request carries: in the path, as bearer, as x-api-key. If there is a key in the path,
-    only session keys in the headers count, because agents send some placeholder there."""
+    """Every key that a request carries: in the path, as bearer, as x-api-key. If there
+    is a key in the path, only session keys in the headers count, because agents send
+    some placeholder there."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     keys: list[str] = []
     if scheme.lower() == "bearer" and bearer.strip():
@@ -35,19 +38,24 @@ def hash_key(key: str) -> bytes:
 
 
 def hash_of_same_key(keys: Sequence[str]) -> bytes:
-    """The hash of the key that a request carries. SessionError 401 if it carries none, or two that differ."""
+    """The hash of the key that a request carries. SessionError 401 if it carries none,
+    or two that differ."""
     hashes = [hash_key(key) for key in keys]
     if not hashes:
-        raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
+        raise unauthorized(
+            "no key: give it as bearer or as x-api-key, a session's own also in the path"
+        )
     for other in hashes:
         if not hmac.compare_digest(hashes[0], other):
-            raise unauthorized("the request carries two keys that differ", code="conflicting_keys")
+            raise unauthorized(
+                "the request carries two keys that differ", code="conflicting_keys"
+            )
     return hashes[0]
 
 
 def signed_key(name: str, secret: bytes) -> str:
-    """The session key that begins with `name`, which contains the random bits. The code that is appended
-    cannot be computed without `secret`."""
+    """The session key that begins with `name`, which contains the random bits. The code
+    that is appended cannot be computed without `secret`."""
     code = hmac.digest(secret, b"session key\0" + name.encode(), "sha256")[:_CODE_BYTES]
     return name + base64.urlsafe_b64encode(code).decode()
 

@@ -1,8 +1,10 @@
-"""The registry of sessions: who may sample, in which session, until when. Pure and in memory.
+"""The registry of sessions: who may sample, in which session, until when. Pure and in
+memory.
 
-Invariants: a key opens its own session and nothing else; admission happens only when a session opens, so an
-admitted session is never refused later; a key and an id begin with the number of the worker that holds the
-session. The session API opens and closes sessions here; the agent API looks keys up."""
+Invariants: a key opens its own session and nothing else; admission happens only when a
+session opens, so an admitted session is never refused later; a key and an id begin with
+the number of the worker that holds the session. The session API opens and closes
+sessions here; the agent API looks keys up."""
 
 from __future__ import annotations
 
@@ -17,11 +19,24 @@ from typing import TypeVar
 
 from invrl.errors import SessionError
 from invrl.extra_columns import ExtraNumbers
-from invrl.gateway.keys import KEY_PREFIX, hash_key, hash_of_same_key, signed_key, unauthorized
+from invrl.gateway.keys import (
+    KEY_PREFIX,
+    hash_key,
+    hash_of_same_key,
+    signed_key,
+    unauthorized,
+)
 from invrl.gateway.session_record import LastHeard, SessionRecord
 from invrl.host.lived_time import LivedTime
 from invrl.store.rows import RewardDeadline, SessionState
-from invrl.types import GroupMember, Outcome, Reward, Session, SessionTerms, field_values
+from invrl.types import (
+    GroupMember,
+    Outcome,
+    Reward,
+    Session,
+    SessionTerms,
+    field_values,
+)
 
 Name = TypeVar("Name", str, bytes)
 
@@ -29,7 +44,8 @@ _ID_PREFIX = "ses-"
 _NAME = re.compile(rf"(?:{KEY_PREFIX}|{_ID_PREFIX})([0-9a-f]{{2}})")
 _RETRY_AFTER_S = 1.0
 _CLOSED_SESSIONS = 8192
-"""Closed sessions that are held here with their outcome; older ones are looked up in the store."""
+"""Closed sessions that are held here with their outcome; older ones are looked up in
+the store."""
 _MAX_FAMILY = 64
 """Limit for a session and all that descend from it."""
 
@@ -41,8 +57,11 @@ class WorkerPlace:
     number: int = 0
     urls: Sequence[str] = ("",)
     """The address of each worker."""
-    open_sessions: memoryview = field(default_factory=lambda: memoryview(bytearray(8)).cast("Q"))
-    """The number of open sessions of each worker (uint64), in memory that all of them share."""
+    open_sessions: memoryview = field(
+        default_factory=lambda: memoryview(bytearray(8)).cast("Q")
+    )
+    """The number of open sessions of each worker (uint64), in memory that all of them
+    share."""
     starts: int = 1
     """How often this worker was started."""
     lived_time: LivedTime = field(default_factory=LivedTime)
@@ -54,7 +73,8 @@ class WorkerPlace:
         return f"{self.number:02x}"
 
     def owner(self, name: str) -> int | None:
-        """The worker that holds the session with this key or id; None if the name says no worker."""
+        """The worker that holds the session with this key or id; None if the name says
+        no worker."""
         match = _NAME.match(name)
         if match is None:
             return None
@@ -66,7 +86,8 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """A request to open sessions: one for each of these members of a group, all of them or none."""
+    """A request to open sessions: one for each of these members of a group, all of them
+    or none."""
 
     terms: SessionTerms
     members: Sequence[GroupMember]
@@ -76,10 +97,11 @@ class Opening:
 
 
 class SessionRegistry:
-    """The sessions of one worker. `recall_closed`: reads a closed session by its id or the hash of its key
-    from the store. `secret`: ids and keys of requests with an id are derived from it, so that the store need
-    not hold keys. `incarnation`: of the run. Two incarnations with one secret make different sessions for the
-    same request id: those of the first are lost, and their places are leased again."""
+    """The sessions of one worker. `recall_closed`: reads a closed session by its id or
+    the hash of its key from the store. `secret`: ids and keys of requests with an id
+    are derived from it, so that the store need not hold keys. `incarnation`: of the
+    run. Two incarnations with one secret make different sessions for the same request
+    id: those of the first are lost, and their places are leased again."""
 
     def __init__(
         self,
@@ -108,17 +130,29 @@ class SessionRegistry:
         self._closed: dict[str, SessionRecord] = {}
         self._counts: Counter[SessionState] = Counter()
 
-    def open(self, opening: Opening, *, now: float, opened_at: float) -> list[SessionRecord]:
-        """Opens all sessions or none. `now`: lived seconds. `opened_at`: Unix seconds. SessionError 429 if
-        there are too many open sessions, 403 if the family is too large, 409 if the parent is closed."""
+    def open(
+        self, opening: Opening, *, now: float, opened_at: float
+    ) -> list[SessionRecord]:
+        """Opens all sessions or none. `now`: lived seconds. `opened_at`: Unix seconds.
+        SessionError 429 if there are too many open sessions, 403 if the family is too
+        large, 409 if the parent is closed."""
         open_sessions = sum(self._worker.open_sessions)
         new_sessions = len(opening.members)
         if open_sessions + new_sessions > self._max_open:
             reason = f"{open_sessions} sessions are open; {new_sessions} more would pass {self._max_open}"
-            raise SessionError(reason, status=429, code="too_many_sessions", retry_after_s=_RETRY_AFTER_S)
+            raise SessionError(
+                reason,
+                status=429,
+                code="too_many_sessions",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         parent = opening.parent
         if parent is not None and parent.frozen:
-            raise SessionError(f"session {parent.session.id} is closed", status=409, code="session_closed")
+            raise SessionError(
+                f"session {parent.session.id} is closed",
+                status=409,
+                code="session_closed",
+            )
         if parent is not None and len(list(parent.top().family())) > _MAX_FAMILY:
             reason = f"{_MAX_FAMILY} sessions descend from one"
             raise SessionError(reason, status=403, code="too_many_children")
@@ -127,18 +161,25 @@ class SessionRegistry:
             session = self._new_session(opening, position)
             records.append(
                 SessionRecord(
-                    session=session, key_hash=hash_key(session.key), opened_at=opened_at, lived_at_opening=now
+                    session=session,
+                    key_hash=hash_key(session.key),
+                    opened_at=opened_at,
+                    lived_at_opening=now,
                 )
             )
         self.restore(records)
         return records
 
     def reopened(self, opening: Opening) -> list[SessionRecord]:
-        """The sessions that an earlier try of the same request opened; none if there was no such try.
-        SessionError 409 if the earlier request with this id asked for other sessions."""
+        """The sessions that an earlier try of the same request opened; none if there
+        was no such try. SessionError 409 if the earlier request with this id asked for
+        other sessions."""
         if not opening.request_id:
             return []
-        expected = [self._new_session(opening, position) for position in range(len(opening.members))]
+        expected = [
+            self._new_session(opening, position)
+            for position in range(len(opening.members))
+        ]
         records: list[SessionRecord] = []
         for session in expected:
             record = self.find(session.id)
@@ -146,7 +187,8 @@ class SessionRegistry:
                 records.append(record)
         if not records:
             return []
-        # The store has no keys: what was restored from it gets its key and its URL here.
+        # The store has no keys: what was restored from it gets its key and its URL
+        # here.
         with_keys = [
             replace(record.session, key=session.key, base_url=session.base_url)
             for record, session in zip(records, expected, strict=False)
@@ -155,13 +197,16 @@ class SessionRegistry:
         opened_more = self.find(id_after_last) is not None
         if opened_more or with_keys != expected:
             reason = f"request_id {opening.request_id!r} has opened other sessions"
-            raise SessionError(reason, status=409, code="request_id_reused", param="request_id")
+            raise SessionError(
+                reason, status=409, code="request_id_reused", param="request_id"
+            )
         for record, session in zip(records, with_keys, strict=True):
             record.session = session
         return records
 
     def restore(self, records: Iterable[SessionRecord]) -> None:
-        """Adds sessions that are not over, from the oldest to the newest, and their descendants."""
+        """Adds sessions that are not over, from the oldest to the newest, and their
+        descendants."""
         last_heard_of_group: dict[str, LastHeard] = {}
         for record in records:
             session = record.session
@@ -172,7 +217,9 @@ class SessionRegistry:
                 record.last_heard = parent.last_heard
             else:
                 last_heard = LastHeard(self.lived_time.now)
-                record.last_heard = last_heard_of_group.setdefault(session.group_id, last_heard)
+                record.last_heard = last_heard_of_group.setdefault(
+                    session.group_id, last_heard
+                )
             self._by_id[session.id] = record
             self._by_key[record.key_hash] = record
             if record.outcome is None:
@@ -192,8 +239,9 @@ class SessionRegistry:
         self._publish_open_sessions()
 
     def by_key(self, keys: Sequence[str]) -> SessionRecord:
-        """The open session that all of `keys` name. SessionError 401 if there is no key, if it is unknown or
-        its session is closed, or if two keys differ; 410 if the run has ended."""
+        """The open session that all of `keys` name. SessionError 401 if there is no
+        key, if it is unknown or its session is closed, or if two keys differ; 410 if
+        the run has ended."""
         key_hash = hash_of_same_key(keys)
         record = self._find(self._by_key, key_hash)
         if record is None or not hmac.compare_digest(record.key_hash, key_hash):
@@ -212,7 +260,9 @@ class SessionRegistry:
         """SessionError 404 if there is no such session."""
         record = self.find(session_id)
         if record is None:
-            raise SessionError(f"no session {session_id!r}", status=404, code="session_not_found")
+            raise SessionError(
+                f"no session {session_id!r}", status=404, code="session_not_found"
+            )
         return record
 
     def find(self, session_id: str) -> SessionRecord | None:
@@ -220,8 +270,9 @@ class SessionRegistry:
         return self._find(self._by_id, session_id)
 
     def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets a reward; a later one replaces it, until the session is finished (a child's until its parent
-        is). SessionError 409 after that, 410 if the run has ended."""
+        """Sets a reward; a later one replaces it, until the session is finished (a
+        child's until its parent is). SessionError 409 after that, 410 if the run has
+        ended."""
         self.check_unsettled(record)
         if reward.turn:
             record.turn_rewards[reward.turn] = reward
@@ -232,15 +283,16 @@ class SessionRegistry:
             record.components = dict(reward.components)
 
     def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
-        """Sets the numbers of the rollout and of turns; later ones replace them. Numbers of tokens are only
-        in the store. SessionError as for `reward`."""
+        """Sets the numbers of the rollout and of turns; later ones replace them.
+        Numbers of tokens are only in the store. SessionError as for `reward`."""
         self.check_unsettled(record)
         record.numbers.update(extra.numbers)
         for turn_id, turn_numbers in extra.turn_numbers.items():
             record.turn_numbers.setdefault(turn_id, {}).update(turn_numbers)
 
     def check_unsettled(self, record: SessionRecord) -> None:
-        """SessionError 409 or 410 if the session takes no reward and no numbers any more."""
+        """SessionError 409 or 410 if the session takes no reward and no numbers any
+        more."""
         top = record.top()
         top_is_settled = top.frozen and top.reward_deadline is None
         if top_is_settled or record.state in ("aborted", "expired"):
@@ -265,21 +317,25 @@ class SessionRegistry:
         record.state = "unrewarded"
         record.reward_deadline = deadline
 
-    def close(self, record: SessionRecord, state: SessionState, outcome: Outcome) -> None:
+    def close(
+        self, record: SessionRecord, state: SessionState, outcome: Outcome
+    ) -> None:
         self._counts[record.state] -= 1
         self._counts[state] += 1
         record.state = state
         record.outcome = outcome
         record.frozen = True
         del self._open[record.session.id]
-        if record.parent is None:  # a child is kept until its parent closes and needs its result
+        if (
+            record.parent is None
+        ):  # a child is kept until its parent closes and needs its result
             for member in record.family():
                 self._keep_closed(member)
         self._publish_open_sessions()
 
     def expired(self, now: float) -> list[SessionRecord]:
-        """Open sessions past their time to live, and unrewarded ones past their reward's deadline. `now`: in
-        lived seconds."""
+        """Open sessions past their time to live, and unrewarded ones past their
+        reward's deadline. `now`: in lived seconds."""
         return [record for record in self._open.values() if now > self._end_of(record)]
 
     def open_records(self) -> list[SessionRecord]:
@@ -308,8 +364,8 @@ class SessionRegistry:
         )
 
     def _names(self, opening: Opening, position: int) -> tuple[str, str]:
-        """Id and key of a session: random, or, for a request with an id, the same at each of its tries within
-        one incarnation of the run."""
+        """Id and key of a session: random, or, for a request with an id, the same at
+        each of its tries within one incarnation of the run."""
         if opening.request_id:
             seed = f"opening\0{self._incarnation}\0{opening.request_id}\0{position}"
             bits = hmac.digest(self._secret, seed.encode(), "sha512")
@@ -321,7 +377,9 @@ class SessionRegistry:
         key = signed_key(f"{KEY_PREFIX}{mark}{random_part}", self._secret)
         return session_id, key
 
-    def _find(self, records: Mapping[Name, SessionRecord], name: Name) -> SessionRecord | None:
+    def _find(
+        self, records: Mapping[Name, SessionRecord], name: Name
+    ) -> SessionRecord | None:
         record = records.get(name)
         if record is not None:
             return record
@@ -344,7 +402,9 @@ class SessionRegistry:
         """Lived seconds at which the session expires."""
         if record.reward_deadline is not None:
             return record.reward_deadline.lived_s
-        return record.lived_at_opening + min(self._ttl_s, record.session.limits.timeout_s)
+        return record.lived_at_opening + min(
+            self._ttl_s, record.session.limits.timeout_s
+        )
 
     def _publish_open_sessions(self) -> None:
         """Tells the other workers how many sessions are open here."""

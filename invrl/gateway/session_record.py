@@ -1,4 +1,5 @@
-"""The record of a live session: everything the gateway knows about it apart from its turns."""
+"""The record of a live session: everything the gateway knows about it apart from its
+turns."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ _REFUSAL_CHARACTERS = 300
 
 @dataclass(slots=True, eq=False)
 class LastHeard:
-    """When the environment that runs a session was last heard from. Sessions that were opened together share
-    one object, and so do their children: an environment may run them one after the other."""
+    """When the environment that runs a session was last heard from. Sessions that were
+    opened together share one object, and so do their children: an environment may run
+    them one after the other."""
 
     clock: Callable[[], float] = time.monotonic
     """The lived seconds of the worker, for a session that is open there."""
@@ -36,24 +38,29 @@ class LastHeard:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SessionRecord(StoredSession):
-    """What the store holds of a session, and what lives in the memory of its worker alone."""
+    """What the store holds of a session, and what lives in the memory of its worker
+    alone."""
 
     parent: SessionRecord | None = field(default=None, repr=False)
     children: list[SessionRecord] = field(default_factory=list, repr=False)
     frozen: bool = False
-    """Finish or abort has begun: what the session hands over does not change any more."""
+    """Finish or abort has begun: what the session hands over does not change any
+    more."""
     overridden: set[str] = field(default_factory=set)
-    """What a client asked for and the run did not grant: sampling parameters, another model."""
+    """What a client asked for and the run did not grant: sampling parameters, another
+    model."""
     forced: Counter[str] = field(default_factory=Counter)
-    """Requests that wanted the form of the reply forced, by the field that asked for it."""
+    """Requests that wanted the form of the reply forced, by the field that asked for
+    it."""
     ignored: Counter[str] = field(default_factory=Counter)
     """Requests by those of their fields that the gateway does not know."""
     refusals: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_REFUSALS))
-    """The last requests that were refused: status, code and message of each, without repeats."""
+    """The last requests that were refused: status, code and message of each, without
+    repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
     counts: Counter[str] = field(default_factory=Counter)
-    """How requests continued what was recorded: match levels, tokens of kept thinking and of forked
-    prompts."""
+    """How requests continued what was recorded: match levels, tokens of kept thinking
+    and of forked prompts."""
 
     @classmethod
     def restored(cls, stored: StoredSession) -> SessionRecord:
@@ -61,8 +68,8 @@ class SessionRecord(StoredSession):
         return cls(**field_values(stored), frozen=stored.state != "open")
 
     def note_refusal(self, error: SessionError) -> None:
-        """Keeps what the client was told, which an agent may swallow. What is refused after the session's end
-        is not kept: the end says it."""
+        """Keeps what the client was told, which an agent may swallow. What is refused
+        after the session's end is not kept: the end says it."""
         if self.frozen:
             return
         message = " ".join(error.message.split())[:_REFUSAL_CHARACTERS]
@@ -79,19 +86,26 @@ class SessionRecord(StoredSession):
         return record
 
     def family(self, *, finished: bool = False) -> Iterator[SessionRecord]:
-        """This session and its descendants. `finished`: without those that were aborted or expired, and
-        without their descendants."""
+        """This session and its descendants. `finished`: without those that were aborted
+        or expired, and without their descendants."""
         yield self
         for child in self.children:
             if not finished or child.state == "finished":
                 yield from child.family(finished=finished)
 
     def group_dropped(self) -> str:
-        """The message for a session that was cancelled because its group was dropped; "" for any other."""
-        if isinstance(self.outcome, FailedRollout) and self.outcome.reason is FailureReason.GROUP_DROPPED:
+        """The message for a session that was cancelled because its group was dropped;
+        "" for any other."""
+        if (
+            isinstance(self.outcome, FailedRollout)
+            and self.outcome.reason is FailureReason.GROUP_DROPPED
+        ):
             return self.outcome.detail
         return ""
 
     def outlived_the_run(self) -> bool:
         """Whether the session was ended because the run had ended."""
-        return isinstance(self.outcome, FailedRollout) and self.outcome.reason is FailureReason.RUN_ENDED
+        return (
+            isinstance(self.outcome, FailedRollout)
+            and self.outcome.reason is FailureReason.RUN_ENDED
+        )

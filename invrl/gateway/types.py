@@ -1,10 +1,12 @@
-"""The types that cross between the gateway's packages, in pipeline order: what a client sends, what it
-becomes in the session's forest, what the engine's output becomes on the way back. All of them are frozen.
+"""The types that cross between the gateway's packages, in pipeline order: what a client
+sends, what it becomes in the session's forest, what the engine's output becomes on the
+way back. All of them are frozen.
 
-A dialect turns a body into a `TurnRequest`. The forest finds the `Node` that the request continues, or the
-`ForkReason` why it continues none. Sampling yields `Piece`s, and a committed turn yields an `Answer`, which
-the dialect writes. This module starts no event loop, no thread and no process, so that dialects and
-rendering, which import it, stay pure."""
+A dialect turns a body into a `TurnRequest`. The forest finds the `Node` that the
+request continues, or the `ForkReason` why it continues none. Sampling yields `Piece`s,
+and a committed turn yields an `Answer`, which the dialect writes. This module starts no
+event loop, no thread and no process, so that dialects and rendering, which import it,
+stay pure."""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message as the chat template sees it. `role` is system, user, assistant or tool; it is `text` for
-    a prompt that no template wraps (completions)."""
+    """One message as the chat template sees it. `role` is system, user, assistant or
+    tool; it is `text` for a prompt that no template wraps (completions)."""
 
     role: str
     content: str = ""
@@ -41,7 +43,8 @@ class Message:
     tool_call_id: str = ""
     """Set on a tool's result: the id of the call that it answers."""
     instructions: bool = False
-    """The message applies to one request only: a request that continues this one does not inherit it."""
+    """The message applies to one request only: a request that continues this one does
+    not inherit it."""
 
     @property
     def characters(self) -> int:
@@ -63,18 +66,20 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Whether the model may, must or must not call a tool. `name` is set where `mode` is "named"."""
+    """Whether the model may, must or must not call a tool. `name` is set where `mode`
+    is "named"."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
     allowed: tuple[str, ...] = ()
-    """Names of the tools that may be called, out of those that the prompt shows; empty: all of them."""
+    """Names of the tools that may be called, out of those that the prompt shows; empty:
+    all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Everything that the chat template renders. `thinking` is True if the client asked for it, False if it
-    refused it, None for the template's default."""
+    """Everything that the chat template renders. `thinking` is True if the client asked
+    for it, False if it refused it, None for the template's default."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
@@ -83,14 +88,16 @@ class Prompt:
     @property
     def characters(self) -> int:
         """The number of characters of all texts in the prompt."""
-        in_tools = sum(len(tool.description) + len(tool.parameters) for tool in self.tools)
+        in_tools = sum(
+            len(tool.description) + len(tool.parameters) for tool in self.tools
+        )
         return in_tools + sum(message.characters for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSampling:
-    """The sampling parameters of a client's request; None for those that it did not set. The names are
-    SGLang's."""
+    """The sampling parameters of a client's request; None for those that it did not
+    set. The names are SGLang's."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -118,11 +125,13 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     thinking: bool | None = None
     """As in `Prompt`."""
     after: str = ""
-    """Id of the turn that this request continues: the conversation of that turn comes before `messages`."""
+    """Id of the turn that this request continues: the conversation of that turn comes
+    before `messages`."""
     instructions: str | None = None
     """A system message for this request only. It comes before everything else."""
     text: str | tuple[int, ...] | None = None
-    """A prompt that no template wraps (completions), or its token ids; `messages` is empty then."""
+    """A prompt that no template wraps (completions), or its token ids; `messages` is
+    empty then."""
     sampling: ClientSampling
     stop: tuple[str, ...]
     stream: bool
@@ -137,41 +146,49 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MatchLevel(IntEnum):
-    """How much of a message must equal the recorded one. Each level allows what the ones before it allow,
-    and more."""
+    """How much of a message must equal the recorded one. Each level allows what the
+    ones before it allow, and more."""
 
     EXACT = 0
     """Every character must be equal."""
     CANONICAL = 1
-    """Whitespace around texts, the layout of JSON arguments, and tool-call ids may differ, but a result must
-    still answer the same call. A missing argument equals the default in the tool's schema."""
+    """Whitespace around texts, the layout of JSON arguments, and tool-call ids may
+    differ, but a result must still answer the same call. A missing argument equals the
+    default in the tool's schema."""
     WITHOUT_REASONING = 2
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
-    """A reply with tool calls is identified by the ids and names of its calls; their arguments and the text
-    beside them may differ. In a reply without calls, whitespace may differ, objects may be written as JSON or
-    as Python, and the stop string that ended it may follow."""
+    """A reply with tool calls is identified by the ids and names of its calls; their
+    arguments and the text beside them may differ. In a reply without calls, whitespace
+    may differ, objects may be written as JSON or as Python, and the stop string that
+    ended it may follow."""
 
 
 class ForkReason(StrEnum):
     """Why a request does not continue what was recorded."""
 
     NEW_CONVERSATION = "new_conversation"
-    """It shares no sampled reply with an earlier request: an auxiliary call, or a parallel conversation."""
+    """It shares no sampled reply with an earlier request: an auxiliary call, or a
+    parallel conversation."""
     HISTORY_EDITED = "history_edited"
     """It has another text in the place of a recorded reply."""
     CONTEXT_EDITED = "context_edited"
-    """It has recorded replies, but one of the client's own messages before them was changed."""
+    """It has recorded replies, but one of the client's own messages before them was
+    changed."""
     COMPACTED = "compacted"
     """It has a recorded reply, but fewer messages before it than were recorded."""
     HANDOFF = "handoff"
-    """It has recorded replies under another system prompt: another agent goes on with the conversation."""
+    """It has recorded replies under another system prompt: another agent goes on with
+    the conversation."""
     TOOLS_CHANGED = "tools_changed"
-    """It is the same conversation with other tools, which the template shows at its beginning."""
+    """It is the same conversation with other tools, which the template shows at its
+    beginning."""
     THINKING_STRIPPED = "thinking_stripped"
-    """The template drops earlier thinking from the history, and the run follows the template."""
+    """The template drops earlier thinking from the history, and the run follows the
+    template."""
     TEMPLATE_CHANGED = "template_changed"
-    """The template renders the recorded messages differently once other messages follow them."""
+    """The template renders the recorded messages differently once other messages follow
+    them."""
 
 
 ADVICE: Mapping[ForkReason, str] = {
@@ -197,15 +214,16 @@ class Change:
     """Position of the message in the request."""
     role: str
     part: str
-    """The part of the message that differs: content, reasoning, tool_calls, tool_call_ids, tool_call_id or
-    role; `messages` if messages were removed or inserted; `tools` if the request offers other tools."""
+    """The part of the message that differs: content, reasoning, tool_calls,
+    tool_call_ids, tool_call_id or role; `messages` if messages were removed or
+    inserted; `tools` if the request offers other tools."""
     recorded: str
     """An excerpt of the recorded text, around the first character that differs."""
     sent: str
     """An excerpt of the request's text, around the same character."""
     level: MatchLevel | None = None
-    """The lowest level above the session's at which the two messages count as the same; None if there is
-    no such level."""
+    """The lowest level above the session's at which the two messages count as the same;
+    None if there is no such level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,17 +233,20 @@ class Node:
     turn: Turn
     parent: Node | None
     messages: tuple[Message, ...]
-    """The messages that the turn adds: the request's new ones, then the reply as it was returned."""
+    """The messages that the turn adds: the request's new ones, then the reply as it was
+    returned."""
     closed: bool
     """The sampled ids end with the template's own end-of-turn token."""
     tools: tuple[Tool, ...] = ()
     """The tools that the beginning of the path was rendered with."""
     stop: str = ""
-    """The client's stop string that ended the reply, which its text does not show; "" if none did."""
+    """The client's stop string that ended the reply, which its text does not show; ""
+    if none did."""
 
     @property
     def raw(self) -> bool:
-        """No template rendered the prompt (completions): the first message is a piece of text."""
+        """No template rendered the prompt (completions): the first message is a piece
+        of text."""
         return self.messages[0].role == "text"
 
     def path(self) -> list[Node]:
@@ -260,8 +281,8 @@ class AnswerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece adds to call number `index` of the reply. Only the first piece of a call has `id` and
-    `name`."""
+    """What a piece adds to call number `index` of the reply. Only the first piece of a
+    call has `id` and `name`."""
 
     index: int
     id: str = ""
@@ -270,7 +291,8 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece of text adds to the reply, in this order: reasoning, content, calls."""
+    """What a piece of text adds to the reply, in this order: reasoning, content,
+    calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -287,8 +309,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: np.empty(0, np.void))
-    """The likeliest tokens of every position (id, log-prob), one position after the other, each with equally
-    many; empty if the client did not ask for them. They are shown to the client and never recorded."""
+    """The likeliest tokens of every position (id, log-prob), one position after the
+    other, each with equally many; empty if the client did not ask for them. They are
+    shown to the client and never recorded."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -1,10 +1,11 @@
-"""Processes and files on one machine: starting, watching and ending processes, signals, Ray's
-environment, what is on disk.
+"""Processes and files on one machine: starting, watching and ending processes, signals,
+Ray's environment, what is on disk.
 
 Imports only the modules of `invrl/` itself. Start with `process.py`.
 
-What we start, we end. No single mechanism can do that: a process that is killed runs no code, the
-kernel signals only direct children, and a dead ancestor adopts nobody. Which one covers which death:
+What we start, we end. No single mechanism can do that: a process that is killed runs no
+code, the kernel signals only direct children, and a dead ancestor adopts nobody. Which
+one covers which death:
 
 ============================  ======================================================================
 what happens                  what ends the processes below it
@@ -36,7 +37,8 @@ kill -9 of a launch script,   `launch/run_contained.py`, by the same `descendant
 or of what it calls           supervisor. It covers the installation too, before invrl is there.
 ============================  ======================================================================
 
-The guardian cannot use `descendants.py`: it must outlive the process that it watches, so it is not an
-ancestor that could adopt orphans. The watched process cannot adopt them either: it would have to collect
-them when they end, beside user code that waits for children of its own.
+The guardian cannot use `descendants.py`: it must outlive the process that it watches,
+so it is not an ancestor that could adopt orphans. The watched process cannot adopt them
+either: it would have to collect them when they end, beside user code that waits for
+children of its own.
 """

@@ -1,10 +1,12 @@
-"""The one way to hold a Ray actor: typed calls with a deadline, a heartbeat, and plain errors.
+"""The one way to hold a Ray actor: typed calls with a deadline, a heartbeat, and plain
+errors.
 
-Ray's own handles have no types, wait for ever, and raise Ray's exceptions. A role of the run is a plain class
-with `async` methods (tests use it without Ray); `start_actor` runs it in a process of its own, and
-`ActorHandle` calls it. What the actor's code raises arrives as the exception that it raised. A process that
-died is an ActorDiedError, and one that does not answer in time an ActorSilentError; both name the actor and
-the method."""
+Ray's own handles have no types, wait for ever, and raise Ray's exceptions. A role of
+the run is a plain class with `async` methods (tests use it without Ray); `start_actor`
+runs it in a process of its own, and `ActorHandle` calls it. What the actor's code
+raises arrives as the exception that it raised. A process that died is an
+ActorDiedError, and one that does not answer in time an ActorSilentError; both name the
+actor and the method."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    TaskCancelledError,
+)
 
 from invrl.errors import ActorDiedError, ActorSilentError
 from invrl.host.actor_heartbeat import ActorHeartbeat, Pulse
@@ -41,7 +48,8 @@ class ActorOptions:
     """What Ray needs to know about an actor."""
 
     max_concurrency: int = 1000
-    """Calls that run at a time; further calls wait in Ray's queue. The default is Ray's for async actors."""
+    """Calls that run at a time; further calls wait in Ray's queue. The default is Ray's
+    for async actors."""
     num_gpus: float | None = None
     """GPUs that the process sees; None leaves its environment as it is."""
 
@@ -63,12 +71,14 @@ class ActorHandle(Generic[RoleT]):
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Calls a method, given as `Class.method`, with these arguments, and waits for its answer. Raises
-        ActorSilentError after `deadline_s`, ActorDiedError, and what the method raises."""
+        """Calls a method, given as `Class.method`, with these arguments, and waits for
+        its answer. Raises ActorSilentError after `deadline_s`, ActorDiedError, and what
+        the method raises."""
         name = method.__name__
         reference = getattr(self.ray_handle, name).remote(*args, **kwargs)
         try:
-            # Not `await reference`: that turns Ray's TaskCancelledError into a cancellation of ours.
+            # Not `await reference`: that turns Ray's TaskCancelledError into a
+            # cancellation of ours.
             answer = asyncio.wrap_future(reference.future())
             try:
                 done, _ = await lived_wait([answer], deadline_s)
@@ -77,9 +87,11 @@ class ActorHandle(Generic[RoleT]):
             if not done:
                 raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s)
             return answer.result()
-        # In this order: an error that was raised in the actor is a RayTaskError and has its own class too.
+        # In this order: an error that was raised in the actor is a RayTaskError and has
+        # its own class too.
         except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
-            # Code in the actor that cancels every task of its event loop cancels our call too.
+            # Code in the actor that cancels every task of its event loop cancels our
+            # call too.
             reason = killed_for_memory(error, self.name)
             if not reason:
                 reason = f"{self.name} died before it answered {name}(): {error}"
@@ -92,8 +104,9 @@ class ActorHandle(Generic[RoleT]):
         return await asyncio.wrap_future(reference.future())
 
     async def watch(self, timeout_s: float) -> None:
-        """Asks for heartbeats, once the actor has started. Never returns; raises ServerError once the actor
-        has been silent for `timeout_s`. Its process is killed then, if it runs on this machine."""
+        """Asks for heartbeats, once the actor has started. Never returns; raises
+        ServerError once the actor has been silent for `timeout_s`. Its process is
+        killed then, if it runs on this machine."""
         await ActorHeartbeat(self.name, self.beat, timeout_s=timeout_s).watch()
 
     def kill(self) -> None:
@@ -108,15 +121,18 @@ def start_actor(
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> ActorHandle[RoleT]:
-    """Starts a process with an object of the class `role`, which is made there with these arguments. Returns
-    at once; what its constructor raises, the first call raises. Ray neither restarts the actor nor repeats a
-    call."""
+    """Starts a process with an object of the class `role`, which is made there with
+    these arguments. Returns at once; what its constructor raises, the first call
+    raises. Ray neither restarts the actor nor repeats a call."""
     resources: dict[str, float] = {"num_cpus": 0}
     if options.num_gpus is not None:
         resources["num_gpus"] = options.num_gpus
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups={_BEAT_GROUP: 1})(role)
     ray_handle = actor_class.options(
-        max_concurrency=options.max_concurrency, max_restarts=0, max_task_retries=0, **resources
+        max_concurrency=options.max_concurrency,
+        max_restarts=0,
+        max_task_retries=0,
+        **resources,
     ).remote(*args, **kwargs)
     return ActorHandle(name, ray_handle)

@@ -1,12 +1,13 @@
-"""The heartbeat of a Ray actor: asks it again and again for a sign of life, and says when it counts as dead.
+"""The heartbeat of a Ray actor: asks it again and again for a sign of life, and says
+when it counts as dead.
 
-Not to be confused with `engines/engine_health.py` (engines and the router, over HTTP) and with
-`gateway/server/heartbeat_page.py` (the gateway's processes, in shared memory).
+Not to be confused with `engines/engine_health.py` (engines and the router, over HTTP)
+and with `gateway/server/heartbeat_page.py` (the gateway's processes, in shared memory).
 
-Ray reports an actor's process that was killed. It does not report one that is stopped (SIGSTOP), or that
-hangs with the interpreter's lock held: that one keeps its sockets, and its callers wait. So each actor
-class has a method that only answers, beside whatever the actor works on. Silence for
-`run.heartbeat_timeout_s` is death.
+Ray reports an actor's process that was killed. It does not report one that is stopped
+(SIGSTOP), or that hangs with the interpreter's lock held: that one keeps its sockets,
+and its callers wait. So each actor class has a method that only answers, beside
+whatever the actor works on. Silence for `run.heartbeat_timeout_s` is death.
 """
 
 import asyncio
@@ -24,12 +25,14 @@ from invrl.errors import ServerError
 _LOOKS_PER_TIMEOUT = 30
 _QUESTIONS_PER_TIMEOUT = 6
 _BUSY = 0.2
-"""CPUs. A silent process that uses more is working, in a library that holds the interpreter's lock."""
+"""CPUs. A silent process that uses more is working, in a library that holds the
+interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """A process's answer: who it is. `pid` means something here only if `host` is this machine."""
+    """A process's answer: who it is. `pid` means something here only if `host` is this
+    machine."""
 
     pid: int
     host: str
@@ -43,20 +46,24 @@ def pulse() -> Pulse:
 class ActorHeartbeat:
     """Watches one actor, called `name` in messages.
 
-    `ask` returns its pulse. It may raise, and is then asked again: the caller of the actor's other methods
-    learns of such an error.
+    `ask` returns its pulse. It may raise, and is then asked again: the caller of the
+    actor's other methods learns of such an error.
     """
 
-    def __init__(self, name: str, ask: Callable[[], Awaitable[Pulse]], *, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, ask: Callable[[], Awaitable[Pulse]], *, timeout_s: float
+    ) -> None:
         self._name = name
         self._ask = ask
         self._timeout_s = timeout_s
         self._last_pulse: Pulse | None = None
 
     async def watch(self) -> None:
-        """Never returns. Raises ServerError that names the process once it counts as dead.
+        """Never returns. Raises ServerError that names the process once it counts as
+        dead.
 
-        A process on this machine has been killed by then, so that nothing waits for it any more.
+        A process on this machine has been killed by then, so that nothing waits for it
+        any more.
         """
         while True:
             question = asyncio.ensure_future(self._ask())
@@ -76,7 +83,8 @@ class ActorHeartbeat:
         while not question.done():
             await asyncio.wait({question}, timeout=look_interval_s)
             now = time.monotonic()
-            # A long gap means that this process or its event loop was stopped, not the other one.
+            # A long gap means that this process or its event loop was stopped, not the
+            # other one.
             silent_s += min(now - last_look, 2 * look_interval_s)
             last_look = now
             if question.done() or silent_s <= self._timeout_s:

@@ -1,4 +1,5 @@
-"""The last lines that an actor's process printed: what a person reads first when it has died."""
+"""The last lines that an actor's process printed: what a person reads first when it has
+died."""
 
 import os
 from pathlib import Path
@@ -16,19 +17,26 @@ _MARKS = (":job_id:", ":actor_name:", ":task_name:", PROCESS_MARK)
 
 
 def last_lines(pulse: Pulse | None) -> str:
-    """For the end of an error: the process's last lines, and the file that has them. Empty if it has printed
-    nothing, ran on another machine, or never said who it is."""
+    """For the end of an error: the process's last lines, and the file that has them.
+    Empty if it has printed nothing, ran on another machine, or never said who it is."""
     if pulse is None or pulse.host != os.uname().nodename:
         return ""
     for log in sorted(_ray_logs().glob(f"worker-*-{pulse.pid}.err")):
-        lines = [line for line in _tail(log).splitlines() if line.strip() and not line.startswith(_MARKS)]
+        lines = [
+            line
+            for line in _tail(log).splitlines()
+            if line.strip() and not line.startswith(_MARKS)
+        ]
         if lines:
-            return f". Last lines of {log.name} (in logs/ray):\n" + "\n".join(lines[-_NUM_LINES:])
+            return f". Last lines of {log.name} (in logs/ray):\n" + "\n".join(
+                lines[-_NUM_LINES:]
+            )
     return ""
 
 
 def _ray_logs() -> Path:
-    """Where Ray's processes write while they run; `ray_setup.py` copies it into the run's folder."""
+    """Where Ray's processes write while they run; `ray_setup.py` copies it into the
+    run's folder."""
     ray_private: Any = vars(ray)["_private"]
     node = ray_private.worker.global_worker.node
     if node is None:

@@ -1,7 +1,9 @@
-"""What a Ray actor's process prints and logs, in the two files that Ray has opened for it.
+"""What a Ray actor's process prints and logs, in the two files that Ray has opened for
+it.
 
-Ray names these files by numbers, so their first lines say which process of which run it is. Keys are masked
-in what Python prints or logs, but not in what a child process prints."""
+Ray names these files by numbers, so their first lines say which process of which run it
+is. Keys are masked in what Python prints or logs, but not in what a child process
+prints."""
 
 import sys
 
@@ -19,7 +21,8 @@ def mark_files(process: str, settings: LogSettings) -> None:
 
 
 def begin_output(process: str, settings: LogSettings) -> None:
-    """To be called in the actor's process. What it logs goes to its standard error, in our format."""
+    """To be called in the actor's process. What it logs goes to its standard error, in
+    our format."""
     sys.stdout = MaskedText(1)
     sys.stderr = MaskedText(2)
     mark_files(process, settings)

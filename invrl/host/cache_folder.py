@@ -1,4 +1,5 @@
-"""Where what is computed of a run for those who look at it lies: in the user's cache, never in the run."""
+"""Where what is computed of a run for those who look at it lies: in the user's cache,
+never in the run."""
 
 import hashlib
 import os

@@ -1,7 +1,9 @@
-"""The processes below this one: how they end with it, and how it finds and ends those that are left.
+"""The processes below this one: how they end with it, and how it finds and ends those
+that are left.
 
-The only place that calls `prctl`. Linux only, and standard library only: `launch/run_contained.py` imports
-this file before anything is installed. `invrl/host/__init__.py` says which death each mechanism covers.
+The only place that calls `prctl`. Linux only, and standard library only:
+`launch/run_contained.py` imports this file before anything is installed.
+`invrl/host/__init__.py` says which death each mechanism covers.
 """
 
 import contextlib
@@ -20,7 +22,8 @@ _POLL_INTERVAL_S = 0.05
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal when the thread that started it dies.
+    """Ask the kernel to send this process a signal when the thread that started it
+    dies.
 
     For the `preexec_fn` of a child. A parent that died before this call is not noticed.
     """
@@ -28,7 +31,8 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, whatever session it has moved to.
+    """Become the parent of every orphan below this process, whatever session it has
+    moved to.
 
     From then on this process has to collect them (`collect_ended_children`).
     """
@@ -37,14 +41,17 @@ def adopt_orphans() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Descendant:
-    """A living process below this one. The start time tells it from a later process with the same pid."""
+    """A living process below this one. The start time tells it from a later process
+    with the same pid."""
 
     pid: int
     start_ticks: int
 
     def name(self) -> str:
         try:
-            return Path(f"/proc/{self.pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+            return (
+                Path(f"/proc/{self.pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+            )
         except OSError:
             return "?"
 
@@ -72,13 +79,15 @@ def _read_status(pid: int) -> _Status | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return None
-    # The name, in parentheses, may hold spaces. The first field after it is number 3 in proc(5).
+    # The name, in parentheses, may hold spaces. The first field after it is number 3 in
+    # proc(5).
     fields = text.rpartition(")")[2].split()
     return _Status(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def descendants() -> list[Descendant]:
-    """The processes below this one, parents before their children. Zombies are left out."""
+    """The processes below this one, parents before their children. Zombies are left
+    out."""
     children: dict[int, list[Descendant]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -97,12 +106,16 @@ def descendants() -> list[Descendant]:
     return below
 
 
-def end_descendants(*, terminate: bool, grace_s: float, kill_within_s: float = math.inf) -> list[Descendant]:
-    """End every process below this one; call `adopt_orphans` first, or some are not found.
+def end_descendants(
+    *, terminate: bool, grace_s: float, kill_within_s: float = math.inf
+) -> list[Descendant]:
+    """End every process below this one; call `adopt_orphans` first, or some are not
+    found.
 
-    For `grace_s` the processes may end by themselves, after SIGTERM if `terminate`. Then they get SIGKILL. A
-    killed process's children become ours, so the search repeats until none is left. Returns the processes
-    that SIGKILL has not ended within `kill_within_s`.
+    For `grace_s` the processes may end by themselves, after SIGTERM if `terminate`.
+    Then they get SIGKILL. A killed process's children become ours, so the search
+    repeats until none is left. Returns the processes that SIGKILL has not ended within
+    `kill_within_s`.
     """
     kill_from = time.monotonic() + grace_s
     give_up_at = kill_from + kill_within_s
@@ -125,8 +138,8 @@ def end_descendants(*, terminate: bool, grace_s: float, kill_within_s: float = m
 def collect_ended_children(*, except_pid: int | None = None) -> None:
     """Remove ended children, adopted ones too, from the process table.
 
-    `except_pid` stays: its exit code is for the `Popen` that waits for it. An ended child that comes after it
-    is collected by a later call.
+    `except_pid` stays: its exit code is for the `Popen` that waits for it. An ended
+    child that comes after it is collected by a later call.
     """
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -1,9 +1,11 @@
-"""Connections to our own processes never go through the proxy that the environment names.
+"""Connections to our own processes never go through the proxy that the environment
+names.
 
-A machine behind a proxy sets `http_proxy`, `https_proxy` or `all_proxy`, and most HTTP clients then send even
-what is meant for 127.0.0.1 there. User code needs the proxy to reach the internet, so the variables stay. The
-hosts of our own processes are added to `no_proxy` instead, which every client reads, whatever its language.
-Our own clients do not read these variables at all.
+A machine behind a proxy sets `http_proxy`, `https_proxy` or `all_proxy`, and most HTTP
+clients then send even what is meant for 127.0.0.1 there. User code needs the proxy to
+reach the internet, so the variables stay. The hosts of our own processes are added to
+`no_proxy` instead, which every client reads, whatever its language. Our own clients do
+not read these variables at all.
 """
 
 from __future__ import annotations
@@ -17,19 +19,32 @@ if TYPE_CHECKING:
 
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 WITHOUT_PROXIES = dict.fromkeys(
-    ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), ""
+    (
+        "http_proxy",
+        "https_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+    ),
+    "",
 )
-"""The variables of a process that talks to processes of ours alone, on other machines too. `no_proxy=*` would
-not do: the HTTP client of the routers (reqwest) takes it for names only, not for addresses."""
+"""The variables of a process that talks to processes of ours alone, on other machines
+too. `no_proxy=*` would not do: the HTTP client of the routers (reqwest) takes it for
+names only, not for addresses."""
 _NO_PROXY = ("no_proxy", "NO_PROXY")
 """Some clients read one spelling, some the other."""
 
 
 def bypass_proxies(*hosts: str) -> None:
-    """Let this process, and what it starts from now on, reach `hosts` without a proxy."""
-    exempt = [host for name in _NO_PROXY for host in os.environ.get(name, "").split(",")]
+    """Let this process, and what it starts from now on, reach `hosts` without a
+    proxy."""
+    exempt = [
+        host for name in _NO_PROXY for host in os.environ.get(name, "").split(",")
+    ]
     names = [host.strip() for host in (*exempt, *hosts)]
-    # Each client has its own idea of which spelling counts if they differ, so both get all hosts.
+    # Each client has its own idea of which spelling counts if they differ, so both get
+    # all hosts.
     value = ",".join(dict.fromkeys(name for name in names if name))
     if "*" in names:
         value = "*"  # Python's clients know it only alone
@@ -38,6 +53,9 @@ def bypass_proxies(*hosts: str) -> None:
 
 def open_directly(request: Request | str, *, timeout_s: float) -> HTTPResponse:
     """`urllib.request.urlopen` without a proxy. Raises OSError, HTTPException."""
-    from urllib.request import ProxyHandler, build_opener  # 30 ms, which `invrl --help` need not spend
+    from urllib.request import (
+        ProxyHandler,
+        build_opener,
+    )  # 30 ms, which `invrl --help` need not spend
 
     return build_opener(ProxyHandler({})).open(request, timeout=timeout_s)

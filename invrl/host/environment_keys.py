@@ -1,13 +1,16 @@
-"""Keys that processes get from their environment, and how they are removed from it before user code runs.
+"""Keys that processes get from their environment, and how they are removed from it
+before user code runs.
 
-Every process that is started inherits the environment: a key that stays there is in every tool that user
-code runs. So a command takes the keys into its memory before anything else (`hold_keys`), because its
-checks import user code too. The keys are in an environment again only for a process that needs them: a
-driver gets them from its supervisor, and Ray's own processes get Ray's token while they are started.
+Every process that is started inherits the environment: a key that stays there is in
+every tool that user code runs. So a command takes the keys into its memory before
+anything else (`hold_keys`), because its checks import user code too. The keys are in an
+environment again only for a process that needs them: a driver gets them from its
+supervisor, and Ray's own processes get Ray's token while they are started.
 
-What this cannot prevent: user code runs as the same user as the run. It may read files, memory, and the
-environments of other processes (the raylet's and the GCS' hold Ray's token, and so do those of Ray's workers
-until our actor in them begins). Code that is not trusted needs separate users or a sandbox.
+What this cannot prevent: user code runs as the same user as the run. It may read files,
+memory, and the environments of other processes (the raylet's and the GCS' hold Ray's
+token, and so do those of Ray's workers until our actor in them begins). Code that is
+not trusted needs separate users or a sandbox.
 """
 
 import ctypes
@@ -52,13 +55,15 @@ def held_key(name: str) -> str | None:
 
 
 def held_keys() -> Mapping[str, str]:
-    """The variables that a process of ours needs beside this one's environment, if it is to have the keys."""
+    """The variables that a process of ours needs beside this one's environment, if it
+    is to have the keys."""
     return dict(_HELD)
 
 
 @contextmanager
 def key_in_environment(name: str) -> Iterator[None]:
-    """What this process starts within the block inherits the key, if this process has it."""
+    """What this process starts within the block inherits the key, if this process has
+    it."""
     value = held_key(name)
     if value is None:
         yield
@@ -71,12 +76,14 @@ def key_in_environment(name: str) -> Iterator[None]:
 
 
 def take_environment_key() -> str:
-    """The key that opens sessions, or "" if the user gave none. This process no longer has it after this."""
+    """The key that opens sessions, or "" if the user gave none. This process no longer
+    has it after this."""
     return _take(ENVIRONMENT_KEY)
 
 
 def take_engine_key() -> str:
-    """The key of external engines, or "" if the user gave none. This process no longer has it after this."""
+    """The key of external engines, or "" if the user gave none. This process no longer
+    has it after this."""
     return _take(ENGINE_KEY)
 
 
@@ -88,10 +95,11 @@ def _take(name: str) -> str:
 
 
 def forget_keys(*names: str) -> None:
-    """Remove keys, all of them without `names`, from the environment and from /proc/PID/environ.
+    """Remove keys, all of them without `names`, from the environment and from
+    /proc/PID/environ.
 
-    What this process starts from now on does not inherit them. Ray has read its token by the time that user
-    code is loaded, and does not need it again.
+    What this process starts from now on does not inherit them. Ray has read its token
+    by the time that user code is loaded, and does not need it again.
     """
     for name in names or _NAMES:
         value = os.environ.pop(name, "")
@@ -100,14 +108,17 @@ def forget_keys(*names: str) -> None:
 
 
 def _overwrite(entry: bytes) -> None:
-    """Overwrite the value in the memory that the kernel shows as this process's first environment."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    """Overwrite the value in the memory that the kernel shows as this process's first
+    environment."""
+    fields = (
+        Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    )
     start = int(fields[_ENV_START_FIELD - _FIRST_FIELD_AFTER_NAME])
     end = int(fields[_ENV_END_FIELD - _FIRST_FIELD_AFTER_NAME])
     if start == 0:
         return
-    # A zero byte ends each entry. With one before the first entry, an offset in `entries` is that of a zero
-    # byte, and the entry's own offset in the environment.
+    # A zero byte ends each entry. With one before the first entry, an offset in
+    # `entries` is that of a zero byte, and the entry's own offset in the environment.
     entries = b"\0" + ctypes.string_at(start, end - start)
     offset = entries.find(b"\0" + entry + b"\0")
     if offset >= 0:

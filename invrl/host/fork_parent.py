@@ -1,13 +1,15 @@
-"""A process that has imported a module and forks servers of it: their imports are two thirds of the start of
-an engine on a CPU, and nearly all of the start of a gateway.
+"""A process that has imported a module and forks servers of it: their imports are two
+thirds of the start of an engine on a CPU, and nearly all of the start of a gateway.
 
-`ForkParent` is what others hold of it. Run as a program it is the process itself. The module has two
-functions: `prepare()` imports what any of its servers needs, and `main(arguments)` is one server, which then
-is what `python -m MODULE ARGUMENTS` would be.
+`ForkParent` is what others hold of it. Run as a program it is the process itself. The
+module has two functions: `prepare()` imports what any of its servers needs, and
+`main(arguments)` is one server, which then is what `python -m MODULE ARGUMENTS` would
+be.
 
-Invariants. A forked process dies with the process that asked for it (`forked_process.py`), not with its
-parent, which only forks. A parent that died is started again for the next fork. Requests are kept while it
-imports, so that nobody waits for that.
+Invariants. A forked process dies with the process that asked for it
+(`forked_process.py`), not with its parent, which only forks. A parent that died is
+started again for the next fork. Requests are kept while it imports, so that nobody
+waits for that.
 
 Not for a module that uses a GPU: CUDA does not survive a fork.
 """
@@ -33,7 +35,8 @@ from invrl.host.process import ServerProcess, log_tail
 
 _VARIABLE = "INVRL_FORK_PARENT"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Libraries read these when they are imported. A fork has none of the threads of its parent."""
+"""Libraries read these when they are imported. A fork has none of the threads of its
+parent."""
 _MOST_DESCRIPTORS = 200
 """That a message may carry: Linux has a limit of 253."""
 
@@ -51,11 +54,13 @@ class _Start:
 
 
 _held: dict[str, int] = {}
-"""By module: the socket to a process that imports it already, which the supervisor has started for us."""
+"""By module: the socket to a process that imports it already, which the supervisor has
+started for us."""
 
 
 def hold() -> None:
-    """In a driver: take over the socket that its supervisor has left it, so that no child of ours does."""
+    """In a driver: take over the socket that its supervisor has left it, so that no
+    child of ours does."""
     value = os.environ.pop(_VARIABLE, "")
     if value:
         module, _, descriptor = value.partition("=")
@@ -64,7 +69,8 @@ def hold() -> None:
 
 
 class EarlyParent:
-    """A process that begins to import while the driver that will use it is still starting."""
+    """A process that begins to import while the driver that will use it is still
+    starting."""
 
     def __init__(self, module: str, *, log: Path) -> None:
         self._process, self._requests = _start(module, log)
@@ -73,7 +79,8 @@ class EarlyParent:
         self.environment = {_VARIABLE: f"{module}={self.descriptor}"}
 
     def opened_in_child(self) -> None:
-        """The driver has its copy of the descriptor now, and the process ends with that."""
+        """The driver has its copy of the descriptor now, and the process ends with
+        that."""
         self._requests.close()
 
 
@@ -81,7 +88,8 @@ class ForkParent:
     """Start it from a thread that lives as long as processes are to be forked."""
 
     def __init__(self, module: str, *, log: Path) -> None:
-        """Takes the process that the supervisor has started, or starts it. `module`: an import path."""
+        """Takes the process that the supervisor has started, or starts it. `module`: an
+        import path."""
         self._module = module
         self._log = log
         self._process: ServerProcess | None = None
@@ -100,8 +108,9 @@ class ForkParent:
         log: int,
         keep: Sequence[int],
     ) -> ForkedProcess:
-        """Returns at once. `name`: for errors. `log`: an open file for the output; `keep`: open files that
-        the process inherits under the same numbers. It gets copies of all of them."""
+        """Returns at once. `name`: for errors. `log`: an open file for the output;
+        `keep`: open files that the process inherits under the same numbers. It gets
+        copies of all of them."""
         if _has_hung_up(self._requests):
             self.stop()
             self._process, self._requests = _start(self._module, self._log)
@@ -110,8 +119,12 @@ class ForkParent:
         lifeline, ours = os.pipe()
         try:
             reports.sendall(json.dumps(asdict(start)).encode() + b"\n")
-            with contextlib.suppress(BrokenPipeError):  # it ended just now: so has the process
-                socket.send_fds(self._requests, [b"."], [theirs.fileno(), lifeline, log, *keep])
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # it ended just now: so has the process
+                socket.send_fds(
+                    self._requests, [b"."], [theirs.fileno(), lifeline, log, *keep]
+                )
         finally:
             theirs.close()
             os.close(lifeline)
@@ -121,7 +134,8 @@ class ForkParent:
         return f"{_name(self._module)} ended. Last lines of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
-        """Ends the process and what it has forked. The supervisor's process ends by itself. Idempotent."""
+        """Ends the process and what it has forked. The supervisor's process ends by
+        itself. Idempotent."""
         self._requests.close()
         if self._process is not None:
             self._process.stop()
@@ -132,7 +146,9 @@ def _start(module: str, log: Path) -> tuple[ServerProcess, socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", __name__, module, str(theirs.fileno())]
-        process = ServerProcess(_name(module), command, log=log, env=_ONE_THREAD, keep=[theirs.fileno()])
+        process = ServerProcess(
+            _name(module), command, log=log, env=_ONE_THREAD, keep=[theirs.fileno()]
+        )
     return process, ours
 
 
@@ -146,7 +162,7 @@ def _has_hung_up(connection: socket.socket) -> bool:
     return bool(hang_up.poll(0))
 
 
-# ------------------------------------------------------------------ the process itself
+# ----------------------------------------------------------------- the process itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +182,16 @@ class _Forks:
         """By a descriptor that can be read once the child has ended."""
 
     def next_start(self) -> _Start | None:
-        """Returns in each process that is forked, with what it starts with. Returns None in the parent, once
-        nobody is left to ask."""
+        """Returns in each process that is forked, with what it starts with. Returns
+        None in the parent, once nobody is left to ask."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._requests:
                     self._collect(key.fd)
                     continue
-                message, descriptors, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
+                message, descriptors, _, _ = socket.recv_fds(
+                    self._requests, 1, _MOST_DESCRIPTORS
+                )
                 if not message:
                     return None
                 start = self._fork(descriptors)
@@ -222,10 +240,14 @@ def _tell(reports: socket.socket, number: int) -> None:
 
 
 def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """In a fork: makes the log its output, and gives the files behind it their `numbers`. The copy of the
-    socket of its reports stays open, so that the death of the parent alone is no end of the reports."""
+    """In a fork: makes the log its output, and gives the files behind it their
+    `numbers`. The copy of the socket of its reports stays open, so that the death of
+    the parent alone is no end of the reports."""
     os.setpgid(0, 0)
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers, default=0) + 100) for file in descriptors]
+    moved = [
+        fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers, default=0) + 100)
+        for file in descriptors
+    ]
     for file in descriptors:
         os.close(file)
     _, lifeline, log, *inherited = moved
@@ -235,16 +257,21 @@ def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     os.close(log)
     for file, number in zip(inherited, numbers, strict=True):
         if os.path.lexists(f"/proc/self/fd/{number}"):
-            raise RuntimeError(f"descriptor {number} is taken in the process that forks")
+            raise RuntimeError(
+                f"descriptor {number} is taken in the process that forks"
+            )
         os.dup2(file, number)
         os.close(file)
 
 
 def _die_with_writer(lifeline: int) -> None:
-    """Lets the kernel kill this process when the last writing end of the pipe closes."""
+    """Lets the kernel kill this process when the last writing end of the pipe
+    closes."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(
+        lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC
+    )
     hang_up = select.poll()
     hang_up.register(lifeline, 0)
     if hang_up.poll(0):  # it closed before that
@@ -256,7 +283,9 @@ def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) ->
     import setproctitle
 
     command = [sys.executable, "-m", module, *start.arguments]
-    setproctitle.setproctitle(" ".join(command))  # before the environment changes, beside which it is kept
+    setproctitle.setproctitle(
+        " ".join(command)
+    )  # before the environment changes, beside which it is kept
     os.environ.clear()
     os.environ.update({**start.environment, **prepared})
     os.chdir(start.folder)
@@ -264,11 +293,16 @@ def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) ->
 
 
 def main(module: str, descriptor: int) -> None:
-    """Imports the module, and serves whoever has the other end of the socket `descriptor`."""
+    """Imports the module, and serves whoever has the other end of the socket
+    `descriptor`."""
     inherited = dict(os.environ)
     program: Any = importlib.import_module(module)
     program.prepare()
-    prepared = {name: value for name, value in os.environ.items() if inherited.get(name) != value}
+    prepared = {
+        name: value
+        for name, value in os.environ.items()
+        if inherited.get(name) != value
+    }
     start = _Forks(socket.socket(fileno=descriptor)).next_start()
     if start is not None:
         _set_environment(module, start, prepared)

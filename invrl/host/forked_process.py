@@ -1,8 +1,9 @@
-"""A process that a `ForkParent` has forked for us, which is not our child: the part of `subprocess.Popen`
-that a server uses.
+"""A process that a `ForkParent` has forked for us, which is not our child: the part of
+`subprocess.Popen` that a server uses.
 
-Invariant: it dies with its `ForkedProcess`, by a pipe of which only this process has the writing end. The
-kernel kills the reader when that end closes, whatever became of the parent."""
+Invariant: it dies with its `ForkedProcess`, by a pipe of which only this process has
+the writing end. The kernel kills the reader when that end closes, whatever became of
+the parent."""
 
 import contextlib
 import os
@@ -24,10 +25,14 @@ class ForkedProcess:
     """It may be made before the process is forked: nothing waits for that but `pid`."""
 
     def __init__(
-        self, name: str, reports: socket.socket, lifeline: int, parents_last_words: Callable[[], str]
+        self,
+        name: str,
+        reports: socket.socket,
+        lifeline: int,
+        parents_last_words: Callable[[], str],
     ) -> None:
-        """`reports`: where the parent sends a line with the pid, and one with the exit code. `lifeline`: the
-        writing end of the pipe."""
+        """`reports`: where the parent sends a line with the pid, and one with the exit
+        code. `lifeline`: the writing end of the pipe."""
         self._name = name
         reports.setblocking(False)
         self._reports = reports
@@ -40,8 +45,8 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Waits for the fork. Raises ServerError if the parent ended first, DeadlineError if that takes
-        `_FORK_DEADLINE_S`."""
+        """Waits for the fork. Raises ServerError if the parent ended first,
+        DeadlineError if that takes `_FORK_DEADLINE_S`."""
         deadline = time.monotonic() + _FORK_DEADLINE_S
         while self.poll() is None and self._pid is None:
             if time.monotonic() > deadline:
@@ -60,8 +65,9 @@ class ForkedProcess:
         return ServerError(f"{self._name} did not start. {self._parents_last_words()}")
 
     def poll(self) -> int | None:
-        """The exit code, as Popen gives it; None while the process lives or is not forked yet. A process that
-        outlived its parent ends with the code of SIGKILL: nobody knows another one."""
+        """The exit code, as Popen gives it; None while the process lives or is not
+        forked yet. A process that outlived its parent ends with the code of SIGKILL:
+        nobody knows another one."""
         with self._lock:
             if self.returncode is None:
                 self._read()
@@ -100,7 +106,8 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Kills the process if it lives; one that is not forked never starts. Idempotent."""
+        """Kills the process if it lives; one that is not forked never starts.
+        Idempotent."""
         with self._lock:
             if self.returncode is None:
                 self.returncode = -signal.SIGKILL

@@ -1,23 +1,28 @@
-"""A process that outlives a killed driver or rollout worker just long enough to end what that one started.
+"""A process that outlives a killed driver or rollout worker just long enough to end
+what that one started.
 
-Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not all: after kill -9 of a
-driver its raylet goes at once, its agents linger for up to a minute. The guardian records the descendants of
-the process that it watches while that one lives, and kills those that are left once it is gone. A rollout
-worker has a guardian too: processes that user code put into a session of their own end with their worker.
-At last the guardian removes the temporary folders whose owners are gone (`temporary_folder.py`).
+Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not
+all: after kill -9 of a driver its raylet goes at once, its agents linger for up to a
+minute. The guardian records the descendants of the process that it watches while that
+one lives, and kills those that are left once it is gone. A rollout worker has a
+guardian too: processes that user code put into a session of their own end with their
+worker. At last the guardian removes the temporary folders whose owners are gone
+(`temporary_folder.py`).
 
 A descendant is known by one of two things:
 
-- It has been seen below the watched process. Its start time tells it from a later process with the same pid.
-- It bears the mark, as a daemon does that has left the tree at once. The mark is in the environment, which
-  every program that is started inherits. It is also the name of a page of memory, which every fork inherits
-  that starts no program.
+- It has been seen below the watched process. Its start time tells it from a later
+  process with the same pid.
+- It bears the mark, as a daemon does that has left the tree at once. The mark is in the
+  environment, which every program that is started inherits. It is also the name of a
+  page of memory, which every fork inherits that starts no program.
 
-Not reached: a daemon that has left the tree between two looks and was started with an environment made anew.
-It ends with the run's incarnation, by the supervisor. (`invrl/host/__init__.py` says why the watched process
-does not adopt orphans itself.)
+Not reached: a daemon that has left the tree between two looks and was started with an
+environment made anew. It ends with the run's incarnation, by the supervisor.
+(`invrl/host/__init__.py` says why the watched process does not adopt orphans itself.)
 
-Invariant: no other process is ever touched. A process has one guardian, which ends with it.
+Invariant: no other process is ever touched. A process has one guardian, which ends with
+it.
 """
 
 import contextlib
@@ -46,7 +51,8 @@ Family = dict[tuple[int, float], psutil.Process]
 
 
 def start_guardian() -> None:
-    """Watch this process from a session of its own, which Ctrl-C and a killed process group do not reach."""
+    """Watch this process from a session of its own, which Ctrl-C and a killed process
+    group do not reach."""
     _start(os.getpid())
 
 
@@ -69,7 +75,8 @@ def _page_name(mark: str) -> str:
 
 
 def _named_page(name: str) -> mmap.mmap:
-    """A page whose name is in /proc/PID/maps of this process and of every process that it forks."""
+    """A page whose name is in /proc/PID/maps of this process and of every process that
+    it forks."""
     descriptor = os.memfd_create(name)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -83,7 +90,8 @@ def guard(pid: int, mark: str) -> None:
     family: Family = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         _record_until_gone(psutil.Process(pid), family)
-    # Descendants that appeared since the last look: below the known ones, and below the marked ones.
+    # Descendants that appeared since the last look: below the known ones, and below the
+    # marked ones.
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             _record(family, [process, *process.children(recursive=True)])
@@ -91,11 +99,14 @@ def guard(pid: int, mark: str) -> None:
     for process in remaining:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    still_running(remaining, within_s=_GRACE_S)  # a fork of the owner holds the lock of its temporary folder
+    still_running(
+        remaining, within_s=_GRACE_S
+    )  # a fork of the owner holds the lock of its temporary folder
 
 
 def _record_until_gone(watched: psutil.Process, family: Family) -> None:
-    """Keep `family` up to date while the watched process lives. Raises psutil.NoSuchProcess."""
+    """Keep `family` up to date while the watched process lives. Raises
+    psutil.NoSuchProcess."""
     while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:
         _record(family, watched.children(recursive=True))
         for key, process in list(family.items()):
@@ -113,7 +124,8 @@ def _record(family: Family, processes: list[psutil.Process]) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """This user's processes that were started with the mark in their environment, or forked with its page."""
+    """This user's processes that were started with the mark in their environment, or
+    forked with its page."""
     variable = f"{_MARK_VARIABLE}={mark}".encode()
     page_name = _page_name(mark).encode()
     marked: list[psutil.Process] = []

@@ -1,7 +1,8 @@
-"""Incidents: what has gone wrong in a run's own processes, as lines for the person at the console.
+"""Incidents: what has gone wrong in a run's own processes, as lines for the person at
+the console.
 
-The run goes on, so nothing else would say it there. An incident is a record of the logger `incidents`, and so
-stands in the log of its process, too.
+The run goes on, so nothing else would say it there. An incident is a record of the
+logger `incidents`, and so stands in the log of its process, too.
 """
 
 import logging

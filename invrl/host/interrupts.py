@@ -1,8 +1,9 @@
-"""SIGINT, SIGTERM and SIGHUP: the first one begins the clean-up, later ones change nothing, and a deadline
-ends the process.
+"""SIGINT, SIGTERM and SIGHUP: the first one begins the clean-up, later ones change
+nothing, and a deadline ends the process.
 
-Invariant: no signal raises an exception inside a loop that `run` runs. asyncio's own runner raises at the
-second SIGINT. That can hit any callback, also one whose result the clean-up waits for.
+Invariant: no signal raises an exception inside a loop that `run` runs. asyncio's own
+runner raises at the second SIGINT. That can hit any callback, also one whose result the
+clean-up waits for.
 """
 
 import _thread
@@ -25,7 +26,8 @@ from invrl.host.live_lines import past_display
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 120.0
-"""From the first interrupt to the end of this process. A server that hangs takes 65 s of it."""
+"""From the first interrupt to the end of this process. A server that hangs takes 65 s
+of it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -46,7 +48,8 @@ class CleanUp(contextlib.AsyncExitStack):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in the main thread. After an interrupt it always raises KeyboardInterrupt."""
+    """As `asyncio.run`, in the main thread. After an interrupt it always raises
+    KeyboardInterrupt."""
     try:
         runner = asyncio.Runner()
         loop = runner.get_loop()
@@ -61,7 +64,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _State.task = None
         if _State.interrupted:
-            catch(signal.SIG_IGN)  # with a handler of ours, the interpreter's end puts the default back
+            catch(
+                signal.SIG_IGN
+            )  # with a handler of ours, the interpreter's end puts the default back
             raise KeyboardInterrupt
 
 
@@ -87,7 +92,9 @@ def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 def _interrupt(_number: int, _frame: object) -> None:
     """The signal handler. Another signal may come at any line of it."""
-    signal.alarm(0)  # Ray's own handler of SIGTERM, if it ran first, would end the process by this in 3 s
+    signal.alarm(
+        0
+    )  # Ray's own handler of SIGTERM, if it ran first, would end the process by this in 3 s
     count = next(_State.received)
     task = _State.task
     if count == 1:
@@ -100,13 +107,18 @@ def _interrupt(_number: int, _frame: object) -> None:
             task.get_loop().call_soon_threadsafe(task.cancel)
     elif count == 2:
         allowed_s = DEADLINE_S + _State.more_s
-        _say(f"ending; what is left after {allowed_s:g} s is killed (at once: kill -9 {os.getpid()})")
+        _say(
+            f"ending; what is left after {allowed_s:g} s is killed (at once: kill -9 {os.getpid()})"
+        )
 
 
 def catch(handler: Any = _interrupt) -> None:
-    """Handle the signals from here on. Raises KeyboardInterrupt at a signal while no loop runs."""
+    """Handle the signals from here on. Raises KeyboardInterrupt at a signal while no
+    loop runs."""
     for number in _SIGNALS:
-        is_ignored_hangup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN  # `nohup`
+        is_ignored_hangup = (
+            number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        )  # `nohup`
         if not is_ignored_hangup:
             signal.signal(number, handler)
 

@@ -1,7 +1,9 @@
-"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and its last words.
+"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and its
+last words.
 
-The supervisor reads lines; a line is a `Note` as JSON. A driver can be ended without a chance to speak (Ray's
-C++ ends it when its raylet is gone), so it says what it knows at once, by a write that needs no event loop.
+The supervisor reads lines; a line is a `Note` as JSON. A driver can be ended without a
+chance to speak (Ray's C++ ends it when its raylet is gone), so it says what it knows at
+once, by a write that needs no event loop.
 """
 
 import contextlib
@@ -28,12 +30,13 @@ class NoteKind(StrEnum):
     FOLDER = "folder"
     """A temporary folder, to be removed when the incarnation is over."""
     BLOCKED = "blocked"
-    """The driver is in a call, named by `text`, that no signal interrupts. An interrupt may kill it there."""
+    """The driver is in a call, named by `text`, that no signal interrupts. An interrupt
+    may kill it there."""
     FREE = "free"
     """That call has returned."""
     ENDING = "ending"
-    """All work is done and reported. `text` is the exit code that the driver ends with. The end of its
-    interpreter may take long, and has no beats."""
+    """All work is done and reported. `text` is the exit code that the driver ends with.
+    The end of its interpreter may take long, and has no beats."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,22 +55,27 @@ def environment(descriptor: int) -> dict[str, str]:
 
 
 def hold() -> None:
-    """In the driver: take the pipe over, so that no child of ours inherits it, and begin to beat.
+    """In the driver: take the pipe over, so that no child of ours inherits it, and
+    begin to beat.
 
-    A thread beats: a call that blocks the event loop for a while (Ray's start) is no death.
+    A thread beats: a call that blocks the event loop for a while (Ray's start) is no
+    death.
     """
     descriptor = os.environ.pop(_VARIABLE, "")
     if not descriptor:
         return
     _Pipe.descriptor = int(descriptor)
     os.set_inheritable(_Pipe.descriptor, False)
-    os.set_blocking(_Pipe.descriptor, False)  # a stopped supervisor reads nothing: beats are lost then
+    os.set_blocking(
+        _Pipe.descriptor, False
+    )  # a stopped supervisor reads nothing: beats are lost then
     tell(NoteKind.BEAT)
     threading.Thread(target=_beat, name="lifeline", daemon=True).start()
 
 
 def is_held() -> bool:
-    """Whether this process has a supervisor, which prints what the driver reports to it."""
+    """Whether this process has a supervisor, which prints what the driver reports to
+    it."""
     return _Pipe.descriptor is not None
 
 
@@ -76,13 +84,16 @@ def tell(kind: NoteKind, text: str = "") -> None:
     if _Pipe.descriptor is None:
         return
     line = msgspec.json.encode(Note(kind=kind, text=text)) + b"\n"
-    with contextlib.suppress(OSError):  # the supervisor is gone; the kernel ends this process too
+    with contextlib.suppress(
+        OSError
+    ):  # the supervisor is gone; the kernel ends this process too
         os.write(_Pipe.descriptor, line)
 
 
 @contextlib.contextmanager
 def blocked(what: str) -> Iterator[None]:
-    """Around a call that no signal interrupts, and during which killing this process loses nothing."""
+    """Around a call that no signal interrupts, and during which killing this process
+    loses nothing."""
     tell(NoteKind.BLOCKED, what)
     try:
         yield

@@ -1,9 +1,10 @@
-"""Time that a process has lived through: what deadlines of sessions and leases are measured in.
+"""Time that a process has lived through: what deadlines of sessions and leases are
+measured in.
 
-The clock of the machine is for people. It jumps when it is set, and when a machine wakes up; the monotonic
-clock does not, but goes on while a process is stopped. Nobody could make a call in such a gap, so no deadline
-may pass in it. Invariant: whatever happened between two looks at the clock, at most `_LONGEST_GAP_S` of it
-count."""
+The clock of the machine is for people. It jumps when it is set, and when a machine
+wakes up; the monotonic clock does not, but goes on while a process is stopped. Nobody
+could make a call in such a gap, so no deadline may pass in it. Invariant: whatever
+happened between two looks at the clock, at most `_LONGEST_GAP_S` of it count."""
 
 import asyncio
 import time
@@ -13,16 +14,21 @@ from typing import Any, TypeVar
 FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
 _LONGEST_GAP_S = 10.0
-"""More than a busy process needs from one look to the next, and less than a deadline that anybody sets."""
+"""More than a busy process needs from one look to the next, and less than a deadline
+that anybody sets."""
 _MICROSECONDS = 1_000_000
 
 
 class LivedTime:
-    """Has to be looked at regularly. `word`: one uint64 of memory that outlives the process, in which a later
-    process with the same word goes on counting microseconds; by default the count begins at 0."""
+    """Has to be looked at regularly. `word`: one uint64 of memory that outlives the
+    process, in which a later process with the same word goes on counting microseconds;
+    by default the count begins at 0."""
 
     def __init__(
-        self, word: memoryview | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        word: memoryview | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
         self._clock = clock
@@ -44,14 +50,18 @@ async def lived_wait(
     return_when: str = asyncio.ALL_COMPLETED,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[set[FutureT], set[FutureT]]:
-    """Waits as `asyncio.wait` does, until `timeout_s` were lived through. Returns what is done and what is
-    not."""
+    """Waits as `asyncio.wait` does, until `timeout_s` were lived through. Returns what
+    is done and what is not."""
     lived_time = LivedTime(clock=clock)
     while True:
         left_s = max(0.0, timeout_s - lived_time.now())
         slice_s = min(left_s, _LONGEST_GAP_S / 2)
-        done, pending = await asyncio.wait(futures, timeout=slice_s, return_when=return_when)
-        has_failed = any(not future.cancelled() and future.exception() for future in done)
+        done, pending = await asyncio.wait(
+            futures, timeout=slice_s, return_when=return_when
+        )
+        has_failed = any(
+            not future.cancelled() and future.exception() for future in done
+        )
         if (
             not pending
             or not left_s

@@ -1,6 +1,8 @@
-"""The lines that our own processes log: time, level, process, run, session where there is one, and message.
+"""The lines that our own processes log: time, level, process, run, session where there
+is one, and message.
 
-A line is text or a JSON object. Invariant: keys are masked in all of it, after the traceback was rendered."""
+A line is text or a JSON object. Invariant: keys are masked in all of it, after the
+traceback was rendered."""
 
 import json
 import logging
@@ -20,8 +22,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 CHATTY_LOGGERS = ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3")
 """Libraries that log every request at the level `info`."""
 session_of_task: ContextVar[str] = ContextVar("session_of_task", default="")
-"""The id of the session that the current task works for; "" if there is none. Tasks that it starts inherit
-it."""
+"""The id of the session that the current task works for; "" if there is none. Tasks
+that it starts inherit it."""
 
 
 class LogSettings(BaseModel):
@@ -36,7 +38,8 @@ class LogSettings(BaseModel):
 
 
 class LineFormatter(logging.Formatter):
-    """Makes a line of a record. `process` is what the process is called in its lines."""
+    """Makes a line of a record. `process` is what the process is called in its
+    lines."""
 
     def __init__(self, process: str, settings: LogSettings) -> None:
         super().__init__()
@@ -52,11 +55,16 @@ class LineFormatter(logging.Formatter):
         session = session_of_task.get()
         if session:
             names.append(f"session={session}")
-        head = f"{_time(record)} {record.levelname[0]} {' '.join(names)} {record.name}: "
-        return without_keys("\n".join([head + record.getMessage(), *self._details(record)]))
+        head = (
+            f"{_time(record)} {record.levelname[0]} {' '.join(names)} {record.name}: "
+        )
+        return without_keys(
+            "\n".join([head + record.getMessage(), *self._details(record)])
+        )
 
     def _json(self, record: logging.LogRecord) -> str:
-        """Keys are masked before the text is quoted, because quoting changes what is around a key."""
+        """Keys are masked before the text is quoted, because quoting changes what is
+        around a key."""
         line = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -85,9 +93,11 @@ class LineFormatter(logging.Formatter):
         return details
 
 
-def write_log_lines(process: str, settings: LogSettings, *, file: Path | None = None) -> None:
-    """Send everything that this process logs to `file`, or to its standard error. A later call replaces an
-    earlier one, for example in a process that was forked."""
+def write_log_lines(
+    process: str, settings: LogSettings, *, file: Path | None = None
+) -> None:
+    """Send everything that this process logs to `file`, or to its standard error. A
+    later call replaces an earlier one, for example in a process that was forked."""
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if file is not None:
         handler = logging.FileHandler(file, encoding="utf-8")
@@ -95,15 +105,23 @@ def write_log_lines(process: str, settings: LogSettings, *, file: Path | None = 
     handler.handleError = partial(_handle_error, handler)
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     for name in CHATTY_LOGGERS:
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+        logging.getLogger(name).setLevel(
+            max(logging.WARNING, logging.getLogger().level)
+        )
 
 
 def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Drops a line that cannot be written: each one's traceback would flood the console on a full disk."""
+    """Drops a line that cannot be written: each one's traceback would flood the console
+    on a full disk."""
     if not isinstance(sys.exception(), OSError):
         logging.Handler.handleError(handler, record)
 
 
 def _time(record: logging.LogRecord) -> str:
     """UTC, in milliseconds."""
-    return datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+    return (
+        datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[
+            :-3
+        ]
+        + "Z"
+    )

@@ -1,8 +1,9 @@
 """The one mask of keys, for whatever is written into logs.
 
-It covers session keys (`isk-...`), values that are called a key or a token of an API (as arguments, in JSON,
-in headers), `Authorization` headers, and keys and passwords in URLs. Invariant: what it is applied to is the
-whole text of a log record, with the traceback."""
+It covers session keys (`isk-...`), values that are called a key or a token of an API
+(as arguments, in JSON, in headers), `Authorization` headers, and keys and passwords in
+URLs. Invariant: what it is applied to is the whole text of a log record, with the
+traceback."""
 
 import functools
 import logging
@@ -14,15 +15,21 @@ SESSION_KEY_HIDDEN = "(session key)"
 _SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
 _VALUE = r"""[^"',\s)}]+"""
 _NAME = r"(?:api|env|secret)[_-]?key\w*|(?:auth|access|api)[_-]token"
-_NAMED = re.compile(rf"""(?i)((?:{_NAME})["']?\s*[:=]\s*+)((?:b?["'])?+)(?!(?:none|null)\b|\(){_VALUE}""")
+_NAMED = re.compile(
+    rf"""(?i)((?:{_NAME})["']?\s*[:=]\s*+)((?:b?["'])?+)(?!(?:none|null)\b|\(){_VALUE}"""
+)
 _FLAG = re.compile(rf"""(?i)(--[\w-]*(?:{_NAME})\s+["']?)()(?![-(]){_VALUE}""")
-_IN_PAIR = re.compile(rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])()(?!\(){_VALUE}""")
+_IN_PAIR = re.compile(
+    rf"""(?i)(["'](?:x-)?(?:{_NAME})["'],\s*b?["'])()(?!\(){_VALUE}"""
+)
 """A header as a pair: (b'x-api-key', b'...')."""
 _HEADER = re.compile(
     rf"""(?i)(authorization["']?\s*[:=,]\s*+(?:b?["'])?+)((?:bearer|basic|token)\s+)?+(?!\(|none\b){_VALUE}"""
 )
 _BEARER = re.compile(r"(?i)(\bbearer\s+)()(?!\()[\w.~+/=-]{8,}")
-_IN_QUERY = re.compile(r"(?i)([?&](?:key|token|secret|password|sig|signature)=)()(?!\()[^&#\s\"']+")
+_IN_QUERY = re.compile(
+    r"(?i)([?&](?:key|token|secret|password|sig|signature)=)()(?!\()[^&#\s\"']+"
+)
 _IN_ADDRESS = re.compile(r"(://[^/\s:@\"']*:)()(?!\()[^/\s@\"']+(?=@)")
 _MASKS = (_NAMED, _FLAG, _IN_PAIR, _HEADER, _BEARER, _IN_QUERY, _IN_ADDRESS)
 
@@ -41,8 +48,9 @@ def without_keys(text: str) -> str:
 
 
 def mask_keys_in_logs() -> None:
-    """Mask keys in what every logging handler of this process writes from now on, whoever made the handler
-    and its formatter. For processes whose log lines are not ours, such as an engine's."""
+    """Mask keys in what every logging handler of this process writes from now on,
+    whoever made the handler and its formatter. For processes whose log lines are not
+    ours, such as an engine's."""
     render = logging.Handler.format
     if hasattr(render, "__wrapped__"):
         return

@@ -1,4 +1,5 @@
-"""Ports of loopback that stay ours from the moment they are chosen until our server has ended."""
+"""Ports of loopback that stay ours from the moment they are chosen until our server has
+ended."""
 
 import contextlib
 import secrets
@@ -20,17 +21,19 @@ def free_port() -> int:
 
 
 class ReservedPort:
-    """A port that stays ours until our server listens on it, and while that server restarts.
+    """A port that stays ours until our server listens on it, and while that server
+    restarts.
 
-    A bound socket that never listens holds it. Linux lets a second socket bind beside it only with
-    SO_REUSEADDR, which uvicorn, tokio and libuv set. A program that looks for a free port without that option
-    finds this one in use, and so does this class. The number is below those that Linux gives away by itself,
-    because an engine takes a minute until it listens.
+    A bound socket that never listens holds it. Linux lets a second socket bind beside
+    it only with SO_REUSEADDR, which uvicorn, tokio and libuv set. A program that looks
+    for a free port without that option finds this one in use, and so does this class.
+    The number is below those that Linux gives away by itself, because an engine takes a
+    minute until it listens.
     """
 
     def __init__(self, number: int = 0) -> None:
-        """`number`: a port that a user has chosen; 0: any free one. Raises OSError if somebody listens on the
-        chosen one, or if no port is free."""
+        """`number`: a port that a user has chosen; 0: any free one. Raises OSError if
+        somebody listens on the chosen one, or if no port is free."""
         if number:
             self.number = number
             self._socket = socket.socket()
@@ -46,7 +49,8 @@ class ReservedPort:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def is_listened_on(self) -> bool:
-        """Whether somebody listens on the port. Ask once our own server could not: then it is a stranger."""
+        """Whether somebody listens on the port. Ask once our own server could not: then
+        it is a stranger."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -61,8 +65,9 @@ class ReservedPort:
 
 
 def _bound_socket() -> socket.socket:
-    """A socket bound to a port that nobody is bound to: a random one of our range or, where that is busy,
-    one of those that Linux gives away. Raises OSError if none of these is free either."""
+    """A socket bound to a port that nobody is bound to: a random one of our range or,
+    where that is busy, one of those that Linux gives away. Raises OSError if none of
+    these is free either."""
     size = _FIRST_EPHEMERAL_PORT - _FIRST_PORT
     for _ in range(size):
         bound = socket.socket()

@@ -1,7 +1,8 @@
 """Text that may be shown in a terminal, whatever it holds.
 
-A model's reply and an exception's message can hold any bytes. An escape sequence in them would move the
-cursor, colour the screen or set the terminal's title. Here such characters become visible.
+A model's reply and an exception's message can hold any bytes. An escape sequence in
+them would move the cursor, colour the screen or set the terminal's title. Here such
+characters become visible.
 """
 
 import sys
@@ -13,10 +14,11 @@ _SEPARATORS = ("Zl", "Zp")
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """`text` with escapes such as \\x1b or \\u202e in place of the characters that a terminal must not get.
+    """`text` with escapes such as \\x1b or \\u202e in place of the characters that a
+    terminal must not get.
 
-    These are control characters, format characters (some reverse the writing direction), lone surrogates, and
-    what `encoding` lacks. New lines and tabs stay.
+    These are control characters, format characters (some reverse the writing
+    direction), lone surrogates, and what `encoding` lacks. New lines and tabs stay.
     """
     if not (text.isascii() and text.isprintable()):
         text = "".join(_visible(character) for character in text)
@@ -32,7 +34,9 @@ def _visible(character: str) -> str:
     category = unicodedata.category(character)
     if character in _KEPT or not (category.startswith("C") or category in _SEPARATORS):
         return character
-    if category == "Co" or character in "\u200c\u200d":  # private use; joiners, which emoji and scripts need
+    if (
+        category == "Co" or character in "\u200c\u200d"
+    ):  # private use; joiners, which emoji and scripts need
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()
 
@@ -43,7 +47,8 @@ def one_line(text: str) -> str:
 
 
 def trimmed(text: str, characters: int) -> str:
-    """At most about `characters` of it: the beginning, the end, and between them how much is left out."""
+    """At most about `characters` of it: the beginning, the end, and between them how
+    much is left out."""
     if len(text) <= characters:
         return text
     head = characters * 2 // 3

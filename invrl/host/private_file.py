@@ -1,5 +1,5 @@
-"""Files of a run that only their owner may read, from the moment they exist: keys, conversations, and logs
-that may hold either."""
+"""Files of a run that only their owner may read, from the moment they exist: keys,
+conversations, and logs that may hold either."""
 
 import contextlib
 import os
@@ -10,7 +10,8 @@ _OWNER_ONLY = 0o600
 
 
 def open_private(path: Path, *, append: bool = False) -> BinaryIO:
-    """Open for writing: an empty file, or at its end with `append`. A file of ours becomes private."""
+    """Open for writing: an empty file, or at its end with `append`. A file of ours
+    becomes private."""
     mode = os.O_APPEND if append else os.O_TRUNC
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, _OWNER_ONLY)
     _restrict(file)
@@ -18,13 +19,18 @@ def open_private(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file, or make an existing file of ours private and leave its content.
+    """Create an empty file, or make an existing file of ours private and leave its
+    content.
 
-    An existing file is not opened: to close it again would drop every lock that this process has on it, also
-    those of SQLite.
+    An existing file is not opened: to close it again would drop every lock that this
+    process has on it, also those of SQLite.
     """
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ONLY))
+        os.close(
+            os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _OWNER_ONLY
+            )
+        )
     except FileExistsError:
         restrict(path)
 

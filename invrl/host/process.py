@@ -1,8 +1,9 @@
 """A server in a process of its own: how it is started, watched and ended.
 
-Invariant: what we start, we end. The kernel kills a server when the thread that started it dies
-(`descendants.die_with_parent`), so start servers from a thread that lives as long as they should. Logs go to
-files, never to pipes: a grandchild that outlives its parent would hold a pipe open.
+Invariant: what we start, we end. The kernel kills a server when the thread that started
+it dies (`descendants.die_with_parent`), so start servers from a thread that lives as
+long as they should. Logs go to files, never to pipes: a grandchild that outlives its
+parent would hold a pipe open.
 """
 
 import contextlib
@@ -25,19 +26,25 @@ from invrl.host.private_file import open_private
 from invrl.host.wait_lines import overload
 
 PYTHON_MODULE = (sys.executable, "-m")
-"""How the command of a server begins that a parent may fork; its module and its arguments follow."""
+"""How the command of a server begins that a parent may fork; its module and its
+arguments follow."""
 _KILL_DEADLINE_S = 30.0
-"""For a process to be gone after SIGKILL. Giving back gigabytes of memory takes a while."""
+"""For a process to be gone after SIGKILL. Giving back gigabytes of memory takes a
+while."""
 _LOG_TAIL_BYTES = 64_000
 
 
 def random_key() -> str:
-    """A key for a private server. It becomes a command-line argument: no spaces, no "-" at its beginning."""
+    """A key for a private server. It becomes a command-line argument: no spaces, no "-"
+    at its beginning."""
     return secrets.token_hex(24)
 
 
-def still_running(processes: Collection[psutil.Process], *, within_s: float) -> list[psutil.Process]:
-    """The processes that have not ended after `within_s`. Returns earlier if all have ended.
+def still_running(
+    processes: Collection[psutil.Process], *, within_s: float
+) -> list[psutil.Process]:
+    """The processes that have not ended after `within_s`. Returns earlier if all have
+    ended.
 
     A zombie has ended: not every init process collects them.
     """
@@ -63,7 +70,8 @@ STOPPED = psutil.STATUS_STOPPED
 
 
 def state_of(process: psutil.Process) -> str:
-    """`ENDED` (also for a zombie), `STOPPED` (by SIGSTOP), or another of the kernel's words."""
+    """`ENDED` (also for a zombie), `STOPPED` (by SIGSTOP), or another of the kernel's
+    words."""
     try:
         if not process.is_running():
             return ENDED
@@ -85,10 +93,15 @@ def log_tail(path: Path, lines: int = 25) -> str:
 
 
 class RestartLimit:
-    """How often something that died is started again: at most `most` times in any `period_s` seconds."""
+    """How often something that died is started again: at most `most` times in any
+    `period_s` seconds."""
 
     def __init__(
-        self, most: int, *, period_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+        self,
+        most: int,
+        *,
+        period_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._times: deque[float] = deque(maxlen=most)
         self._clock = clock
@@ -123,8 +136,9 @@ class Forks(Protocol):
 class ServerProcess:
     """A server with its log file. Its process starts when the object is made.
 
-    `keep` holds open file descriptors of ours that the server inherits. With a `parent`, which has imported
-    the module that `command` runs, the process is forked by that.
+    `keep` holds open file descriptors of ours that the server inherits. With a
+    `parent`, which has imported the module that `command` runs, the process is forked
+    by that.
     """
 
     grace_s = 5.0
@@ -161,7 +175,9 @@ class ServerProcess:
                 )
             else:
                 arguments = command[len(PYTHON_MODULE) + 1 :]
-                self._process = parent.fork(name, arguments, variables, log_file.fileno(), keep)
+                self._process = parent.fork(
+                    name, arguments, variables, log_file.fileno(), keep
+                )
 
     @property
     def pid(self) -> int:
@@ -177,18 +193,23 @@ class ServerProcess:
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""
         if not self.alive():
-            if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
+            if (
+                isinstance(self._process, ForkedProcess)
+                and not self._process.is_forked()
+            ):
                 raise self._process.not_forked()
             raise ServerError(
                 f"{self.name} ended with code {self._process.returncode}. "
                 f"Last lines of {self.log}:\n{self.log_tail()}"
             )
 
-    def wait_until(self, probe: Callable[[], bool], what: str = "be ready", *, deadline_s: float) -> None:
+    def wait_until(
+        self, probe: Callable[[], bool], what: str = "be ready", *, deadline_s: float
+    ) -> None:
         """Wait until `probe` returns True.
 
-        Raises ServerError if the process ends first, DeadlineError after `deadline_s`. `what` completes the
-        error "NAME to ...".
+        Raises ServerError if the process ends first, DeadlineError after `deadline_s`.
+        `what` completes the error "NAME to ...".
         """
         give_up_at = time.monotonic() + deadline_s
         while True:
@@ -196,16 +217,16 @@ class ServerProcess:
             if probe():
                 return
             if time.monotonic() > give_up_at:
-                waited_for = (
-                    f"{self.name} to {what}{overload()}; last lines of {self.log}:\n{self.log_tail()}"
-                )
+                waited_for = f"{self.name} to {what}{overload()}; last lines of {self.log}:\n{self.log_tail()}"
                 raise DeadlineError(waited_for, deadline_s)
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End the process and everything below it: SIGTERM, then SIGKILL after `grace_s`. Idempotent.
+        """End the process and everything below it: SIGTERM, then SIGKILL after
+        `grace_s`. Idempotent.
 
-        Raises ServerError that names what has not ended `_KILL_DEADLINE_S` after SIGKILL.
+        Raises ServerError that names what has not ended `_KILL_DEADLINE_S` after
+        SIGKILL.
         """
         if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
             self._process.close()

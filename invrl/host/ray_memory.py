@@ -1,8 +1,8 @@
 """What Ray's memory monitor did, in a sentence.
 
-When the memory of the machine is nearly full, whoever filled it, Ray kills processes of ours and explains
-that in twenty lines. A reader needs to know what was killed, whether the run itself used the memory, and
-which setting helps.
+When the memory of the machine is nearly full, whoever filled it, Ray kills processes of
+ours and explains that in twenty lines. A reader needs to know what was killed, whether
+the run itself used the memory, and which setting helps.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ def threshold() -> float:
 def killed_for_memory(error: BaseException | None, who: str) -> str:
     """The sentence if `error` says that Ray's monitor killed `who`, else "".
 
-    An error that the actor itself raised does not count: torch's error for a full GPU has the same name.
+    An error that the actor itself raised does not count: torch's error for a full GPU
+    has the same name.
     """
     # Late: Ray's environment may not be prepared yet when this file is imported.
     from ray.exceptions import RayTaskError
@@ -49,7 +50,8 @@ def killed_for_memory(error: BaseException | None, who: str) -> str:
 
 
 def _used_by_this_run() -> int:
-    """Bytes of this process and all below it; memory that several share counts once (PSS)."""
+    """Bytes of this process and all below it; memory that several share counts once
+    (PSS)."""
     used = 0
     me = psutil.Process()
     for process in (me, *me.children(recursive=True)):

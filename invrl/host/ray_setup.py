@@ -1,5 +1,6 @@
-"""The environment of the Ray that a run starts, set before `ray` is imported, which reads it once.
-A cluster named by RAY_ADDRESS has its own; `run/ray_session.py` then sends `worker_environment` along."""
+"""The environment of the Ray that a run starts, set before `ray` is imported, which
+reads it once. A cluster named by RAY_ADDRESS has its own; `run/ray_session.py` then
+sends `worker_environment` along."""
 
 import os
 import secrets
@@ -15,43 +16,49 @@ from invrl.host.lifeline import NoteKind
 from invrl.host.temporary_folder import TemporaryFolder, short_folder
 
 _RAYS_OWN = "r"
-"""The folder that Ray is given, in one that only its owner may enter. Short, as its sockets are below it."""
+"""The folder that Ray is given, in one that only its owner may enter. Short, as its
+sockets are below it."""
 
 
 def prepare_ray() -> None:
     """To be called before anything imports Ray.
 
-    Its processes are on this machine alone and listen on loopback, where only those that have a token made
-    here may join. Only Ray's own processes get it: engines and the gateway, which are started before, do not
-    inherit it, and neither does what user code in this process starts. Idle workers started ahead and Ray's
-    own metrics are off: they cost a laptop more than they save.
+    Its processes are on this machine alone and listen on loopback, where only those
+    that have a token made here may join. Only Ray's own processes get it: engines and
+    the gateway, which are started before, do not inherit it, and neither does what user
+    code in this process starts. Idle workers started ahead and Ray's own metrics are
+    off: they cost a laptop more than they save.
     """
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
         return  # too late: whoever imported Ray has Ray's own token, in the home folder
     os.environ.update(
         worker_environment(),
         RAY_AUTH_MODE="token",
-        # The only setting that makes Ray's processes listen on loopback, on any system. (`_node_ip_address`
-        # turns 127.0.0.1 into another address of the machine, and they listen on all of them.)
+        # The only setting that makes Ray's processes listen on loopback, on any system.
+        # (`_node_ip_address` turns 127.0.0.1 into another address of the machine, and
+        # they listen on all of them.)
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_prestart_worker_first_driver="0",
         RAY_enable_metrics_collection="0",
-        # Ray would give its workers nice 15: on a busy machine trainer, buffer and rollout workers got 3.5 %
-        # of an engine's share, and their heartbeats ran out first.
+        # Ray would give its workers nice 15: on a busy machine trainer, buffer and
+        # rollout workers got 3.5 % of an engine's share, and their heartbeats ran out
+        # first.
         RAY_worker_niceness="0",
         # What a rollout started ends with its worker, also when that is killed.
         RAY_process_group_cleanup_enabled="true",
     )
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the end of a connection is no news for the console
+    os.environ.setdefault(
+        "GRPC_VERBOSITY", "ERROR"
+    )  # the end of a connection is no news for the console
     hold_key(RAY_TOKEN, secrets.token_hex(32))
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, UTF-8 whatever the locale is, one thread per
-    process.
+    """What a worker process needs: the user's modules and ours, UTF-8 whatever the
+    locale is, one thread per process.
 
-    No uvloop: if user code leaves one of its transports open and another thread collects it, the process
-    ends.
+    No uvloop: if user code leaves one of its transports open and another thread
+    collects it, the process ends.
     """
     paths = [str(Path.cwd()), *sys.path]
     return {
@@ -66,11 +73,12 @@ def worker_environment() -> dict[str, str]:
 def ray_folder(logs: Path) -> Iterator[str]:
     """A new folder for the sockets and logs of a Ray of our own.
 
-    By default Ray shares a folder with every other program of the machine, and looks there for the address of
-    a running cluster; the address of a dead one made a start hang. Ray lets every user write into its folder,
-    so it is within another one, which is this user's alone. At the end the folder is removed, and its logs go
-    to `logs`. If this process is killed, the supervisor does that; if that is killed too, the next command
-    removes the folder (`remove_abandoned`).
+    By default Ray shares a folder with every other program of the machine, and looks
+    there for the address of a running cluster; the address of a dead one made a start
+    hang. Ray lets every user write into its folder, so it is within another one, which
+    is this user's alone. At the end the folder is removed, and its logs go to `logs`.
+    If this process is killed, the supervisor does that; if that is killed too, the next
+    command removes the folder (`remove_abandoned`).
     """
     with TemporaryFolder("ray", parent=short_folder()) as folder:
         lifeline.tell(NoteKind.FOLDER, str(folder.path))
@@ -81,7 +89,8 @@ def ray_folder(logs: Path) -> Iterator[str]:
 
 
 def remove_ray_folder(folder: str, logs: Path) -> None:
-    """Remove the folder, but keep what Ray's processes and the workers, user code too, have printed."""
+    """Remove the folder, but keep what Ray's processes and the workers, user code too,
+    have printed."""
     with suppress(OSError):
         for pattern in ("*.out", "*.err"):
             for log in Path(folder).glob(f"{_RAYS_OWN}/session_2*/logs/{pattern}"):

@@ -1,10 +1,11 @@
-"""Watches the raylet and the GCS of a Ray that we started, and ends this process with the cause when one is
-gone.
+"""Watches the raylet and the GCS of a Ray that we started, and ends this process with
+the cause when one is gone.
 
-Without either of them a run can neither go on nor end in order: a raylet takes the driver with it within a
-second, a lost GCS aborts it from C++ after a minute, and `ray.shutdown` beside a stopped GCS took seven
-minutes. So when one is gone or does not answer, the cause is reported and this process ends at once; the
-supervisor (or the guardian) ends what is left below it.
+Without either of them a run can neither go on nor end in order: a raylet takes the
+driver with it within a second, a lost GCS aborts it from C++ after a minute, and
+`ray.shutdown` beside a stopped GCS took seven minutes. So when one is gone or does not
+answer, the cause is reported and this process ends at once; the supervisor (or the
+guardian) ends what is left below it.
 
 Only for a Ray of our own: that of RAY_ADDRESS is not ours to end.
 """
@@ -32,7 +33,8 @@ _WATCHED = {"raylet": "Ray's raylet", "gcs_server": "Ray's GCS"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """One of Ray's processes. `ask` returns once it has answered, and raises or hangs if it does not."""
+    """One of Ray's processes. `ask` returns once it has answered, and raises or hangs
+    if it does not."""
 
     name: str
     pid: int
@@ -40,10 +42,15 @@ class Watched:
 
 
 class RayWatch:
-    """Calls `end` once, with the cause, when a process has ended or has not answered for a timeout."""
+    """Calls `end` once, with the cause, when a process has ended or has not answered
+    for a timeout."""
 
     def __init__(
-        self, processes: list[Watched], *, heartbeat_timeout_s: float, end: Callable[[str], None]
+        self,
+        processes: list[Watched],
+        *,
+        heartbeat_timeout_s: float,
+        end: Callable[[str], None],
     ) -> None:
         self._processes = processes
         self._timeout_s = heartbeat_timeout_s
@@ -55,7 +62,10 @@ class RayWatch:
         for process in self._processes:
             for work in (self._wait_for_end, self._ask):
                 threading.Thread(
-                    target=work, args=(process,), name=f"watch {process.name}", daemon=True
+                    target=work,
+                    args=(process,),
+                    name=f"watch {process.name}",
+                    daemon=True,
                 ).start()
 
     def stop(self) -> None:
@@ -67,7 +77,9 @@ class RayWatch:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return self._report(f"{process.name} (process {process.pid}) has ended")
-        except OSError as error:  # a kernel before 5.3: its silence is noticed all the same
+        except (
+            OSError
+        ) as error:  # a kernel before 5.3: its silence is noticed all the same
             logger.warning("no pidfd of %s: %s", process.name, error)
             return None
         try:
@@ -81,10 +93,13 @@ class RayWatch:
             os.close(descriptor)
 
     def _ask(self, process: Watched) -> None:
-        """Ask again and again, in a thread of its own, because a call to a stopped process may hang."""
+        """Ask again and again, in a thread of its own, because a call to a stopped
+        process may hang."""
         while not self._stopped.is_set():
             answered = threading.Event()
-            asker = threading.Thread(target=_answer, args=(process.ask, answered), daemon=True)
+            asker = threading.Thread(
+                target=_answer, args=(process.ask, answered), daemon=True
+            )
             asker.start()
             silent_s = 0.0
             last = time.monotonic()
@@ -133,7 +148,8 @@ def _how_it_ended(descriptor: int) -> str:
 
 
 def end_this_process(cause: str) -> None:
-    """Report the cause to the user, the log and the supervisor, and end without any clean-up."""
+    """Report the cause to the user, the log and the supervisor, and end without any
+    clean-up."""
     lifeline.tell(NoteKind.CAUSE, cause)
     with contextlib.suppress(OSError):
         logger.error("%s", cause)
@@ -145,26 +161,35 @@ def end_this_process(cause: str) -> None:
 def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
     """A call that the raylet of `node` answers by itself.
 
-    Not a call for its statistics: for those it asks every worker, and a stopped worker would look like a
-    silent raylet.
+    Not a call for its statistics: for those it asks every worker, and a stopped worker
+    would look like a silent raylet.
     """
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
     address = f"{node.node_ip_address}:{node.node_manager_port}"
-    channel = init_grpc_channel(address, options=GLOBAL_GRPC_OPTIONS)  # no proxy, as in Ray's own calls
+    channel = init_grpc_channel(
+        address, options=GLOBAL_GRPC_OPTIONS
+    )  # no proxy, as in Ray's own calls
     stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
     messages: Any = node_manager_pb2  # its classes exist only once it is imported
-    return lambda: stub.GetSystemConfig(messages.GetSystemConfigRequest(), timeout=timeout_s)
+    return lambda: stub.GetSystemConfig(
+        messages.GetSystemConfigRequest(), timeout=timeout_s
+    )
 
 
 @contextlib.contextmanager
-def watched_ray(node: Any, client: Any, *, heartbeat_timeout_s: float) -> Iterator[None]:
-    """Around the work on a Ray that this process started. `node` is Ray's own; `client` is for its GCS."""
+def watched_ray(
+    node: Any, client: Any, *, heartbeat_timeout_s: float
+) -> Iterator[None]:
+    """Around the work on a Ray that this process started. `node` is Ray's own; `client`
+    is for its GCS."""
     wait_s = max(1.0, heartbeat_timeout_s / 3)
     ask: Mapping[str, Callable[[], object]] = {
-        "gcs_server": lambda: client.internal_kv_get(b"invrl", namespace=None, timeout=wait_s),
+        "gcs_server": lambda: client.internal_kv_get(
+            b"invrl", namespace=None, timeout=wait_s
+        ),
         "raylet": raylet_question(node, timeout_s=wait_s),
     }
     processes = [
@@ -172,7 +197,9 @@ def watched_ray(node: Any, client: Any, *, heartbeat_timeout_s: float) -> Iterat
         for kind, name in _WATCHED.items()
         for info in node.all_processes.get(kind, ())
     ]
-    watch = RayWatch(processes, heartbeat_timeout_s=heartbeat_timeout_s, end=end_this_process)
+    watch = RayWatch(
+        processes, heartbeat_timeout_s=heartbeat_timeout_s, end=end_this_process
+    )
     watch.start()
     try:
         yield

@@ -1,12 +1,13 @@
-"""The ranks' rendezvous: the store in which the processes of a torch process group find each other, on one
-address and closed to strangers once the group is complete.
+"""The ranks' rendezvous: the store in which the processes of a torch process group find
+each other, on one address and closed to strangers once the group is complete.
 
-torch's own rendezvous makes a store that listens on every interface and asks for no key: whoever reaches it
-can read, change and delete what the ranks tell each other. Here the store listens only on the address that it
-is given (loopback where all processes are on one machine). Once the group is complete, `refuse_newcomers`
-lets nobody in, and `refuse_strangers` finds a stranger that came before and is still connected; a
-stranger that has left again is not found. On GPUs, where groups connect when they are first used, neither
-is called.
+torch's own rendezvous makes a store that listens on every interface and asks for no
+key: whoever reaches it can read, change and delete what the ranks tell each other. Here
+the store listens only on the address that it is given (loopback where all processes are
+on one machine). Once the group is complete, `refuse_newcomers` lets nobody in, and
+`refuse_strangers` finds a stranger that came before and is still connected; a stranger
+that has left again is not found. On GPUs, where groups connect when they are first
+used, neither is called.
 
 Torch is imported inside functions: a process that only listens does not wait for it.
 """
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
-_DROP_EVERYTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a BPF program: accept 0 bytes of every packet
+_DROP_EVERYTHING = struct.pack(
+    "HBBI", 0x06, 0, 0, 0
+)  # a BPF program: accept 0 bytes of every packet
 
 
 def listen(host: str) -> socket.socket:
@@ -37,7 +40,8 @@ def listen(host: str) -> socket.socket:
 
 
 def interface_towards(host: str) -> str:
-    """The network interface through which this machine reaches `host`; for its own address the loopback's.
+    """The network interface through which this machine reaches `host`; for its own
+    address the loopback's.
 
     Raises OSError where there is no route.
     """
@@ -51,11 +55,16 @@ def interface_towards(host: str) -> str:
             without_scope = candidate.address.partition("%")[0]
             if candidate.family == family and without_scope == own_address:
                 return name
-    raise OSError(f"no network interface has the address {own_address}, from which {host} is reached")
+    raise OSError(
+        f"no network interface has the address {own_address}, from which {host} is reached"
+    )
 
 
-def serve_store(listener: socket.socket, *, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store behind `listener`, in this process. It owns a duplicate of the socket."""
+def serve_store(
+    listener: socket.socket, *, world_size: int, timeout: timedelta
+) -> TCPStore:
+    """The store behind `listener`, in this process. It owns a duplicate of the
+    socket."""
     from torch._C._distributed_c10d import TCPStore
 
     host, port = listener.getsockname()[:2]
@@ -70,19 +79,28 @@ def serve_store(listener: socket.socket, *, world_size: int, timeout: timedelta)
     )
 
 
-def join_store(host: str, port: int, *, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store that another process serves at this address. Raises torch's error if it does not answer in
-    time."""
+def join_store(
+    host: str, port: int, *, world_size: int, timeout: timedelta
+) -> TCPStore:
+    """The store that another process serves at this address. Raises torch's error if it
+    does not answer in time."""
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(host_name=host, port=port, world_size=world_size, is_master=False, timeout=timeout)
+    return TCPStore(
+        host_name=host,
+        port=port,
+        world_size=world_size,
+        is_master=False,
+        timeout=timeout,
+    )
 
 
 def refuse_newcomers(listener: socket.socket) -> None:
-    """Makes the kernel drop whatever arrives at the listening socket from now on, as if nobody listened.
-    Connections that exist already go on.
+    """Makes the kernel drop whatever arrives at the listening socket from now on, as if
+    nobody listened. Connections that exist already go on.
 
-    If the socket were closed instead, torch's thread would go on polling the closed one.
+    If the socket were closed instead, torch's thread would go on polling the closed
+    one.
     """
     program = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
     filter_program = struct.pack("HP", 1, ctypes.addressof(program))
@@ -90,15 +108,18 @@ def refuse_newcomers(listener: socket.socket) -> None:
 
 
 def refuse_strangers(listener: socket.socket, *, members: int) -> None:
-    """Raises TrainError if the store behind `listener` has more connections than the group has members.
+    """Raises TrainError if the store behind `listener` has more connections than the
+    group has members.
 
-    Call it once the group is complete, in the process that serves the store. Each member has one connection.
+    Call it once the group is complete, in the process that serves the store. Each
+    member has one connection.
     """
     port = listener.getsockname()[1]
     peers = [
         connection.raddr
         for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+        if connection.status == psutil.CONN_ESTABLISHED
+        and connection.laddr.port == port
     ]
     if len(peers) <= members:
         return

@@ -13,7 +13,8 @@ _NAME_BYTES = 15
 """What the kernel keeps of a process's name."""
 _PARENT = 1
 _RESIDENT_PAGES = 21
-"""Places in /proc/PID/stat after the name, which may itself hold spaces and parentheses."""
+"""Places in /proc/PID/stat after the name, which may itself hold spaces and
+parentheses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,22 @@ class _Process:
 
 
 def resident_memory(
-    kinds: Mapping[int, str], *, own: str, others: str, names: Mapping[str, str] = MappingProxyType({})
+    kinds: Mapping[int, str],
+    *,
+    own: str,
+    others: str,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Resident bytes of this process and of those below it, by kind: `own` for this process, else what
-    `kinds` says (by pid), or `names` (by the process's name), of the process or of its nearest ancestor, else
-    `others`. Memory that processes share counts once for each of them. Processes on other machines are not
-    seen."""
+    """Resident bytes of this process and of those below it, by kind: `own` for this
+    process, else what `kinds` says (by pid), or `names` (by the process's name), of the
+    process or of its nearest ancestor, else `others`. Memory that processes share
+    counts once for each of them. Processes on other machines are not seen."""
     kernel_names = {name[:_NAME_BYTES]: kind for name, kind in names.items()}
     processes = _all_processes()
     known = {
-        pid: kernel_names[process.name] for pid, process in processes.items() if process.name in kernel_names
+        pid: kernel_names[process.name]
+        for pid, process in processes.items()
+        if process.name in kernel_names
     }
     known.update(kinds)
     totals: dict[str, int] = {}
@@ -46,7 +53,9 @@ def resident_memory(
     return totals
 
 
-def _kind_below(pid: int, processes: Mapping[int, _Process], kinds: Mapping[int, str], others: str) -> str:
+def _kind_below(
+    pid: int, processes: Mapping[int, _Process], kinds: Mapping[int, str], others: str
+) -> str:
     """The kind of a process below this one; "" for one of another family."""
     while pid in processes:
         if pid in kinds:
@@ -63,7 +72,11 @@ def _all_processes() -> dict[int, _Process]:
         if not folder.name.isdecimal():
             continue
         try:
-            head, _, tail = (folder / "stat").read_text(errors="replace", encoding="utf-8").rpartition(")")
+            head, _, tail = (
+                (folder / "stat")
+                .read_text(errors="replace", encoding="utf-8")
+                .rpartition(")")
+            )
         except OSError:  # it has ended
             continue
         fields = tail.split()

@@ -1,8 +1,9 @@
-"""Lets SGLang run in a process without CUDA: replaces imports and calls that do not exist there.
+"""Lets SGLang run in a process without CUDA: replaces imports and calls that do not
+exist there.
 
-`sgl_kernel` has no CPU wheel, and torchvision's wheels are CUDA builds that break transformers' imports.
-Placeholder modules make these names importable; calling one raises NotImplementedError. Invariant: nothing
-here changes a process that sees CUDA.
+`sgl_kernel` has no CPU wheel, and torchvision's wheels are CUDA builds that break
+transformers' imports. Placeholder modules make these names importable; calling one
+raises NotImplementedError. Invariant: nothing here changes a process that sees CUDA.
 """
 
 from __future__ import annotations
@@ -51,29 +52,38 @@ def make_importable() -> None:
     is_done = isinstance(sys.modules.get("sgl_kernel"), _PlaceholderModule)
     if torch.cuda.is_available() or is_done:
         return
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang's own switch for its CPU paths
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on two busy cores were 7 times slower
-    # Imported first: it makes transformers replace its lazy module once, before we change it.
+    os.environ.setdefault(
+        "SGLANG_USE_CPU_ENGINE", "1"
+    )  # SGLang's own switch for its CPU paths
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # two threads on two busy cores were 7 times slower
+    # Imported first: it makes transformers replace its lazy module once, before we
+    # change it.
     from transformers import ProcessorMixin
 
     del ProcessorMixin
     for name in _MISSING_MODULES:
         sys.modules[name] = _PlaceholderModule(name)
-    # transformers hides this class where it finds no torchvision; SGLang registers with it on import.
+    # transformers hides this class where it finds no torchvision; SGLang registers with
+    # it on import.
     image_processors = types.SimpleNamespace(register=lambda *args, **kwargs: None)
     sys.modules["transformers"].AutoImageProcessor = image_processors  # pyright: ignore
 
 
 def leave_uncompiled() -> None:
-    """Let decorated functions stay what they are: to compile them would need a compiler of C++, and to import
-    torch's, at the first decorator, takes a second. Does nothing on CUDA."""
+    """Let decorated functions stay what they are: to compile them would need a compiler
+    of C++, and to import torch's, at the first decorator, takes a second. Does nothing
+    on CUDA."""
     import torch
 
     if not torch.cuda.is_available():
         torch.compile = _leave_uncompiled  # pyright: ignore
 
 
-def _leave_uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Any:
+def _leave_uncompiled(
+    function: Callable[..., Any] | None = None, **options: object
+) -> Any:
     """In place of `torch.compile`: the function itself; without one, a decorator."""
     if function is None:
         return lambda decorated: decorated
@@ -81,28 +91,35 @@ def _leave_uncompiled(function: Callable[..., Any] | None = None, **options: obj
 
 
 def support_seeds() -> None:
-    """Let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native attention.
+    """Let SGLang sample by seed (`--enable-deterministic-inference`) on torch_native
+    attention.
 
-    Does nothing on CUDA. The kernels that make a result independent of the batch are CUDA's. Here a
-    generation is repeated bit for bit only beside the same others, or alone.
+    Does nothing on CUDA. The kernels that make a result independent of the batch are
+    CUDA's. Here a generation is repeated bit for bit only beside the same others, or
+    alone.
     """
     import torch
 
     if torch.cuda.is_available():
         return
     from sglang.srt import batch_invariant_ops
-    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_deterministic_attention_backend_choices,
+    )
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     operator = "sgl_kernel::murmur_hash32_cpu"
-    torch.library.define(operator, "(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
+    torch.library.define(
+        operator, "(Tensor seed, Tensor positions, Tensor columns) -> Tensor"
+    )
     torch.library.impl(operator, "CPU", seeded_noise)
 
 
 def support_routed_experts() -> None:
-    """Let SGLang keep which experts computed each token (`--enable-return-routed-experts`): it would register
-    the memory for them with CUDA. Does nothing on CUDA."""
+    """Let SGLang keep which experts computed each token
+    (`--enable-return-routed-experts`): it would register the memory for them with CUDA.
+    Does nothing on CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -113,10 +130,14 @@ def support_routed_experts() -> None:
     common._cuda_host_unregister = lambda *args, **kwargs: None
 
 
-def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Random numbers for SGLang's sampler to compare with log-probs, in place of its hash of the same.
+def seeded_noise(
+    seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """Random numbers for SGLang's sampler to compare with log-probs, in place of its
+    hash of the same.
 
-    Each row has its own numbers, by its seed and position (numpy's Philox). [N], [N], [V] -> uint32 [N, V].
+    Each row has its own numbers, by its seed and position (numpy's Philox). [N], [N],
+    [V] -> uint32 [N, V].
     """
     import numpy as np
     import torch
@@ -131,7 +152,8 @@ def seeded_noise(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Ten
 def fork_children() -> None:
     """Let SGLang fork its processes where it would spawn them. Does nothing on CUDA.
 
-    Forked processes share what is imported already, which halves the time to start and the memory.
+    Forked processes share what is imported already, which halves the time to start and
+    the memory.
     """
     import multiprocessing
 

@@ -1,9 +1,10 @@
 """Folders for what processes leave in TMPDIR, such as the sockets of an engine.
 
-Invariant: a folder has one owner, the process that made it, which locks it for as long as it lives. Its name
-has the owner's pid. A folder of this user that nobody locks was left by a process that was killed; the next
-command removes it (`remove_abandoned`). The kernel knows the lock in every container that shares the folder's
-file system, where a pid alone could mean another process.
+Invariant: a folder has one owner, the process that made it, which locks it for as long
+as it lives. Its name has the owner's pid. A folder of this user that nobody locks was
+left by a process that was killed; the next command removes it (`remove_abandoned`). The
+kernel knows the lock in every container that shares the folder's file system, where a
+pid alone could mean another process.
 """
 
 import contextlib
@@ -21,19 +22,24 @@ from typing import Self
 _NAME = re.compile(r"invrl-[a-z]+-[0-9]+-[a-z0-9_]{8}")
 _SHORT = Path("/tmp")
 _LONGEST_PARENT = 24
-"""Characters. The path of a Unix socket has at most 107 bytes, and folders are made within folders."""
+"""Characters. The path of a Unix socket has at most 107 bytes, and folders are made
+within folders."""
 _KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class TemporaryFolder:
-    """A new folder, removed with all it holds by `remove`, or at the end of a `with` block."""
+    """A new folder, removed with all it holds by `remove`, or at the end of a `with`
+    block."""
 
     def __init__(self, kind: str, *, parent: Path | None = None) -> None:
-        """`kind`: a word for its name. `parent`: by default TMPDIR, or /tmp if the path of TMPDIR is long."""
+        """`kind`: a word for its name. `parent`: by default TMPDIR, or /tmp if the path
+        of TMPDIR is long."""
         if parent is None:
             parent = _short_parent()
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=f"invrl-{kind}-{os.getpid()}-", dir=parent))
+            self.path = Path(
+                tempfile.mkdtemp(prefix=f"invrl-{kind}-{os.getpid()}-", dir=parent)
+            )
             lock = _lock(self.path)
             if lock is not None:
                 break
@@ -56,7 +62,9 @@ class TemporaryFolder:
         if _KERNEL_CACHE not in os.environ:
             with contextlib.suppress(KeyError, OSError):  # a user without a name
                 user = getpass.getuser()
-                variables[_KERNEL_CACHE] = str(Path(tempfile.gettempdir()) / f"torchinductor_{user}")
+                variables[_KERNEL_CACHE] = str(
+                    Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+                )
         return variables
 
     def __enter__(self) -> Self:
@@ -72,7 +80,8 @@ class TemporaryFolder:
 
 
 def short_folder() -> Path:
-    """/tmp if it can be written, for sockets whose path leaves no room for that of TMPDIR."""
+    """/tmp if it can be written, for sockets whose path leaves no room for that of
+    TMPDIR."""
     if os.access(_SHORT, os.W_OK):
         return _SHORT
     return Path(tempfile.gettempdir())
@@ -99,16 +108,21 @@ def _folders() -> Iterator[Path]:
     for parent in {short_folder(), _short_parent(), Path(tempfile.gettempdir())}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(parent):
-                is_ours = _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                is_ours = _NAME.fullmatch(entry.name) and entry.is_dir(
+                    follow_symlinks=False
+                )
                 if is_ours and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     yield Path(entry.path)
 
 
 def _lock(path: Path) -> int | None:
-    """Lock the folder. Returns the descriptor that holds the lock; None if another process holds it or the
-    folder is gone. Programs that clean /tmp leave a locked folder alone, too."""
+    """Lock the folder. Returns the descriptor that holds the lock; None if another
+    process holds it or the folder is gone. Programs that clean /tmp leave a locked
+    folder alone, too."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
     except OSError:
         return None
     try:

@@ -1,8 +1,10 @@
-"""OpenTelemetry traces of a process. OpenTelemetry is imported only in a process that sends them.
+"""OpenTelemetry traces of a process. OpenTelemetry is imported only in a process that
+sends them.
 
-Spans go to a collector by OTLP over HTTP, in batches, from a thread of their own. Invariants: nobody waits
-for the collector. Spans that it does not take are lost, and so are those that come while the queue is full.
-Spans have numbers and ids, never text of prompts or replies, messages of errors, or keys."""
+Spans go to a collector by OTLP over HTTP, in batches, from a thread of their own.
+Invariants: nobody waits for the collector. Spans that it does not take are lost, and so
+are those that come while the queue is full. Spans have numbers and ids, never text of
+prompts or replies, messages of errors, or keys."""
 
 from __future__ import annotations
 
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
 Attributes = Mapping[str, str | int | float]
 _QUEUE_SPANS = 16_384
 _EXPORT_TIMEOUT_S = 5
-_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_ENDPOINT_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+)
+_TRACEPARENT = re.compile(
+    r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+)
 """W3C Trace Context, level 1. Later versions may append fields."""
 
 
@@ -38,13 +45,15 @@ class SpanPlace:
 
     @property
     def traceparent(self) -> str:
-        """The header of a request whose spans are to be below this one. The trace is sampled."""
+        """The header of a request whose spans are to be below this one. The trace is
+        sampled."""
         return f"00-{self.trace_id}-{self.span_id}-01"
 
 
 def traces_endpoint(setting: str) -> str:
-    """Where this process is to send spans to; "" if it is not to. `setting`: the collector's address, as
-    `--otel-endpoint` has it. Without it the standard environment variables count."""
+    """Where this process is to send spans to; "" if it is not to. `setting`: the
+    collector's address, as `--otel-endpoint` has it. Without it the standard
+    environment variables count."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
     if setting:
@@ -68,11 +77,15 @@ def lacks_sdk() -> bool:
 
 
 class Traces:
-    """Makes the spans of this process. A process that forks makes it in the child: it has a thread."""
+    """Makes the spans of this process. A process that forks makes it in the child: it
+    has a thread."""
 
     def __init__(self, endpoint: str, *, service: str, run: str) -> None:
-        """`endpoint`: as `traces_endpoint` returns it. `service`: what the process is called in traces."""
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        """`endpoint`: as `traces_endpoint` returns it. `service`: what the process is
+        called in traces."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+            OTLPSpanExporter,
+        )
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -81,31 +94,51 @@ class Traces:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
         resource = Resource.create({"service.name": service, "invrl.run": run})
-        self._provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_QUEUE_SPANS))
+        self._provider: TracerProvider = TracerProvider(
+            resource=resource, shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter, max_queue_size=_QUEUE_SPANS)
+        )
         self._tracer: Tracer = self._provider.get_tracer("invrl")
 
     @contextlib.contextmanager
-    def call(self, name: str, traceparent: str, attributes: Attributes) -> Iterator[None]:
-        """A span around a request that came with this `traceparent` header: it goes on with that trace, or
-        begins a new one if the header is missing or malformed. `child_span` makes spans below it."""
-        span = self._tracer.start_span(name, _context(_remote(traceparent)), attributes=dict(attributes))
+    def call(
+        self, name: str, traceparent: str, attributes: Attributes
+    ) -> Iterator[None]:
+        """A span around a request that came with this `traceparent` header: it goes on
+        with that trace, or begins a new one if the header is missing or malformed.
+        `child_span` makes spans below it."""
+        span = self._tracer.start_span(
+            name, _context(_remote(traceparent)), attributes=dict(attributes)
+        )
         with _current(self._tracer, span):
             yield
 
     def past_span(
-        self, name: str, parent: SpanPlace | None, *, start: float, end: float, attributes: Attributes
+        self,
+        name: str,
+        parent: SpanPlace | None,
+        *,
+        start: float,
+        end: float,
+        attributes: Attributes,
     ) -> SpanPlace:
-        """A span of something that has ended, below another span, which may be of another process. Without
-        `parent` it begins a trace. `start`, `end`: Unix seconds."""
+        """A span of something that has ended, below another span, which may be of
+        another process. Without `parent` it begins a trace. `start`, `end`: Unix
+        seconds."""
         context = _context(None if parent is None else _remote(parent.traceparent))
-        span = self._tracer.start_span(name, context, attributes=dict(attributes), start_time=_ns(start))
+        span = self._tracer.start_span(
+            name, context, attributes=dict(attributes), start_time=_ns(start)
+        )
         span.end(_ns(end))
         return _place(span)
 
     def close(self, *, deadline_s: float = 3.0) -> None:
         """Sends what has not been sent, for at most so many seconds."""
-        closing = threading.Thread(target=self._provider.shutdown, name="close-traces", daemon=True)
+        closing = threading.Thread(
+            target=self._provider.shutdown, name="close-traces", daemon=True
+        )
         closing.start()
         closing.join(deadline_s)
 
@@ -124,9 +157,11 @@ _current_span: ContextVar[_Current | None] = ContextVar("current_span", default=
 
 
 @contextlib.contextmanager
-def child_span(name: str, attributes: Attributes | None = None) -> Iterator[SpanPlace | None]:
-    """A span below the current one, and the current one inside of the block; None if there is no current one,
-    or if its trace is not sampled."""
+def child_span(
+    name: str, attributes: Attributes | None = None
+) -> Iterator[SpanPlace | None]:
+    """A span below the current one, and the current one inside of the block; None if
+    there is no current one, or if its trace is not sampled."""
     current = _current_span.get()
     if current is None:
         yield None
@@ -146,7 +181,8 @@ def current_place() -> SpanPlace | None:
 
 
 def current_traceparent() -> str:
-    """The header that the requests of this task are to have; "" if there is no current span."""
+    """The header that the requests of this task are to have; "" if there is no current
+    span."""
     current = _current_span.get()
     if current is None:
         return ""
@@ -156,7 +192,8 @@ def current_traceparent() -> str:
 
 @contextlib.contextmanager
 def _current(tracer: Tracer, span: Span) -> Iterator[None]:
-    """Ends the span with the block. Of an exception only the type is kept: its message may quote a prompt."""
+    """Ends the span with the block. Of an exception only the type is kept: its message
+    may quote a prompt."""
     from opentelemetry.trace import Status, StatusCode
 
     token = _current_span.set((tracer, span))
@@ -179,13 +216,15 @@ def _remote(traceparent: str) -> SpanContext | None:
     if match is None:
         return None
     trace_id, span_id, flags = (int(digits, 16) for digits in match.groups())
-    context = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & 1))
+    context = SpanContext(
+        trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & 1)
+    )
     return context if context.is_valid else None
 
 
 def _context(parent: SpanContext | Span | None):
-    """OpenTelemetry's context for a new span. It is never the context of the caller, in which other libraries
-    may have a span of theirs."""
+    """OpenTelemetry's context for a new span. It is never the context of the caller, in
+    which other libraries may have a span of theirs."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
 

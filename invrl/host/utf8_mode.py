@@ -1,8 +1,9 @@
 """UTF-8 in every process of ours, whatever the locale is.
 
-Our own code names the encoding of each file. Libraries and user code often do not: under a locale such as
-en_US.ISO-8859-1 a template's full-width characters would silently become other tokens. So a command runs in
-Python's UTF-8 mode, and so does everything that it starts.
+Our own code names the encoding of each file. Libraries and user code often do not:
+under a locale such as en_US.ISO-8859-1 a template's full-width characters would
+silently become other tokens. So a command runs in Python's UTF-8 mode, and so does
+everything that it starts.
 """
 
 import codecs
@@ -13,19 +14,28 @@ from io import TextIOWrapper
 
 _MODE = "PYTHONUTF8"
 _TERMINALS_OF_UTF8 = ("utf-8", "ascii")
-"""A locale that knows ASCII only says nothing about the terminal: containers often have no other."""
+"""A locale that knows ASCII only says nothing about the terminal: containers often have
+no other."""
 
 
 def use_utf8() -> None:
-    """At the beginning of a command: start it again in UTF-8 mode where the locale has another encoding.
+    """At the beginning of a command: start it again in UTF-8 mode where the locale has
+    another encoding.
 
-    From then on `print` never raises: a terminal of another encoding gets escapes for what it lacks."""
-    if locale.getpreferredencoding(False).lower() != "utf-8" and os.environ.get(_MODE) != "1":
+    From then on `print` never raises: a terminal of another encoding gets escapes for
+    what it lacks."""
+    if (
+        locale.getpreferredencoding(False).lower() != "utf-8"
+        and os.environ.get(_MODE) != "1"
+    ):
         os.environ[_MODE] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             encoding = None
-            if stream.isatty() and codecs.lookup(locale.getencoding()).name not in _TERMINALS_OF_UTF8:
+            if (
+                stream.isatty()
+                and codecs.lookup(locale.getencoding()).name not in _TERMINALS_OF_UTF8
+            ):
                 encoding = locale.getencoding()
             stream.reconfigure(encoding=encoding, errors="backslashreplace")

@@ -1,4 +1,5 @@
-"""Lines that say what a long start waits for, and that the machine is overloaded if it is."""
+"""Lines that say what a long start waits for, and that the machine is overloaded if it
+is."""
 
 import os
 import threading
@@ -8,11 +9,13 @@ from contextlib import contextmanager
 
 INTERVAL_S = 15.0
 _OVERLOADED = 1.5
-"""Processes that want to run, per core. Below that a start takes about as long as on a quiet machine."""
+"""Processes that want to run, per core. Below that a start takes about as long as on a
+quiet machine."""
 
 
 def overload() -> str:
-    """Such as "; the machine is overloaded: load 9.2 on 2 cores". Empty if it is not."""
+    """Such as "; the machine is overloaded: load 9.2 on 2 cores". Empty if it is
+    not."""
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     if load < _OVERLOADED * cores:
@@ -21,9 +24,12 @@ def overload() -> str:
 
 
 @contextmanager
-def tell_waits(awaited: Callable[[], str], *, interval_s: float = INTERVAL_S) -> Iterator[None]:
-    """Print every `interval_s` what the block waits for. A thread does that, because the start of Ray blocks
-    the event loop. `awaited`: such as "engines, trainer", or "" for nothing."""
+def tell_waits(
+    awaited: Callable[[], str], *, interval_s: float = INTERVAL_S
+) -> Iterator[None]:
+    """Print every `interval_s` what the block waits for. A thread does that, because
+    the start of Ray blocks the event loop. `awaited`: such as "engines, trainer", or ""
+    for nothing."""
     is_over = threading.Event()
     began = time.monotonic()
 
@@ -32,7 +38,10 @@ def tell_waits(awaited: Callable[[], str], *, interval_s: float = INTERVAL_S) ->
             parts = awaited()
             if parts:
                 seconds = time.monotonic() - began
-                print(f"after {seconds:.0f} s: waiting for {parts}{overload()}", flush=True)
+                print(
+                    f"after {seconds:.0f} s: waiting for {parts}{overload()}",
+                    flush=True,
+                )
 
     thread = threading.Thread(target=tell, name="wait-lines", daemon=True)
     thread.start()

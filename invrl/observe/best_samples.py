@@ -1,7 +1,8 @@
-"""Which rollouts of a run are candidates for training on them again, and in which order. Pure.
+"""Which rollouts of a run are candidates for training on them again, and in which
+order. Pure.
 
-Only training rollouts that finished count. Epochs of one task are one task (`first_ids`), so its best
-rollout may come from any of them."""
+Only training rollouts that finished count. Epochs of one task are one task
+(`first_ids`), so its best rollout may come from any of them."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class NoCandidate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What makes a rollout a candidate. `steps`: first and last one, both included; None: any, and rollouts
-    that no step trained too."""
+    """What makes a rollout a candidate. `steps`: first and last one, both included;
+    None: any, and rollouts that no step trained too."""
 
     min_reward: float | None = None
     steps: tuple[int, int] | None = None
@@ -37,7 +38,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """By task: its candidates, or groups of them. Whatever comes first in a list is to be taken first."""
+    """By task: its candidates, or groups of them. Whatever comes first in a list is to
+    be taken first."""
 
     by_task: dict[str, list[list[Sample]]]
     left_out: Counter[str]
@@ -45,8 +47,8 @@ class Candidates:
 
 
 def candidates_for_rows(samples: Sequence[Sample], wanted: Wanted) -> Candidates:
-    """Each list within a task is one rollout. The highest reward comes first; of equal ones, that of the
-    newest weights."""
+    """Each list within a task is one rollout. The highest reward comes first; of equal
+    ones, that of the newest weights."""
     left_out: Counter[str] = Counter()
     by_task: dict[str, list[list[Sample]]] = {}
     for task_id, of_task in _finished_by_task(samples, wanted, left_out).items():
@@ -62,9 +64,10 @@ def candidates_for_rows(samples: Sequence[Sample], wanted: Wanted) -> Candidates
 
 
 def candidates_for_pairs(samples: Sequence[Sample], wanted: Wanted) -> Candidates:
-    """Each list within a task is a group whose rewards differ, the best rollout first and the worst last. The
-    group whose best and worst reward are furthest apart comes first; of equal ones, that of the newest
-    weights. `wanted.min_reward` is that of the best rollout of a group."""
+    """Each list within a task is a group whose rewards differ, the best rollout first
+    and the worst last. The group whose best and worst reward are furthest apart comes
+    first; of equal ones, that of the newest weights. `wanted.min_reward` is that of the
+    best rollout of a group."""
     left_out: Counter[str] = Counter()
     by_task: dict[str, list[list[Sample]]] = {}
     for task_id, of_task in _finished_by_task(samples, wanted, left_out).items():
@@ -80,7 +83,10 @@ def candidates_for_pairs(samples: Sequence[Sample], wanted: Wanted) -> Candidate
             else:
                 left_out[reason] += len(ordered)
         if kept:
-            kept.sort(key=lambda group: (_difference(group), _newest_version(group)), reverse=True)
+            kept.sort(
+                key=lambda group: (_difference(group), _newest_version(group)),
+                reverse=True,
+            )
             by_task[task_id] = kept
     return Candidates(by_task=by_task, left_out=left_out)
 
@@ -89,28 +95,40 @@ def best_first(samples: Sequence[Sample]) -> list[Sample]:
     """By reward; of equal ones, that of the newest weights comes first."""
     return sorted(
         samples,
-        key=lambda sample: (-reward_of(sample), -(sample.newest_version or 0), sample.identity.index),
+        key=lambda sample: (
+            -reward_of(sample),
+            -(sample.newest_version or 0),
+            sample.identity.index,
+        ),
     )
 
 
 def worst_first(samples: Sequence[Sample]) -> list[Sample]:
-    """By reward, the lowest first; of equal ones, that of the newest weights comes first."""
+    """By reward, the lowest first; of equal ones, that of the newest weights comes
+    first."""
     return sorted(
         samples,
-        key=lambda sample: (reward_of(sample), -(sample.newest_version or 0), sample.identity.index),
+        key=lambda sample: (
+            reward_of(sample),
+            -(sample.newest_version or 0),
+            sample.identity.index,
+        ),
     )
 
 
 def reward_of(sample: Sample) -> float:
     """Of a rollout that finished, which has one."""
-    assert sample.reward is not None, f"rollout {sample.identity.session_id} has no reward"
+    assert sample.reward is not None, (
+        f"rollout {sample.identity.session_id} has no reward"
+    )
     return sample.reward
 
 
 def _finished_by_task(
     samples: Sequence[Sample], wanted: Wanted, left_out: Counter[str]
 ) -> dict[str, list[Sample]]:
-    """By the id that the task had when it came first. The others are counted in `left_out`."""
+    """By the id that the task had when it came first. The others are counted in
+    `left_out`."""
     names = first_ids(sample.identity.task_id for sample in samples)
     by_task: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:

@@ -1,6 +1,7 @@
 """Curves as text, for terminals. Pure.
 
-Values that are not finite are left out. Where there are more values than columns, a column is their mean."""
+Values that are not finite are left out. Where there are more values than columns, a
+column is their mean."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def columns_of(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> str:
-    """One row, at most `width` letters wide. The lowest value has the lowest letter that can be seen."""
+    """One row, at most `width` letters wide. The lowest value has the lowest letter
+    that can be seen."""
     columns = columns_of(values, width)
     if not columns:
         return ""
@@ -53,8 +55,9 @@ def block_chart(
     high: float,
     blocks: str = BLOCKS,
 ) -> list[str]:
-    """Rows from top to bottom of bars from `low` to each value. A value at `low` still shows a line. `width`:
-    the chart's, also where there are fewer values, which then are wider."""
+    """Rows from top to bottom of bars from `low` to each value. A value at `low` still
+    shows a line. `width`: the chart's, also where there are fewer values, which then
+    are wider."""
     columns = columns_of(values, width)
     if not columns or height <= 0:
         return []
@@ -67,6 +70,8 @@ def block_chart(
         filled.append(max(1, round(share * height * eighths)))
     rows: list[str] = []
     for row in range(height - 1, -1, -1):
-        letters = [blocks[min(eighths, max(0, amount - row * eighths))] for amount in filled]
+        letters = [
+            blocks[min(eighths, max(0, amount - row * eighths))] for amount in filled
+        ]
         rows.append("".join(letter * repeat for letter in letters))
     return rows

@@ -1,8 +1,9 @@
-"""Whether a policy has collapsed: it gives the same reply to a task again and again, so that all rewards of a
-group are equal and nothing can be learnt.
+"""Whether a policy has collapsed: it gives the same reply to a task again and again, so
+that all rewards of a group are equal and nothing can be learnt.
 
-Its training reward goes on moving with the luck of the tasks, and step after step changes no weight. Pure: a
-judgement of rows of metrics, for console, report and overview alike."""
+Its training reward goes on moving with the luck of the tasks, and step after step
+changes no weight. Pure: a judgement of rows of metrics, for console, report and
+overview alike."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,16 +23,20 @@ Row = Mapping[str, float | None]
 
 
 def collapse(rows: Sequence[Row]) -> str:
-    """What has happened and what helps, if the policy has collapsed in the last of these rows; else "". Rows
-    of steps without rollouts are left out."""
+    """What has happened and what helps, if the policy has collapsed in the last of
+    these rows; else "". Rows of steps without rollouts are left out."""
     steps = [
-        row for row in rows if row.get("rollout/distinct_replies") is not None and row.get("rollout/groups")
+        row
+        for row in rows
+        if row.get("rollout/distinct_replies") is not None and row.get("rollout/groups")
     ]
     first = len(steps)
     while first and _has_one_reply_per_task(steps[first - 1]):
         first -= 1
     alike = steps[first:]
-    if len(alike) < _STEPS or not first:  # a policy that was so from the beginning has not collapsed
+    if (
+        len(alike) < _STEPS or not first
+    ):  # a policy that was so from the beginning has not collapsed
         return ""
     best_reward = max(row.get("rollout/reward_max") or 0.0 for row in steps)
     if all((row.get("rollout/reward_min") or 0.0) >= best_reward for row in alike):

@@ -1,6 +1,7 @@
-"""The rollouts of each step that the console shows while a run trains (`run.log_samples`), and those of the
-table at an experiment tracker (`run.wandb_rollouts`): a glance at what the model says. `invrl samples` shows
-all rollouts.
+"""The rollouts of each step that the console shows while a run trains
+(`run.log_samples`), and those of the table at an experiment tracker
+(`run.wandb_rollouts`): a glance at what the model says. `invrl samples` shows all
+rollouts.
 
 Invariant: an error here is logged and ends no run."""
 
@@ -20,7 +21,9 @@ _MAX_CELL_CHARACTERS = 20_000
 logger = logging.getLogger(__name__)
 
 
-def show_samples(store_path: Path, count: int, step: int, taken: TakenBatch) -> list[str]:
+def show_samples(
+    store_path: Path, count: int, step: int, taken: TakenBatch
+) -> list[str]:
     """A text for each of `count` rollouts of the step's batch."""
     rollouts = choose_rollouts(taken, count, step)
     if not rollouts:
@@ -38,7 +41,9 @@ def show_samples(store_path: Path, count: int, step: int, taken: TakenBatch) -> 
         return []
 
 
-def sample_rollouts(store_path: Path, count: int, step: int, taken: TakenBatch) -> list[SampledRollout]:
+def sample_rollouts(
+    store_path: Path, count: int, step: int, taken: TakenBatch
+) -> list[SampledRollout]:
     """`count` rollouts of the step's batch as rows of a table."""
     rows: list[SampledRollout] = []
     try:
@@ -52,7 +57,9 @@ def sample_rollouts(store_path: Path, count: int, step: int, taken: TakenBatch) 
     return rows
 
 
-def _row_of(step: int, summary: RolloutSummary, transcript: Transcript) -> SampledRollout:
+def _row_of(
+    step: int, summary: RolloutSummary, transcript: Transcript
+) -> SampledRollout:
     reason = "cut" if summary.truncated else ""
     if summary.failure is not None:
         reason = summary.failure.value
@@ -71,13 +78,18 @@ def _row_of(step: int, summary: RolloutSummary, transcript: Transcript) -> Sampl
 
 
 def _cell(text: str) -> str:
-    """Without lone surrogates, which no tracker can send, and not longer than a person reads."""
-    return trimmed(text, _MAX_CELL_CHARACTERS).encode("utf-8", "backslashreplace").decode()
+    """Without lone surrogates, which no tracker can send, and not longer than a person
+    reads."""
+    return (
+        trimmed(text, _MAX_CELL_CHARACTERS).encode("utf-8", "backslashreplace").decode()
+    )
 
 
-def choose_rollouts(taken: TakenBatch, count: int, step: int) -> Sequence[RolloutSummary]:
-    """At most `count` rollouts, evenly over the groups of the batch. Each step chooses other members of a
-    group."""
+def choose_rollouts(
+    taken: TakenBatch, count: int, step: int
+) -> Sequence[RolloutSummary]:
+    """At most `count` rollouts, evenly over the groups of the batch. Each step chooses
+    other members of a group."""
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts_G]
     count = min(count, len(rollouts))
     chosen: list[RolloutSummary] = []
@@ -88,7 +100,8 @@ def choose_rollouts(taken: TakenBatch, count: int, step: int) -> Sequence[Rollou
 
 
 def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
-    """Three lines: which rollout it was, the last message of its first prompt, and its last reply."""
+    """Three lines: which rollout it was, the last message of its first prompt, and its
+    last reply."""
     heading = f"  sample: task {_shorten(summary.task_id)}, reward {summary.reward:.3f}"
     if summary.num_turns > 1:
         heading += f", {summary.num_turns} turns"

@@ -1,13 +1,13 @@
-"""The display of a run that trains, at the bottom of a terminal: a few lines, drawn again four times a
-second.
+"""The display of a run that trains, at the bottom of a terminal: a few lines, drawn
+again four times a second.
 
     step 13/50 ━━━━━━━━━────────────────────────── about 3 min 20 s left
     reward 0.42 ▁▂▃▅▆█  held out greedy 0.51 (step 10)
     now rollout, 4.2 s: 37 of 64 rollouts (4 of 8 groups ready)
     tokens/rollout 120, grad norm 0.31, s/step 5.2, failed 3 (timeout 3)
 
-Invariant: whatever is printed meanwhile scrolls above the lines, and `close` leaves the terminal
-as it was."""
+Invariant: whatever is printed meanwhile scrolls above the lines, and `close` leaves the
+terminal as it was."""
 
 from __future__ import annotations
 
@@ -53,9 +53,11 @@ class ShownRun:
     awaited: str = ""
     steps_made: int = 0
     step_ended_at: float | None = None
-    """When the last step ended, or the first one of this incarnation began. None: not yet."""
+    """When the last step ended, or the first one of this incarnation began. None: not
+    yet."""
     step_seconds: list[float] = field(default_factory=list)
-    """From one step's end to the next one's, of this incarnation: evaluations and checkpoints are in them."""
+    """From one step's end to the next one's, of this incarnation: evaluations and
+    checkpoints are in them."""
     curve: list[float] = field(default_factory=list)
     """The mean reward of each step; the loss where there are no rewards."""
     held_out: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -66,8 +68,8 @@ class ShownRun:
     ended_at: float | None = None
 
     def seconds_left(self, now: float) -> float | None:
-        """Of the steps that are left, from the last ones. None before the first step of this incarnation has
-        ended."""
+        """Of the steps that are left, from the last ones. None before the first step of
+        this incarnation has ended."""
         if not self.step_seconds or self.step_ended_at is None:
             return None
         seconds = statistics.fmean(self.step_seconds[-_RECENT_STEPS:])
@@ -75,7 +77,8 @@ class ShownRun:
         return max(0.0, seconds * (self.num_steps - self.steps_made) - in_this_step)
 
     def take_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a row of metrics over. A step may have several: an evaluation has its own."""
+        """Takes a row of metrics over. A step may have several: an evaluation has its
+        own."""
         self.values.update(values)
         if REWARD in values:
             self.curve.append(values[REWARD])
@@ -88,7 +91,8 @@ class ShownRun:
 
 
 class LiveProgress(Sink):
-    """Draws by a thread of rich's. `rows`: of the steps that the run has made before. `clock`: in seconds."""
+    """Draws by a thread of rich's. `rows`: of the steps that the run has made before.
+    `clock`: in seconds."""
 
     def __init__(
         self,
@@ -98,10 +102,16 @@ class LiveProgress(Sink):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._run = ShownRun(num_steps=num_steps, began_at=clock(), phase_began_at=clock())
+        self._run = ShownRun(
+            num_steps=num_steps, began_at=clock(), phase_began_at=clock()
+        )
         for row in rows:
             step = int(row["step"] or 0)
-            values = {name: value for name, value in row.items() if value is not None and name != "step"}
+            values = {
+                name: value
+                for name, value in row.items()
+                if value is not None and name != "step"
+            }
             self._run.take_values(step, values)
             self._run.steps_made = max(step, self._run.steps_made)
         self._live = Live(
@@ -160,7 +170,9 @@ class Frame:
     run: ShownRun
     now: float
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
         draws_blocks = can_draw_blocks(options.encoding)
         blocks = BLOCKS if draws_blocks else ASCII_BLOCKS
         # A line as wide as the terminal would wrap in some of them.
@@ -182,7 +194,8 @@ class Frame:
 
 
 def _bar_line(run: ShownRun, now: float, width: int, *, draws_blocks: bool) -> Text:
-    """The bar is as wide as the texts beside it leave room, and not there where they leave none."""
+    """The bar is as wide as the texts beside it leave room, and not there where they
+    leave none."""
     step = f"step {max(run.phase_step, run.steps_made)}/{run.num_steps}"
     time_text = _time_text(run, now)
     bar_width = min(_MAX_BAR_WIDTH, width - len(step) - len(time_text) - 2)
@@ -212,8 +225,8 @@ def _time_text(run: ShownRun, now: float) -> str:
 
 
 def _score_lines(run: ShownRun, width: int, *, blocks: str) -> list[Text]:
-    """The last reward or loss, its curve, and the held-out scores, which have a line of their own where they
-    would leave no room for the curve."""
+    """The last reward or loss, its curve, and the held-out scores, which have a line of
+    their own where they would leave no room for the curve."""
     line = Text()
     if not run.curve:
         line.append("no step yet", "dim")
@@ -261,7 +274,11 @@ def _phase_text(run: ShownRun, now: float) -> str:
 
 def _metrics_text(run: ShownRun) -> str:
     texts = metric_texts(run.values)
-    parts = [text for name, text in texts.items() if name not in (REWARD, _LOSS, _HELD_OUT_LOSS)]
+    parts = [
+        text
+        for name, text in texts.items()
+        if name not in (REWARD, _LOSS, _HELD_OUT_LOSS)
+    ]
     if run.failed:
         parts.insert(0, failures_text(run.failed))
     return ", ".join(parts)

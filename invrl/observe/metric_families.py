@@ -1,8 +1,9 @@
-"""The Prometheus metrics of a run: name, kind, labels, unit, meaning, and where each value comes from. Pure.
+"""The Prometheus metrics of a run: name, kind, labels, unit, meaning, and where each
+value comes from. Pure.
 
-Invariants: a name, its labels and its unit are never changed, because dashboards and alerts of users have
-them; what a step measures is read from the values of its row in `metrics.jsonl`, and computed nowhere
-else."""
+Invariants: a name, its labels and its unit are never changed, because dashboards and
+alerts of users have them; what a step measures is read from the values of its row in
+`metrics.jsonl`, and computed nowhere else."""
 
 import re
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ Kind = Literal["gauge", "counter", "histogram"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All series of one name. A counter counts since the start of the driver, as a program does that is
-    started again, except where `help` says otherwise."""
+    """All series of one name. A counter counts since the start of the driver, as a
+    program does that is started again, except where `help` says otherwise."""
 
     name: str
     """Without `_total`, which Prometheus adds to a counter."""
@@ -25,8 +26,9 @@ class Family:
     unit: str = ""
     """For people; empty for a plain number."""
     row_key: str = ""
-    """A regular expression for names in `metrics.jsonl`. A group in it is the value of the one label. A gauge
-    is the newest value, a counter the sum over steps. Empty: the value comes from elsewhere."""
+    """A regular expression for names in `metrics.jsonl`. A group in it is the value of
+    the one label. A gauge is the newest value, a counter the sum over steps. Empty: the
+    value comes from elsewhere."""
 
     @property
     def sample_name(self) -> str:
@@ -34,7 +36,8 @@ class Family:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def label_in(self, key: str) -> tuple[str, ...] | None:
-        """The labels' values for this name of `metrics.jsonl`; None if the family does not show it."""
+        """The labels' values for this name of `metrics.jsonl`; None if the family does
+        not show it."""
         if not self.row_key:
             return None
         match = re.fullmatch(self.row_key, key)
@@ -69,7 +72,11 @@ _OF_STEPS = (
         unit="seconds",
         row_key=r"time/(?!step_s)(?!\w+_per_s)(\w+)_s",
     ),
-    Family(name="invrl_reward_mean", help="Mean reward of a step's rollouts", row_key="rollout/reward_mean"),
+    Family(
+        name="invrl_reward_mean",
+        help="Mean reward of a step's rollouts",
+        row_key="rollout/reward_mean",
+    ),
     Family(
         name="invrl_reward_deviation",
         help="Standard deviation of a step's rewards",
@@ -137,9 +144,15 @@ _OF_STEPS = (
     ),
     Family(name="invrl_loss", help="Loss of the newest step", row_key="train/loss"),
     Family(
-        name="invrl_gradient_norm", help="Norm of the gradient before clipping", row_key="train/grad_norm"
+        name="invrl_gradient_norm",
+        help="Norm of the gradient before clipping",
+        row_key="train/grad_norm",
     ),
-    Family(name="invrl_learning_rate", help="Learning rate of the newest step", row_key="train/lr"),
+    Family(
+        name="invrl_learning_rate",
+        help="Learning rate of the newest step",
+        row_key="train/lr",
+    ),
     Family(
         name="invrl_rollout_tokens_per_second",
         help="Sampled tokens over the time from a batch's first turn to its last",
@@ -245,8 +258,16 @@ _OF_THE_RUN = (
         help="Largest age that is admitted (--max-staleness)",
         unit="weight versions",
     ),
-    Family(name="invrl_rollouts", labels=("state",), help="Rollouts in each state that is not an end, now"),
-    Family(name="invrl_groups", labels=("state",), help="Groups in each state that is not an end, now"),
+    Family(
+        name="invrl_rollouts",
+        labels=("state",),
+        help="Rollouts in each state that is not an end, now",
+    ),
+    Family(
+        name="invrl_groups",
+        labels=("state",),
+        help="Groups in each state that is not an end, now",
+    ),
     Family(
         name="invrl_rollouts_ended",
         kind="counter",
@@ -274,15 +295,25 @@ _OF_THE_RUN = (
 )
 
 _OF_THE_MACHINE = (
-    Family(name="invrl_source_up", labels=("source",), help="1 if this part of the run answered the scrape"),
-    Family(name="invrl_engines", labels=("state",), help="Engines that are alive or lost"),
+    Family(
+        name="invrl_source_up",
+        labels=("source",),
+        help="1 if this part of the run answered the scrape",
+    ),
+    Family(
+        name="invrl_engines", labels=("state",), help="Engines that are alive or lost"
+    ),
     Family(
         name="invrl_engine_restarts",
         kind="counter",
         labels=("engine",),
         help="How often each engine that left was started again",
     ),
-    Family(name="invrl_disk_free_bytes", help="Free space where the run folder is", unit="bytes"),
+    Family(
+        name="invrl_disk_free_bytes",
+        help="Free space where the run folder is",
+        unit="bytes",
+    ),
     Family(name="invrl_disk_size_bytes", help="Size of that file system", unit="bytes"),
     Family(
         name="invrl_process_resident_bytes",
@@ -294,7 +325,9 @@ _OF_THE_MACHINE = (
 
 _OF_THE_GATEWAY = (
     Family(
-        name="invrl_gateway_sessions", labels=("state",), help="Sessions in each state that is not an end"
+        name="invrl_gateway_sessions",
+        labels=("state",),
+        help="Sessions in each state that is not an end",
     ),
     Family(
         name="invrl_gateway_requests",
@@ -331,7 +364,8 @@ _OF_THE_GATEWAY = (
 )
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (*_OF_STEPS, *_OF_THE_RUN, *_OF_THE_MACHINE, *_OF_THE_GATEWAY)
+    family.name: family
+    for family in (*_OF_STEPS, *_OF_THE_RUN, *_OF_THE_MACHINE, *_OF_THE_GATEWAY)
 }
 """By name."""
 
@@ -341,6 +375,12 @@ def reference_table() -> str:
     lines = ["| metric | kind | labels | unit | meaning |", "|---|---|---|---|---|"]
     for family in FAMILIES.values():
         labels = ", ".join(f"`{label}`" for label in family.labels)
-        columns = [f"`{family.sample_name}`", family.kind, labels, family.unit, family.help]
+        columns = [
+            f"`{family.sample_name}`",
+            family.kind,
+            labels,
+            family.unit,
+            family.help,
+        ]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)

@@ -1,9 +1,10 @@
 """Serves a run's metrics over HTTP, in threads of the driver.
 
-`/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of the run says of itself
-(the router, an engine), whose ports are chosen anew at each start. Invariants: it only reads, and answers
-nothing else; on a loopback address it answers only who asks for one, so that no web site whose name is made
-to point here can have a browser read it; each question and each answer has a deadline; it ends with the
+`/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of
+the run says of itself (the router, an engine), whose ports are chosen anew at each
+start. Invariants: it only reads, and answers nothing else; on a loopback address it
+answers only who asks for one, so that no web site whose name is made to point here can
+have a browser read it; each question and each answer has a deadline; it ends with the
 driver."""
 
 import io
@@ -36,7 +37,8 @@ PATH = "/metrics"
 _UPSTREAM_DEADLINE_S = 5.0
 _CHUNK_BYTES = 65536
 _CLIENT_DEADLINE_S = 10.0
-"""A client that has not sent its whole request by then, or has not read the whole answer, is disconnected."""
+"""A client that has not sent its whole request by then, or has not read the whole
+answer, is disconnected."""
 _MAX_CONNECTIONS = 64
 """At the same time. Those above are closed at once."""
 _MAX_SCRAPES = 8
@@ -49,7 +51,8 @@ Upstreams = Callable[[], Mapping[str, str]]
 
 
 class _RequestStream(io.RawIOBase):
-    """What a client sends. Raises TimeoutError at the deadline, also if a byte comes now and then."""
+    """What a client sends. Raises TimeoutError at the deadline, also if a byte comes
+    now and then."""
 
     def __init__(self, client: socket.socket, deadline_s: float) -> None:
         self._client = client
@@ -75,7 +78,9 @@ class _Handler(WSGIRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(_RequestStream(self.connection, _CLIENT_DEADLINE_S))
+        self.rfile = io.BufferedReader(
+            _RequestStream(self.connection, _CLIENT_DEADLINE_S)
+        )
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
@@ -120,7 +125,9 @@ class _Server6(_Server):
 class MetricsServer:
     """Call `stop` at the end. Raises OSError if it cannot listen there."""
 
-    def __init__(self, collector: Collector, *, host: str, port: int, upstreams: Upstreams = dict) -> None:
+    def __init__(
+        self, collector: Collector, *, host: str, port: int, upstreams: Upstreams = dict
+    ) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         self._own = make_wsgi_app(registry)
@@ -130,7 +137,9 @@ class MetricsServer:
         server_class = _Server6 if ":" in host else _Server
         self._server = make_server(host, port, self._answer, server_class, _Handler)
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -139,16 +148,24 @@ class MetricsServer:
         self._server.socket.close()
         self._thread.join(_STOP_TIMEOUT_S)
 
-    def _answer(self, environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
+    def _answer(
+        self, environ: dict[str, Any], start_response: "StartResponse"
+    ) -> Iterable[bytes]:
         asked_host = str(environ.get("HTTP_HOST", ""))
-        if self._is_private and asked_host and not _is_loopback(_without_port(asked_host)):
+        if (
+            self._is_private
+            and asked_host
+            and not _is_loopback(_without_port(asked_host))
+        ):
             reason = "only 127.0.0.1, ::1 and localhost are served here"
             return _refuse(start_response, HTTPStatus.MISDIRECTED_REQUEST, reason)
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _refuse(start_response, HTTPStatus.METHOD_NOT_ALLOWED, "GET only")
         if not self._free.acquire(blocking=False):
             return _refuse(
-                start_response, HTTPStatus.SERVICE_UNAVAILABLE, f"{_MAX_SCRAPES} scrapes at a time"
+                start_response,
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"{_MAX_SCRAPES} scrapes at a time",
             )
         try:
             path = str(environ.get("PATH_INFO", ""))
@@ -158,7 +175,9 @@ class MetricsServer:
             urls = self._upstreams()
             if name not in urls:
                 paths = ", ".join([PATH, *(f"{PATH}/{other}" for other in urls)])
-                return _refuse(start_response, HTTPStatus.NOT_FOUND, f"there are: {paths}")
+                return _refuse(
+                    start_response, HTTPStatus.NOT_FOUND, f"there are: {paths}"
+                )
             return _pass_on(name, urls[name], start_response)
         finally:
             self._free.release()
@@ -193,13 +212,18 @@ def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[b
             reason += ": an engine shows its metrics with --sglang-enable-metrics"
         return _refuse(start_response, HTTPStatus.BAD_GATEWAY, reason)
     except (OSError, HTTPException) as error:
-        return _refuse(start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}")
-    start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+        return _refuse(
+            start_response, HTTPStatus.BAD_GATEWAY, f"{name} does not answer: {error}"
+        )
+    start_response(
+        "200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))]
+    )
     return [body]
 
 
 def _read(answer: HTTPResponse) -> bytes:
-    """The whole body. Raises TimeoutError if it comes too slowly, also if it comes all the time."""
+    """The whole body. Raises TimeoutError if it comes too slowly, also if it comes all
+    the time."""
     ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
     chunks: list[bytes] = []
     while chunk := answer.read1(_CHUNK_BYTES):
@@ -209,7 +233,11 @@ def _read(answer: HTTPResponse) -> bytes:
     return b"".join(chunks)
 
 
-def _refuse(start_response: "StartResponse", status: HTTPStatus, reason: str) -> Iterable[bytes]:
+def _refuse(
+    start_response: "StartResponse", status: HTTPStatus, reason: str
+) -> Iterable[bytes]:
     body = f"{reason}\n".encode()
-    start_response(f"{status.value} {status.phrase}", [_TEXT, ("Content-Length", str(len(body)))])
+    start_response(
+        f"{status.value} {status.phrase}", [_TEXT, ("Content-Length", str(len(body)))]
+    )
     return [body]

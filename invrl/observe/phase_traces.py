@@ -1,4 +1,5 @@
-"""A trace for each step of a driver, with a span for each of its phases, also of runs on files."""
+"""A trace for each step of a driver, with a span for each of its phases, also of runs
+on files."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class PhaseTraces(Sink):
-    """Sends the trace of a step once the step is done. Step 0 is the start, with the evaluation before
-    training. It closes `traces`."""
+    """Sends the trace of a step once the step is done. Step 0 is the start, with the
+    evaluation before training. It closes `traces`."""
 
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
@@ -34,10 +35,16 @@ class PhaseTraces(Sink):
         attributes = {"invrl.step": step}
         start = min(span.start for span in spans)
         end = max(span.end for span in spans)
-        place = self._traces.past_span("step", None, start=start, end=end, attributes=attributes)
+        place = self._traces.past_span(
+            "step", None, start=start, end=end, attributes=attributes
+        )
         for span in spans:
             self._traces.past_span(
-                span.name, place, start=span.start, end=span.end, attributes={"invrl.step": span.step}
+                span.name,
+                place,
+                start=span.start,
+                end=span.end,
+                attributes={"invrl.step": span.step},
             )
 
     def close(self) -> None:

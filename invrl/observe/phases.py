@@ -1,6 +1,8 @@
-"""The phases of a driver: where each one's work is, and what the driver waits for meanwhile.
+"""The phases of a driver: where each one's work is, and what the driver waits for
+meanwhile.
 
-Invariant: a phase that began is announced to the observer, and its span follows however it ends."""
+Invariant: a phase that began is announced to the observer, and its span follows however
+it ends."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -41,8 +43,8 @@ def waited_for(phase: str) -> str:
 
 @contextmanager
 def observed_phase(observer: Sink, name: str, step: int) -> Iterator[dict[str, float]]:
-    """Announces the phase, and reports its span at the end of the block, which may fill in the seconds of the
-    phase's parts."""
+    """Announces the phase, and reports its span at the end of the block, which may fill
+    in the seconds of the phase's parts."""
     observer.phase(name, step)
     parts: dict[str, float] = {}
     began = time.monotonic()
@@ -53,7 +55,12 @@ def observed_phase(observer: Sink, name: str, step: int) -> Iterator[dict[str, f
 
 
 def report_span(
-    observer: Sink, name: str, step: int, *, began: float, parts: Mapping[str, float] | None = None
+    observer: Sink,
+    name: str,
+    step: int,
+    *,
+    began: float,
+    parts: Mapping[str, float] | None = None,
 ) -> None:
     """Reports the span of a phase that ends now. `began`: on the monotonic clock."""
     place = PLACES.get(name, _OWN)

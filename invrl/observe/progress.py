@@ -1,4 +1,5 @@
-"""The display of a run that trains: one line per step, or the live one of a terminal (`live_progress.py`)."""
+"""The display of a run that trains: one line per step, or the live one of a terminal
+(`live_progress.py`)."""
 
 import sys
 import time
@@ -16,7 +17,8 @@ Mode = Literal["auto", "plain", "none"]
 
 
 class PlainProgress(Sink):
-    """One line per step, and one for each phase before the first step (start-up takes a while)."""
+    """One line per step, and one for each phase before the first step (start-up takes a
+    while)."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -31,7 +33,10 @@ class PlainProgress(Sink):
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         text = describe_step(values, self._failed)
-        print(f"[{self._seconds():6.1f} s] step {step}/{self._num_steps}: {text}", flush=True)
+        print(
+            f"[{self._seconds():6.1f} s] step {step}/{self._num_steps}: {text}",
+            flush=True,
+        )
 
     def failures(self, failed: Mapping[str, int]) -> None:
         self._failed = dict(failed)
@@ -41,7 +46,8 @@ class PlainProgress(Sink):
 
 
 def open_progress(mode: Mode, num_steps: int, rows: Sequence[MetricsRow] = ()) -> Sink:
-    """The display that fits stdout. `rows`: of the steps that the run has made before."""
+    """The display that fits stdout. `rows`: of the steps that the run has made
+    before."""
     if mode == "none":
         return Sink()
     if mode == "auto" and sys.stdout.isatty():

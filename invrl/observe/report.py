@@ -1,6 +1,8 @@
-"""`invrl report RUN_FOLDER`: draws the reward curve and the held-out results of a run as one picture.
+"""`invrl report RUN_FOLDER`: draws the reward curve and the held-out results of a run
+as one picture.
 
-The curves come from metrics.jsonl, the title from the configuration. Works for a dead run too."""
+The curves come from metrics.jsonl, the title from the configuration. Works for a dead
+run too."""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ PEAK_MEMORY = "train/peak_memory_gb"
 ESTIMATED_MEMORY = "train/estimated_memory_gb"
 EVAL_PREFIX = "eval/"
 EVAL_SUFFIX = "/accuracy"
-"""Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low` and `..._high`."""
+"""Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low`
+and `..._high`."""
 _WIDTH = 9.0
 """Inches, as the heights below."""
 _PANEL_HEIGHT = 3.6
@@ -38,8 +41,8 @@ _MAX_LEGEND_CHARACTERS = 95
 _MAX_NAME_CHARACTERS = 60
 _MAX_NAME_IN_TWO_COLUMNS = 24
 _DODGE = 0.02
-"""How far the points of different held-out sets are moved apart in all, as a share of the axis, so that their
-intervals do not cover each other."""
+"""How far the points of different held-out sets are moved apart in all, as a share of
+the axis, so that their intervals do not cover each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,29 +80,42 @@ def eval_names(rows: Sequence[MetricsRow]) -> list[str]:
 
 
 def has_curve(rows: Sequence[MetricsRow]) -> bool:
-    """Whether there is a reward or a held-out result to draw. A run of the trainer alone has neither."""
+    """Whether there is a reward or a held-out result to draw. A run of the trainer
+    alone has neither."""
     return any(_points(rows, name) for name in (REWARD, *eval_names(rows)))
 
 
-def reward_band(rows: Sequence[MetricsRow]) -> tuple[list[int], list[float], list[float]]:
-    """Steps, lower and upper edges: the mean of a step's rewards minus and plus their standard deviation, but
-    not beyond the lowest and the highest of them. Steps without one of these metrics are left out."""
+def reward_band(
+    rows: Sequence[MetricsRow],
+) -> tuple[list[int], list[float], list[float]]:
+    """Steps, lower and upper edges: the mean of a step's rewards minus and plus their
+    standard deviation, but not beyond the lowest and the highest of them. Steps without
+    one of these metrics are left out."""
     means = _points(rows, REWARD)
     deviations = _points(rows, REWARD_STD)
     lowest = _points(rows, REWARD_MIN)
     highest = _points(rows, REWARD_MAX)
-    steps = [step for step in means if step in deviations and step in lowest and step in highest]
+    steps = [
+        step
+        for step in means
+        if step in deviations and step in lowest and step in highest
+    ]
     low = [max(lowest[step], means[step] - deviations[step]) for step in steps]
     high = [min(highest[step], means[step] + deviations[step]) for step in steps]
     return steps, low, high
 
 
 def titles(run_folder: Path) -> Titles:
-    """Model and task from the run's configuration; the run's name if that cannot be read."""
+    """Model and task from the run's configuration; the run's name if that cannot be
+    read."""
     try:
-        tables = tomllib.loads((run_folder / "config.resolved.toml").read_text(encoding="utf-8"))
+        tables = tomllib.loads(
+            (run_folder / "config.resolved.toml").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
-        return Titles(title=_shorten(run_folder.name, _MAX_TITLE_CHARACTERS), subtitle="")
+        return Titles(
+            title=_shorten(run_folder.name, _MAX_TITLE_CHARACTERS), subtitle=""
+        )
     model = _model_name(_setting(tables, "model", "model_path"))
     task = _task_name(tables)
     title = model or task or run_folder.name
@@ -128,7 +144,11 @@ def _setting(tables: Mapping[str, object], table: str, key: str) -> str:
 
 def _model_name(path: str) -> str:
     """The folder's name; for the model of a checkpoint also its run and step."""
-    parts = [part for part in Path(path).parts if part not in ("checkpoints", "hugging_face", "/")]
+    parts = [
+        part
+        for part in Path(path).parts
+        if part not in ("checkpoints", "hugging_face", "/")
+    ]
     if not parts:
         return ""
     if parts[-1].startswith("step-"):
@@ -137,7 +157,8 @@ def _model_name(path: str) -> str:
 
 
 def _task_name(tables: Mapping[str, object]) -> str:
-    """The file of tasks, or the function that makes them, or the agent if it does both."""
+    """The file of tasks, or the function that makes them, or the agent if it does
+    both."""
     task_file = _setting(tables, "rollout", "task_file")
     if task_file:
         return Path(task_file).name
@@ -156,8 +177,8 @@ def _shorten(text: str, characters: int) -> str:
 
 
 def trainer_memory(run_folder: Path) -> str:
-    """A sentence that compares the memory of the trainer's largest rank with its estimate; "" for a run that
-    has not measured it."""
+    """A sentence that compares the memory of the trainer's largest rank with its
+    estimate; "" for a run that has not measured it."""
     rows = read_metrics(run_folder / "metrics.jsonl")
     _, measured = curve(rows, PEAK_MEMORY)
     _, estimated = curve(rows, ESTIMATED_MEMORY)
@@ -167,17 +188,29 @@ def trainer_memory(run_folder: Path) -> str:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Draws `report/reward.png` in the run folder and returns its path. Raises ConfigError if there is
-    nothing to draw."""
+    """Draws `report/reward.png` in the run folder and returns its path. Raises
+    ConfigError if there is nothing to draw."""
     rows = read_metrics(run_folder / "metrics.jsonl")
     if not rows:
-        raise ConfigError("run folder", str(run_folder), "no steps in metrics.jsonl", "give a run's folder")
+        raise ConfigError(
+            "run folder",
+            str(run_folder),
+            "no steps in metrics.jsonl",
+            "give a run's folder",
+        )
     if not has_curve(rows):
         reason = "metrics.jsonl has no reward and no held-out result, as that of --debug-train-only"
-        raise ConfigError("run folder", str(run_folder), reason, "give the folder of a run with rollouts")
+        raise ConfigError(
+            "run folder",
+            str(run_folder),
+            reason,
+            "give the folder of a run with rollouts",
+        )
     picture = run_folder / "report" / "reward.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():  # a name in letters that the font lacks is drawn as boxes
+    with (
+        warnings.catch_warnings()
+    ):  # a name in letters that the font lacks is drawn as boxes
         warnings.simplefilter("ignore", UserWarning)
         figure = figure_of(rows, titles(run_folder))
         figure.savefig(picture, dpi=120)
@@ -185,8 +218,9 @@ def write_report(run_folder: Path) -> Path:
 
 
 def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
-    """Rewards and held-out accuracies, in one panel if both are shares, otherwise in a panel each. All
-    numbers are in the legend below the panels: no text covers the curves."""
+    """Rewards and held-out accuracies, in one panel if both are shares, otherwise in a
+    panel each. All numbers are in the legend below the panels: no text covers the
+    curves."""
     # Agg through the object interface: no display, no global state of pyplot.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -201,9 +235,13 @@ def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
     if any(len(_legend_name(name)) > _MAX_NAME_IN_TWO_COLUMNS for name in names):
         columns = 1
     legend_rows = _legend_rows(len(names), has_reward=has_reward, columns=columns)
-    height = num_panels * _PANEL_HEIGHT + _TEXT_HEIGHT + _LEGEND_ROW_HEIGHT * legend_rows
+    height = (
+        num_panels * _PANEL_HEIGHT + _TEXT_HEIGHT + _LEGEND_ROW_HEIGHT * legend_rows
+    )
 
-    figure = Figure(figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figure = Figure(
+        figsize=(_WIDTH, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    )
     FigureCanvasAgg(figure)
     top_panel = figure.add_subplot(num_panels, 1, 1)
     bottom_panel = top_panel
@@ -232,7 +270,9 @@ def figure_of(rows: Sequence[MetricsRow], above: Titles) -> Figure:
 
     figure.suptitle(above.title, fontsize=12, parse_math=False)
     top_panel.set_title(above.subtitle, fontsize=9, color="0.35", parse_math=False)
-    legend = figure.legend(loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
+    legend = figure.legend(
+        loc="outside lower left", ncols=columns, fontsize=8, frameon=False
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
@@ -258,7 +298,9 @@ def _scale_panel(panel: Axes) -> None:
         panel.set_ylim(low - 1.0, high + 1.0)
 
 
-def _set_step_limits(panel: Axes, rows: Sequence[MetricsRow], names: Sequence[str]) -> None:
+def _set_step_limits(
+    panel: Axes, rows: Sequence[MetricsRow], names: Sequence[str]
+) -> None:
     first_step, last_step = _step_range(rows, names)
     margin = max(0.5, 0.03 * (last_step - first_step))
     panel.set_xlim(first_step - margin, last_step + margin)
@@ -284,13 +326,25 @@ def _draw_reward(panel: Axes, rows: Sequence[MetricsRow]) -> None:
     if len(steps) <= 30:
         marker = "o"
     label = f"training reward, mean of a step's rollouts: {_first_and_last(rewards)}"
-    panel.plot(steps, rewards, color="C0", linewidth=1.4, marker=marker, markersize=3, label=label)
+    panel.plot(
+        steps,
+        rewards,
+        color="C0",
+        linewidth=1.4,
+        marker=marker,
+        markersize=3,
+        label=label,
+    )
     band_steps, low, high = reward_band(rows)
     label = "± their standard deviation, within the lowest and the highest"
     if len(band_steps) == 1:  # an area would have no width
-        panel.vlines(band_steps, low, high, color="C0", alpha=0.3, linewidth=6, label=label)
+        panel.vlines(
+            band_steps, low, high, color="C0", alpha=0.3, linewidth=6, label=label
+        )
     elif band_steps:
-        panel.fill_between(band_steps, low, high, color="C0", alpha=0.15, linewidth=0, label=label)
+        panel.fill_between(
+            band_steps, low, high, color="C0", alpha=0.15, linewidth=0, label=label
+        )
 
 
 def _draw_held_out(
@@ -328,7 +382,9 @@ def _draw_held_out(
 
 def _legend_name(name: str) -> str:
     """Set and mode from a metric's name."""
-    return _shorten(name.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), _MAX_NAME_CHARACTERS)
+    return _shorten(
+        name.removeprefix(EVAL_PREFIX).removesuffix(EVAL_SUFFIX), _MAX_NAME_CHARACTERS
+    )
 
 
 def _first_and_last(values: Sequence[float]) -> str:

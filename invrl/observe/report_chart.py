@@ -1,6 +1,7 @@
 """Curves of a run as inline SVG, for a page without scripts. Pure: values in, text out.
 
-Every text that is drawn is escaped here. Colours are classes, which the page's style sheet fills."""
+Every text that is drawn is escaped here. Colours are classes, which the page's style
+sheet fills."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +48,11 @@ class _Scale:
     high: float
 
     def x(self, step: float) -> float:
-        share = 0.5 if self.first == self.last else (step - self.first) / (self.last - self.first)
+        share = (
+            0.5
+            if self.first == self.last
+            else (step - self.first) / (self.last - self.first)
+        )
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
@@ -60,17 +65,23 @@ def svg(chart: Chart) -> str:
     scale = _scale(chart)
     if scale is None:
         return ""
-    parts = [f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(chart.title)}">']
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(chart.title)}">'
+    ]
     for value in (scale.low, (scale.low + scale.high) / 2, scale.high):
         y = scale.y(value)
         parts.append(
             f'<line class="grid" x1="{_LEFT:g}" x2="{_WIDTH - _RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         label = escape(format_number(value))
-        parts.append(f'<text x="{_LEFT - 6:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 6:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+        )
     for step, anchor in _step_labels(scale):
         x = scale.x(step)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8:g}" text-anchor="{anchor}">{step}</text>')
+        parts.append(
+            f'<text x="{x:.1f}" y="{_HEIGHT - 8:g}" text-anchor="{anchor}">{step}</text>'
+        )
     for number, line in enumerate(chart.lines):
         parts += _line_parts(line, scale, f"c{number % NUM_COLORS}")
     parts.append("</svg>")
@@ -87,7 +98,9 @@ def _scale(chart: Chart) -> _Scale | None:
     if not finite:
         return None
     low, high = min(finite), max(finite)
-    if low >= 0.0 and high <= 1.0 and high - low > 0.2:  # shares are compared best on one scale
+    if (
+        low >= 0.0 and high <= 1.0 and high - low > 0.2
+    ):  # shares are compared best on one scale
         low, high = 0.0, 1.0
     if low == high:
         margin = abs(low) or 1.0
@@ -129,7 +142,10 @@ def _line_parts(line: Line, scale: _Scale, color: str) -> list[str]:
     ]
     parts.append(f'<polyline class="line {color}" points="{_points(places)}"/>')
     if len(places) <= 30:
-        parts += [f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
+        parts += [
+            f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+            for x, y in places
+        ]
     return parts
 
 

@@ -1,8 +1,9 @@
-"""The report of a run as one HTML file without scripts, which opens from a disk, offline. Pure.
+"""The report of a run as one HTML file without scripts, which opens from a disk,
+offline. Pure.
 
-Invariant: texts of models, tasks and exceptions are hostile. Each passes `_text`, which makes control
-characters visible and escapes HTML, and a content security policy lets the page load nothing: only its own
-style sheet, by its hash."""
+Invariant: texts of models, tasks and exceptions are hostile. Each passes `_text`, which
+makes control characters visible and escapes HTML, and a content security policy lets
+the page load nothing: only its own style sheet, by its hash."""
 
 import base64
 import hashlib
@@ -48,7 +49,8 @@ pre { margin: 4px 0; padding: 8px; background: var(--box); border-radius: 6px; w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What training gained on a held-out set. Intervals are 95 %; None where they are not known."""
+    """What training gained on a held-out set. Intervals are 95 %; None where they are
+    not known."""
 
     name: str
     first_step: int
@@ -125,9 +127,15 @@ def page(contents: ReportContents) -> str:
     parts += _settings(contents.settings)
     if contents.commands:
         parts.append("<h2>Next commands</h2>")
-        parts += [f"<p>{_text(purpose)}</p><pre>{_text(text)}</pre>" for text, purpose in contents.commands]
+        parts += [
+            f"<p>{_text(purpose)}</p><pre>{_text(text)}</pre>"
+            for text, purpose in contents.commands
+        ]
     rows = [[_text(name), _text(version)] for name, version in contents.versions]
-    parts += ["<h2>Versions</h2>", *_table(["installed where this was written", ""], rows)]
+    parts += [
+        "<h2>Versions</h2>",
+        *_table(["installed where this was written", ""], rows),
+    ]
     parts.append("</body></html>\n")
     return "\n".join(parts)
 
@@ -139,7 +147,9 @@ def _text(text: str) -> str:
 def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """`heads`: texts. `rows`: cells of HTML."""
     head = "".join(f"<th>{_text(name)}</th>" for name in heads)
-    lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    lines = [
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows
+    ]
     return [f'<div class="scroll"><table><tr>{head}</tr>', *lines, "</table></div>"]
 
 
@@ -161,7 +171,13 @@ def _gains(gains: Sequence[Gain]) -> list[str]:
                 tasks,
             ]
         )
-    heads = ["accuracy of", "first", "last, 95 % interval", "gain, 95 % interval", "tasks"]
+    heads = [
+        "accuracy of",
+        "first",
+        "last, 95 % interval",
+        "gain, 95 % interval",
+        "tasks",
+    ]
     return ["<h2>Held-out tasks</h2>", *_table(heads, rows)]
 
 
@@ -179,7 +195,8 @@ def _charts(charts: Sequence[Chart]) -> list[str]:
         if not picture:
             continue
         entries = [
-            f'<li class="c{number % 6}">{_text(line.label)}</li>' for number, line in enumerate(chart.lines)
+            f'<li class="c{number % 6}">{_text(line.label)}</li>'
+            for number, line in enumerate(chart.lines)
         ]
         legend = f'<ul class="legend">{"".join(entries)}</ul>'
         parts.append(f"<figure><h3>{_text(chart.title)}</h3>{picture}{legend}</figure>")
@@ -198,7 +215,9 @@ def _failures(failures: Sequence[FailedReason]) -> list[str]:
             line = example.detail.strip().rpartition("\n")[2] or "(no message)"
             summary = f"{example.count} × {trimmed(line, 200)}, such as task {trimmed(example.task_id, 120)}"
             detail = trimmed(example.detail.strip(), _MAX_DETAIL_CHARACTERS)
-            parts.append(f"<details><summary>{_text(summary)}</summary><pre>{_text(detail)}</pre></details>")
+            parts.append(
+                f"<details><summary>{_text(summary)}</summary><pre>{_text(detail)}</pre></details>"
+            )
     return parts
 
 

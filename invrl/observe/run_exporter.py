@@ -1,7 +1,9 @@
-"""A run's numbers for Prometheus: what its steps measured, and what it is and does when it is scraped.
+"""A run's numbers for Prometheus: what its steps measured, and what it is and does when
+it is scraped.
 
-Invariants: a scrape calls nothing that the loop waits for, so it never delays a step; a source that does not
-answer is reported as `invrl_source_up 0`, and the others are shown all the same."""
+Invariants: a scrape calls nothing that the loop waits for, so it never delays a step; a
+source that does not answer is reported as `invrl_source_up 0`, and the others are shown
+all the same."""
 
 import logging
 import math
@@ -12,7 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from invrl.observe.metric_families import FAMILIES, Family
@@ -26,7 +33,8 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """One series of a histogram: how many values were at most each bound ("+Inf" is last), and their sum."""
+    """One series of a histogram: how many values were at most each bound ("+Inf" is
+    last), and their sum."""
 
     buckets: Mapping[str, int]
     total: float
@@ -40,14 +48,16 @@ Source = Callable[[], Numbers]
 
 @dataclass(slots=True)
 class StepValues:
-    """Folds the rows of `metrics.jsonl` into the series of families that name a key of it."""
+    """Folds the rows of `metrics.jsonl` into the series of families that name a key of
+    it."""
 
     gauges: dict[str, dict[Labels, float]] = field(default_factory=dict)
     counters: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, float | None], *, counted: bool = True) -> None:
-        """`values`: a row, with `step` and `time`. `counted`: whether it was made by this driver. Null is
-        what is not finite: a gauge shows it as NaN, a sum leaves it out."""
+        """`values`: a row, with `step` and `time`. `counted`: whether it was made by
+        this driver. Null is what is not finite: a gauge shows it as NaN, a sum leaves
+        it out."""
         for key, value in values.items():
             number = math.nan if value is None else float(value)
             for family, labels in _shown_by(key):
@@ -60,8 +70,8 @@ class StepValues:
 
 @cache
 def _shown_by(key: str) -> Sequence[tuple[Family, Labels]]:
-    """The families that show this name of `metrics.jsonl`, each with the labels of its series. A run has the
-    same names in thousands of rows."""
+    """The families that show this name of `metrics.jsonl`, each with the labels of its
+    series. A run has the same names in thousands of rows."""
     families: list[tuple[Family, Labels]] = []
     for family in FAMILIES.values():
         labels = family.label_in(key)
@@ -71,10 +81,15 @@ def _shown_by(key: str) -> Sequence[tuple[Family, Labels]]:
 
 
 class RunExporter(Sink, Collector):
-    """Takes what the run reports, as a sink, and gives it to Prometheus, as a collector. Steps are added by
-    the loop's thread, and read by the threads that serve scrapes."""
+    """Takes what the run reports, as a sink, and gives it to Prometheus, as a
+    collector. Steps are added by the loop's thread, and read by the threads that serve
+    scrapes."""
 
-    def __init__(self, fixed: Numbers = MappingProxyType({}), clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        fixed: Numbers = MappingProxyType({}),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`fixed`: series that never change."""
         self._fixed = fixed
         self._clock = clock
@@ -88,7 +103,8 @@ class RunExporter(Sink, Collector):
         return "the metrics for Prometheus"
 
     def recall(self, rows: Sequence[Mapping[str, float | None]]) -> None:
-        """The rows of earlier incarnations: gauges go on from them, counters begin anew."""
+        """The rows of earlier incarnations: gauges go on from them, counters begin
+        anew."""
         with self._lock:
             for row in rows:
                 self._steps.add(row, counted=False)
@@ -118,10 +134,13 @@ class RunExporter(Sink, Collector):
     def detach(self, names: Iterable[str]) -> None:
         """These parts end: they are not measured any more."""
         ended = set(names)
-        self._sources = {name: source for name, source in self._sources.items() if name not in ended}
+        self._sources = {
+            name: source for name, source in self._sources.items() if name not in ended
+        }
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another, in the order of `FAMILIES`; those without a value are left out."""
+        """One family after another, in the order of `FAMILIES`; those without a value
+        are left out."""
         numbers: dict[str, dict[Labels, float | Histogram]] = {}
         with self._lock:
             _merge(numbers, self._steps.gauges)

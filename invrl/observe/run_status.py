@@ -1,7 +1,8 @@
-"""What a run does, and has done, as its folder tells it: for a live or a dead run, without touching it.
+"""What a run does, and has done, as its folder tells it: for a live or a dead run,
+without touching it.
 
-Everything may be missing, torn or of another version: what cannot be read becomes a note, and the rest is
-shown."""
+Everything may be missing, torn or of another version: what cannot be read becomes a
+note, and the rest is shown."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ class RunStatus:
 
     name: str
     state: State
-    """"stopped": nothing works in the folder, and the run is not complete: it failed, was killed or was
-    interrupted."""
+    """"stopped": nothing works in the folder, and the run is not complete: it failed,
+    was killed or was interrupted."""
     settings: Mapping[str, Mapping[str, Any]]
     """By table, as they were written."""
     phase: Phase | None
@@ -85,7 +86,9 @@ class RunReader:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._store = ReadOnlyStore(folder.store_path, folder_of_run(cache_folder(), folder.path))
+        self._store = ReadOnlyStore(
+            folder.store_path, folder_of_run(cache_folder(), folder.path)
+        )
         self._failed: Counter[str] = Counter()
         self._failures: list[Failure] = []
         self._last_outcome = 0
@@ -101,7 +104,9 @@ class RunReader:
         rows: list[MetricsRow] = []
         timeline = Timeline()
         try:
-            rows = [row for row in read_metrics(folder.metrics_path) if _are_numbers(row)]
+            rows = [
+                row for row in read_metrics(folder.metrics_path) if _are_numbers(row)
+            ]
             timeline = read_timeline(folder.path)
         except OSError as error:
             notes.append(f"cannot be read: {error}")
@@ -127,11 +132,15 @@ class RunReader:
 
     def _settings(self, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
         try:
-            document = tomllib.loads(self._folder.config_path.read_text(encoding="utf-8"))
+            document = tomllib.loads(
+                self._folder.config_path.read_text(encoding="utf-8")
+            )
         except (OSError, ValueError) as error:
             notes.append(f"settings are not shown: {error}")
             return {}
-        return {name: table for name, table in document.items() if isinstance(table, dict)}
+        return {
+            name: table for name, table in document.items() if isinstance(table, dict)
+        }
 
     def _phase(self) -> Phase | None:
         try:
@@ -149,7 +158,9 @@ class RunReader:
         if not self._folder.store_path.exists():
             return
         with self._store.reading() as db:
-            sql = "SELECT seq, outcome FROM outbox WHERE failed=1 AND seq>? ORDER BY seq"
+            sql = (
+                "SELECT seq, outcome FROM outbox WHERE failed=1 AND seq>? ORDER BY seq"
+            )
             for sequence, body in db.execute(sql, (self._last_outcome,)):
                 self._last_outcome = sequence
                 try:
@@ -159,11 +170,15 @@ class RunReader:
                 self._failed[outcome.reason.value] += 1
                 lines = outcome.detail.strip().splitlines()
                 failure = Failure(
-                    task_id=outcome.task_id, reason=outcome.reason.value, detail=lines[-1] if lines else ""
+                    task_id=outcome.task_id,
+                    reason=outcome.reason.value,
+                    detail=lines[-1] if lines else "",
                 )
                 self._failures.append(failure)
         del self._failures[:-_MAX_FAILURES]
 
 
 def _are_numbers(row: MetricsRow) -> bool:
-    return all(value is None or isinstance(value, int | float) for value in row.values())
+    return all(
+        value is None or isinstance(value, int | float) for value in row.values()
+    )

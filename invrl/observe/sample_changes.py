@@ -1,5 +1,5 @@
-"""What training changed: the tasks whose rewards or replies differ between the first and the last time that
-they were run."""
+"""What training changed: the tasks whose rewards or replies differ between the first
+and the last time that they were run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Change:
     before: Sample
     after: Sample
     likeness: float
-    """Of the replies of the two samples: 0 nothing in common, 1 equal (difflib's ratio)."""
+    """Of the replies of the two samples: 0 nothing in common, 1 equal (difflib's
+    ratio)."""
 
     @property
     def gain(self) -> float:
@@ -38,16 +39,24 @@ class Change:
 
 
 def changes(samples: Sequence[Sample], store: RunStore) -> list[Change]:
-    """The tasks that changed between their first and their last time. The largest change comes first: the one
-    whose mean reward moved most, and among equal ones the one whose replies are least alike.
+    """The tasks that changed between their first and their last time. The largest
+    change comes first: the one whose mean reward moved most, and among equal ones the
+    one whose replies are least alike.
 
-    A time of a held-out task is an evaluation; only the same set and mode are compared. A time of a training
-    task is a group of it, whatever became of the group, also in a later epoch. The two times must have
-    different weights. Left out are tasks without two such times, and tasks with equal rewards and replies."""
+    A time of a held-out task is an evaluation; only the same set and mode are compared.
+    A time of a training task is a group of it, whatever became of the group, also in a
+    later epoch. The two times must have different weights. Left out are tasks without
+    two such times, and tasks with equal rewards and replies."""
     names = first_ids(sample.identity.task_id for sample in samples)
-    by_task: dict[tuple[str, str], dict[object, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    by_task: dict[tuple[str, str], dict[object, list[Sample]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for sample in samples:
-        if sample.reward is None or sample.newest_version is None or sample.purpose == "serve":
+        if (
+            sample.reward is None
+            or sample.newest_version is None
+            or sample.purpose == "serve"
+        ):
             continue
         time: object = sample.identity.group_id
         if sample.purpose == "eval":
@@ -67,8 +76,8 @@ def changes(samples: Sequence[Sample], store: RunStore) -> list[Change]:
 
 
 def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
-    """By task id: the id that the task had when it came first. A task that comes back, in a later epoch for
-    example, has a number behind its id (`10`, `10@1`, `10@2`)."""
+    """By task id: the id that the task had when it came first. A task that comes back,
+    in a later epoch for example, has a number behind its id (`10`, `10@1`, `10@2`)."""
     ids = set(task_ids)
     first: dict[str, str] = {}
     for task_id in ids:
@@ -89,7 +98,11 @@ def _newest_version(group: Sequence[Sample]) -> int:
 
 
 def _compare(
-    task_id: str, evaluation: str, first: Sequence[Sample], last: Sequence[Sample], store: RunStore
+    task_id: str,
+    evaluation: str,
+    first: Sequence[Sample],
+    last: Sequence[Sample],
+    store: RunStore,
 ) -> Change:
     before = _typical_sample(first)
     after = _typical_sample(last)
@@ -111,13 +124,18 @@ def _mean_reward(group: Sequence[Sample]) -> float:
 
 
 def _typical_sample(group: Sequence[Sample]) -> Sample:
-    """The sample whose reward is nearest to the mean of the group; the first of several."""
+    """The sample whose reward is nearest to the mean of the group; the first of
+    several."""
     mean = _mean_reward(group)
-    return min(group, key=lambda sample: (abs((sample.reward or 0.0) - mean), sample.identity.index))
+    return min(
+        group,
+        key=lambda sample: (abs((sample.reward or 0.0) - mean), sample.identity.index),
+    )
 
 
 def likeness(first: str, second: str) -> float:
-    """0 for texts with nothing in common, 1 for equal ones; judged by their beginnings."""
+    """0 for texts with nothing in common, 1 for equal ones; judged by their
+    beginnings."""
     if first == second:
         return 1.0
     first_part = first[:_MAX_COMPARED_CHARACTERS]

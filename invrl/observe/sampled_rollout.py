@@ -1,11 +1,13 @@
-"""A rollout of a step as a row of a table: what a person reads at an experiment tracker. Pure values."""
+"""A rollout of a step as a row of a table: what a person reads at an experiment
+tracker. Pure values."""
 
 from dataclasses import astuple, dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRollout:
-    """Texts are Unicode without lone surrogates and may hold anything else that a model says."""
+    """Texts are Unicode without lone surrogates and may hold anything else that a model
+    says."""
 
     step: int
     task: str
@@ -17,7 +19,8 @@ class SampledRollout:
     length: int
     """Sampled tokens."""
     reason: str
-    """Why it failed although it counts, or "cut" where a reply ran out of tokens; else ""."""
+    """Why it failed although it counts, or "cut" where a reply ran out of tokens; else
+    ""."""
     version: int
     """The newest weights that sampled it."""
 

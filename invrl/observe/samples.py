@@ -1,9 +1,9 @@
-"""The rollouts of a run as samples to look at: what became of each, and which of them to show. For live and
-ended runs; nothing is written.
+"""The rollouts of a run as samples to look at: what became of each, and which of them
+to show. For live and ended runs; nothing is written.
 
-The step of a training rollout is the one that trained it, along the surviving lineage of the ledger. The step
-of a held-out rollout is the one that its evaluation came after (0: before training). A dropped rollout has no
-step."""
+The step of a training rollout is the one that trained it, along the surviving lineage
+of the ledger. The step of a held-out rollout is the one that its evaluation came after
+(0: before training). A dropped rollout has no step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from invrl.buffer.ledger_store import read_ledger
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
-from invrl.types import FailedRollout, Outcome, Place, Purpose, RolloutIdentity, RolloutSummary
+from invrl.types import (
+    FailedRollout,
+    Outcome,
+    Place,
+    Purpose,
+    RolloutIdentity,
+    RolloutSummary,
+)
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger import LedgerEntry
@@ -40,8 +47,9 @@ class Sample:
     evaluation: str = ""
     """Of a held-out rollout: "<mode>", or "<set>/<mode>"."""
     state: str
-    """What became of it: trained, finished, grouped, taken, dropped (with the reason), failed, lost (a later
-    incarnation of the run resumed from before it), evaluated, served."""
+    """What became of it: trained, finished, grouped, taken, dropped (with the reason),
+    failed, lost (a later incarnation of the run resumed from before it), evaluated,
+    served."""
     reward: float | None
     """None if it failed and does not count."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -57,10 +65,12 @@ class Sample:
     opened_at: float
 
 
-def read_samples(path: Path, failure_rules: Mapping[FailureReason, FailureRule]) -> list[Sample]:
-    """Every rollout in the store at `path` that has ended, in the order in which they were opened. A held-out
-    rollout that was repeated counts once, with its last attempt. `failure_rules`: the run's, for failures
-    that count with a reward."""
+def read_samples(
+    path: Path, failure_rules: Mapping[FailureReason, FailureRule]
+) -> list[Sample]:
+    """Every rollout in the store at `path` that has ended, in the order in which they
+    were opened. A held-out rollout that was repeated counts once, with its last
+    attempt. `failure_rules`: the run's, for failures that count with a reward."""
     fates = _read_fates(read_ledger(path))
     samples: dict[tuple[str, int], Sample] = {}
     store = RunStore(path)
@@ -79,13 +89,18 @@ def read_samples(path: Path, failure_rules: Mapping[FailureReason, FailureRule])
 
 
 def failed_purposes(path: Path) -> set[str]:
-    """What the rollouts were for that failed: "train", "eval". Empty if none did, or if the store at `path`
-    cannot be read."""
+    """What the rollouts were for that failed: "train", "eval". Empty if none did, or if
+    the store at `path` cannot be read."""
     # The outcome is a blob of compact JSON (`rows.py`).
     question = "SELECT DISTINCT purpose FROM sessions WHERE parent_id = '' AND instr(outcome, ?)"
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as store:
-            return {purpose for (purpose,) in store.execute(question, (b'"outcome":"failed"',))}
+        with contextlib.closing(
+            sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+        ) as store:
+            return {
+                purpose
+                for (purpose,) in store.execute(question, (b'"outcome":"failed"',))
+            }
     except sqlite3.Error:
         return set()
 
@@ -99,8 +114,8 @@ class _Fate:
 
 
 def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
-    """By session id, for each rollout whose session the ledger names. The last entry of the surviving lineage
-    decides. A session that only lost entries name is lost."""
+    """By session id, for each rollout whose session the ledger names. The last entry of
+    the surviving lineage decides. A session that only lost entries name is lost."""
     session_ids: dict[Place, str] = {}
     """The session that last ended at a place of the surviving lineage."""
     fates: dict[str, _Fate] = {}
@@ -110,7 +125,8 @@ def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
             if entry.session_id:
                 fates.setdefault(entry.session_id, _Fate("lost"))
             continue
-        # Only the entry that an outcome caused names its session. Later entries of its place belong to it.
+        # Only the entry that an outcome caused names its session. Later entries of its
+        # place belong to it.
         if entry.session_id:
             session_ids[entry.place] = entry.session_id
         session_id = session_ids.get(entry.place)
@@ -120,7 +136,8 @@ def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
 
 
 def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
-    """What became of a rollout with this entry; `previous`: with the entry before it."""
+    """What became of a rollout with this entry; `previous`: with the entry before
+    it."""
     state = str(entry.state)
     if entry.reason:
         state += f": {entry.reason}"
@@ -133,7 +150,9 @@ def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
 
 
 def _sample_of(
-    stored: StoredSession, fates: Mapping[str, _Fate], rules: Mapping[FailureReason, FailureRule]
+    stored: StoredSession,
+    fates: Mapping[str, _Fate],
+    rules: Mapping[FailureReason, FailureRule],
 ) -> Sample:
     session = stored.session
     outcome = stored.outcome
@@ -158,7 +177,9 @@ def _sample_of(
         opened_at=stored.opened_at,
     )
     if isinstance(outcome, RolloutSummary):
-        sample = replace(sample, reward=outcome.reward, reward_components=outcome.reward_components)
+        sample = replace(
+            sample, reward=outcome.reward, reward_components=outcome.reward_components
+        )
         return _with_counts(sample, outcome)
     sample = replace(
         sample,
@@ -202,8 +223,8 @@ def failure_reward(
 
 
 def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
-    """Step and name of an evaluation, from the id that `rollout/evaluation.py` gives to its groups:
-    eval/<step>/[<set>/]<mode>/<task>."""
+    """Step and name of an evaluation, from the id that `rollout/evaluation.py` gives to
+    its groups: eval/<step>/[<set>/]<mode>/<task>."""
     path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")
     step, _, name = path.partition("/")
     if not step.isdecimal():
@@ -222,23 +243,31 @@ def evaluated_steps(samples: Iterable[Sample]) -> list[int]:
 
 
 def _steps_of(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
-    steps = {sample.step for sample in samples if sample.purpose == purpose and sample.step is not None}
+    steps = {
+        sample.step
+        for sample in samples
+        if sample.purpose == purpose and sample.step is not None
+    }
     return sorted(steps)
 
 
 def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """At most `limit` samples (0: all), at equal distances, the first and the last among them."""
+    """At most `limit` samples (0: all), at equal distances, the first and the last
+    among them."""
     count = len(samples)
     if not limit or count <= limit:
         return list(samples)
     if limit == 1:
         return [samples[0]]
-    return [samples[round(number * (count - 1) / (limit - 1))] for number in range(limit)]
+    return [
+        samples[round(number * (count - 1) / (limit - 1))] for number in range(limit)
+    ]
 
 
 def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Sample]:
-    """At most `limit` (0: all) of the samples that have a reward, the best or the worst first. Among samples
-    of equal reward, one of each task comes before the second of any task."""
+    """At most `limit` (0: all) of the samples that have a reward, the best or the worst
+    first. Among samples of equal reward, one of each task comes before the second of
+    any task."""
     counts: dict[tuple[str, float], int] = defaultdict(int)
     keys: dict[str, tuple[float, int]] = {}
     scored: list[Sample] = []
@@ -259,8 +288,9 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
 
 
 def distinct_replies(store: RunStore, rollout_ids: Iterable[str]) -> int:
-    """How many of these rollouts sampled different tokens, counted as `step_metrics.reply_metrics` does:
-    turns whose answer did not reach the client are left out."""
+    """How many of these rollouts sampled different tokens, counted as
+    `step_metrics.reply_metrics` does: turns whose answer did not reach the client are
+    left out."""
     replies: set[tuple[bytes, ...]] = set()
     for rollout_id in rollout_ids:
         sampled: list[bytes] = []

@@ -1,4 +1,5 @@
-"""`invrl samples RUN`: what the model said and which reward it got, as text for a terminal and as JSON.
+"""`invrl samples RUN`: what the model said and which reward it got, as text for a
+terminal and as JSON.
 
 Invariant: text for a terminal has passed through `printable`."""
 
@@ -28,14 +29,24 @@ _MAX_DETAIL_LINES = 6
 
 
 def describe_samples(
-    samples: Sequence[Sample], store: RunStore, *, total: Sequence[Sample], where: str, full: bool
+    samples: Sequence[Sample],
+    store: RunStore,
+    *,
+    total: Sequence[Sample],
+    where: str,
+    full: bool,
 ) -> str:
-    """The chosen `samples` below a summary of `total`, which they were chosen from. `where` names `total`."""
+    """The chosen `samples` below a summary of `total`, which they were chosen from.
+    `where` names `total`."""
     parts = [summary_line(total, store, where)]
     previous_opening: tuple[Message, ...] = ()
     for sample in samples:
         transcript = read_transcript(store, sample.identity.session_id)
-        parts.append(_describe_sample(sample, transcript, full=full, previous_opening=previous_opening))
+        parts.append(
+            _describe_sample(
+                sample, transcript, full=full, previous_opening=previous_opening
+            )
+        )
         previous_opening = transcript.opening
     if len(samples) < len(total):
         parts.append(f"{len(samples)} of {len(total)} shown; -n N shows more, -n 0 all")
@@ -43,27 +54,40 @@ def describe_samples(
 
 
 def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
-    """How many rollouts of how many tasks, their rewards, the share that was cut, how many replies differ."""
+    """How many rollouts of how many tasks, their rewards, the share that was cut, how
+    many replies differ."""
     tasks = {sample.identity.task_id for sample in total}
     facts = [f"{_count(len(total), 'rollout')} of {_count(len(tasks), 'task')}"]
     rewards = [sample.reward for sample in total if sample.reward is not None]
     if rewards:
         mean = sum(rewards) / len(rewards)
-        facts.append(f"reward mean {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g})")
+        facts.append(
+            f"reward mean {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
+        )
     with_turns = [sample for sample in total if sample.num_turns]
     if with_turns:
         cut_share = sum(sample.cut for sample in with_turns) / len(with_turns)
         facts.append(f"cut {cut_share:.0%}")
-        replies = distinct_replies(store, (sample.identity.session_id for sample in with_turns))
-        facts.append(f"{_count(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}")
-    failures = Counter(str(sample.failure) for sample in total if sample.failure is not None)
+        replies = distinct_replies(
+            store, (sample.identity.session_id for sample in with_turns)
+        )
+        facts.append(
+            f"{_count(replies, 'distinct reply', 'distinct replies')} of {len(with_turns)}"
+        )
+    failures = Counter(
+        str(sample.failure) for sample in total if sample.failure is not None
+    )
     if failures:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in failures.most_common())
+        reasons = ", ".join(
+            f"{count} {reason}" for reason, count in failures.most_common()
+        )
         facts.append(f"failed {failures.total()} ({reasons})")
     return f"{where}: {', '.join(facts)}"
 
 
-def describe_changes(changes: Sequence[Change], store: RunStore, *, total: int, full: bool) -> str:
+def describe_changes(
+    changes: Sequence[Change], store: RunStore, *, total: int, full: bool
+) -> str:
     """Each task's prompt once, and the replies before and after."""
     parts = [
         f"{_count(total, 'task')} changed between the first and the last time that they were run "
@@ -88,20 +112,22 @@ def _describe_change(change: Change, store: RunStore, *, full: bool) -> str:
     for title, sample in (("before", change.before), ("after", change.after)):
         transcript = read_transcript(store, sample.identity.session_id)
         lines.append(f"{title}: {_describe_facts(sample)}")
-        lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
+        lines += _describe_conversation(
+            transcript, full=full, previous_opening=previous_opening
+        )
         previous_opening = transcript.opening
     return "\n".join(lines)
 
 
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
-    """A JSON list with an object per rollout: its identity, the fields of `Sample`, and its `turns` with
-    their texts."""
+    """A JSON list with an object per rollout: its identity, the fields of `Sample`, and
+    its `turns` with their texts."""
     return json.dumps([_sample_object(sample, store) for sample in samples], indent=2)
 
 
 def changes_json(changes: Iterable[Change], store: RunStore) -> str:
-    """A JSON list with an object per task: the fields of `Change`, with `before` and `after` as in
-    `samples_json`."""
+    """A JSON list with an object per task: the fields of `Change`, with `before` and
+    `after` as in `samples_json`."""
     rows: list[dict[str, object]] = []
     for change in changes:
         row = asdict(change)
@@ -117,16 +143,27 @@ def _sample_object(sample: Sample, store: RunStore) -> dict[str, object]:
     identity = fields.pop("identity")
     rollout_id = identity.pop("session_id")
     turns = read_transcript(store, rollout_id).turns
-    return {"rollout_id": rollout_id, **identity, **fields, "turns": msgspec.to_builtins(turns)}
+    return {
+        "rollout_id": rollout_id,
+        **identity,
+        **fields,
+        "turns": msgspec.to_builtins(turns),
+    }
 
 
 def _describe_sample(
-    sample: Sample, transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
+    sample: Sample,
+    transcript: Transcript,
+    *,
+    full: bool,
+    previous_opening: tuple[Message, ...],
 ) -> str:
     identity = sample.identity
     heading = f"== task {identity.task_id}, rollout {identity.index} of group {identity.group_id}: "
     lines = [heading + _describe_facts(sample)]
-    lines += _describe_conversation(transcript, full=full, previous_opening=previous_opening)
+    lines += _describe_conversation(
+        transcript, full=full, previous_opening=previous_opening
+    )
     if sample.failure is not None:
         lines.append(f"failed: {sample.failure}")
         detail = sample.detail.strip().splitlines()
@@ -146,7 +183,9 @@ def _describe_facts(sample: Sample) -> str:
         if sample.oldest_version != sample.newest_version:
             versions = f"{sample.oldest_version} to {sample.newest_version}"
         facts.append(f"weights {versions}")
-        facts.append(f"{_count(sample.sampled_tokens, 'token')} in {_count(sample.num_turns, 'turn')}")
+        facts.append(
+            f"{_count(sample.sampled_tokens, 'token')} in {_count(sample.num_turns, 'turn')}"
+        )
     if sample.cut:
         facts.append("CUT")
     facts.append(sample.identity.session_id)
@@ -158,7 +197,9 @@ def _describe_reward(sample: Sample) -> str:
     if sample.reward is not None:
         text = f"reward {sample.reward:.3f}"
     if sample.reward_components:
-        named = ", ".join(f"{name} {value:.3g}" for name, value in sample.reward_components.items())
+        named = ", ".join(
+            f"{name} {value:.3g}" for name, value in sample.reward_components.items()
+        )
         text += f" ({named})"
     return text
 
@@ -177,8 +218,8 @@ def _describe_fate(sample: Sample) -> str:
 def _describe_conversation(
     transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
 ) -> list[str]:
-    """Each message begins a new line. The first prompt is left out if it equals `previous_opening`, that of
-    the rollout above."""
+    """Each message begins a new line. The first prompt is left out if it equals
+    `previous_opening`, that of the rollout above."""
     if not transcript.turns:
         return ["(the model was not asked)"]
     lines: list[str] = []

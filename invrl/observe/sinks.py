@@ -1,7 +1,9 @@
-"""Where a run's phases, metrics and messages go: files, TensorBoard, experiment trackers and the console.
+"""Where a run's phases, metrics and messages go: files, TensorBoard, experiment
+trackers and the console.
 
-Invariant: a sink that fails is reported once and left out; a sink that is slow or hangs is not waited for.
-Neither stops training. wandb and mlflow are imported only if a setting asks for them."""
+Invariant: a sink that fails is reported once and left out; a sink that is slow or hangs
+is not waited for. Neither stops training. wandb and mlflow are imported only if a
+setting asks for them."""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from invrl.host.disk import write_atomically
 from invrl.host.printable import for_stdout
 from invrl.observe.sampled_rollout import ROLLOUT_COLUMNS, SampledRollout
 from invrl.store.run_folder import RunFolder
-from invrl.store.timeline_file import TIMELINE_NAME, IncarnationStart, Sample, Span, TimelineWriter
+from invrl.store.timeline_file import (
+    TIMELINE_NAME,
+    IncarnationStart,
+    Sample,
+    Span,
+    TimelineWriter,
+)
 
 if TYPE_CHECKING:
     from invrl.run.config import Config, RunConfig
@@ -44,10 +52,12 @@ class Sink:
         """The run begins this phase of a step. Step 0 is before the first."""
 
     def awaits(self, text: str) -> None:
-        """What the phase waits for now, such as "37 of 64 rollouts"; "" if that is not known."""
+        """What the phase waits for now, such as "37 of 64 rollouts"; "" if that is not
+        known."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step is done, with these metric values. Step 0 holds the evaluation before training."""
+        """A step is done, with these metric values. Step 0 holds the evaluation before
+        training."""
 
     def span(self, span: Span) -> None:
         """A phase has ended."""
@@ -71,7 +81,8 @@ class Sink:
 
 
 class PhaseFile(Sink):
-    """The current phase for other programs, as a JSON file with pid, step, phase and since when."""
+    """The current phase for other programs, as a JSON file with pid, step, phase and
+    since when."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,8 +94,9 @@ class PhaseFile(Sink):
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl`: one object per step with `step` and `time` (Unix seconds). It is flushed after every
-    step, so that a dead run keeps all of them. Values that are not finite become null."""
+    """`metrics.jsonl`: one object per step with `step` and `time` (Unix seconds). It is
+    flushed after every step, so that a dead run keeps all of them. Values that are not
+    finite become null."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -108,7 +120,9 @@ class TimelineSink(Sink):
     def __init__(self, run: Path, done: int) -> None:
         restart = (run / TIMELINE_NAME).exists()
         self._writer = TimelineWriter(run)
-        start = IncarnationStart(time=time.time(), pid=os.getpid(), step=done, restart=restart)
+        start = IncarnationStart(
+            time=time.time(), pid=os.getpid(), step=done, restart=restart
+        )
         self._writer.write(start)
 
     def span(self, span: Span) -> None:
@@ -122,8 +136,9 @@ class TimelineSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """TensorBoard's event file, written in its record format without torch, tensorflow or a thread. `done`:
-    viewers forget the events of later steps in earlier files, because those steps are lost."""
+    """TensorBoard's event file, written in its record format without torch, tensorflow
+    or a thread. `done`: viewers forget the events of later steps in earlier files,
+    because those steps are lost."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
         # protobuf makes these names at run time
@@ -160,13 +175,17 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run, with its files in the run folder and `parameters` as its config. Its own waits
-    are bounded too: they also run when the interpreter exits."""
+    """A Weights & Biases run, with its files in the run folder and `parameters` as its
+    config. Its own waits are bounded too: they also run when the interpreter exits."""
 
-    def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
+    def __init__(
+        self, run: RunConfig, folder: Path, parameters: Mapping[str, object]
+    ) -> None:
         import wandb
 
-        settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=20.0)
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=30.0, finish_timeout=20.0
+        )
         self._run = wandb.init(
             project=run.wandb_project,
             mode=run.wandb_mode,
@@ -185,7 +204,9 @@ class WandbSink(Sink):
         self._run.log(dict(values), step=step)
 
     def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
-        table = self._make_table(columns=list(ROLLOUT_COLUMNS), data=[list(row.cells()) for row in rows])
+        table = self._make_table(
+            columns=list(ROLLOUT_COLUMNS), data=[list(row.cells()) for row in rows]
+        )
         self._run.log({"rollouts": table}, step=step)
 
     def close(self) -> None:
@@ -193,10 +214,13 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """An MLflow run on the tracking server or store of the settings, in the experiment that MLflow's own
-    environment variable names. Values that are not finite are left out."""
+    """An MLflow run on the tracking server or store of the settings, in the experiment
+    that MLflow's own environment variable names. Values that are not finite are left
+    out."""
 
-    def __init__(self, run: RunConfig, folder: Path, parameters: Mapping[str, object]) -> None:
+    def __init__(
+        self, run: RunConfig, folder: Path, parameters: Mapping[str, object]
+    ) -> None:
         import mlflow
 
         self._mlflow = mlflow  # the active run belongs to this thread
@@ -213,14 +237,18 @@ class MlflowSink(Sink):
 
 
 class ThreadedSink(Sink):
-    """Opens, writes and closes another sink in its own thread. Only `close` waits for that thread, for at
-    most `close_timeout_s`."""
+    """Opens, writes and closes another sink in its own thread. Only `close` waits for
+    that thread, for at most `close_timeout_s`."""
 
-    def __init__(self, name: str, open_sink: Callable[[], Sink], close_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, name: str, open_sink: Callable[[], Sink], close_timeout_s: float = 30.0
+    ) -> None:
         self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self._calls: queue.SimpleQueue[Callable[[Sink], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[Sink], None] | None] = (
+            queue.SimpleQueue()
+        )
         """One for each row of values, and each table. None: there are no more."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -294,9 +322,11 @@ class RunObserver(Sink):
         self._call_each(lambda sink: sink.sample(sample))
 
     def note(self, text: str) -> None:
-        """Prints a message that stays on the screen. Texts of models and exceptions may be in it, so control
-        characters are shown as escapes."""
-        with contextlib.suppress(OSError):  # the terminal may be gone, or the pipe's reader
+        """Prints a message that stays on the screen. Texts of models and exceptions may
+        be in it, so control characters are shown as escapes."""
+        with contextlib.suppress(
+            OSError
+        ):  # the terminal may be gone, or the pipe's reader
             print(for_stdout(text), flush=True)
 
     def close(self) -> None:

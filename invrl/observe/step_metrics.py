@@ -1,7 +1,8 @@
 """The metrics of one step of the loop, from the types of the pipeline. Pure.
 
-`rollout/` is what was sampled, `sync/` the weight update, `time/` the seconds per phase. The trainer makes
-the metrics below `train/`, the buffer those below `buffer/`."""
+`rollout/` is what was sampled, `sync/` the weight update, `time/` the seconds per
+phase. The trainer makes the metrics below `train/`, the buffer those below
+`buffer/`."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,16 @@ CHECKPOINT_PHASE = "checkpoint"
 
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
-    """Reward, lengths, cache and staleness of the rollouts that are trained in this step.
+    """Reward, lengths, cache and staleness of the rollouts that are trained in this
+    step.
 
     `truncated_share` is the share of rollouts in which a reply ran out of tokens.
-    `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled tokens.
-    `later_cached_fraction` is over the prompts of every turn after the first: what the radix cache saved of a
-    conversation that continues. `failed_share/<reason>` are failures that count with a reward.
-    `forks/<reason>`, `matches/<level>`, `thinking_kept_tokens`, `control_tokens_as_text` and `forked_tokens`
-    are the gateway's counts."""
+    `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled
+    tokens. `later_cached_fraction` is over the prompts of every turn after the first:
+    what the radix cache saved of a conversation that continues. `failed_share/<reason>`
+    are failures that count with a reward. `forks/<reason>`, `matches/<level>`,
+    `thinking_kept_tokens`, `control_tokens_as_text` and `forked_tokens` are the
+    gateway's counts."""
     rollouts = _rollouts_of(taken)
     return {
         **_reward_metrics(taken, rollouts),
@@ -35,7 +38,9 @@ def _rollouts_of(taken: TakenBatch) -> list[RolloutSummary]:
     return [rollout for group in taken.groups for rollout in group.rollouts_G]
 
 
-def _reward_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+def _reward_metrics(
+    taken: TakenBatch, rollouts: Sequence[RolloutSummary]
+) -> dict[str, Metric]:
     rewards = [rollout.reward for rollout in rollouts]
     group_deviations: list[float] = []
     for group in taken.groups:
@@ -62,15 +67,25 @@ def _length_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
         "response_length_max": Max(float(max(sampled, default=0))),
         "truncated_share": _mean(is_truncated),
         "cached_fraction": _ratio((r.cached_tokens, r.prompt_tokens) for r in rollouts),
-        "later_cached_fraction": _ratio((r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts),
-        "delivered_fraction": _ratio((r.delivered_tokens, r.sampled_tokens) for r in rollouts),
-        "trained_fraction": _ratio((r.trained_tokens, r.sampled_tokens) for r in rollouts),
-        "auxiliary_fraction": _ratio((r.auxiliary_tokens, r.sampled_tokens) for r in rollouts),
+        "later_cached_fraction": _ratio(
+            (r.later_cached_tokens, r.later_prompt_tokens) for r in rollouts
+        ),
+        "delivered_fraction": _ratio(
+            (r.delivered_tokens, r.sampled_tokens) for r in rollouts
+        ),
+        "trained_fraction": _ratio(
+            (r.trained_tokens, r.sampled_tokens) for r in rollouts
+        ),
+        "auxiliary_fraction": _ratio(
+            (r.auxiliary_tokens, r.sampled_tokens) for r in rollouts
+        ),
         "sampled_tokens": Sum(sum(sampled)),
     }
 
 
-def _staleness_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
+def _staleness_metrics(
+    taken: TakenBatch, rollouts: Sequence[RolloutSummary]
+) -> dict[str, Metric]:
     staleness = [float(taken.version - rollout.oldest_version) for rollout in rollouts]
     seconds = [rollout.finished_at - rollout.started_at for rollout in rollouts]
     num_forks = sum(rollout.forks for rollout in rollouts)
@@ -83,7 +98,8 @@ def _staleness_metrics(taken: TakenBatch, rollouts: Sequence[RolloutSummary]) ->
 
 
 def _named_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
-    """Metrics whose names come from the rollouts: failures, the gateway's counts, reward components."""
+    """Metrics whose names come from the rollouts: failures, the gateway's counts,
+    reward components."""
     failures: set[str] = set()
     count_names: set[str] = set()
     component_names: set[str] = set()
@@ -127,9 +143,10 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
-    """How many of the batch's rollouts sampled different tokens, over all of its tasks: as many as there are
-    rollouts if no two are equal, 1 if the policy has collapsed to one reply. Only trained tokens count, which
-    is all that a rollout sampled except for replies that its client never got."""
+    """How many of the batch's rollouts sampled different tokens, over all of its tasks:
+    as many as there are rollouts if no two are equal, 1 if the policy has collapsed to
+    one reply. Only trained tokens count, which is all that a rollout sampled except for
+    replies that its client never got."""
     replies: dict[str, list[bytes]] = {}
     for sample in batch.samples:
         trained_T = sample.tokens_T[sample.loss_mask_T]
@@ -139,9 +156,10 @@ def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
 
 def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
-    """What shaping added to the final rewards of the rollouts that are trained: `reward_shaping_mean`,
-    `reward_shaping_min`, `reward_shaping_max`, and `reward_shaped_share`, the share of rollouts whose reward
-    it changed. Nothing where rewards are not shaped."""
+    """What shaping added to the final rewards of the rollouts that are trained:
+    `reward_shaping_mean`, `reward_shaping_min`, `reward_shaping_max`, and
+    `reward_shaped_share`, the share of rollouts whose reward it changed. Nothing where
+    rewards are not shaped."""
     term_of: dict[str, float] = {}
     for sample in batch.samples:
         if "reward_shaping" in sample.numbers:
@@ -158,7 +176,8 @@ def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
-    """The weight update: version, bytes, gaps of the canary, seconds per phase and of the pause."""
+    """The weight update: version, bytes, gaps of the canary, seconds per phase and of
+    the pause."""
     metrics: dict[str, Metric] = {
         "version": Max(float(update.version)),
         "bytes": Sum(float(update.num_bytes)),
@@ -170,14 +189,21 @@ def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
     return metrics
 
 
-def time_metrics(seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float) -> dict[str, Metric]:
+def time_metrics(
+    seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float
+) -> dict[str, Metric]:
     """Seconds per phase of the step, and tokens per second of rollout and training.
 
-    `step_s` leaves out the checkpoint, which few steps write; that is in `checkpoint_s`. Rollout tokens/s is
-    over the wall time from the first to the last turn of the batch, so it also holds if rollouts overlap
-    training. Train tokens/s counts trained tokens over the train phase."""
-    metrics: dict[str, Metric] = {f"{phase}_s": Sum(value) for phase, value in seconds.items()}
-    step_seconds = [value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE]
+    `step_s` leaves out the checkpoint, which few steps write; that is in
+    `checkpoint_s`. Rollout tokens/s is over the wall time from the first to the last
+    turn of the batch, so it also holds if rollouts overlap training. Train tokens/s
+    counts trained tokens over the train phase."""
+    metrics: dict[str, Metric] = {
+        f"{phase}_s": Sum(value) for phase, value in seconds.items()
+    }
+    step_seconds = [
+        value for phase, value in seconds.items() if phase != CHECKPOINT_PHASE
+    ]
     metrics["step_s"] = Sum(sum(step_seconds))
     rollouts = _rollouts_of(taken)
     if rollouts:

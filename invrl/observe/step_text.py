@@ -1,4 +1,5 @@
-"""A step as one line of text: the metrics that a person looks at while a run trains. Pure."""
+"""A step as one line of text: the metrics that a person looks at while a run trains.
+Pure."""
 
 from collections.abc import Mapping
 
@@ -25,7 +26,8 @@ SHOWN_WITHOUT_ROLLOUTS = {
 
 
 def describe_step(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
-    """The metrics of the screen, held-out accuracies, and failed rollouts since the start of the run."""
+    """The metrics of the screen, held-out accuracies, and failed rollouts since the
+    start of the run."""
     parts = list(metric_texts(values).values())
     for name, value in values.items():
         if name.startswith("eval/") and name.endswith("/accuracy"):
@@ -40,7 +42,9 @@ def metric_texts(values: Mapping[str, float]) -> dict[str, str]:
     """The metrics of the screen, such as "reward 0.25", by their names."""
     shown = SHOWN if "rollout/reward_mean" in values else SHOWN | SHOWN_WITHOUT_ROLLOUTS
     return {
-        name: f"{label} {_format_metric(name, values)}" for name, label in shown.items() if name in values
+        name: f"{label} {_format_metric(name, values)}"
+        for name, label in shown.items()
+        if name in values
     }
 
 
@@ -51,7 +55,8 @@ def failures_text(failed: Mapping[str, int]) -> str:
 
 
 def _describe_eval_failures(prefix: str, values: Mapping[str, float]) -> str:
-    """Failed rollouts, which score 0, of the evaluation whose metrics begin with `prefix`."""
+    """Failed rollouts, which score 0, of the evaluation whose metrics begin with
+    `prefix`."""
     num_failed = values.get(f"{prefix}failed", 0.0)
     if not num_failed:
         return ""

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class TokenRecorder:
-    """Writes into `folder`, for a run that goes on after step `done`: what later steps left there is lost."""
+    """Writes into `folder`, for a run that goes on after step `done`: what later steps
+    left there is lost."""
 
     def __init__(self, folder: Path, *, done: int) -> None:
         self._folder = folder
@@ -24,11 +25,15 @@ class TokenRecorder:
         try:
             forget_steps(folder, after_step=done)
         except OSError:
-            logger.exception("the tokens of lost steps cannot be removed from %s", folder)
+            logger.exception(
+                "the tokens of lost steps cannot be removed from %s", folder
+            )
 
-    def record(self, step: int, batch: TrainBatch, records: Sequence[TokenRecord | None]) -> str:
-        """Writes the file of a step. `records`: one for each sample of the batch, or none. Returns a warning
-        for the console; "" if there is none."""
+    def record(
+        self, step: int, batch: TrainBatch, records: Sequence[TokenRecord | None]
+    ) -> str:
+        """Writes the file of a step. `records`: one for each sample of the batch, or
+        none. Returns a warning for the console; "" if there is none."""
         if not records or self._failed:
             return ""
         try:
@@ -40,7 +45,9 @@ class TokenRecorder:
         return ""
 
 
-def trained_turns(batch: TrainBatch, records: Sequence[TokenRecord | None]) -> list[TrainedTurn]:
+def trained_turns(
+    batch: TrainBatch, records: Sequence[TokenRecord | None]
+) -> list[TrainedTurn]:
     """The turns of the batch that have a trained token, in the batch's order."""
     turns: list[TrainedTurn] = []
     for sample, record in zip(batch.samples, records, strict=True):
@@ -56,7 +63,9 @@ def _turns_of_row(sample: TrainSample, record: TokenRecord) -> list[TrainedTurn]
     logprobs_T = np.full(len(mask_T), np.nan, np.float32)
     logprobs_T[mask_T] = record.logprobs_N
     turns: list[TrainedTurn] = []
-    for turn_id, (start, end) in zip(sample.turn_ids, sample.turn_spans, strict=bool(sample.turn_spans)):
+    for turn_id, (start, end) in zip(
+        sample.turn_ids, sample.turn_spans, strict=bool(sample.turn_spans)
+    ):
         if mask_T[start:end].any():
             turns.append(
                 TrainedTurn(

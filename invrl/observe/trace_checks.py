@@ -1,5 +1,5 @@
-"""Before a run starts: the packages that its traces need are installed, and its settings for them fit
-together."""
+"""Before a run starts: the packages that its traces need are installed, and its
+settings for them fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from invrl.run.config import Config
 
 _PROTOCOL = "http/protobuf"
-_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PROTOCOL_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    "OTEL_EXPORTER_OTLP_PROTOCOL",
+)
 
 
 def check_traces(config: Config) -> None:
@@ -34,11 +37,15 @@ def check_traces(config: Config) -> None:
         raise ConfigError("run.otel_endpoint", setting or endpoint, reason, fix)
     if config.router.get("enable_trace"):
         reason = "the router would replace the trace of the agent's call by its own"
-        raise ConfigError("router.enable_trace", True, reason, "leave it out while traces are on")
+        raise ConfigError(
+            "router.enable_trace", True, reason, "leave it out while traces are on"
+        )
 
 
 def _check_address(field: str, address: str) -> None:
-    if "@" in address:  # settings are written into the run folder, and an engine's flags are public
+    if (
+        "@" in address
+    ):  # settings are written into the run folder, and an engine's flags are public
         fix = "leave it out; set OTEL_EXPORTER_OTLP_HEADERS in the environment"
         raise ConfigError(field, "(not shown)", "it holds a password", fix)
     parts = urlsplit(address)
@@ -48,11 +55,14 @@ def _check_address(field: str, address: str) -> None:
 
 
 def _check_protocol() -> None:
-    """The first of the variables that is set counts, as in OpenTelemetry's specification."""
+    """The first of the variables that is set counts, as in OpenTelemetry's
+    specification."""
     for name in _PROTOCOL_VARIABLES:
         protocol = os.environ.get(name, "")
         if protocol == _PROTOCOL:
             return
         if protocol:
             fix = f"set it to {_PROTOCOL}, and give the collector's port for HTTP (usually 4318)"
-            raise ConfigError(name, protocol, "spans are sent by OTLP over HTTP, as protobuf", fix)
+            raise ConfigError(
+                name, protocol, "spans are sent by OTLP over HTTP, as protobuf", fix
+            )

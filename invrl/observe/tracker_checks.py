@@ -1,5 +1,5 @@
-"""Before a run starts: the experiment trackers that its settings ask for are installed and can be logged
-to."""
+"""Before a run starts: the experiment trackers that its settings ask for are installed
+and can be logged to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")
 
 def check_trackers(run: RunConfig) -> None:
     """Raises ConfigError."""
-    if _PASSWORD_IN_URL.search(run.mlflow_tracking_uri):  # settings are written into the run folder
+    if _PASSWORD_IN_URL.search(
+        run.mlflow_tracking_uri
+    ):  # settings are written into the run folder
         fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-        raise ConfigError("run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix)
+        raise ConfigError(
+            "run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix
+        )
     if run.wandb_rollouts and not run.wandb_project:
         reason = "nothing is logged to Weights & Biases"
-        raise ConfigError("run.wandb_rollouts", run.wandb_rollouts, reason, "give --wandb-project too")
+        raise ConfigError(
+            "run.wandb_rollouts", run.wandb_rollouts, reason, "give --wandb-project too"
+        )
     if run.wandb_project:
         _check_installed("wandb", "run.wandb_project", run.wandb_project)
     if run.mlflow_tracking_uri:
@@ -36,8 +42,15 @@ def check_trackers(run: RunConfig) -> None:
 
 def _check_installed(package: str, field: str, value: str) -> None:
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # no origin: a folder of that name, not a package
-        raise ConfigError(field, value, f"the package {package} is not installed", f"pip install {package}")
+    if (
+        spec is None or spec.origin is None
+    ):  # no origin: a folder of that name, not a package
+        raise ConfigError(
+            field,
+            value,
+            f"the package {package} is not installed",
+            f"pip install {package}",
+        )
 
 
 def _check_wandb_key(run: RunConfig) -> None:
@@ -46,7 +59,9 @@ def _check_wandb_key(run: RunConfig) -> None:
     has_key = True
     try:
         has_key = wandb.login(prompt=False)
-    except Exception as error:  # no network, or the key is refused: the sink will meet that too
+    except (
+        Exception
+    ) as error:  # no network, or the key is refused: the sink will meet that too
         logger.warning("Weights & Biases: %s", error)
     if not has_key:
         reason = "there is no API key for Weights & Biases"
@@ -55,9 +70,9 @@ def _check_wandb_key(run: RunConfig) -> None:
 
 
 def _check_mlflow(uri: str) -> None:
-    """Finds what can be found without asking a server. MLflow takes any text for a folder, and fails only
-    when it first writes there: it does not write to folders any more, and mlflow-skinny has no
-    databases."""
+    """Finds what can be found without asking a server. MLflow takes any text for a
+    folder, and fails only when it first writes there: it does not write to folders any
+    more, and mlflow-skinny has no databases."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

@@ -1,8 +1,10 @@
-"""What was said in a rollout: the messages that the agent sent, and the model's replies.
+"""What was said in a rollout: the messages that the agent sent, and the model's
+replies.
 
-Read from the messages that the gateway records beside each turn's tokens. A turn records only the messages
-that it adds to its parent: the turn that it continues, or the last one that a fork has in common with what
-was recorded. A turn without a parent records all of its messages."""
+Read from the messages that the gateway records beside each turn's tokens. A turn
+records only the messages that it adds to its parent: the turn that it continues, or the
+last one that a fork has in common with what was recorded. A turn without a parent
+records all of its messages."""
 
 from dataclasses import dataclass
 
@@ -28,7 +30,8 @@ class TranscriptTurn:
     newest_version: WeightVersion
     delivered: bool
     fork_reason: str
-    """Why it forks off what was recorded before; "" for a first turn and for one that continues another."""
+    """Why it forks off what was recorded before; "" for a first turn and for one that
+    continues another."""
     finished_at: float
 
     @property
@@ -57,13 +60,16 @@ class Transcript:
 
 
 def read_transcript(store: RunStore, session_id: str) -> Transcript:
-    """Of a session and its children. It is empty if the session has no turns or is unknown."""
+    """Of a session and its children. It is empty if the session has no turns or is
+    unknown."""
     turns: list[TranscriptTurn] = []
     for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
         messages = msgspec.json.decode(encoded_messages, type=list[Message])
         if not messages:
             messages = [Message("assistant")]
-        turns.append(_transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1]))
+        turns.append(
+            _transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1])
+        )
     return Transcript(turns=tuple(turns))
 
 
@@ -79,7 +85,9 @@ def message_text(message: Message) -> str:
     return "\n".join(parts)
 
 
-def _transcript_turn(turn: Turn, *, prompt: tuple[Message, ...], reply: Message) -> TranscriptTurn:
+def _transcript_turn(
+    turn: Turn, *, prompt: tuple[Message, ...], reply: Message
+) -> TranscriptTurn:
     versions = [span.version for span in turn.spans if span.end > span.start]
     return TranscriptTurn(
         turn_id=turn.id,

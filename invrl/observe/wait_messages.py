@@ -1,6 +1,8 @@
-"""What a run says while no step ends: every 30 s what it waits for, why, and which setting changes that.
+"""What a run says while no step ends: every 30 s what it waits for, why, and which
+setting changes that.
 
-Pure, except `report_waits`, which asks the buffer. A message is for a person: what happened, then what to do.
+Pure, except `report_waits`, which asks the buffer. A message is for a person: what
+happened, then what to do.
 """
 
 import asyncio
@@ -32,7 +34,8 @@ class Deadlines:
 
 
 class CurrentPhase(Sink):
-    """What the run does now and since when, and when the next message is due. `clock`: in seconds."""
+    """What the run does now and since when, and when the next message is due. `clock`:
+    in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,8 +89,8 @@ async def report_waits(
     *,
     interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
-    """Shows a message whenever one is due, until it is cancelled. Returns if the buffer has died: the loop's
-    own call then raises the cause."""
+    """Shows a message whenever one is due, until it is cancelled. Returns if the buffer
+    has died: the loop's own call then raises the cause."""
     phase.restart_interval()  # the message that everything is up has just been shown
     while True:
         if phase.is_message_due():
@@ -95,8 +98,12 @@ async def report_waits(
             try:
                 if phase.name == "rollout":
                     report = await buffer.waiting()
-            except DeadlineError as error:  # the buffer is busy; the next question may be answered
-                logger.warning("the buffer did not say what the next batch waits for: %s", error)
+            except (
+                DeadlineError
+            ) as error:  # the buffer is busy; the next question may be answered
+                logger.warning(
+                    "the buffer did not say what the next batch waits for: %s", error
+                )
             except ServerError as error:
                 logger.warning("waits are not reported any more: %s", error)
                 return
@@ -104,12 +111,18 @@ async def report_waits(
         await asyncio.sleep(interval_s)
 
 
-def wait_message(phase: CurrentPhase, report: WaitReport | None, deadlines: Deadlines) -> str:
-    """`report`: None if the run does not wait for rollouts, or the buffer did not answer."""
+def wait_message(
+    phase: CurrentPhase, report: WaitReport | None, deadlines: Deadlines
+) -> str:
+    """`report`: None if the run does not wait for rollouts, or the buffer did not
+    answer."""
     heading = f"step {phase.step_number}: {phase.name} for {phase.seconds:.0f} s"
     if report is None:
         return heading
-    lines = [f"{heading}: {_describe_groups(report)}", *_describe_reasons(report, deadlines)]
+    lines = [
+        f"{heading}: {_describe_groups(report)}",
+        *_describe_reasons(report, deadlines),
+    ]
     return "\n    ".join(lines)
 
 
@@ -137,7 +150,9 @@ def _describe_reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
     if report.filtered_streak:
         reasons.append(_describe_filtered(report, deadlines))
     if report.dropped.get("stale"):
-        reasons.append("stale groups are older than --max-staleness allows: raise it, or roll out faster")
+        reasons.append(
+            "stale groups are older than --max-staleness allows: raise it, or roll out faster"
+        )
     if report.failed and not report.complete:
         reasons.append(
             "no group has finished: failures are shown above, and each of them is in logs/driver.log"
@@ -205,7 +220,9 @@ def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
 
 def _describe_silent_sessions(outside: WaitsOutside, deadlines: Deadlines) -> str:
     named = outside.sessions[:_MAX_SESSIONS_NAMED]
-    silent = ", ".join(f"{session.session_id} for {session.silent_s:.0f} s" for session in named)
+    silent = ", ".join(
+        f"{session.session_id} for {session.silent_s:.0f} s" for session in named
+    )
     not_named = len(outside.sessions) - len(named)
     if not_named:
         silent += f" and {not_named} more"

@@ -1,7 +1,8 @@
-"""The screen of `invrl watch`: a run's status as a person wants to see it. Pure: a status in, text out.
+"""The screen of `invrl watch`: a run's status as a person wants to see it. Pure: a
+status in, text out.
 
-Model output and exceptions may be in it, so every text of the run is shown with escapes for control
-characters, and nothing is read as rich's markup."""
+Model output and exceptions may be in it, so every text of the run is shown with escapes
+for control characters, and nothing is read as rich's markup."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from rich.text import Text
 from invrl.host.printable import one_line, printable
 from invrl.observe.charts import BLOCKS, block_chart, columns_of
 from invrl.observe.phases import waited_for
-from invrl.observe.report import EVAL_PREFIX, REWARD, REWARD_MAX, REWARD_MIN, curve, eval_names
+from invrl.observe.report import (
+    EVAL_PREFIX,
+    REWARD,
+    REWARD_MAX,
+    REWARD_MIN,
+    curve,
+    eval_names,
+)
 from invrl.observe.run_status import RunStatus
 from invrl.store.metrics_file import MetricsRow
 from invrl.store.timeline_file import Sample, Span
@@ -69,7 +77,7 @@ def screen(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType
     return Group(*parts)
 
 
-# ------------------------------------------------------------------ the parts
+# ----------------------------------------------------------------- the parts
 
 
 def _head(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
@@ -77,7 +85,9 @@ def _head(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
     state = status.state
     if state == "stopped":
         state = "stopped before its last step"
-    head = Text.assemble((_safe(status.name, size), "bold"), "  ", (state, color), no_wrap=True)
+    head = Text.assemble(
+        (_safe(status.name, size), "bold"), "  ", (state, color), no_wrap=True
+    )
     lines = [head, _line(_progress(status), size, "")]
     if status.phase is not None and status.state != "ended":
         lines.append(_line(_phase_now(status, now=now), size, "cyan"))
@@ -115,7 +125,8 @@ def _phase_now(status: RunStatus, *, now: float) -> str:
 
 
 def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """The curve of rewards; of held-out accuracies or losses only the table below it."""
+    """The curve of rewards; of held-out accuracies or losses only the table below
+    it."""
     _, rewards = curve(status.rows, REWARD)
     if not rewards:
         return [_line("no reward yet", size, "dim")]
@@ -134,12 +145,19 @@ def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
             label = _number(high)
         elif index == len(rows) - 1:
             label = _number(low)
-        lines.append(Text.assemble((f"{label:>{label_width}} |", "dim"), (row, "green"), no_wrap=True))
+        lines.append(
+            Text.assemble(
+                (f"{label:>{label_width}} |", "dim"), (row, "green"), no_wrap=True
+            )
+        )
     return lines
 
 
-def _reward_limits(rows: Sequence[MetricsRow], rewards: Sequence[float]) -> tuple[float, float]:
-    """What single rewards were between; of an older run, what the means were between."""
+def _reward_limits(
+    rows: Sequence[MetricsRow], rewards: Sequence[float]
+) -> tuple[float, float]:
+    """What single rewards were between; of an older run, what the means were
+    between."""
     _, lowest = curve(rows, REWARD_MIN)
     _, highest = curve(rows, REWARD_MAX)
     low = min([*lowest, *rewards])
@@ -153,15 +171,22 @@ def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     latest: dict[str, float] = {}
     for row in status.rows:
         latest.update({name: value for name, value in row.items() if value is not None})
-    texts = [f"{label} {_number(latest[name])}" for name, label in SHOWN_METRICS.items() if name in latest]
+    texts = [
+        f"{label} {_number(latest[name])}"
+        for name, label in SHOWN_METRICS.items()
+        if name in latest
+    ]
     if not texts:
         return []
     return [Text(_safe(", ".join(texts), size))]
 
 
 def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """Mean seconds of each phase over the last steps, from the timeline or, without one, the metrics."""
-    spans = [span for span in status.timeline.spans if span.step and span.name != "starting"]
+    """Mean seconds of each phase over the last steps, from the timeline or, without
+    one, the metrics."""
+    spans = [
+        span for span in status.timeline.spans if span.step and span.name != "starting"
+    ]
     steps = sorted({span.step for span in spans})[-_RECENT_STEPS:]
     seconds: dict[str, float] = {}
     if steps:
@@ -183,13 +208,18 @@ def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
             Text(bar, style="cyan"),
             f"waits for {waits}" if waits else "",
         )
-    return [_title(f"seconds a step, mean of the last {_RECENT_STEPS} at most", size), table]
+    return [
+        _title(f"seconds a step, mean of the last {_RECENT_STEPS} at most", size),
+        table,
+    ]
 
 
 def _seconds_by_name(spans: Sequence[Span], num_steps: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for span in spans:
-        seconds[span.name] = seconds.get(span.name, 0.0) + (span.end - span.start) / num_steps
+        seconds[span.name] = (
+            seconds.get(span.name, 0.0) + (span.end - span.start) / num_steps
+        )
     return seconds
 
 
@@ -199,14 +229,21 @@ def _seconds_of_metrics(rows: Sequence[MetricsRow]) -> dict[str, float]:
     for row in recent:
         for name, value in row.items():
             is_phase = name.startswith(_PHASE_PREFIX) and name.endswith(_PHASE_SUFFIX)
-            if value is None or not is_phase or name == _STEP_TIME or name.endswith("_per_s"):
+            if (
+                value is None
+                or not is_phase
+                or name == _STEP_TIME
+                or name.endswith("_per_s")
+            ):
                 continue
             phase = name.removeprefix(_PHASE_PREFIX).removesuffix(_PHASE_SUFFIX)
             seconds[phase] = seconds.get(phase, 0.0) + value / len(recent)
     return seconds
 
 
-def _processes(status: RunStatus, size: ScreenSize, *, now: float) -> list[RenderableType]:
+def _processes(
+    status: RunStatus, size: ScreenSize, *, now: float
+) -> list[RenderableType]:
     if not status.timeline.samples:
         return []
     sample = status.timeline.samples[-1]
@@ -224,7 +261,9 @@ def _processes(status: RunStatus, size: ScreenSize, *, now: float) -> list[Rende
                 f"{engine.running} running",
                 f"{engine.waiting} waiting",
                 f"KV cache {engine.kv_use:.0%}",
-                "" if engine.cache_hit_rate is None else f"{engine.cache_hit_rate:.0%} cached",
+                ""
+                if engine.cache_hit_rate is None
+                else f"{engine.cache_hit_rate:.0%} cached",
             )
         lines.append(table)
     if sample.gateway is not None:
@@ -239,7 +278,9 @@ def _gateway_text(sample: Sample) -> str:
     assert gateway is not None, "the caller has looked"
     parts = [f"gateway: {gateway.requests} turns ended"]
     if gateway.latency_p50_s is not None and gateway.latency_p95_s is not None:
-        parts.append(f"half within {gateway.latency_p50_s:.2f} s, 95 % within {gateway.latency_p95_s:.2f} s")
+        parts.append(
+            f"half within {gateway.latency_p50_s:.2f} s, 95 % within {gateway.latency_p95_s:.2f} s"
+        )
     if gateway.tokens_per_s:
         parts.append(f"{gateway.tokens_per_s:.0f} tokens/s")
     if gateway.cache_hit_rate is not None:
@@ -292,7 +333,7 @@ def _failures(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     return lines
 
 
-# ------------------------------------------------------------------ letters
+# ----------------------------------------------------------------- letters
 
 
 def recent_step_seconds(rows: Sequence[MetricsRow]) -> float | None:
@@ -329,7 +370,9 @@ def _number(value: float) -> str:
 
 def _title(text: str, size: ScreenSize) -> RenderableType:
     line = "─" if size.blocks == BLOCKS else "-"
-    return Rule(Text(_safe(text, size), "bold"), align="left", characters=line, style="dim")
+    return Rule(
+        Text(_safe(text, size), "bold"), align="left", characters=line, style="dim"
+    )
 
 
 def _line(text: str, size: ScreenSize, style: str) -> Text:
@@ -344,7 +387,8 @@ def _safe(text: str, size: ScreenSize) -> str:
 
 
 def _table(size: ScreenSize) -> Table:
-    """Columns without lines around them. Rows are cut off where the terminal is narrow."""
+    """Columns without lines around them. Rows are cut off where the terminal is
+    narrow."""
     table = Table.grid(padding=(0, 2))
     overflow = "ellipsis" if size.blocks == BLOCKS else "crop"
     for _ in range(5):

@@ -1,4 +1,6 @@
-"""User code and what runs it: tasks, sessions, workers, rewards and held-out evaluation.
+"""User code and what runs it: tasks, sessions, workers, rewards and held-out
+evaluation.
 
-May import `host` and `store`; it talks to the gateway over HTTP only. Start with `runner.py`.
+May import `host` and `store`; it talks to the gateway over HTTP only. Start with
+`runner.py`.
 """

@@ -1,5 +1,5 @@
-"""What to do about exceptions that a rollout function raises because it and its client do not agree on who
-waits: sentences for a failure's detail. Pure."""
+"""What to do about exceptions that a rollout function raises because it and its client
+do not agree on who waits: sentences for a failure's detail. Pure."""
 
 from collections.abc import Iterable
 

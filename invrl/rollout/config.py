@@ -25,11 +25,15 @@ class RolloutConfig(Section):
         "", description="module:name of the reward function: (task, result) -> float"
     )
     task_source_path: str = Field(
-        "", description="module:name of the task source: (split, seed) -> Tasks; instead of --task-file"
+        "",
+        description="module:name of the task source: (split, seed) -> Tasks; instead of --task-file",
     )
-    task_file: str = Field("", description="JSONL or Parquet (*.parquet) file, one task per line or row")
+    task_file: str = Field(
+        "", description="JSONL or Parquet (*.parquet) file, one task per line or row"
+    )
     task_id_key: str = Field(
-        "id", description="field that holds the task's id (without it, the line or row number)"
+        "id",
+        description="field that holds the task's id (without it, the line or row number)",
     )
     task_label_key: str = Field(
         "label",
@@ -37,7 +41,8 @@ class RolloutConfig(Section):
         "`target`, the first that all rows have",
     )
     eval_task_file: str = Field(
-        "", description="file of held-out tasks (a task source has its split 'eval' instead)"
+        "",
+        description="file of held-out tasks (a task source has its split 'eval' instead)",
     )
     curriculum: CurriculumScheme = Field(
         "none",
@@ -56,18 +61,32 @@ class RolloutConfig(Section):
         description="part of what the curriculum knows of a task that it keeps at each of the task's groups; "
         "1: it forgets nothing",
     )
-    rollout_batch_size: PositiveInt = Field(4, description="groups in one training batch")
+    rollout_batch_size: PositiveInt = Field(
+        4, description="groups in one training batch"
+    )
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
-    rollout_workers: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    rollout_workers: PositiveInt = Field(
+        1, description="Ray actors that run rollout functions"
+    )
     rollout_worker_memory_gb: NonNegativeFloat = Field(
         16.0,
         description="memory of a worker with its child processes, above which it is replaced; 0: no limit",
     )
-    rollout_concurrency: PositiveInt = Field(32, description="rollouts that run at a time, over all workers")
-    rollout_timeout_s: PositiveFloat = Field(300.0, description="seconds after which a rollout has failed")
-    rollout_max_attempts: PositiveInt = Field(3, description="attempts at each rollout of a group")
-    temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
-    max_new_tokens: PositiveInt = Field(512, description="tokens that one turn may sample")
+    rollout_concurrency: PositiveInt = Field(
+        32, description="rollouts that run at a time, over all workers"
+    )
+    rollout_timeout_s: PositiveFloat = Field(
+        300.0, description="seconds after which a rollout has failed"
+    )
+    rollout_max_attempts: PositiveInt = Field(
+        3, description="attempts at each rollout of a group"
+    )
+    temperature: PositiveFloat = Field(
+        1.0, description="sampling temperature of training rollouts"
+    )
+    max_new_tokens: PositiveInt = Field(
+        512, description="tokens that one turn may sample"
+    )
     rollout_top_logprobs: NonNegativeInt = Field(
         0,
         le=MAX_TOP_LOGPROBS,
@@ -78,11 +97,15 @@ class RolloutConfig(Section):
         0, description="steps between evaluations; 0: only before and after"
     )
     eval_tasks: NonNegativeInt = Field(
-        0, description="held-out tasks of each set; 0: no evaluation (`invrl eval`: all of them)"
+        0,
+        description="held-out tasks of each set; 0: no evaluation (`invrl eval`: all of them)",
     )
-    eval_samples_per_task: PositiveInt = Field(1, description="samples per held-out task at temperature 1.0")
+    eval_samples_per_task: PositiveInt = Field(
+        1, description="samples per held-out task at temperature 1.0"
+    )
     eval_sets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
-        (), description="held-out sets, each NAME=FILE or NAME=module:source (the source's split 'eval')"
+        (),
+        description="held-out sets, each NAME=FILE or NAME=module:source (the source's split 'eval')",
     )
     eval_modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
         ("sampled", "greedy"),
@@ -92,6 +115,6 @@ class RolloutConfig(Section):
 
     @property
     def runs_rollouts(self) -> bool:
-        """Whether our own workers run rollouts. External environments run those of training only, never those
-        of an evaluation."""
+        """Whether our own workers run rollouts. External environments run those of
+        training only, never those of an evaluation."""
         return not self.external_environments or self.eval_tasks > 0

@@ -1,9 +1,11 @@
-"""A curriculum: picks the next task of a list by how often the model has solved each one so far.
+"""A curriculum: picks the next task of a list by how often the model has solved each
+one so far.
 
-Of each task it keeps a Beta distribution of its success rate, which forgets, because the model changes. A
-scheme of `CURRICULA` picks by these distributions. Invariants: the picks depend on the seed and on the
-outcomes so far and on nothing else; a task of which a group is open is picked again only when every task has
-as many open groups; `state` is everything that `restore` needs."""
+Of each task it keeps a Beta distribution of its success rate, which forgets, because
+the model changes. A scheme of `CURRICULA` picks by these distributions. Invariants: the
+picks depend on the seed and on the outcomes so far and on nothing else; a task of which
+a group is open is picked again only when every task has as many open groups; `state` is
+everything that `restore` needs."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 from invrl.types import GroupOutcome, Json, Task
 
 PRIOR = 1.0
-"""Both parameters of the Beta distribution of a task that was not seen yet: any success rate is as likely."""
+"""Both parameters of the Beta distribution of a task that was not seen yet: any success
+rate is as likely."""
 TARGET_SUCCESS_RATE = 0.5
 MAX_TASKS = 100_000
 
@@ -24,34 +27,44 @@ Scheme = Callable[[NDArray[np.float64], NDArray[np.float64], np.random.Generator
 
 
 def learnability(
-    alpha_K: NDArray[np.float64], beta_K: NDArray[np.float64], generator: np.random.Generator
+    alpha_K: NDArray[np.float64],
+    beta_K: NDArray[np.float64],
+    generator: np.random.Generator,
 ) -> int:
-    """Draws a task with a probability in proportion to its learnability p (1 - p), the variance of success
-    (Foster et al., "Learning to Reason at the Frontier of Learnability", arXiv 2502.12272).
+    """Draws a task with a probability in proportion to its learnability p (1 - p), the
+    variance of success (Foster et al., "Learning to Reason at the Frontier of
+    Learnability", arXiv 2502.12272).
 
-    The paper measures p by extra rollouts and takes the tasks with the highest values. Here there are no
-    extra rollouts: it is the expectation of p (1 - p) under what is known of p,
-    alpha beta / ((alpha + beta) (alpha + beta + 1)), which is never 0, so no task is given up for good."""
+    The paper measures p by extra rollouts and takes the tasks with the highest values.
+    Here there are no extra rollouts: it is the expectation of p (1 - p) under what is
+    known of p, alpha beta / ((alpha + beta) (alpha + beta + 1)), which is never 0, so
+    no task is given up for good."""
     total_K = alpha_K + beta_K
     return _draw(alpha_K * beta_K / (total_K * (total_K + 1.0)), generator)
 
 
 def thompson(
-    alpha_K: NDArray[np.float64], beta_K: NDArray[np.float64], generator: np.random.Generator
+    alpha_K: NDArray[np.float64],
+    beta_K: NDArray[np.float64],
+    generator: np.random.Generator,
 ) -> int:
-    """Draws a success rate for every task from its distribution and picks the task whose draw is nearest to
-    0.5 (MoPPS: Qu et al., arXiv 2507.04632; the strategy "topk" of verl's `recipe/mopps/mopps.py`). There the
-    nearest B of a random part of the tasks are picked for a whole batch; here one task is, of all."""
+    """Draws a success rate for every task from its distribution and picks the task
+    whose draw is nearest to 0.5 (MoPPS: Qu et al., arXiv 2507.04632; the strategy
+    "topk" of verl's `recipe/mopps/mopps.py`). There the nearest B of a random part of
+    the tasks are picked for a whole batch; here one task is, of all."""
     success_rate_K = generator.beta(alpha_K, beta_K)
     return int(np.argmin(np.abs(success_rate_K - TARGET_SUCCESS_RATE)))
 
 
 def prioritized(
-    alpha_K: NDArray[np.float64], beta_K: NDArray[np.float64], generator: np.random.Generator
+    alpha_K: NDArray[np.float64],
+    beta_K: NDArray[np.float64],
+    generator: np.random.Generator,
 ) -> int:
-    """Draws a task with a probability in proportion to 1 - p: hard tasks come more often (prioritized
-    sampling of Kimi k1.5, arXiv 2501.12599). p is the mean of what is known, alpha / (alpha + beta), so a
-    task that is always solved still comes now and then."""
+    """Draws a task with a probability in proportion to 1 - p: hard tasks come more
+    often (prioritized sampling of Kimi k1.5, arXiv 2501.12599). p is the mean of what
+    is known, alpha / (alpha + beta), so a task that is always solved still comes now
+    and then."""
     return _draw(beta_K / (alpha_K + beta_K), generator)
 
 
@@ -63,12 +76,15 @@ CURRICULA: dict[str, Scheme] = {
 
 
 class Curriculum(Iterator[Task]):
-    """The tasks in the order that the scheme picks them, without an end. It is an `OutcomeRecorder` and a
-    `StateKeeper` (`interfaces.py`), as a user's own source may be."""
+    """The tasks in the order that the scheme picks them, without an end. It is an
+    `OutcomeRecorder` and a `StateKeeper` (`interfaces.py`), as a user's own source may
+    be."""
 
-    def __init__(self, tasks: Sequence[Task], scheme: Scheme, *, decay: float, seed: int) -> None:
-        """`tasks`: at least one, with distinct ids. `decay`: the part of the earlier evidence about a task
-        that is kept at each of its groups, in [0, 1]."""
+    def __init__(
+        self, tasks: Sequence[Task], scheme: Scheme, *, decay: float, seed: int
+    ) -> None:
+        """`tasks`: at least one, with distinct ids. `decay`: the part of the earlier
+        evidence about a task that is kept at each of its groups, in [0, 1]."""
         self._tasks = tasks
         self._scheme = scheme
         self._decay = decay
@@ -83,29 +99,39 @@ class Curriculum(Iterator[Task]):
     def __next__(self) -> Task:
         fewest_open = np.flatnonzero(self._open_K == self._open_K.min())
         # A generator of its own for each pick: the state is then one number.
-        pick_seed = random.Random(f"curriculum/{self._seed}/{self._num_picks}").getrandbits(64)
+        pick_seed = random.Random(
+            f"curriculum/{self._seed}/{self._num_picks}"
+        ).getrandbits(64)
         generator = np.random.default_rng(pick_seed)
-        picked = self._scheme(self._alpha_K[fewest_open], self._beta_K[fewest_open], generator)
+        picked = self._scheme(
+            self._alpha_K[fewest_open], self._beta_K[fewest_open], generator
+        )
         index = int(fewest_open[picked])
         self._num_picks += 1
         self._open_K[index] += 1
         return self._tasks[index]
 
     def record(self, outcome: GroupOutcome) -> None:
-        """A complete group with s solved and f unsolved rollouts moves the distribution of its task:
+        """A complete group with s solved and f unsolved rollouts moves the distribution
+        of its task:
 
             alpha <- decay alpha + (1 - decay) prior + s,    beta <- decay beta + (1 - decay) prior + f
 
-        (MoPPS, arXiv 2507.04632: the streaming posterior with temporal discounting.) A group that was dropped
-        before it was complete moves nothing: the rollouts that are there ended early for a reason."""
+        (MoPPS, arXiv 2507.04632: the streaming posterior with temporal discounting.) A
+        group that was dropped before it was complete moves nothing: the rollouts that
+        are there ended early for a reason."""
         index = self._index[outcome.task_id]
         self._open_K[index] = max(0, self._open_K[index] - 1)
         if not outcome.complete:
             return
         num_unsolved = len(outcome.rewards_G) - outcome.num_solved
         kept_prior = (1.0 - self._decay) * PRIOR
-        self._alpha_K[index] = self._decay * self._alpha_K[index] + kept_prior + outcome.num_solved
-        self._beta_K[index] = self._decay * self._beta_K[index] + kept_prior + num_unsolved
+        self._alpha_K[index] = (
+            self._decay * self._alpha_K[index] + kept_prior + outcome.num_solved
+        )
+        self._beta_K[index] = (
+            self._decay * self._beta_K[index] + kept_prior + num_unsolved
+        )
 
     def state(self) -> dict[str, Json]:
         """Of the tasks that were picked: [alpha, beta, open groups], by id."""
@@ -144,4 +170,8 @@ def _among(unknown: Sequence[str]) -> str:
 def _draw(weight_K: NDArray[np.float64], generator: np.random.Generator) -> int:
     """One of K with a probability in proportion to its weight."""
     sum_K = np.cumsum(weight_K)
-    return int(np.searchsorted(sum_K, generator.random() * sum_K[-1], side="right").clip(max=len(sum_K) - 1))
+    return int(
+        np.searchsorted(sum_K, generator.random() * sum_K[-1], side="right").clip(
+            max=len(sum_K) - 1
+        )
+    )

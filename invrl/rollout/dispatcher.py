@@ -1,20 +1,23 @@
-"""Keeps rollouts running: leases groups from the buffer, opens their sessions, runs them in the pool.
+"""Keeps rollouts running: leases groups from the buffer, opens their sessions, runs
+them in the pool.
 
     buffer.lease() ─► open the group's sessions (one call) ─► waiting ─► pool.run ─► slot is free
           ▲  None: ask again soon                                             │
           └──────────────── while fewer than `concurrency` run ◄──────────────┘
 
-Invariants: at most `concurrency` rollouts run at a time (a group form with more sessions than that runs
-alone); a slot is free as soon as its rollout has ended, not only when its group has; every session that was
-opened ends.
+Invariants: at most `concurrency` rollouts run at a time (a group form with more
+sessions than that runs alone); a slot is free as soon as its rollout has ended, not
+only when its group has; every session that was opened ends.
 
-Outcomes reach the buffer through the gateway's outbox. The dispatcher reports an outcome only if the gateway
-does not know the session any more.
+Outcomes reach the buffer through the gateway's outbox. The dispatcher reports an
+outcome only if the gateway does not know the session any more.
 
-When the buffer names a group that it has dropped, the dispatcher removes the group's waiting assignments,
-aborts its sessions, which ends their requests to the engines, and then cancels its running assignments.
+When the buffer names a group that it has dropped, the dispatcher removes the group's
+waiting assignments, aborts its sessions, which ends their requests to the engines, and
+then cancels its running assignments.
 
-A failure on our side ends the dispatcher with that exception. `guard` raises it where the loop waits."""
+A failure on our side ends the dispatcher with that exception. `guard` raises it where
+the loop waits."""
 
 import asyncio
 import contextlib
@@ -42,8 +45,8 @@ _END_TIMEOUT_S = 5.0
 
 
 async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
-    """Returns `work`'s result. `watch` never returns: if it raises before `work` is done, its exception is
-    raised here."""
+    """Returns `work`'s result. `watch` never returns: if it raises before `work` is
+    done, its exception is raised here."""
     work_task = asyncio.ensure_future(work)
     watch_task = asyncio.ensure_future(watch)
     try:
@@ -58,7 +61,8 @@ async def first_to_fail(work: Awaitable[T], watch: Awaitable[None]) -> T:
 
 
 class Scheduler:
-    """Leases work from the buffer in the driver's event loop, until it is stopped or fails."""
+    """Leases work from the buffer in the driver's event loop, until it is stopped or
+    fails."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -67,20 +71,20 @@ class Scheduler:
         self._follower: asyncio.Task[None] | None = None
         self._drops: set[asyncio.Task[None]] = set()
         self._dropped: dict[str, DroppedGroup] = {}
-        """By id, the groups that the buffer has dropped since the latest call of `lease`, whose lease may
-        be of one of them."""
+        """By id, the groups that the buffer has dropped since the latest call of
+        `lease`, whose lease may be of one of them."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._warned_constrained = False
 
     def start(self) -> None:
-        """Starts two tasks in the running event loop: one leases work, one ends the groups that the buffer
-        drops."""
+        """Starts two tasks in the running event loop: one leases work, one ends the
+        groups that the buffer drops."""
         self._scheduler = asyncio.create_task(self._guarded(self._schedule()))
         self._follower = asyncio.create_task(self._guarded(self._follow_drops()))
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Returns `work`'s result. If the scheduler, which `work` may start, fails first, `work` is cancelled
-        and the scheduler's failure is raised."""
+        """Returns `work`'s result. If the scheduler, which `work` may start, fails
+        first, `work` is cancelled and the scheduler's failure is raised."""
         return await first_to_fail(work, asyncio.shield(self._failed))
 
     async def stop(self) -> None:
@@ -109,8 +113,8 @@ class Scheduler:
         """Ends the rollouts that still run."""
 
     async def _lease(self) -> GroupLease | None:
-        """Asks the buffer for work. After the caller has acted on the lease, `_dropped` says whether the
-        buffer has dropped its group in the meantime."""
+        """Asks the buffer for work. After the caller has acted on the lease, `_dropped`
+        says whether the buffer has dropped its group in the meantime."""
         self._dropped.clear()
         return await self._buffer.lease()
 
@@ -118,7 +122,8 @@ class Scheduler:
         while not self._stopping:
             for group in await self._buffer.unwanted():
                 self._dropped[group.group_id] = group
-                # A task for each group: a client that does not read its answer delays the end of its session.
+                # A task for each group: a client that does not read its answer delays
+                # the end of its session.
                 drop = asyncio.create_task(self._guarded(self._drop(group)))
                 self._drops.add(drop)
                 drop.add_done_callback(self._drops.discard)
@@ -143,11 +148,17 @@ class _Running:
 
 
 class Dispatcher(Scheduler):
-    """Runs leases in the worker pool. With `group_form` a lease is one assignment with all its sessions,
-    otherwise one assignment per session."""
+    """Runs leases in the worker pool. With `group_form` a lease is one assignment with
+    all its sessions, otherwise one assignment per session."""
 
     def __init__(
-        self, buffer: Buffer, sessions: SessionClient, pool: WorkerPool, *, concurrency: int, group_form: bool
+        self,
+        buffer: Buffer,
+        sessions: SessionClient,
+        pool: WorkerPool,
+        *,
+        concurrency: int,
+        group_form: bool,
     ) -> None:
         super().__init__(buffer)
         self._sessions = sessions
@@ -171,7 +182,11 @@ class Dispatcher(Scheduler):
                 waiting.append(assignment)
             else:
                 remaining.append(assignment)
-        running = [run for run in self._runs.values() if run.assignment.group_id == group.group_id]
+        running = [
+            run
+            for run in self._runs.values()
+            if run.assignment.group_id == group.group_id
+        ]
         self._waiting = remaining
         self._changed.set()
 
@@ -186,7 +201,8 @@ class Dispatcher(Scheduler):
 
     async def _abort(self, group: DroppedGroup, sessions: Sequence[Session]) -> None:
         aborts = (
-            self._sessions.abort(session, FailureReason.GROUP_DROPPED, group.detail) for session in sessions
+            self._sessions.abort(session, FailureReason.GROUP_DROPPED, group.detail)
+            for session in sessions
         )
         await asyncio.gather(*aborts)
 
@@ -206,14 +222,17 @@ class Dispatcher(Scheduler):
         aborts = [self._abort_at_end(session) for session in sessions]
         for result in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(result, BaseException):
-                _log.warning("a session stays open although the run has ended: %r", result)
+                _log.warning(
+                    "a session stays open although the run has ended: %r", result
+                )
 
     async def _abort_at_end(self, session: Session) -> None:
         async with asyncio.timeout(_END_TIMEOUT_S):
             await self._sessions.abort(session, FailureReason.ABORTED, "the run ended")
 
     async def _schedule(self) -> None:
-        # The flag is checked besides the cancellation: a library that is awaited here may swallow one.
+        # The flag is checked besides the cancellation: a library that is awaited here
+        # may swallow one.
         while not self._stopping:
             self._changed.clear()
             self._start_waiting()
@@ -231,7 +250,9 @@ class Dispatcher(Scheduler):
             if dropped is not None:
                 await self._abort(dropped, sessions)
                 continue
-            self._waiting.extend(assignments(lease, sessions, group_form=self._group_form))
+            self._waiting.extend(
+                assignments(lease, sessions, group_form=self._group_form)
+            )
 
     def _start_waiting(self) -> None:
         """Starts the waiting assignments for which slots are free, the oldest first."""
@@ -260,21 +281,27 @@ class Dispatcher(Scheduler):
                 self._warn_constrained(outcome)
 
     def _warn_constrained(self, failure: FailedRollout) -> None:
-        """Prints the first CONSTRAINED failure: all rollouts fail alike, and the run would wait for its
-        deadline without a word on the console."""
+        """Prints the first CONSTRAINED failure: all rollouts fail alike, and the run
+        would wait for its deadline without a word on the console."""
         if failure.reason is not FailureReason.CONSTRAINED or self._warned_constrained:
             return
         self._warned_constrained = True
-        print(f"warning: rollout {failure.session_id} trains nothing: {failure.detail}", flush=True)
+        print(
+            f"warning: rollout {failure.session_id} trains nothing: {failure.detail}",
+            flush=True,
+        )
 
     def _forget_run(self, task: asyncio.Task[None]) -> None:
         del self._runs[task]
         self._changed.set()
 
 
-def assignments(lease: GroupLease, sessions: Sequence[Session], *, group_form: bool) -> list[Assignment]:
-    """The calls of the rollout function that a lease needs. A later lease of a group replaces failed members
-    only, so a group form may get fewer sessions than the group has members."""
+def assignments(
+    lease: GroupLease, sessions: Sequence[Session], *, group_form: bool
+) -> list[Assignment]:
+    """The calls of the rollout function that a lease needs. A later lease of a group
+    replaces failed members only, so a group form may get fewer sessions than the group
+    has members."""
     if group_form:
         return [Assignment(task=lease.task, sessions=tuple(sessions))]
     return [Assignment(task=lease.task, sessions=(session,)) for session in sessions]

@@ -1,7 +1,9 @@
-"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint, its rewards and children.
+"""What a rollout function gets: its session as an OpenAI and an Anthropic endpoint, its
+rewards and children.
 
-All sessions of a worker share one pool of connections: a TLS context and a connection per rollout would cost
-more than the request. Closing the client of one session leaves the connections of the others open."""
+All sessions of a worker share one pool of connections: a TLS context and a connection
+per rollout would cost more than the request. Closing the client of one session leaves
+the connections of the others open."""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_RETRIES = 2
-"""Retries are safe: the gateway answers a repeated request with the turn that it recorded."""
+"""Retries are safe: the gateway answers a repeated request with the turn that it
+recorded."""
 
 
 class ConnectionPool(httpx.AsyncBaseTransport):
-    """The connections of one event loop, shared by the clients of many sessions. They stay open when a client
-    is closed, and end with the process."""
+    """The connections of one event loop, shared by the clients of many sessions. They
+    stay open when a client is closed, and end with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -36,10 +39,12 @@ class ConnectionPool(httpx.AsyncBaseTransport):
 
 
 class SessionEndpoint:
-    """One session's `interfaces.Endpoint`. `timeout_s`: the time limit of the whole rollout, which is also
-    the limit of each request."""
+    """One session's `interfaces.Endpoint`. `timeout_s`: the time limit of the whole
+    rollout, which is also the limit of each request."""
 
-    def __init__(self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool) -> None:
+    def __init__(
+        self, session: Session, *, model: str, timeout_s: float, pool: ConnectionPool
+    ) -> None:
         self._session = session
         self.base_url = session.base_url
         self.api_key = session.key
@@ -48,8 +53,9 @@ class SessionEndpoint:
         self._pool = pool
 
     def openai(self) -> AsyncOpenAI:
-        """A client that is ready to use. In the worker's event loop it uses the shared pool. A pool belongs
-        to one loop, so in the thread of a sync function the client gets connections of its own."""
+        """A client that is ready to use. In the worker's event loop it uses the shared
+        pool. A pool belongs to one loop, so in the thread of a sync function the client
+        gets connections of its own."""
         import openai  # Takes a second. The driver imports this module too and does not need it.
 
         timeout = httpx.Timeout(self._timeout_s, connect=_CONNECT_TIMEOUT_S)
@@ -59,17 +65,21 @@ class SessionEndpoint:
             api_key=self.api_key,
             max_retries=_MAX_RETRIES,
             timeout=timeout,
-            http_client=httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=True),
+            http_client=httpx.AsyncClient(
+                transport=transport, timeout=timeout, follow_redirects=True
+            ),
         )
 
     def anthropic(self) -> Any:
-        """An `anthropic.AsyncAnthropic` that is ready to use. It has connections of its own, because newer
-        releases do not accept a transport of httpx. Raises ImportError if the package, which invrl does not
-        depend on, is not installed."""
+        """An `anthropic.AsyncAnthropic` that is ready to use. It has connections of its
+        own, because newer releases do not accept a transport of httpx. Raises
+        ImportError if the package, which invrl does not depend on, is not installed."""
         try:
             import anthropic  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ImportError("endpoint.anthropic() needs a package: pip install anthropic") from error
+            raise ImportError(
+                "endpoint.anthropic() needs a package: pip install anthropic"
+            ) from error
         return anthropic.AsyncAnthropic(
             base_url=self.base_url.removesuffix("/v1"),  # the client adds /v1 itself
             api_key=self.api_key,
@@ -79,10 +89,17 @@ class SessionEndpoint:
         )
 
     async def reward(
-        self, value: float, *, turn: str = "", branch: str = "", components: Mapping[str, float] | None = None
+        self,
+        value: float,
+        *,
+        turn: str = "",
+        branch: str = "",
+        components: Mapping[str, float] | None = None,
     ) -> None:
         """As `interfaces.Endpoint.reward`."""
-        reward = Reward(value=value, components=components or {}, turn=turn, branch=branch)
+        reward = Reward(
+            value=value, components=components or {}, turn=turn, branch=branch
+        )
         async with self._session_client() as client:
             await client.reward(self._session, reward)
 
@@ -90,12 +107,16 @@ class SessionEndpoint:
         """As `interfaces.Endpoint.open_child`."""
         async with self._session_client() as client:
             child = await client.open_child(self._session)
-        return SessionEndpoint(child, model=self.model, timeout_s=self._timeout_s, pool=self._pool)
+        return SessionEndpoint(
+            child, model=self.model, timeout_s=self._timeout_s, pool=self._pool
+        )
 
     @contextlib.asynccontextmanager
     async def _session_client(self) -> AsyncIterator[SessionClient]:
         gateway_url = self.base_url.removesuffix(f"/s/{self.api_key}/v1")
-        client = SessionClient(gateway_url, deadline_s=self._timeout_s, transport=self._transport())
+        client = SessionClient(
+            gateway_url, deadline_s=self._timeout_s, transport=self._transport()
+        )
         try:
             yield client
         finally:
@@ -103,7 +124,8 @@ class SessionEndpoint:
 
     def _transport(self) -> httpx.AsyncBaseTransport:
         """The shared pool, or new connections outside of its event loop."""
-        # In a thread without a loop `_get_running_loop` returns None, where `get_running_loop` would raise.
+        # In a thread without a loop `_get_running_loop` returns None, where
+        # `get_running_loop` would raise.
         if asyncio._get_running_loop() is not self._pool.loop:
             return _new_transport()
         return self._pool

@@ -1,9 +1,10 @@
 """Held-out accuracy, measured through the same endpoint and workers that training uses.
 
-`evaluate` runs each task of a set in one mode: "sampled" at temperature 1, or "greedy". The statistics below
-it are pure functions. Invariants: a rollout that fails scores 0 and is counted by its reason; a rollout that
-fails for a reason of ours (a worker that died, an engine) is attempted again first; an `Evaluation` survives
-a round trip through JSON unchanged."""
+`evaluate` runs each task of a set in one mode: "sampled" at temperature 1, or "greedy".
+The statistics below it are pure functions. Invariants: a rollout that fails scores 0
+and is counted by its reason; a rollout that fails for a reason of ours (a worker that
+died, an engine) is attempted again first; an `Evaluation` survives a round trip through
+JSON unchanged."""
 
 import asyncio
 import math
@@ -41,14 +42,16 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalScore:
-    """One set in one mode: the reward of each sample of each task, in the tasks' order."""
+    """One set in one mode: the reward of each sample of each task, in the tasks'
+    order."""
 
     set_name: str = ""
     mode: EvalMode
     task_ids: tuple[str, ...]
     rewards: tuple[tuple[float, ...], ...]
     failures: Mapping[str, int]
-    """Number of rollouts that failed, by reason. Each has a reward of 0 in `rewards`."""
+    """Number of rollouts that failed, by reason. Each has a reward of 0 in
+    `rewards`."""
     failure_detail: str = ""
     """The detail of the last failure."""
 
@@ -70,36 +73,51 @@ class EvalScore:
 
     @property
     def accuracy(self) -> Interval:
-        """Share of samples with a reward of at least `EXACT_REWARD`. The interval assumes independent
-        samples, which holds with one sample per task."""
+        """Share of samples with a reward of at least `EXACT_REWARD`. The interval
+        assumes independent samples, which holds with one sample per task."""
         exact = sum(_count_exact(task_rewards) for task_rewards in self.rewards)
         return wilson_interval(exact, self.samples)
 
     @property
     def pass_at_k(self) -> Mapping[int, Interval]:
-        """Probability that one of k = 1, 2, 4, ... samples of a task is exact: the mean over tasks, with a
-        bootstrap interval. k goes up to the smallest number of samples of a task."""
-        min_samples = min((len(task_rewards) for task_rewards in self.rewards), default=0)
+        """Probability that one of k = 1, 2, 4, ... samples of a task is exact: the mean
+        over tasks, with a bootstrap interval. k goes up to the smallest number of
+        samples of a task."""
+        min_samples = min(
+            (len(task_rewards) for task_rewards in self.rewards), default=0
+        )
         intervals: dict[int, Interval] = {}
         k = 1
         while k <= min_samples:
-            of_tasks_K = [pass_at_k(len(rewards), _count_exact(rewards), k) for rewards in self.rewards]
+            of_tasks_K = [
+                pass_at_k(len(rewards), _count_exact(rewards), k)
+                for rewards in self.rewards
+            ]
             intervals[k] = bootstrap_interval(np.array(of_tasks_K))
             k *= 2
         return intervals
 
     @property
     def measures(self) -> Mapping[str, Interval]:
-        """Every measure by name. The interval of the mean reward is a bootstrap over tasks."""
-        mean_reward_K = np.array([np.mean(task_rewards) for task_rewards in self.rewards])
-        measures = {"reward_mean": bootstrap_interval(mean_reward_K), "accuracy": self.accuracy}
+        """Every measure by name. The interval of the mean reward is a bootstrap over
+        tasks."""
+        mean_reward_K = np.array(
+            [np.mean(task_rewards) for task_rewards in self.rewards]
+        )
+        measures = {
+            "reward_mean": bootstrap_interval(mean_reward_K),
+            "accuracy": self.accuracy,
+        }
         for k, interval in self.pass_at_k.items():
             measures[f"pass_at_{k}"] = interval
         return measures
 
     def values(self) -> dict[str, float]:
         """The measures with the bounds of their intervals, as flat metric values."""
-        numbers = {"samples": float(self.samples), "failed": float(sum(self.failures.values()))}
+        numbers = {
+            "samples": float(self.samples),
+            "failed": float(sum(self.failures.values())),
+        }
         for name, interval in self.measures.items():
             numbers[name] = interval.value
             numbers[f"{name}_low"] = interval.low
@@ -123,8 +141,8 @@ class Evaluation:
 
 
 class Watch(Protocol):
-    """Called when the rollouts of a task begin and end, with the id of their group. An exception raised
-    here ends the evaluation."""
+    """Called when the rollouts of a task begin and end, with the id of their group. An
+    exception raised here ends the evaluation."""
 
     def began(self, group_id: str) -> None: ...
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None: ...
@@ -142,9 +160,9 @@ async def evaluate(
     set_name: str = "",
     watch: Watch | None = None,
 ) -> EvalScore:
-    """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the group ids of this
-    evaluation unique. Raises the exceptions of the pool, the gateway and `watch`; a rollout that fails raises
-    nothing."""
+    """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the
+    group ids of this evaluation unique. Raises the exceptions of the pool, the gateway
+    and `watch`; a rollout that fails raises nothing."""
     if mode == "greedy":
         samples = 1
         temperature = 0.0
@@ -164,16 +182,24 @@ async def evaluate(
 
     async def run_task(task: Task) -> list[Outcome]:
         members = tuple(GroupMember(index=index, attempt=0) for index in range(samples))
-        lease = GroupLease(group_id=f"eval/{label}/{mode}/{task.id}", task=task, members=members)
+        lease = GroupLease(
+            group_id=f"eval/{label}/{mode}/{task.id}", task=task, members=members
+        )
         async with task_slots:
             if watch is not None:
                 watch.began(lease.group_id)
             outcomes = await run_lease(lease)
             for attempt in range(1, _MAX_ATTEMPTS):
-                indices = [index for index, outcome in enumerate(outcomes) if _is_our_failure(outcome)]
+                indices = [
+                    index
+                    for index, outcome in enumerate(outcomes)
+                    if _is_our_failure(outcome)
+                ]
                 if not indices:
                     break
-                members = tuple(GroupMember(index=index, attempt=attempt) for index in indices)
+                members = tuple(
+                    GroupMember(index=index, attempt=attempt) for index in indices
+                )
                 replacements = await run_lease(replace(lease, members=members))
                 for index, outcome in zip(indices, replacements, strict=True):
                     outcomes[index] = outcome
@@ -195,7 +221,10 @@ def _is_our_failure(outcome: Outcome) -> bool:
 
 
 def _score(
-    set_name: str, mode: EvalMode, task_ids: tuple[str, ...], outcomes_K: Sequence[Sequence[Outcome]]
+    set_name: str,
+    mode: EvalMode,
+    task_ids: tuple[str, ...],
+    outcomes_K: Sequence[Sequence[Outcome]],
 ) -> EvalScore:
     """The score of the outcomes of each task. A failed rollout has a reward of 0."""
     rewards_K: list[tuple[float, ...]] = []
@@ -222,9 +251,12 @@ def _score(
 
 
 def failure_note(score: EvalScore) -> str:
-    """Says how many rollouts failed and why. If all of them did, the end of the last failure follows."""
+    """Says how many rollouts failed and why. If all of them did, the end of the last
+    failure follows."""
     failed = sum(score.failures.values())
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(score.failures.items()))
+    reasons = ", ".join(
+        f"{count} {reason}" for reason, count in sorted(score.failures.items())
+    )
     text = f"{score.name}: {failed} of {score.samples} rollouts failed and score 0 ({reasons})"
     if failed < score.samples:
         return text
@@ -234,48 +266,65 @@ def failure_note(score: EvalScore) -> str:
 
 
 def wilson_interval(successes: int, n: int) -> Interval:
-    """A proportion with its 95 % score interval (Wilson 1927, JASA 22:209). For n = 0 it is 0 to 1."""
+    """A proportion with its 95 % score interval (Wilson 1927, JASA 22:209). For n = 0
+    it is 0 to 1."""
     if n == 0:
         return Interval(value=0.0, low=0.0, high=1.0)
     share = successes / n
     z2 = _Z95**2
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return Interval(value=share, low=max(0.0, center - half), high=min(1.0, center + half))
+    return Interval(
+        value=share, low=max(0.0, center - half), high=min(1.0, center + half)
+    )
 
 
 def pass_at_k(n: int, exact: int, k: int) -> float:
-    """Probability that k of a task's n samples, drawn without replacement, include one of its `exact` ones:
-    the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1)."""
+    """Probability that k of a task's n samples, drawn without replacement, include one
+    of its `exact` ones: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374,
+    equation 1)."""
     return 1.0 - math.comb(n - exact, k) / math.comb(n, k)
 
 
 def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
-    """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and Tibshirani 1993, An
-    Introduction to the Bootstrap, chapter 13) with 10,000 resamples. Drawn for each resample is how often
-    each distinct value occurs. Raises ValueError without tasks."""
+    """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and
+    Tibshirani 1993, An Introduction to the Bootstrap, chapter 13) with 10,000
+    resamples. Drawn for each resample is how often each distinct value occurs. Raises
+    ValueError without tasks."""
     if len(of_tasks_K) == 0:
         raise ValueError("no tasks were evaluated")
     values, counts = np.unique(of_tasks_K, return_counts=True)
     shares = counts / counts.sum()
     rng = np.random.default_rng(seed)
-    # In 100 parts: with as many distinct values as tasks, all resamples at once would take gigabytes.
-    sums = [rng.multinomial(len(of_tasks_K), shares, _RESAMPLES // 100) @ values for _ in range(100)]
+    # In 100 parts: with as many distinct values as tasks, all resamples at once would
+    # take gigabytes.
+    sums = [
+        rng.multinomial(len(of_tasks_K), shares, _RESAMPLES // 100) @ values
+        for _ in range(100)
+    ]
     low, high = np.quantile(np.concatenate(sums) / len(of_tasks_K), [0.025, 0.975])
     return Interval(value=float(of_tasks_K.mean()), low=float(low), high=float(high))
 
 
 def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:
-    """Gain in accuracy with its 95 % interval: the paired bootstrap over tasks. Raises ValueError unless
-    both scores have the same name and the same tasks in the same order."""
+    """Gain in accuracy with its 95 % interval: the paired bootstrap over tasks. Raises
+    ValueError unless both scores have the same name and the same tasks in the same
+    order."""
     if before.task_ids != after.task_ids or before.name != after.name:
-        raise ValueError("a paired gain needs the same tasks in the same mode, before and after")
+        raise ValueError(
+            "a paired gain needs the same tasks in the same mode, before and after"
+        )
     return bootstrap_interval(_task_accuracy(after) - _task_accuracy(before), seed=seed)
 
 
 def _task_accuracy(score: EvalScore) -> np.ndarray:
     """Share of exact samples per task: float64 [K]."""
-    return np.array([np.mean([reward >= EXACT_REWARD for reward in rewards]) for rewards in score.rewards])
+    return np.array(
+        [
+            np.mean([reward >= EXACT_REWARD for reward in rewards])
+            for rewards in score.rewards
+        ]
+    )
 
 
 def _count_exact(rewards: Sequence[float]) -> int:

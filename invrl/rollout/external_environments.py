@@ -1,9 +1,11 @@
-"""Hands the buffer's leases to environments that we do not start, in the place of the dispatcher.
+"""Hands the buffer's leases to environments that we do not start, in the place of the
+dispatcher.
 
-An environment takes a lease over HTTP and opens its sessions. If it does not open them in time, the rollouts
-have failed, and the buffer leases them again. When the buffer drops a group, its leases are removed and its
-open sessions are aborted; every later call in those sessions is answered with that. Outcomes reach the buffer
-through the gateway's outbox."""
+An environment takes a lease over HTTP and opens its sessions. If it does not open them
+in time, the rollouts have failed, and the buffer leases them again. When the buffer
+drops a group, its leases are removed and its open sessions are aborted; every later
+call in those sessions is answered with that. Outcomes reach the buffer through the
+gateway's outbox."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ _POLL_INTERVAL_S = 0.05
 
 
 class ExternalDispatcher(Scheduler):
-    """Offers all work that the buffer admits, so nothing beyond the staleness bound. `timeout_s`: how long an
-    environment may take to open the sessions of a lease."""
+    """Offers all work that the buffer admits, so nothing beyond the staleness bound.
+    `timeout_s`: how long an environment may take to open the sessions of a lease."""
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class ExternalDispatcher(Scheduler):
         self._timeout_s = timeout_s
         self._lived_time = lived_time or LivedTime()
         self._taken_since: dict[Place, float] = {}
-        """When each lease without a session was first seen as taken, in lived seconds."""
+        """When each lease without a session was first seen as taken, in lived
+        seconds."""
         self._reading = asyncio.Lock()
         """One thread at a time reads the store."""
 
@@ -61,24 +64,33 @@ class ExternalDispatcher(Scheduler):
             await asyncio.sleep(_POLL_INTERVAL_S)
 
     def _overdue(self, taken: Sequence[Place]) -> list[Place]:
-        """Those of the leases that were taken and have no session that were seen so for `timeout_s`."""
+        """Those of the leases that were taken and have no session that were seen so for
+        `timeout_s`."""
         now = self._lived_time.now()
-        self._taken_since = {place: self._taken_since.get(place, now) for place in taken}
-        return [place for place, since in self._taken_since.items() if now - since > self._timeout_s]
+        self._taken_since = {
+            place: self._taken_since.get(place, now) for place in taken
+        }
+        return [
+            place
+            for place, since in self._taken_since.items()
+            if now - since > self._timeout_s
+        ]
 
     async def _drop(self, group: DroppedGroup) -> None:
-        # In this order: a session that is opened after the look-up needs a lease, and there is none any more.
+        # In this order: a session that is opened after the look-up needs a lease, and
+        # there is none any more.
         await asyncio.to_thread(self._leases.revoke, group.group_id)
         async with self._reading:
             opened = await asyncio.to_thread(self._store.open_sessions, group.group_id)
         aborts = (
-            self._sessions.abort(session, FailureReason.GROUP_DROPPED, group.detail) for session in opened
+            self._sessions.abort(session, FailureReason.GROUP_DROPPED, group.detail)
+            for session in opened
         )
         await asyncio.gather(*aborts)
 
     async def _offer(self, lease: GroupLease) -> None:
-        """If JSON cannot hold the task (a task source may yield anything), all members of the lease have
-        failed."""
+        """If JSON cannot hold the task (a task source may yield anything), all members
+        of the lease have failed."""
         try:
             await asyncio.to_thread(self._leases.offer, lease)
         except UnsendableTaskError as error:

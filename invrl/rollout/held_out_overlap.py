@@ -1,7 +1,9 @@
-"""Held-out tasks that are training tasks too: an accuracy on them is training accuracy. Pure.
+"""Held-out tasks that are training tasks too: an accuracy on them is training accuracy.
+Pure.
 
-Two tasks are the same if their payloads agree in every field that tells tasks apart, whatever their ids. The
-same id makes them the same only where ids are names: counters begin anew in every file."""
+Two tasks are the same if their payloads agree in every field that tells tasks apart,
+whatever their ids. The same id makes them the same only where ids are names: counters
+begin anew in every file."""
 
 import json
 import re
@@ -13,24 +15,37 @@ _COUNTER = re.compile(r"\D*\d+")
 """An id that counts: "7", "q7", "test-007"."""
 
 
-def shared_tasks(training: Sequence[Task], held_out: Sequence[Task], *, id_key: str) -> list[Task]:
-    """The tasks of `held_out` that occur in `training`. `id_key`: the field of a payload that is the id."""
+def shared_tasks(
+    training: Sequence[Task], held_out: Sequence[Task], *, id_key: str
+) -> list[Task]:
+    """The tasks of `held_out` that occur in `training`. `id_key`: the field of a
+    payload that is the id."""
     if not training:
         return []
     fields = _telling_fields(training, held_out, id_key)
     contents = {_content(task, fields) for task in training}
     names = {task.id for task in training if not _COUNTER.fullmatch(task.id)}
-    return [task for task in held_out if _content(task, fields) in contents or task.id in names]
+    return [
+        task
+        for task in held_out
+        if _content(task, fields) in contents or task.id in names
+    ]
 
 
-def _telling_fields(training: Sequence[Task], held_out: Sequence[Task], id_key: str) -> list[str]:
-    """The fields that every payload has and that vary within the tasks of a split: one that names the split,
-    or the data set, does not. If none varies, all that every payload has."""
+def _telling_fields(
+    training: Sequence[Task], held_out: Sequence[Task], id_key: str
+) -> list[str]:
+    """The fields that every payload has and that vary within the tasks of a split: one
+    that names the split, or the data set, does not. If none varies, all that every
+    payload has."""
     common = _common_fields([*training, *held_out]) - {id_key}
     varying = [
         field
         for field in common
-        if any(len({_json(task.payload[field]) for task in tasks}) > 1 for tasks in (training, held_out))
+        if any(
+            len({_json(task.payload[field]) for task in tasks}) > 1
+            for tasks in (training, held_out)
+        )
     ]
     return sorted(varying or common)
 

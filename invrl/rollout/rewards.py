@@ -1,8 +1,10 @@
-"""Turns what user code returned into a reward that may be trained on: one finite float, or a named reason.
+"""Turns what user code returned into a reward that may be trained on: one finite float,
+or a named reason.
 
-Pure functions. Invariants: a reward that leaves this module is a finite float within `MAX_REWARD`; its
-components pass the gateway's checks. Numbers of extra columns are finite and of the right types; whether they
-are declared, and as many as the tokens, is checked by the gateway, which knows both."""
+Pure functions. Invariants: a reward that leaves this module is a finite float within
+`MAX_REWARD`; its components pass the gateway's checks. Numbers of extra columns are
+finite and of the right types; whether they are declared, and as many as the tokens, is
+checked by the gateway, which knows both."""
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -28,8 +30,9 @@ class Rejected(Exception):
 
 
 def as_result(returned: object) -> RolloutResult:
-    """The return value of a rollout function as a RolloutResult. A bool counts as 0 or 1, and numpy scalars
-    are numbers. Raises Rejected (BAD_RETURN) naming the value, its type and the fix."""
+    """The return value of a rollout function as a RolloutResult. A bool counts as 0 or
+    1, and numpy scalars are numbers. Raises Rejected (BAD_RETURN) naming the value, its
+    type and the fix."""
     if isinstance(returned, RolloutResult):
         if not isinstance(returned.components, Mapping):
             detail = f"RolloutResult.components is a {type(returned.components).__name__}, not a mapping"
@@ -42,8 +45,8 @@ def as_result(returned: object) -> RolloutResult:
 
 
 def valid_numbers(result: RolloutResult) -> ExtraNumbers:
-    """The numbers of extra columns as plain floats. Raises Rejected (BAD_RETURN) naming the field, the value
-    and the fix."""
+    """The numbers of extra columns as plain floats. Raises Rejected (BAD_RETURN) naming
+    the field, the value and the fix."""
     turn_numbers: dict[str, Mapping[str, float]] = {}
     for turn_id, numbers in _named_entries("turn_numbers", result.turn_numbers):
         turn_numbers[turn_id] = _numbers_by_name(f"turn_numbers[{turn_id!r}]", numbers)
@@ -64,10 +67,16 @@ def valid_numbers(result: RolloutResult) -> ExtraNumbers:
 def _named_entries(field: str, mapping: object) -> list[tuple[str, object]]:
     """The entries of a mapping whose keys are text that JSON can carry."""
     if not isinstance(mapping, Mapping):
-        raise _bad_numbers(field, f"is {_shown(mapping)}, not a mapping", "return a dict")
+        raise _bad_numbers(
+            field, f"is {_shown(mapping)}, not a mapping", "return a dict"
+        )
     entries: list[tuple[str, object]] = []
     for key, value in mapping.items():
-        if not isinstance(key, str) or len(key) > MAX_NAME_LENGTH or not key.isprintable():
+        if (
+            not isinstance(key, str)
+            or len(key) > MAX_NAME_LENGTH
+            or not key.isprintable()
+        ):
             fix = "use names of declared columns, and ids of answers for turns"
             raise _bad_numbers(field, f"has the key {_shown(key)}", fix)
         entries.append((key, value))
@@ -75,7 +84,10 @@ def _named_entries(field: str, mapping: object) -> list[tuple[str, object]]:
 
 
 def _numbers_by_name(field: str, numbers: object) -> dict[str, float]:
-    return {name: _number(f"{field}[{name!r}]", value) for name, value in _named_entries(field, numbers)}
+    return {
+        name: _number(f"{field}[{name!r}]", value)
+        for name, value in _named_entries(field, numbers)
+    }
 
 
 def _number(field: str, value: object) -> float:
@@ -86,34 +98,55 @@ def _number(field: str, value: object) -> float:
     except OverflowError:
         number = math.inf
     if not is_number(number):
-        reason = f"is {number:g}, not a finite number within ±{MAX_NUMBER:.6g} (float32)"
-        raise _bad_numbers(field, reason, "leave the name out where there is none: the default counts then")
+        reason = (
+            f"is {number:g}, not a finite number within ±{MAX_NUMBER:.6g} (float32)"
+        )
+        raise _bad_numbers(
+            field,
+            reason,
+            "leave the name out where there is none: the default counts then",
+        )
     return number
 
 
 def _number_list(field: str, values: object) -> list[float]:
     """A list, tuple, array or tensor of numbers, one for each token."""
     if isinstance(values, list | tuple):
-        return [_number(f"{field}[{position}]", value) for position, value in enumerate(values)]
+        return [
+            _number(f"{field}[{position}]", value)
+            for position, value in enumerate(values)
+        ]
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__array__"):
         reason = f"is {_shown(values)}, not a list of numbers"
-        raise _bad_numbers(field, reason, "return a list with one number for each sampled token")
+        raise _bad_numbers(
+            field, reason, "return a list with one number for each sampled token"
+        )
     values_T = np.asarray(values)
     if values_T.ndim != 1 or values_T.dtype.kind not in "biuf":
         reason = f"is an array of shape {values_T.shape} and dtype {values_T.dtype}"
-        raise _bad_numbers(field, reason, "return one axis of numbers, one for each sampled token")
-    return [_number(f"{field}[{position}]", value) for position, value in enumerate(values_T.tolist())]
+        raise _bad_numbers(
+            field, reason, "return one axis of numbers, one for each sampled token"
+        )
+    return [
+        _number(f"{field}[{position}]", value)
+        for position, value in enumerate(values_T.tolist())
+    ]
 
 
 def _bad_numbers(field: str, reason: str, fix: str) -> Rejected:
-    return Rejected(FailureReason.BAD_RETURN, f"RolloutResult.{field} {reason}. Fix: {fix}")
+    return Rejected(
+        FailureReason.BAD_RETURN, f"RolloutResult.{field} {reason}. Fix: {fix}"
+    )
 
 
 def valid_reward(value: object, name: str = "the reward") -> float:
-    """`value` as a finite float. Raises Rejected (BAD_REWARD) naming the value, its type and the fix."""
+    """`value` as a finite float. Raises Rejected (BAD_REWARD) naming the value, its
+    type and the fix."""
     if value is None:
         fix = "return a float, or RolloutResult(reward=...)"
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is None, not a number. Fix: {fix}")
+        raise Rejected(
+            FailureReason.BAD_REWARD, f"{name} is None, not a number. Fix: {fix}"
+        )
     if not isinstance(value, Real | np.bool_):
         detail = f"{name} is {_shown(value)}, not a number. Fix: {_number_fix(value)}"
         raise Rejected(FailureReason.BAD_REWARD, detail)
@@ -123,10 +156,16 @@ def valid_reward(value: object, name: str = "the reward") -> float:
         number = math.inf
     if not math.isfinite(number):
         fix = "return a finite number; where nothing can be measured (0/0, an empty list), return 0.0"
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number}, not a finite number. Fix: {fix}")
+        raise Rejected(
+            FailureReason.BAD_REWARD,
+            f"{name} is {number}, not a finite number. Fix: {fix}",
+        )
     if abs(number) > MAX_REWARD:
         fix = "scale it down; 0 to 1 is usual"
-        raise Rejected(FailureReason.BAD_REWARD, f"{name} is {number:g}, beyond ±{MAX_REWARD:g}. Fix: {fix}")
+        raise Rejected(
+            FailureReason.BAD_REWARD,
+            f"{name} is {number:g}, beyond ±{MAX_REWARD:g}. Fix: {fix}",
+        )
     return number
 
 
@@ -160,11 +199,11 @@ def _number_fix(value: object) -> str:
 
 
 def valid_components(components: Mapping[str, float]) -> dict[str, float]:
-    """The named parts of a reward as finite floats, with names that JSON can carry. Raises Rejected
-    (BAD_REWARD).
+    """The named parts of a reward as finite floats, with names that JSON can carry.
+    Raises Rejected (BAD_REWARD).
 
-    The bounds that RolloutResult checks are checked again, because user code may have changed the mapping
-    since. Names that are not strings become strings here."""
+    The bounds that RolloutResult checks are checked again, because user code may have
+    changed the mapping since. Names that are not strings become strings here."""
     fault = components_fault(components)
     if fault:
         raise Rejected(FailureReason.BAD_REWARD, fault)

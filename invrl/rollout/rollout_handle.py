@@ -1,7 +1,9 @@
-"""The rollout half as the driver holds it: workers, dispatcher and held-out evaluation in one object.
+"""The rollout half as the driver holds it: workers, dispatcher and held-out evaluation
+in one object.
 
-It lives in the driver's event loop. `run/cluster.py` runs the training loop under `guard`, so that a failure
-of the rollout half ends the run with its own cause. `run/evaluate.py` makes one without a buffer."""
+It lives in the driver's event loop. `run/cluster.py` runs the training loop under
+`guard`, so that a failure of the rollout half ends the run with its own cause.
+`run/evaluate.py` makes one without a buffer."""
 
 import asyncio
 import sys
@@ -27,9 +29,10 @@ _STUCK_MARGIN_S = 10.0
 
 
 class RolloutHandle:
-    """`model`: the name that agents send. Without a buffer it only runs evaluations. With
-    `external_dispatcher`, environments that we do not start run what the buffer leases. `logs`: the folder
-    for the output of the workers; None: Ray keeps it. `log`: what they log; None: what user code sets up."""
+    """`model`: the name that agents send. Without a buffer it only runs evaluations.
+    With `external_dispatcher`, environments that we do not start run what the buffer
+    leases. `logs`: the folder for the output of the workers; None: Ray keeps it. `log`:
+    what they log; None: what user code sets up."""
 
     def __init__(
         self,
@@ -52,7 +55,11 @@ class RolloutHandle:
             plugins.load_rollout_function(config.rollout_function_path)
         )
         settings = WorkerSettings(
-            gateway_url=gateway_url, model=model, rollout=config, python_path=tuple(sys.path), log=log
+            gateway_url=gateway_url,
+            model=model,
+            rollout=config,
+            python_path=tuple(sys.path),
+            log=log,
         )
         make_worker = partial(
             RayWorker,
@@ -79,8 +86,8 @@ class RolloutHandle:
             )
 
     async def start(self) -> None:
-        """Waits until the workers have started and loaded the user's code. Raises PluginError,
-        ServerError, DeadlineError."""
+        """Waits until the workers have started and loaded the user's code. Raises
+        PluginError, ServerError, DeadlineError."""
         if self._has_workers:
             await self._pool.start()
 
@@ -95,7 +102,8 @@ class RolloutHandle:
             await self._dispatcher.stop()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Returns `work`'s result, or raises the failure of the rollout half if that comes first."""
+        """Returns `work`'s result, or raises the failure of the rollout half if that
+        comes first."""
         if self._dispatcher is None:
             return await work
         return await self._dispatcher.guard(work)
@@ -107,9 +115,10 @@ class RolloutHandle:
         watch: Watch | None = None,
         planned: Callable[[int], None] = lambda _: None,
     ) -> Evaluation:
-        """Runs each mode on the first `eval_tasks` tasks of each set, the same tasks each time. `ended` is
-        called with each score as soon as it is known; `watch` is informed of each task's rollouts, and
-        `planned` of how many times that will be. The step is part of the group ids, and so of the seeds."""
+        """Runs each mode on the first `eval_tasks` tasks of each set, the same tasks
+        each time. `ended` is called with each score as soon as it is known; `watch` is
+        informed of each task's rollouts, and `planned` of how many times that will be.
+        The step is part of the group ids, and so of the seeds."""
         config = self._config
         scores: dict[str, EvalScore] = {}
         # In a thread, because the task files may be large.

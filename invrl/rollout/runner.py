@@ -1,13 +1,15 @@
-"""Calls user code on sessions and returns how each ended: a reward, or the reason why there is none.
+"""Calls user code on sessions and returns how each ended: a reward, or the reason why
+there is none.
 
-Invariant: nothing that a rollout function or reward function does (raise, hang, return the wrong thing,
-sys.exit, swallow its cancellation) leaves `Runner.run` as an exception. `os._exit` ends the process, which
-the worker pool notices.
+Invariant: nothing that a rollout function or reward function does (raise, hang, return
+the wrong thing, sys.exit, swallow its cancellation) leaves `Runner.run` as an
+exception. `os._exit` ends the process, which the worker pool notices.
 
-Async functions run in the worker's event loop, sync ones in a thread of their own. A thread cannot be ended
-from outside: those that outlive their deadline are counted, and the pool replaces the worker. When a run is
-dropped, the function is cancelled as at a deadline, but its threads get time to end: their session is closed,
-so their next call fails."""
+Async functions run in the worker's event loop, sync ones in a thread of their own. A
+thread cannot be ended from outside: those that outlive their deadline are counted, and
+the pool replaces the worker. When a run is dropped, the function is cancelled as at a
+deadline, but its threads get time to end: their session is closed, so their next call
+fails."""
 
 import asyncio
 import contextlib
@@ -31,13 +33,20 @@ from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
 from invrl.plugins import is_group_form
 from invrl.reasons import FailureReason
 from invrl.rollout.advice import advice_on
-from invrl.rollout.rewards import Rejected, as_result, valid_components, valid_numbers, valid_reward
+from invrl.rollout.rewards import (
+    Rejected,
+    as_result,
+    valid_components,
+    valid_numbers,
+    valid_reward,
+)
 from invrl.types import Task
 from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0
-"""Time that the threads of a dropped run get to make a call in their session, which fails."""
+"""Time that the threads of a dropped run get to make a call in their session, which
+fails."""
 _DETAIL_CHARS = 2000
 
 
@@ -79,14 +88,19 @@ class _Run:
     task: Task
     endpoints: Sequence[Endpoint]
     threads: list[asyncio.Future[object]] = field(default_factory=list)
-    """One future per sync function that was called; it is set when the function has returned."""
+    """One future per sync function that was called; it is set when the function has
+    returned."""
 
 
 class Runner:
     """One rollout function with its reward function and deadline."""
 
     def __init__(
-        self, function: RolloutFn | GroupRolloutFn, reward_function: RewardFn | None, *, timeout_s: float
+        self,
+        function: RolloutFn | GroupRolloutFn,
+        reward_function: RewardFn | None,
+        *,
+        timeout_s: float,
     ) -> None:
         self._function: Callable[..., Any] = function
         self._group = is_group_form(function)
@@ -101,29 +115,38 @@ class Runner:
         return len(self._abandoned)
 
     async def run(
-        self, task: Task, endpoints: Sequence[Endpoint], dropped: asyncio.Event | None = None
+        self,
+        task: Task,
+        endpoints: Sequence[Endpoint],
+        dropped: asyncio.Event | None = None,
     ) -> list[UserCodeResult]:
-        """Calls the rollout function and scores what it returns. Returns one result per endpoint, in order,
-        within the deadline. A function that is not a group form takes exactly one endpoint. Once `dropped` is
-        set, the function is cancelled and the results are GROUP_DROPPED. The detail of a failure never holds
-        a session's key."""
+        """Calls the rollout function and scores what it returns. Returns one result per
+        endpoint, in order, within the deadline. A function that is not a group form
+        takes exactly one endpoint. Once `dropped` is set, the function is cancelled and
+        the results are GROUP_DROPPED. The detail of a failure never holds a session's
+        key."""
         run = _Run(task, endpoints)
         if dropped is None:
             dropped = asyncio.Event()
         try:
             results = await self._results_in_time(run, dropped)
         finally:
-            # Only after the threads had their time to end: another run of this worker, ending meanwhile,
-            # would report them as stuck.
+            # Only after the threads had their time to end: another run of this worker,
+            # ending meanwhile, would report them as stuck.
             self._abandoned += run.threads
         return [_without_keys(result, endpoints) for result in results]
 
-    async def _results_in_time(self, run: _Run, dropped: asyncio.Event) -> list[UserCodeResult]:
-        """The results, or the same failure for every endpoint: an exception, the drop or the deadline."""
+    async def _results_in_time(
+        self, run: _Run, dropped: asyncio.Event
+    ) -> list[UserCodeResult]:
+        """The results, or the same failure for every endpoint: an exception, the drop
+        or the deadline."""
         call = asyncio.create_task(_contained(self._results(run)))
         drop = asyncio.create_task(dropped.wait())
         try:
-            await lived_wait({call, drop}, self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await lived_wait(
+                {call, drop}, self._timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -156,8 +179,8 @@ class Runner:
         return list(await asyncio.gather(*scores))
 
     async def _score(self, run: _Run, returned: object) -> UserCodeResult:
-        """The reward of one return value of the rollout function, from the reward function if there is
-        one."""
+        """The reward of one return value of the rollout function, from the reward
+        function if there is one."""
         function: Callable[..., Any] = self._function
         try:
             result = as_result(returned)
@@ -177,8 +200,11 @@ class Runner:
         except BaseException as error:  # as in `_contained`
             return self._failure(error, run, function)
 
-    def _failure(self, error: BaseException, run: _Run, function: Callable[..., Any]) -> Failure:
-        """Why user code failed. The last line of the detail names the line of user code."""
+    def _failure(
+        self, error: BaseException, run: _Run, function: Callable[..., Any]
+    ) -> Failure:
+        """Why user code failed. The last line of the detail names the line of user
+        code."""
         failure = classify(error, run.endpoints)
         if isinstance(error, Rejected):
             place = returned_at(function)
@@ -187,18 +213,27 @@ class Runner:
         lines = [failure.detail.rstrip(), advice_on(_chain(error))]
         if place:
             lines.append(f"{USER_FRAME_PREFIX}{place}")
-        return Failure(reason=failure.reason, detail="\n".join(line for line in lines if line))
+        return Failure(
+            reason=failure.reason, detail="\n".join(line for line in lines if line)
+        )
 
-    async def _call(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    async def _call(
+        self, run: _Run, function: Callable[..., Any], *arguments: object
+    ) -> object:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        ):
             return await function(*arguments)
         returned = await self._call_in_thread(run, function, *arguments)
         if isinstance(returned, Awaitable):
             return await returned
         return returned
 
-    async def _call_in_thread(self, run: _Run, function: Callable[..., Any], *arguments: object) -> object:
-        # Not the loop's executor: a few functions that hang would occupy its threads for good.
+    async def _call_in_thread(
+        self, run: _Run, function: Callable[..., Any], *arguments: object
+    ) -> object:
+        # Not the loop's executor: a few functions that hang would occupy its threads
+        # for good.
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[object] = loop.create_future()
         run.threads.append(finished)
@@ -215,7 +250,9 @@ class Runner:
         thread = threading.Thread(target=work, name="rollout", daemon=True)
         thread.start()
         try:
-            await asyncio.wait({finished})  # a cancellation ends this wait and leaves the future as it is
+            await asyncio.wait(
+                {finished}
+            )  # a cancellation ends this wait and leaves the future as it is
         except asyncio.CancelledError:
             raise _ThreadGoesOn(_stack_of(thread)) from None
         value = finished.result()
@@ -233,13 +270,15 @@ def _stack_of(thread: threading.Thread) -> str:
 
 
 def classify(error: BaseException, endpoints: Sequence[Endpoint]) -> Failure:
-    """Why user code failed. EXCEPTION, unless the cause was a request to one of our endpoints: ENGINE for a
-    5xx or no server; CONTEXT, LIMIT or TIMEOUT if the session had no more context, turns, tokens or time."""
+    """Why user code failed. EXCEPTION, unless the cause was a request to one of our
+    endpoints: ENGINE for a 5xx or no server; CONTEXT, LIMIT or TIMEOUT if the session
+    had no more context, turns, tokens or time."""
     if isinstance(error, Rejected):
         return Failure(reason=error.reason, detail=error.detail)
     gateway_origins = {_origin(httpx.URL(endpoint.base_url)) for endpoint in endpoints}
     reason = FailureReason.EXCEPTION
-    # The chain leads from the error to its causes. The last match is the closest to the request itself.
+    # The chain leads from the error to its causes. The last match is the closest to the
+    # request itself.
     for cause in _chain(error):
         if isinstance(cause, SessionError | DeadlineError):
             reason = _call_failure(cause) or reason
@@ -255,21 +294,25 @@ def _traceback_of(error: BaseException) -> str:
         return f"a {type(error).__name__} that cannot be shown"
 
 
-def _is_request_to(origins: Collection[tuple[str, int | None]], error: BaseException) -> bool:
+def _is_request_to(
+    origins: Collection[tuple[str, int | None]], error: BaseException
+) -> bool:
     """Whether the error is that of an HTTP request to one of these hosts and ports."""
     request = _attribute(error, "request")
     return isinstance(request, httpx.Request) and _origin(request.url) in origins
 
 
 def _call_failure(error: SessionError | DeadlineError) -> FailureReason | None:
-    """Why a reward or a child session of our endpoint failed. None if the call itself was wrong."""
+    """Why a reward or a child session of our endpoint failed. None if the call itself
+    was wrong."""
     if isinstance(error, DeadlineError) or error.status >= 500:
         return FailureReason.ENGINE
     return _EXHAUSTED.get(error.code)
 
 
 def _request_failure(error: BaseException) -> FailureReason | None:
-    """Why a request to one of our endpoints failed. None if the request itself was wrong."""
+    """Why a request to one of our endpoints failed. None if the request itself was
+    wrong."""
     response = _attribute(error, "response")
     exhausted = _exhausted(response)
     if exhausted is not None:
@@ -293,13 +336,18 @@ _EXHAUSTED = {
     "session_timeout": FailureReason.TIMEOUT,
     "the session is expired": FailureReason.TIMEOUT,
 }
-"""By a text that the gateway's refusal holds: an error code, or words of the message, as Anthropic's errors
-have no code."""
+"""By a text that the gateway's refusal holds: an error code, or words of the message,
+as Anthropic's errors have no code."""
 
 
 def _exhausted(response: object) -> FailureReason | None:
-    """Which limit of its session a refused request had reached; None for any other response."""
-    if not isinstance(response, httpx.Response) or response.status_code not in (400, 401, 403):
+    """Which limit of its session a refused request had reached; None for any other
+    response."""
+    if not isinstance(response, httpx.Response) or response.status_code not in (
+        400,
+        401,
+        403,
+    ):
         return None
     try:
         text = response.text
@@ -315,9 +363,11 @@ def _origin(url: httpx.URL) -> tuple[str, int | None]:
     return url.host, url.port
 
 
-def _without_keys(result: UserCodeResult, endpoints: Sequence[Endpoint]) -> UserCodeResult:
-    """The result with a failure's detail shortened and without session keys: base URLs hold them, and errors
-    of HTTP clients hold URLs."""
+def _without_keys(
+    result: UserCodeResult, endpoints: Sequence[Endpoint]
+) -> UserCodeResult:
+    """The result with a failure's detail shortened and without session keys: base URLs
+    hold them, and errors of HTTP clients hold URLs."""
     if not isinstance(result, Failure):
         return result
     detail = result.detail
@@ -328,8 +378,8 @@ def _without_keys(result: UserCodeResult, endpoints: Sequence[Endpoint]) -> User
 
 
 async def _contained(work: Awaitable[Any]) -> Any | _Raised:
-    """Awaits `work` and returns any exception as a value. SystemExit and KeyboardInterrupt would end the
-    event loop if they left a task."""
+    """Awaits `work` and returns any exception as a value. SystemExit and
+    KeyboardInterrupt would end the event loop if they left a task."""
     try:
         return await work
     except BaseException as error:
@@ -352,7 +402,8 @@ async def _cancel(call: asyncio.Task[list[UserCodeResult] | _Raised]) -> str:
 
 
 def _group_results(returned: object, num_endpoints: int) -> Sequence[object]:
-    """The return value of a group form as one result per endpoint. Raises Rejected (BAD_RETURN)."""
+    """The return value of a group form as one result per endpoint. Raises Rejected
+    (BAD_RETURN)."""
     if isinstance(returned, np.ndarray):
         returned = list(returned)
     if not isinstance(returned, list | tuple):
@@ -361,15 +412,13 @@ def _group_results(returned: object, num_endpoints: int) -> Sequence[object]:
         actual = f"{len(returned)} results"
     else:
         return returned
-    detail = (
-        f"the group function returned {actual}, not a list of {num_endpoints} results, one for each endpoint"
-    )
+    detail = f"the group function returned {actual}, not a list of {num_endpoints} results, one for each endpoint"
     raise Rejected(FailureReason.BAD_RETURN, detail)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes, contexts and grouped exceptions, at most 64: agent frameworks wrap errors
-    many times."""
+    """The error, then its causes, contexts and grouped exceptions, at most 64: agent
+    frameworks wrap errors many times."""
     seen: set[int] = set()
     pending = [error]
     while pending and len(seen) < 64:
@@ -387,9 +436,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _attribute(error: BaseException, name: str) -> object:
-    """The exception's `request` or `response`, which httpx and the SDKs built on it set; None without one.
-    Reading it may raise anything: httpx's property raises if it was not set, and an exception of the user's
-    may define its own."""
+    """The exception's `request` or `response`, which httpx and the SDKs built on it
+    set; None without one. Reading it may raise anything: httpx's property raises if it
+    was not set, and an exception of the user's may define its own."""
     try:
         return getattr(error, name, None)
     except Exception:

@@ -1,11 +1,13 @@
-"""The gateway's session API as any external environment uses it: open, reward, attach numbers, finish, abort.
+"""The gateway's session API as any external environment uses it: open, reward, attach
+numbers, finish, abort.
 
-Invariants: every call ends within its deadline, and its error says what it waited for. A request to a gateway
-that is full (429), restarting (503) or unreachable is repeated until the deadline, after the gateway's
-Retry-After if it sends one; every call may be repeated without harm. Any other refusal raises SessionError at
-once. Opening sessions takes the environment key. The other calls take the session's own key, so whoever runs
-a rollout needs nothing but its session; a session read from the store has no key, and the environment key is
-used for it."""
+Invariants: every call ends within its deadline, and its error says what it waited for.
+A request to a gateway that is full (429), restarting (503) or unreachable is repeated
+until the deadline, after the gateway's Retry-After if it sends one; every call may be
+repeated without harm. Any other refusal raises SessionError at once. Opening sessions
+takes the environment key. The other calls take the session's own key, so whoever runs a
+rollout needs nothing but its session; a session read from the store has no key, and the
+environment key is used for it."""
 
 import asyncio
 import contextlib
@@ -35,8 +37,8 @@ from invrl.types import (
 
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-"""Idle connections are kept for less than uvicorn's 5 s, so that the server never closes one while
-we write to it."""
+"""Idle connections are kept for less than uvicorn's 5 s, so that the server never
+closes one while we write to it."""
 DEADLINE_S = 60.0
 """Default deadline of a call."""
 _MAX_DETAIL = 4000
@@ -47,8 +49,8 @@ _MAX_BACKOFF_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreportedRollout(FailedRollout):
-    """A failed rollout whose session the gateway does not know any more. The outbox has no row for it, so it
-    must be recorded in the buffer directly."""
+    """A failed rollout whose session the gateway does not know any more. The outbox has
+    no row for it, so it must be recorded in the buffer directly."""
 
 
 class _OpenAnswer(msgspec.Struct):
@@ -56,8 +58,8 @@ class _OpenAnswer(msgspec.Struct):
 
 
 class SessionClient:
-    """Calls the gateway at `base_url` (without /v1). A client belongs to one event loop. Opening sessions
-    takes the environment key `env_key`."""
+    """Calls the gateway at `base_url` (without /v1). A client belongs to one event
+    loop. Opening sessions takes the environment key `env_key`."""
 
     def __init__(
         self,
@@ -71,7 +73,9 @@ class SessionClient:
         self._url = base_url.rstrip("/")
         self._env_key = env_key
         self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False, transport=transport)
+        self._http = httpx.AsyncClient(
+            limits=CONNECTION_LIMITS, trust_env=False, transport=transport
+        )
 
     async def open(
         self,
@@ -81,9 +85,9 @@ class SessionClient:
         sampling: Sampling | None = None,
         deadline_s: float | None = None,
     ) -> list[Session]:
-        """Opens one session per member of the lease and returns them in order. They are opened once, however
-        often an answer is lost and the request repeated. Waits while the gateway admits no sessions. Raises
-        SessionError, DeadlineError."""
+        """Opens one session per member of the lease and returns them in order. They are
+        opened once, however often an answer is lost and the request repeated. Waits
+        while the gateway admits no sessions. Raises SessionError, DeadlineError."""
         body = {
             "task_id": lease.task.id,
             "group_id": lease.group_id,
@@ -103,19 +107,22 @@ class SessionClient:
         return sessions
 
     async def attach(self, session: Session, extra: ExtraNumbers) -> None:
-        """Gives a session numbers of extra columns. Numbers of tokens go turn by turn, so that no request is
-        too large. Raises SessionError, DeadlineError."""
+        """Gives a session numbers of extra columns. Numbers of tokens go turn by turn,
+        so that no request is too large. Raises SessionError, DeadlineError."""
         what = f"the gateway to take numbers of session {session.id}"
         requests: list[dict[str, object]] = []
         if extra.numbers or extra.turn_numbers:
-            requests.append({"numbers": extra.numbers, "turn_numbers": extra.turn_numbers})
+            requests.append(
+                {"numbers": extra.numbers, "turn_numbers": extra.turn_numbers}
+            )
         for turn_id, token_numbers in extra.token_numbers.items():
             requests.append({"token_numbers": {turn_id: token_numbers}})
         for body in requests:
             await self._post(f"/sessions/{session.id}/numbers", body, session.key, what)
 
     async def reward(self, session: Session, reward: Reward) -> None:
-        """Rewards a session, or one of its turns or branches. Raises SessionError, DeadlineError."""
+        """Rewards a session, or one of its turns or branches. Raises SessionError,
+        DeadlineError."""
         what = f"the gateway to take a reward of session {session.id}"
         body = {
             "reward": reward.value,
@@ -126,29 +133,39 @@ class SessionClient:
         await self._post(f"/sessions/{session.id}/reward", body, session.key, what)
 
     async def open_child(self, session: Session) -> Session:
-        """Opens a session for a sub-agent of this session, once, however often the request is repeated.
-        Raises SessionError, DeadlineError."""
+        """Opens a session for a sub-agent of this session, once, however often the
+        request is repeated. Raises SessionError, DeadlineError."""
         what = f"the gateway to open a child of session {session.id}"
         body = {"request_id": secrets.token_hex(16)}
-        answer = await self._post(f"/sessions/{session.id}/children", body, session.key, what)
+        answer = await self._post(
+            f"/sessions/{session.id}/children", body, session.key, what
+        )
         [child] = _decoded(answer, _OpenAnswer, what).sessions
         return child
 
     async def finish(
-        self, session: Session, reward: float, components: Mapping[str, float] | None = None
+        self,
+        session: Session,
+        reward: float,
+        components: Mapping[str, float] | None = None,
     ) -> Outcome:
-        """Ends a session with its reward. When this returns, the rollout is committed. Returns a
-        FailedRollout if the gateway counts it as one (it had no turn, or was aborted before). Raises
-        SessionError, DeadlineError."""
+        """Ends a session with its reward. When this returns, the rollout is committed.
+        Returns a FailedRollout if the gateway counts it as one (it had no turn, or was
+        aborted before). Raises SessionError, DeadlineError."""
         what = f"the gateway to finish session {session.id}"
         body = {"reward": reward, "components": dict(components or {})}
-        answer = await self._post(f"/sessions/{session.id}/finish", body, session.key, what)
+        answer = await self._post(
+            f"/sessions/{session.id}/finish", body, session.key, what
+        )
         return _outcome(answer, what)
 
-    async def abort(self, session: Session, reason: FailureReason, detail: str) -> Outcome:
-        """Ends a session without a reward and cancels its generation. Returns how the session ended: the
-        first outcome if it had ended before, an UnreportedRollout if the gateway refuses because it does not
-        know the session. Raises SessionError for an error that is no refusal, DeadlineError."""
+    async def abort(
+        self, session: Session, reason: FailureReason, detail: str
+    ) -> Outcome:
+        """Ends a session without a reward and cancels its generation. Returns how the
+        session ended: the first outcome if it had ended before, an UnreportedRollout if
+        the gateway refuses because it does not know the session. Raises SessionError
+        for an error that is no refusal, DeadlineError."""
         what = f"the gateway to abort session {session.id}"
         # Text of user code may hold lone surrogates, which JSON cannot carry.
         sent_detail = detail[-_MAX_DETAIL:].encode(errors="replace").decode()
@@ -160,7 +177,9 @@ class SessionClient:
             if not is_refusal(error):
                 raise
             return UnreportedRollout(
-                **field_values(session.identity), reason=reason, detail=f"{sent_detail}\n{error}"
+                **field_values(session.identity),
+                reason=reason,
+                detail=f"{sent_detail}\n{error}",
             )
         return _outcome(answer, what)
 
@@ -168,10 +187,16 @@ class SessionClient:
         await self._http.aclose()
 
     async def _post(
-        self, path: str, body: Mapping[str, object], key: str, what: str, deadline_s: float | None = None
+        self,
+        path: str,
+        body: Mapping[str, object],
+        key: str,
+        what: str,
+        deadline_s: float | None = None,
     ) -> httpx.Response:
-        """Posts until the gateway answers with success. `what` completes "waited for" in the error messages.
-        Raises SessionError for an answer that is not worth another try, DeadlineError."""
+        """Posts until the gateway answers with success. `what` completes "waited for"
+        in the error messages. Raises SessionError for an answer that is not worth
+        another try, DeadlineError."""
         if deadline_s is None:
             deadline_s = self._deadline_s
         deadline = time.monotonic() + deadline_s
@@ -183,7 +208,9 @@ class SessionClient:
         while (time_left := deadline - time.monotonic()) > 0:
             pause_s = backoff_s
             try:
-                answer = await self._http.post(url, content=content, headers=headers, timeout=time_left)
+                answer = await self._http.post(
+                    url, content=content, headers=headers, timeout=time_left
+                )
             except httpx.TransportError as error:
                 last_seen = repr(error)
             else:
@@ -202,8 +229,8 @@ class SessionClient:
 
 
 def is_refusal(error: SessionError) -> bool:
-    """Whether the gateway works but refuses a request of this session (4xx). That ends a rollout,
-    not the run."""
+    """Whether the gateway works but refuses a request of this session (4xx). That ends
+    a rollout, not the run."""
     return 400 <= error.status < 500
 
 
@@ -216,23 +243,31 @@ def _decoded(answer: httpx.Response, kind: type[T], what: str) -> T:
 
 
 def _outcome(answer: httpx.Response, what: str) -> Outcome:
-    """The outcome of a session from the gateway's answer. Only a FailedRollout has a `reason`."""
+    """The outcome of a session from the gateway's answer. Only a FailedRollout has a
+    `reason`."""
     if "reason" in _decoded(answer, dict[str, Any], what):
         return _decoded(answer, FailedRollout, what)
     return _decoded(answer, RolloutSummary, what)
 
 
 def _refusal(answer: httpx.Response, what: str) -> SessionError:
-    """The error of an answer: from the gateway's error body, or from the text of whatever answered in its
-    place, such as a proxy."""
+    """The error of an answer: from the gateway's error body, or from the text of
+    whatever answered in its place, such as a proxy."""
     message = answer.text[:300]
     code = "refused"
     retry_after_s = None
     with contextlib.suppress(msgspec.DecodeError, KeyError):
-        error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])["error"]
+        error = msgspec.json.decode(answer.content, type=dict[str, dict[str, Any]])[
+            "error"
+        ]
         message = str(error.get("message", message))
         code = str(error.get("code") or error.get("type") or code)
     with contextlib.suppress(ValueError):
         retry_after_s = max(0.0, float(answer.headers.get("retry-after", "")))
     status = answer.status_code
-    return SessionError(f"{what}: {status} {message}", status=status, code=code, retry_after_s=retry_after_s)
+    return SessionError(
+        f"{what}: {status} {message}",
+        status=status,
+        code=code,
+        retry_after_s=retry_after_s,
+    )

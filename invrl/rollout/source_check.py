@@ -1,5 +1,6 @@
-"""What can be found wrong, before any process starts, with a task source that is told outcomes or that keeps
-its state (`OutcomeRecorder`, `StateKeeper` in `interfaces.py`)."""
+"""What can be found wrong, before any process starts, with a task source that is told
+outcomes or that keeps its state (`OutcomeRecorder`, `StateKeeper` in
+`interfaces.py`)."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -14,19 +15,24 @@ from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 MADE_UP_GROUP = "g-check"
 """The group id of the outcome with which `record` is tried."""
-_METHODS = {"record": "record(self, outcome)", "state": "state(self)", "restore": "restore(self, state)"}
+_METHODS = {
+    "record": "record(self, outcome)",
+    "state": "state(self)",
+    "restore": "restore(self, state)",
+}
 
 
 def has_feedback(tasks: object) -> bool:
-    """Whether what a source returned is told outcomes or keeps its state. An attribute `state` alone makes
-    neither: iterators of other kinds have that too."""
+    """Whether what a source returned is told outcomes or keeps its state. An attribute
+    `state` alone makes neither: iterators of other kinds have that too."""
     return isinstance(tasks, OutcomeRecorder | StateKeeper)
 
 
 def check_feedback(path: str, make_tasks: Callable[[], object]) -> None:
-    """Tries the methods on two new objects of the source: one task, one made-up outcome of it, the state, and
-    whether a restored object goes on as the first one. `make_tasks` makes such an object. Raises PluginError
-    for the setting `task_source_path` with the value `path`."""
+    """Tries the methods on two new objects of the source: one task, one made-up outcome
+    of it, the state, and whether a restored object goes on as the first one.
+    `make_tasks` makes such an object. Raises PluginError for the setting
+    `task_source_path` with the value `path`."""
     _Check(path).run(make_tasks)
 
 
@@ -39,7 +45,9 @@ class _Check:
         self._check_methods(tasks)
         first_task = self._next(tasks)
         if first_task is None:
-            raise self._error("the split 'train' has no tasks", "let it yield at least one")
+            raise self._error(
+                "the split 'train' has no tasks", "let it yield at least one"
+            )
         if isinstance(tasks, OutcomeRecorder):
             self._try_record(tasks, first_task)
         if isinstance(tasks, StateKeeper):
@@ -47,23 +55,35 @@ class _Check:
 
     def _check_methods(self, tasks: object) -> None:
         """The methods are there, in pairs, and take the calls that they will get."""
-        has_state = hasattr(tasks, "state")  # with record() beside it, one without the other is a mistake
+        has_state = hasattr(
+            tasks, "state"
+        )  # with record() beside it, one without the other is a mistake
         if has_state != hasattr(tasks, "restore"):
             missing = "restore" if has_state else "state"
             present = "state" if has_state else "restore"
             fix = f"write {_METHODS[missing]} too, or leave both out"
-            raise self._error(f"what it returns has {present}() and no {missing}()", fix)
+            raise self._error(
+                f"what it returns has {present}() and no {missing}()", fix
+            )
         if not isinstance(tasks, Iterator):
             reason = f"what it returns, a {type(tasks).__name__}, is told outcomes and has no __next__"
-            raise self._error(reason, "write __next__(self) -> Task, and __iter__ that returns self")
+            raise self._error(
+                reason, "write __next__(self) -> Task, and __iter__ that returns self"
+            )
         for name, call in _METHODS.items():
             if not hasattr(tasks, name):
                 continue
             method = getattr(tasks, name)
             if not callable(method):
-                raise self._error(f"its {name} is a {type(method).__name__}, not a method", f"write {call}")
+                raise self._error(
+                    f"its {name} is a {type(method).__name__}, not a method",
+                    f"write {call}",
+                )
             if inspect.iscoroutinefunction(method):
-                raise self._error(f"its {name}() is async, and nothing awaits it", f"write it as def {call}")
+                raise self._error(
+                    f"its {name}() is async, and nothing awaits it",
+                    f"write it as def {call}",
+                )
             arguments = [] if name == "state" else [None]
             try:
                 inspect.signature(method).bind(*arguments)
@@ -100,7 +120,9 @@ class _Check:
         try:
             tasks.record(outcome)
         except (Exception, SystemExit) as error:
-            raise self._raised(f"record() of the made-up outcome {outcome}", error) from error
+            raise self._raised(
+                f"record() of the made-up outcome {outcome}", error
+            ) from error
 
     def _try_state(self, tasks: StateKeeper, restored: object) -> None:
         state = self._state(tasks)
@@ -108,7 +130,9 @@ class _Check:
         try:
             restored.restore(state)
         except (Exception, SystemExit) as error:
-            raise self._raised("restore() of what its state() returned", error) from error
+            raise self._raised(
+                "restore() of what its state() returned", error
+            ) from error
         expected = self._next(tasks)
         found = self._next(restored)
         expected_id = None if expected is None else expected.id
@@ -126,7 +150,9 @@ class _Check:
             return stored_state(tasks.state())
         except TaskStateError as error:
             fix = "return JSON: None, numbers, strings, lists, and dicts whose keys are strings"
-            raise self._error(f"what its state() returns cannot be stored: {error}", fix) from error
+            raise self._error(
+                f"what its state() returns cannot be stored: {error}", fix
+            ) from error
         except (Exception, SystemExit) as error:
             raise self._raised("state()", error) from error
 

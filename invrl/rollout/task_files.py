@@ -1,4 +1,5 @@
-"""The files that a run reads tasks from, and how an entry of `eval_sets` names a file or a source."""
+"""The files that a run reads tasks from, and how an entry of `eval_sets` names a file
+or a source."""
 
 import re
 
@@ -21,17 +22,20 @@ def split_eval_set(entry: str) -> tuple[str, str]:
 
 
 def is_source(location: str) -> bool:
-    """Whether the location of a held-out set is the import path of a task source, not a file."""
+    """Whether the location of a held-out set is the import path of a task source, not a
+    file."""
     return _SOURCE_PATH.fullmatch(location) is not None
 
 
 def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
-    """The files of held-out tasks that the run reads, each with the setting that names it. Raises
-    ConfigError for an entry of `eval_sets` that is none."""
+    """The files of held-out tasks that the run reads, each with the setting that names
+    it. Raises ConfigError for an entry of `eval_sets` that is none."""
     trains = bool(config.task_file or config.task_source_path)
     if config.eval_sets:
         locations = [split_eval_set(entry)[1] for entry in config.eval_sets]
-        return [("eval_sets", location) for location in locations if not is_source(location)]
+        return [
+            ("eval_sets", location) for location in locations if not is_source(location)
+        ]
     if not config.eval_task_file or (trains and not config.eval_tasks):
         return []
     return [("eval_task_file", config.eval_task_file)]

@@ -1,7 +1,8 @@
-"""Which field of a file's rows is `Task.label`, and what to say of tasks that have none.
+"""Which field of a file's rows is `Task.label`, and what to say of tasks that have
+none.
 
-The setting `task_label_key` names the field. Where it has its default and no row has that field, the label is
-guessed: the first of `GUESSED_KEYS` that every row has."""
+The setting `task_label_key` names the field. Where it has its default and no row has
+that field, the label is guessed: the first of `GUESSED_KEYS` that every row has."""
 
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.task_files import task_files
@@ -13,7 +14,8 @@ _EMPTY = (None, "", [], {})
 
 
 def label_key(rows: Rows, wanted: str) -> str:
-    """The field that holds the labels of these rows: `wanted`, or the one that is guessed."""
+    """The field that holds the labels of these rows: `wanted`, or the one that is
+    guessed."""
     is_default = wanted == RolloutConfig.model_fields["task_label_key"].default
     if not is_default or any(wanted in row for _, row in rows):
         return wanted

@@ -1,10 +1,11 @@
-"""Where tasks come from: a source function by import path, or a JSONL or Parquet file; for an evaluation
-the held-out sets that `eval_sets` names, or the one unnamed set.
+"""Where tasks come from: a source function by import path, or a JSONL or Parquet file;
+for an evaluation the held-out sets that `eval_sets` names, or the one unnamed set.
 
-Invariants: the same split and seed give the same tasks in the same order; a source or curriculum that is told
-outcomes does so for the same outcomes; "eval" is finite and its ids are distinct (later tasks with an id that
-occurred before are called "id@1", "id@2", ...; the buffer does the same for "train"). `check_tasks` and
-`load_eval_sets` find every mistake before a process starts. `load_tasks` supplies the buffer and the
+Invariants: the same split and seed give the same tasks in the same order; a source or
+curriculum that is told outcomes does so for the same outcomes; "eval" is finite and its
+ids are distinct (later tasks with an id that occurred before are called "id@1", "id@2",
+...; the buffer does the same for "train"). `check_tasks` and `load_eval_sets` find
+every mistake before a process starts. `load_tasks` supplies the buffer and the
 evaluation."""
 
 import random
@@ -29,9 +30,10 @@ from invrl.types import Json, Task
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
-    """The tasks of "train" (endless; a file is shuffled anew for each epoch) or "eval" (finite, in the order
-    of the file or source). Those of "train" are a source's own object if it is told outcomes or keeps its
-    state, or a `Curriculum`. Raises ConfigError, PluginError if they cannot be loaded."""
+    """The tasks of "train" (endless; a file is shuffled anew for each epoch) or "eval"
+    (finite, in the order of the file or source). Those of "train" are a source's own
+    object if it is told outcomes or keeps its state, or a `Curriculum`. Raises
+    ConfigError, PluginError if they cannot be loaded."""
     if split == "train":
         return _load_training_tasks(config, seed)
     if config.task_source_path:
@@ -41,10 +43,16 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
 
 
 def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
-    """With ids as they come, so a task that comes back has the id that it had before."""
+    """With ids as they come, so a task that comes back has the id that it had
+    before."""
     if config.curriculum != "none":
         tasks = _listed_tasks(config, seed)
-        return Curriculum(tasks, CURRICULA[config.curriculum], decay=config.curriculum_decay, seed=seed)
+        return Curriculum(
+            tasks,
+            CURRICULA[config.curriculum],
+            decay=config.curriculum_decay,
+            seed=seed,
+        )
     if not config.task_source_path:
         return _shuffled_epochs(read_task_file(config, "train"), seed)
     source = _load_source(config)
@@ -65,12 +73,15 @@ def _call_source(source: TaskSource, path: str, seed: int) -> object:
     except PluginError:
         raise
     except Exception as error:
-        raise _source_error(path, f"the split 'train' with seed {seed} raised {error!r}") from error
+        raise _source_error(
+            path, f"the split 'train' with seed {seed} raised {error!r}"
+        ) from error
 
 
 def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
-    """The training tasks that the curriculum picks from, with distinct ids. Raises ConfigError if there are
-    too many or too few, or if the source picks its tasks by itself."""
+    """The training tasks that the curriculum picks from, with distinct ids. Raises
+    ConfigError if there are too many or too few, or if the source picks its tasks by
+    itself."""
     field = "curriculum_tasks"
     wanted = config.curriculum_tasks
     if config.task_source_path:
@@ -78,9 +89,15 @@ def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
         source = _load_source(config)
         first_pass = _call_source(source, path, seed)
         if has_feedback(first_pass):
-            reason = f"the task source {path} is told outcomes and picks its tasks by itself"
-            raise ConfigError("curriculum", config.curriculum, reason, "leave --curriculum out")
-        passes = _checked_passes(source, path, "train", seed, first_pass, repeated=False)
+            reason = (
+                f"the task source {path} is told outcomes and picks its tasks by itself"
+            )
+            raise ConfigError(
+                "curriculum", config.curriculum, reason, "leave --curriculum out"
+            )
+        passes = _checked_passes(
+            source, path, "train", seed, first_pass, repeated=False
+        )
         tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
     else:
         tasks = read_task_file(config, "train")[: wanted or None]
@@ -90,13 +107,15 @@ def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
         raise ConfigError(field, wanted, reason, fix)
     if len(tasks) < wanted:
         reason = f"there are {len(tasks)} training tasks"
-        raise ConfigError(field, wanted, reason, f"ask for at most {len(tasks)}, or 0 for all")
+        raise ConfigError(
+            field, wanted, reason, f"ask for at most {len(tasks)}, or 0 for all"
+        )
     return tasks
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
-    """The first `eval_tasks` held-out tasks (0: all). Every run with the same seed gets the same ones. Raises
-    ConfigError if there are fewer."""
+    """The first `eval_tasks` held-out tasks (0: all). Every run with the same seed gets
+    the same ones. Raises ConfigError if there are fewer."""
     tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
     if len(tasks) < config.eval_tasks:
         reason = f"the split 'eval' has {len(tasks)} tasks"
@@ -106,27 +125,33 @@ def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
 
 
 def check_tasks(config: RolloutConfig, seed: int) -> None:
-    """Checks everything about tasks that can be wrong. Reads files whole, and of a source the first training
-    task and the held-out tasks. Raises ConfigError, PluginError."""
+    """Checks everything about tasks that can be wrong. Reads files whole, and of a
+    source the first training task and the held-out tasks. Raises ConfigError,
+    PluginError."""
     _check_one_place(config, config.task_file)
     # `load_eval_sets` checks sets that have a name.
     has_unnamed_set = config.eval_tasks > 0 and not config.eval_sets
     if has_unnamed_set and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
-        raise ConfigError("eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0")
+        raise ConfigError(
+            "eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0"
+        )
     if config.external_environments:
         _check_sendable(config, seed)
     tasks = load_tasks(config, "train", seed)
     if isinstance(tasks, Curriculum) or not has_feedback(tasks):
         next(tasks)
     else:
-        check_feedback(config.task_source_path, lambda: load_tasks(config, "train", seed))
+        check_feedback(
+            config.task_source_path, lambda: load_tasks(config, "train", seed)
+        )
     if has_unnamed_set:
         load_eval_tasks(config, seed)
 
 
 def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
-    """Notes about a task source that is told outcomes and cannot keep them over a resume."""
+    """Notes about a task source that is told outcomes and cannot keep them over a
+    resume."""
     if not config.task_source_path or config.curriculum != "none":
         return []
     tasks = load_tasks(config, "train", seed)
@@ -139,8 +164,8 @@ def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
 
 
 def _check_sendable(config: RolloutConfig, seed: int) -> None:
-    """Checks that tasks can be written as JSON, as external environments get them: all tasks of a file, the
-    first of a source."""
+    """Checks that tasks can be written as JSON, as external environments get them: all
+    tasks of a file, the first of a source."""
     if config.task_file:
         field = "task_file"
         tasks = iter(read_task_file(config, "train"))
@@ -162,7 +187,9 @@ _HELD_OUT_FIX = (
 )
 
 
-def _check_one_place(config: RolloutConfig, file: str, *, fix: str = _TRAINING_FIX) -> None:
+def _check_one_place(
+    config: RolloutConfig, file: str, *, fix: str = _TRAINING_FIX
+) -> None:
     """Checks that tasks come from either a source or a file."""
     if config.task_source_path and file:
         reason = f"both a task source and the file {file} are given"
@@ -182,25 +209,35 @@ def _checked_passes(
     *,
     repeated: bool = True,
 ) -> Iterator[Task]:
-    """Yields the tasks of one call of the source for "eval". For "train" a source that ends is called again,
-    unless not `repeated`. `first_pass`: what the first call returned, if it was made already. Raises
-    PluginError for whatever is wrong with the source."""
+    """Yields the tasks of one call of the source for "eval". For "train" a source that
+    ends is called again, unless not `repeated`. `first_pass`: what the first call
+    returned, if it was made already. Raises PluginError for whatever is wrong with the
+    source."""
     passes = count() if split == "train" and repeated else range(1)
     for number in passes:
         task = None
         try:
             is_called = number == 0 and first_pass is not None
-            tasks = cast(Iterator[Task], first_pass) if is_called else source(split, seed)
+            tasks = (
+                cast(Iterator[Task], first_pass) if is_called else source(split, seed)
+            )
             for task in tasks:
                 if not isinstance(task, Task):
-                    raise _source_error(path, f"{split!r} yielded a {type(task).__name__}, not a Task")
+                    raise _source_error(
+                        path, f"{split!r} yielded a {type(task).__name__}, not a Task"
+                    )
                 if not is_usable_id(task.id):
-                    raise _source_error(path, f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}")
+                    raise _source_error(
+                        path,
+                        f"{split!r} yielded the task id {task.id!r}: {USABLE_ID_FIX}",
+                    )
                 yield task
         except PluginError:
             raise
         except Exception as error:
-            raise _source_error(path, f"the split {split!r} with seed {seed} raised {error!r}") from error
+            raise _source_error(
+                path, f"the split {split!r} with seed {seed} raised {error!r}"
+            ) from error
         if task is None:
             raise _source_error(path, f"the split {split!r} has no tasks")
 
@@ -224,7 +261,8 @@ def _shuffled_epochs(tasks: list[Task], seed: int) -> Iterator[Task]:
 
 
 def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
-    """The tasks of the file of split "train" or "eval", in its order. Raises ConfigError."""
+    """The tasks of the file of split "train" or "eval", in its order. Raises
+    ConfigError."""
     if split == "train":
         field = "task_file"
         file = config.task_file
@@ -233,7 +271,9 @@ def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
         file = config.eval_task_file
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
-    labels = _column(rows, field, file, "task_label_key", label_key(rows, config.task_label_key))
+    labels = _column(
+        rows, field, file, "task_label_key", label_key(rows, config.task_label_key)
+    )
     tasks: list[Task] = []
     first_number: dict[str, int] = {}
     for index, (number, row) in enumerate(rows):
@@ -261,9 +301,12 @@ def _read_rows(field: str, file: str) -> Rows:
     return read_rows(field, file, of="tasks", each="task")
 
 
-def _column(rows: Rows, field: str, file: str, key_field: str, key: str) -> list[Json] | None:
-    """The value of `key` in each row. None if no row has the key and `key` is the default of the setting
-    `key_field`. Raises ConfigError, which names the first row without the key."""
+def _column(
+    rows: Rows, field: str, file: str, key_field: str, key: str
+) -> list[Json] | None:
+    """The value of `key` in each row. None if no row has the key and `key` is the
+    default of the setting `key_field`. Raises ConfigError, which names the first row
+    without the key."""
     numbers_without = [number for number, row in rows if key not in row]
     if not numbers_without:
         return [row[key] for _, row in rows]
@@ -272,15 +315,14 @@ def _column(rows: Rows, field: str, file: str, key_field: str, key: str) -> list
         return None
     unit = row_unit(file)
     first_number, _ = rows[0]
-    reason = (
-        f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
-    )
+    reason = f"{unit} {numbers_without[0]} has no field {key!r} ({unit} {first_number} has: {_field_names(rows)})"
     fix = f"add the field, or name another with --{key_field.replace('_', '-')}"
     raise ConfigError(field, file, reason, fix)
 
 
 def _id_text(value: Json, field: str, file: str, number: int) -> str:
-    """The id of a row as text. Raises ConfigError unless it is a usable string or an integer."""
+    """The id of a row as text. Raises ConfigError unless it is a usable string or an
+    integer."""
     if isinstance(value, str | int) and not isinstance(value, bool):
         text = str(value)
         if is_usable_id(text):
@@ -290,15 +332,18 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
 
 
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
-    """The first `eval_tasks` tasks (0: all) of each set, by the set's name. Without `eval_sets` there is one
-    set, whose name is empty. Raises ConfigError, PluginError."""
+    """The first `eval_tasks` tasks (0: all) of each set, by the set's name. Without
+    `eval_sets` there is one set, whose name is empty. Raises ConfigError,
+    PluginError."""
     if not config.eval_sets:
         return {"": load_eval_tasks(config, seed)}
     sets: dict[str, tuple[Task, ...]] = {}
     for entry in config.eval_sets:
         name, location = split_eval_set(entry)
         if name in sets:
-            raise ConfigError("eval_sets", entry, f"another set is called {name!r}", EVAL_SET_FIX)
+            raise ConfigError(
+                "eval_sets", entry, f"another set is called {name!r}", EVAL_SET_FIX
+            )
         if is_source(location):
             place = {"task_source_path": location, "eval_task_file": ""}
         else:
@@ -311,8 +356,9 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
 
 
 def held_out_only(config: RolloutConfig) -> RolloutConfig:
-    """The configuration as `invrl eval` reads it: the task file holds held-out tasks, and our own workers run
-    the rollouts. Raises ConfigError unless tasks come from exactly one place."""
+    """The configuration as `invrl eval` reads it: the task file holds held-out tasks,
+    and our own workers run the rollouts. Raises ConfigError unless tasks come from
+    exactly one place."""
     eval_config = config.model_copy(update={"external_environments": False})
     if eval_config.eval_sets:
         return eval_config

@@ -1,14 +1,15 @@
-"""A rollout worker: user code, its sessions, and the report of how each ended. It is the shell of a Ray actor
-around `runner.py`, and a plain class, so tests run it without Ray.
+"""A rollout worker: user code, its sessions, and the report of how each ended. It is
+the shell of a Ray actor around `runner.py`, and a plain class, so tests run it without
+Ray.
 
-Invariant: when `run` returns, every session of the assignment has been finished or aborted at the gateway,
-even if `drop` has cancelled it.
+Invariant: when `run` returns, every session of the assignment has been finished or
+aborted at the gateway, even if `drop` has cancelled it.
 
-The rollouts of one worker share its process. `os._exit` in one of them ends the others too: they fail as
-WORKER_DIED and are replaced. More `rollout_workers` limit how many. Memory is counted for the whole worker:
-over `rollout_worker_memory_gb` all its rollouts end as MEMORY, and the worker asks to be replaced. Processes
-that rollouts start end with their worker at the latest, even those that called setsid
-(`host/guardian.py`)."""
+The rollouts of one worker share its process. `os._exit` in one of them ends the others
+too: they fail as WORKER_DIED and are replaced. More `rollout_workers` limit how many.
+Memory is counted for the whole worker: over `rollout_worker_memory_gb` all its rollouts
+end as MEMORY, and the worker asks to be replaced. Processes that rollouts start end
+with their worker at the latest, even those that called setsid (`host/guardian.py`)."""
 
 import asyncio
 import contextlib
@@ -44,8 +45,8 @@ from invrl.types import Outcome, Session, Task
 
 _MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25
-"""A multiple of the limit. Above it the process ends at once: code that holds that much memory probably
-blocks the event loop too."""
+"""A multiple of the limit. Above it the process ends at once: code that holds that much
+memory probably blocks the event loop too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class WorkerSettings:
     log_path: Path | None = None
     """The file for the worker's output; None: Ray's own file."""
     own_temporary_folder: bool = False
-    """Whether user code gets a TMPDIR that goes with the worker. A worker is killed in the end, so that no
-    `with` block of user code removes anything."""
+    """Whether user code gets a TMPDIR that goes with the worker. A worker is killed in
+    the end, so that no `with` block of user code removes anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReply:
-    """How each session of an assignment ended, in order, and the state of the worker."""
+    """How each session of an assignment ended, in order, and the state of the
+    worker."""
 
     outcomes: tuple[Outcome, ...]
     stuck_threads: int
@@ -102,7 +104,8 @@ class RolloutWorker:
         self._client = SessionClient(settings.gateway_url)
         self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)
         self._dropped: dict[str, asyncio.Event] = {}
-        """For each assignment that runs, by the id of its first session: set when it is dropped."""
+        """For each assignment that runs, by the id of its first session: set when it is
+        dropped."""
 
     async def beat(self) -> Pulse:
         return pulse()
@@ -115,14 +118,19 @@ class RolloutWorker:
             os.environ.update(self._temporary_folder.environment())
             tempfile.tempdir = None  # what was found in the environment before
         self._begin_log()  # before user code is imported, because the import may print
-        sys.path.extend(path for path in self._settings.python_path if path not in sys.path)
+        sys.path.extend(
+            path for path in self._settings.python_path if path not in sys.path
+        )
         config = self._settings.rollout
         function = plugins.load_rollout_function(config.rollout_function_path)
         reward_function = None
         if config.reward_function_path:
             reward_function = plugins.load_reward_function(config.reward_function_path)
-        self._runner = Runner(function, reward_function, timeout_s=config.rollout_timeout_s)
-        # Imported now: it takes seconds on a busy machine, which would block the rollouts in the loop.
+        self._runner = Runner(
+            function, reward_function, timeout_s=config.rollout_timeout_s
+        )
+        # Imported now: it takes seconds on a busy machine, which would block the
+        # rollouts in the loop.
         importlib.import_module("openai")
         self._pool = ConnectionPool()
         self._memory_watch.start()
@@ -138,8 +146,9 @@ class RolloutWorker:
             write_log_lines(settings.process, settings.log, file=file)
 
     async def run(self, assignment: Assignment) -> WorkerReply:
-        """Runs the rollout function and reports how each session ended. Raises SessionError or DeadlineError
-        only if the gateway has stopped working: the run cannot continue then."""
+        """Runs the rollout function and reports how each session ended. Raises
+        SessionError or DeadlineError only if the gateway has stopped working: the run
+        cannot continue then."""
         endpoints = [
             SessionEndpoint(
                 session,
@@ -152,7 +161,9 @@ class RolloutWorker:
         first_session_id = assignment.sessions[0].id
         dropped = asyncio.Event()
         self._dropped[first_session_id] = dropped
-        logged_as = session_of_task.set(",".join(session.id for session in assignment.sessions))
+        logged_as = session_of_task.set(
+            ",".join(session.id for session in assignment.sessions)
+        )
         try:
             results = await self._within_memory(assignment.task, endpoints, dropped)
         finally:
@@ -170,8 +181,8 @@ class RolloutWorker:
         )
 
     async def drop(self, session_id: str) -> bool:
-        """Cancels the assignment whose first session this is, so that `run` soon returns. Returns False if
-        the assignment is not running (any more, or yet)."""
+        """Cancels the assignment whose first session this is, so that `run` soon
+        returns. Returns False if the assignment is not running (any more, or yet)."""
         dropped = self._dropped.get(session_id)
         if dropped is None:
             return False
@@ -181,13 +192,15 @@ class RolloutWorker:
     async def _within_memory(
         self, task: Task, endpoints: list[SessionEndpoint], dropped: asyncio.Event
     ) -> list[UserCodeResult]:
-        """The runner's results. If the worker exceeds its memory limit first, MEMORY for each session."""
+        """The runner's results. If the worker exceeds its memory limit first, MEMORY
+        for each session."""
         over_limit = self._memory_watch.over_limit
         results = asyncio.create_task(self._runner.run(task, endpoints, dropped))
         exceeded = asyncio.create_task(over_limit.wait())
         try:
             await asyncio.wait({results, exceeded}, return_when=asyncio.FIRST_COMPLETED)
-            # User code can cancel any task of the loop, so a finished `exceeded` alone proves nothing.
+            # User code can cancel any task of the loop, so a finished `exceeded` alone
+            # proves nothing.
             if results.done() or not over_limit.is_set():
                 return await results
         finally:
@@ -205,13 +218,16 @@ class RolloutWorker:
         except SessionError as refusal:
             if not is_refusal(refusal):
                 raise
-            # If the session has ended meanwhile, `abort` returns the outcome that it ended with.
-            return await self._client.abort(session, FailureReason.BAD_RETURN, str(refusal))
+            # If the session has ended meanwhile, `abort` returns the outcome that it
+            # ended with.
+            return await self._client.abort(
+                session, FailureReason.BAD_RETURN, str(refusal)
+            )
 
 
 class _MemoryWatch:
-    """Measures the memory of the process and its children. It does so in a thread, because code that leaks
-    memory may block the event loop."""
+    """Measures the memory of the process and its children. It does so in a thread,
+    because code that leaks memory may block the event loop."""
 
     def __init__(self, limit_gb: float) -> None:
         self.over_limit = asyncio.Event()
@@ -221,7 +237,9 @@ class _MemoryWatch:
     def start(self) -> None:
         if self._limit_gb:
             loop = asyncio.get_running_loop()
-            threading.Thread(target=self._measure, args=(loop,), name="memory-watch", daemon=True).start()
+            threading.Thread(
+                target=self._measure, args=(loop,), name="memory-watch", daemon=True
+            ).start()
 
     def _measure(self, loop: asyncio.AbstractEventLoop) -> None:
         worker = psutil.Process()
@@ -238,7 +256,9 @@ class _MemoryWatch:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self.over_limit.set)
             if held_gb > _HARD_LIMIT * self._limit_gb:
-                time.sleep(_MEASURE_INTERVAL_S)  # An event loop that still runs has time to report.
+                time.sleep(
+                    _MEASURE_INTERVAL_S
+                )  # An event loop that still runs has time to report.
                 print(f"ended on the spot: {self.detail}", file=sys.stderr, flush=True)
                 os._exit(1)
 

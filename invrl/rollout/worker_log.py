@@ -1,10 +1,12 @@
-"""What a rollout worker's process prints (user code, and the tools that it starts), as a file of the run.
+"""What a rollout worker's process prints (user code, and the tools that it starts), as
+a file of the run.
 
-The file replaces the standard output and the standard error of the process, so it holds what Python code, C
-code and child processes print, in one order.
+The file replaces the standard output and the standard error of the process, so it holds
+what Python code, C code and child processes print, in one order.
 
-Invariants: only the owner may read the file. When it becomes too long, its oldest part is removed. Keys
-are masked in what Python prints or logs, but not in what a child process prints."""
+Invariants: only the owner may read the file. When it becomes too long, its oldest part
+is removed. Keys are masked in what Python prints or logs, but not in what a child
+process prints."""
 
 import contextlib
 import os
@@ -36,13 +38,17 @@ class WorkerLog:
         self._limit_bytes = limit_bytes
 
     def take_output(self) -> bool:
-        """Sends what this process and its children print to the file from now on. Returns False if the file
-        cannot be written, for example on a machine without the run folder: output stays where it was."""
+        """Sends what this process and its children print to the file from now on.
+        Returns False if the file cannot be written, for example on a machine without
+        the run folder: output stays where it was."""
         try:
             make_private(self._path)
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
-            print(f"what this worker prints stays here: {self._path} cannot be written: {error}", flush=True)
+            print(
+                f"what this worker prints stays here: {self._path} cannot be written: {error}",
+                flush=True,
+            )
             _mask_keys()
             return False
         for stream in (sys.stdout, sys.stderr):
@@ -52,7 +58,9 @@ class WorkerLog:
         os.dup2(file, _STDERR)
         os.close(file)
         _mask_keys()
-        threading.Thread(target=self._keep_short, name="worker-log", daemon=True).start()
+        threading.Thread(
+            target=self._keep_short, name="worker-log", daemon=True
+        ).start()
         return True
 
     def _keep_short(self) -> None:
@@ -62,8 +70,8 @@ class WorkerLog:
                 self.shorten()
 
     def shorten(self) -> bool:
-        """If the file is over the limit, keeps only its newer half, below a line that says so, and returns
-        True. What is printed meanwhile may be lost."""
+        """If the file is over the limit, keeps only its newer half, below a line that
+        says so, and returns True. What is printed meanwhile may be lost."""
         size = self._path.stat().st_size
         if size <= self._limit_bytes:
             return False
@@ -73,7 +81,8 @@ class WorkerLog:
             _, _, tail = tail.partition(b"\n")
             note = f"[{size - len(tail):,} bytes before this were left out: the file had become too long]\n"
             file.truncate(0)
-        # One write in append mode, so that it does not mix with what others append at the same time.
+        # One write in append mode, so that it does not mix with what others append at
+        # the same time.
         with self._path.open("ab", buffering=0) as file:
             file.write(note.encode() + tail)
         return True

@@ -1,10 +1,13 @@
-"""The rollout workers: gives each assignment to the least busy one, and replaces those that die.
+"""The rollout workers: gives each assignment to the least busy one, and replaces those
+that die.
 
-Invariant: when `WorkerPool.run` returns, every session of the assignment has ended, whatever became of the
-worker. Sessions of a worker that died are aborted as WORKER_DIED. If a worker does not answer, its sessions
-are aborted as TIMEOUT and it is killed, so that its other assignments fail as WORKER_DIED. A worker that has
-a thread which cannot be ended, or that is over its memory limit, gets no more assignments and is killed once
-it runs none. The pool makes workers through a factory: `RayWorker`, or a fake in tests."""
+Invariant: when `WorkerPool.run` returns, every session of the assignment has ended,
+whatever became of the worker. Sessions of a worker that died are aborted as
+WORKER_DIED. If a worker does not answer, its sessions are aborted as TIMEOUT and it is
+killed, so that its other assignments fail as WORKER_DIED. A worker that has a thread
+which cannot be ended, or that is over its memory limit, gets no more assignments and is
+killed once it runs none. The pool makes workers through a factory: `RayWorker`, or a
+fake in tests."""
 
 import asyncio
 import contextlib
@@ -18,7 +21,12 @@ from invrl.errors import ActorDiedError, ActorSilentError, DeadlineError, Server
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
-from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerReply, WorkerSettings
+from invrl.rollout.worker_actor import (
+    Assignment,
+    RolloutWorker,
+    WorkerReply,
+    WorkerSettings,
+)
 from invrl.rollout.worker_log import log_name
 from invrl.types import Outcome
 
@@ -27,15 +35,16 @@ _log = logging.getLogger(__name__)
 _DROP_INTERVAL_S = 0.1
 _DROP_TIMEOUT_S = 10.0
 _MAX_DEATHS_IN_A_ROW = 16
-"""Workers that may die without one rollout that ended in between. After more of them the cause is not a bad
-rollout but a broken environment."""
+"""Workers that may die without one rollout that ended in between. After more of them
+the cause is not a bad rollout but a broken environment."""
 
 
 class RayWorker:
-    """One worker's process: a Ray actor for `concurrency` rollouts of training, and as many of an evaluation
-    beside them. `name` is what messages call it; its log in the folder `logs` is named after it. Once the
-    worker is ready it is killed if it has not answered for `heartbeat_timeout_s`. Calls raise ActorDiedError,
-    ActorSilentError, and what the worker raises."""
+    """One worker's process: a Ray actor for `concurrency` rollouts of training, and as
+    many of an evaluation beside them. `name` is what messages call it; its log in the
+    folder `logs` is named after it. Once the worker is ready it is killed if it has not
+    answered for `heartbeat_timeout_s`. Calls raise ActorDiedError, ActorSilentError,
+    and what the worker raises."""
 
     def __init__(
         self,
@@ -53,10 +62,14 @@ class RayWorker:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._watch: asyncio.Task[None] | None = None
         self._cause_of_death = ""
-        # Calls must never wait in Ray's queue: that time would count against a rollout's deadline.
+        # Calls must never wait in Ray's queue: that time would count against a
+        # rollout's deadline.
         options = ActorOptions(max_concurrency=2 * concurrency + 8)
         settings = replace(
-            settings, process=name.replace(" ", "-"), log_path=self._log, own_temporary_folder=True
+            settings,
+            process=name.replace(" ", "-"),
+            log_path=self._log,
+            own_temporary_folder=True,
         )
         self._actor = start_actor(name, RolloutWorker, options, settings)
 
@@ -67,15 +80,21 @@ class RayWorker:
             self._watch = asyncio.create_task(self._kill_when_silent())
 
     async def run(self, assignment: Assignment, deadline_s: float) -> WorkerReply:
-        return await self._answer(self._actor.call(RolloutWorker.run, deadline_s, assignment))
+        return await self._answer(
+            self._actor.call(RolloutWorker.run, deadline_s, assignment)
+        )
 
     async def drop(self, assignment: Assignment, deadline_s: float) -> bool:
-        """Cancels an assignment that runs. Returns False if it does not run, or not yet."""
+        """Cancels an assignment that runs. Returns False if it does not run, or not
+        yet."""
         first_session = assignment.sessions[0].id
-        return await self._answer(self._actor.call(RolloutWorker.drop, deadline_s, first_session))
+        return await self._answer(
+            self._actor.call(RolloutWorker.drop, deadline_s, first_session)
+        )
 
     def kill(self) -> None:
-        """Ends the process. Its log is removed if nothing was printed: many workers may die silently."""
+        """Ends the process. Its log is removed if nothing was printed: many workers may
+        die silently."""
         if self._watch is not None:
             self._watch.cancel()
         self._actor.kill()
@@ -93,7 +112,8 @@ class RayWorker:
             self._actor.kill()
 
     async def _answer(self, call: Awaitable[Answer]) -> Answer:
-        """The answer to a call. If the worker was killed because it was silent, ActorDiedError says that."""
+        """The answer to a call. If the worker was killed because it was silent,
+        ActorDiedError says that."""
         try:
             return await call
         except ActorDiedError:
@@ -111,8 +131,9 @@ class _PooledWorker:
 
 
 class WorkerPool:
-    """`size` workers made by `make_worker(name)`. `run_timeout_s` bounds one assignment from the outside: it
-    is longer than the worker's own deadlines together, so it passes only if the worker is stuck."""
+    """`size` workers made by `make_worker(name)`. `run_timeout_s` bounds one assignment
+    from the outside: it is longer than the worker's own deadlines together, so it
+    passes only if the worker is stuck."""
 
     def __init__(
         self,
@@ -137,24 +158,33 @@ class WorkerPool:
         """Workers that were replaced since the start."""
 
     async def start(self) -> None:
-        """Starts all workers and waits for them. Raises PluginError, ServerError, DeadlineError."""
+        """Starts all workers and waits for them. Raises PluginError, ServerError,
+        DeadlineError."""
         self._workers = [self._new_worker() for _ in range(self._size)]
         await asyncio.gather(*(self._wait_started(pooled) for pooled in self._workers))
 
-    async def run(self, assignment: Assignment, dropped: asyncio.Event | None = None) -> tuple[Outcome, ...]:
-        """Runs an assignment and returns how each of its sessions ended, in order. It is cancelled once
-        `dropped` is set. Raises ServerError if workers die again and again, and what the gateway or the
-        worker's own code raises; never an error of user code."""
+    async def run(
+        self, assignment: Assignment, dropped: asyncio.Event | None = None
+    ) -> tuple[Outcome, ...]:
+        """Runs an assignment and returns how each of its sessions ended, in order. It
+        is cancelled once `dropped` is set. Raises ServerError if workers die again and
+        again, and what the gateway or the worker's own code raises; never an error of
+        user code."""
         if dropped is None:
             dropped = asyncio.Event()
-        pooled = min(self._workers, key=lambda candidate: (not candidate.start.done(), candidate.num_running))
+        pooled = min(
+            self._workers,
+            key=lambda candidate: (not candidate.start.done(), candidate.num_running),
+        )
         worker = pooled.worker
         pooled.num_running += len(assignment.sessions)
         try:
             await self._wait_started(pooled)
             if dropped.is_set():
                 detail = "its group was dropped before it began"
-                return await self._abort(assignment, FailureReason.GROUP_DROPPED, detail)
+                return await self._abort(
+                    assignment, FailureReason.GROUP_DROPPED, detail
+                )
             reply = await self._run_in(worker, assignment, dropped)
         except ActorDiedError as death:
             if self._replace(pooled, str(death)):
@@ -183,16 +213,21 @@ class WorkerPool:
         self._workers = []
         self._leaving = []
 
-    async def _run_in(self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event) -> WorkerReply:
+    async def _run_in(
+        self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event
+    ) -> WorkerReply:
         dropping = asyncio.create_task(self._drop_when_set(worker, assignment, dropped))
         try:
             return await worker.run(assignment, self._run_timeout_s)
         finally:
             dropping.cancel()
 
-    async def _drop_when_set(self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event) -> None:
-        """Once `dropped` is set, asks the worker to drop the assignment until the worker knows of it. If the
-        worker fails here, the call that runs the assignment reports it."""
+    async def _drop_when_set(
+        self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event
+    ) -> None:
+        """Once `dropped` is set, asks the worker to drop the assignment until the
+        worker knows of it. If the worker fails here, the call that runs the assignment
+        reports it."""
         await dropped.wait()
         with contextlib.suppress(ActorDiedError, ActorSilentError):
             while not await worker.drop(assignment, _DROP_TIMEOUT_S):
@@ -201,7 +236,9 @@ class WorkerPool:
     def _new_worker(self) -> _PooledWorker:
         worker = self._make_worker(f"rollout worker {self._num_made}")
         self._num_made += 1
-        return _PooledWorker(worker, asyncio.create_task(worker.ready(self._start_timeout_s)))
+        return _PooledWorker(
+            worker, asyncio.create_task(worker.ready(self._start_timeout_s))
+        )
 
     async def _wait_started(self, pooled: _PooledWorker) -> None:
         name = pooled.worker.name
@@ -221,11 +258,15 @@ class WorkerPool:
         else:
             self._deaths_in_a_row = 0
         if reply.stuck_threads:
-            self._replace(pooled, f"{reply.stuck_threads} threads of ended rollouts still run in it")
+            self._replace(
+                pooled,
+                f"{reply.stuck_threads} threads of ended rollouts still run in it",
+            )
         self._kill_if_done(pooled)
 
     def _replace(self, pooled: _PooledWorker, reason: str) -> bool:
-        """Puts a new worker in its place. Returns False if another assignment has already done so."""
+        """Puts a new worker in its place. Returns False if another assignment has
+        already done so."""
         if pooled not in self._workers:
             return False
         _log.warning("%s is replaced: %s", pooled.worker.name, reason)
@@ -248,6 +289,11 @@ class WorkerPool:
                 f"the last death: {cause}"
             )
 
-    async def _abort(self, assignment: Assignment, reason: FailureReason, detail: str) -> tuple[Outcome, ...]:
-        aborts = (self._sessions.abort(session, reason, detail) for session in assignment.sessions)
+    async def _abort(
+        self, assignment: Assignment, reason: FailureReason, detail: str
+    ) -> tuple[Outcome, ...]:
+        aborts = (
+            self._sessions.abort(session, reason, detail)
+            for session in assignment.sessions
+        )
         return tuple(await asyncio.gather(*aborts))

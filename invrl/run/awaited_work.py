@@ -1,5 +1,6 @@
-"""What a phase of the driver waits for, and how much of it there is: asked again and again, for the live
-display alone. A question that nobody answers leaves its text out; the run goes on."""
+"""What a phase of the driver waits for, and how much of it there is: asked again and
+again, for the live display alone. A question that nobody answers leaves its text out;
+the run goes on."""
 
 import asyncio
 import logging
@@ -19,15 +20,16 @@ _INTERVAL_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class AwaitedWork:
-    """`report` runs beside the phases. `questions`: by the name of the phase; those who know an answer add
-    them."""
+    """`report` runs beside the phases. `questions`: by the name of the phase; those who
+    know an answer add them."""
 
     observer: Sink
     phase: CurrentPhase
     questions: dict[str, Question] = field(default_factory=dict)
 
     async def report(self, *, interval_s: float = _INTERVAL_S) -> None:
-        """Asks until it is cancelled. Returns at once where nobody shows the answers."""
+        """Asks until it is cancelled. Returns at once where nobody shows the
+        answers."""
         if not self.observer.shows_awaited:
             return
         while True:
@@ -79,9 +81,11 @@ class PartsStarting:
 
 
 def rollouts_text(report: WaitReport, group_size: int) -> str:
-    """How many rollouts of the next batch have ended: those of ready groups, and of the groups in flight
-    that may complete the batch, the fullest first."""
-    ended_in_flight = sorted((group.size - group.missing for group in report.in_flight), reverse=True)
+    """How many rollouts of the next batch have ended: those of ready groups, and of the
+    groups in flight that may complete the batch, the fullest first."""
+    ended_in_flight = sorted(
+        (group.size - group.missing for group in report.in_flight), reverse=True
+    )
     needed_groups = max(0, report.wanted - report.ready)
     ready = min(report.ready, report.wanted)
     ended = ready * group_size + sum(ended_in_flight[:needed_groups])

@@ -1,4 +1,5 @@
-"""One checkpoint of a run, or one saved model: its paths, and whether its files are what was written."""
+"""One checkpoint of a run, or one saved model: its paths, and whether its files are
+what was written."""
 
 import contextlib
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ MODEL_PREFIX = "model-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Paths of one checkpoint; `step` training steps had been made, so it holds weight version `step`."""
+    """Paths of one checkpoint; `step` training steps had been made, so it holds weight
+    version `step`."""
 
     step: int
     path: Path
@@ -29,7 +31,8 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """The checkpoint in this folder, not checked; None if the folder is not a checkpoint."""
+        """The checkpoint in this folder, not checked; None if the folder is not a
+        checkpoint."""
         step = step_in(path, STEP_PREFIX)
         if step is None:
             return None
@@ -44,8 +47,8 @@ class Checkpoint:
         return (self.path / KEEP_NAME).exists()
 
     def check(self, model_folder: Path) -> None:
-        """Raises DamagedFileError if a file is not what was written; NewerFormatError; OtherModelError if the
-        checkpoint is not of the model in `model_folder`."""
+        """Raises DamagedFileError if a file is not what was written; NewerFormatError;
+        OtherModelError if the checkpoint is not of the model in `model_folder`."""
         check_manifest(self.path)
         if not self.megatron.is_dir():
             raise DamagedFileError(self.megatron, "it is missing")
@@ -54,8 +57,9 @@ class Checkpoint:
 
 
 def keep_model(model: Path) -> None:
-    """From now on no run removes this model, which is in a checkpoint or by itself. Called where a user is
-    told its path. A disk that is full or read-only is no error: the path is right all the same."""
+    """From now on no run removes this model, which is in a checkpoint or by itself.
+    Called where a user is told its path. A disk that is full or read-only is no error:
+    the path is right all the same."""
     folder = model
     if model.name == "hugging_face":
         folder = model.parent
@@ -64,12 +68,14 @@ def keep_model(model: Path) -> None:
 
 
 def model_step(path: Path) -> int | None:
-    """The step whose weights this folder holds by themselves; None for another folder."""
+    """The step whose weights this folder holds by themselves; None for another
+    folder."""
     return step_in(path, MODEL_PREFIX)
 
 
 def step_in(path: Path, prefix: str) -> int | None:
-    """The number after the prefix in a folder's name; None for another name, or if it is no folder."""
+    """The number after the prefix in a folder's name; None for another name, or if it
+    is no folder."""
     step = path.name.removeprefix(prefix)
     if not path.name.startswith(prefix) or not step.isdecimal() or not path.is_dir():
         return None
@@ -77,8 +83,8 @@ def step_in(path: Path, prefix: str) -> int | None:
 
 
 def _check_same_model(found: Path, expected: Path) -> None:
-    """Both are Hugging Face folders. Raises OtherModelError if the trainer would compute other models from
-    their config.json."""
+    """Both are Hugging Face folders. Raises OtherModelError if the trainer would
+    compute other models from their config.json."""
     found_type = read_model_type(found)
     expected_type = read_model_type(expected)
     if found_type != expected_type:
@@ -86,33 +92,43 @@ def _check_same_model(found: Path, expected: Path) -> None:
     found_values = read_hf_config(found).model_dump()
     for name, expected_value in read_hf_config(expected).model_dump().items():
         if found_values[name] != expected_value:
-            raise _other_model(found, name, found_values[name], expected, expected_value)
+            raise _other_model(
+                found, name, found_values[name], expected, expected_value
+            )
 
 
-def _other_model(found: Path, name: str, value: object, expected: Path, expected_value: object) -> Exception:
+def _other_model(
+    found: Path, name: str, value: object, expected: Path, expected_value: object
+) -> Exception:
     reason = f"it is of another model: {name} is {value!r}, and in {expected} it is {expected_value!r}"
-    return OtherModelError(found / "config.json", reason, "give the model that the run began with")
+    return OtherModelError(
+        found / "config.json", reason, "give the model that the run began with"
+    )
 
 
 def first_checkpoint(setting: str) -> Checkpoint | None:
-    """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names none: the model folder
-    is step 0. Raises ConfigError."""
+    """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names
+    none: the model folder is step 0. Raises ConfigError."""
     if not setting:
         return None
     checkpoint = Checkpoint.at(Path(setting).expanduser().absolute())
     if checkpoint is None or not checkpoint.megatron.is_dir():
         fix = "give RUN/checkpoints/step-NNNNNN, with megatron/ in it"
-        raise ConfigError("run.load_checkpoint", setting, "not the folder of a checkpoint", fix)
+        raise ConfigError(
+            "run.load_checkpoint", setting, "not the folder of a checkpoint", fix
+        )
     return checkpoint
 
 
 def check_served(model_folder: Path) -> None:
-    """If invrl has written `model_folder` (in a checkpoint, by itself, or by `invrl export`), its files are
-    what was written. Raises ConfigError. Any other model folder has no manifest of ours, so there is nothing
-    to compare with."""
+    """If invrl has written `model_folder` (in a checkpoint, by itself, or by `invrl
+    export`), its files are what was written. Raises ConfigError. Any other model folder
+    has no manifest of ours, so there is nothing to compare with."""
     folder = model_folder
     subfolder = ""
-    if model_folder.name == "hugging_face":  # within a checkpoint, whose manifest covers it
+    if (
+        model_folder.name == "hugging_face"
+    ):  # within a checkpoint, whose manifest covers it
         folder = model_folder.parent
         subfolder = model_folder.name
     manifest = folder / MANIFEST_NAME
@@ -123,4 +139,6 @@ def check_served(model_folder: Path) -> None:
         check_manifest(folder, below=subfolder)
     except DamagedFileError as error:
         fix = f"give another checkpoint; if you changed the file yourself, remove {manifest}"
-        raise ConfigError("model.model_path", str(model_folder), str(error), fix) from error
+        raise ConfigError(
+            "model.model_path", str(model_folder), str(error), fix
+        ) from error

@@ -1,8 +1,10 @@
-"""How good the weights of a step are, by what the run has measured, and which checkpoints stay because of it.
+"""How good the weights of a step are, by what the run has measured, and which
+checkpoints stay because of it.
 
-The score is the held-out accuracy of the step's weights (the mean over sets and modes), the mean training
-reward of the steps up to it, or the held-out loss, of which less is better. A checkpoint is judged when a
-later one is saved: the evaluation after its step has been made by then."""
+The score is the held-out accuracy of the step's weights (the mean over sets and modes),
+the mean training reward of the steps up to it, or the held-out loss, of which less is
+better. A checkpoint is judged when a later one is saved: the evaluation after its step
+has been made by then."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +23,15 @@ _REWARD_STEPS = 8
 
 
 def kept_steps(
-    steps: Iterable[int], *, newest: int, best: int = 0, scores: Mapping[int, float] | None = None
+    steps: Iterable[int],
+    *,
+    newest: int,
+    best: int = 0,
+    scores: Mapping[int, float] | None = None,
 ) -> set[int]:
-    """Which of the saved steps stay: the `newest`, and of the older ones the `best` by score, the later one
-    where scores are equal. With `newest` 0 all stay. A step without a score is not among the best."""
+    """Which of the saved steps stay: the `newest`, and of the older ones the `best` by
+    score, the later one where scores are equal. With `newest` 0 all stay. A step
+    without a score is not among the best."""
     ordered = sorted(steps)
     if not newest:
         return set(ordered)
@@ -60,7 +67,9 @@ def _accuracies(rows: Sequence[MetricsRow]) -> dict[int, float]:
         accuracies = [
             value
             for name, value in row.items()
-            if name.startswith(_ACCURACY_PREFIX) and name.endswith(_ACCURACY_SUFFIX) and value is not None
+            if name.startswith(_ACCURACY_PREFIX)
+            and name.endswith(_ACCURACY_SUFFIX)
+            and value is not None
         ]
         if accuracies:
             scores[int(row["step"] or 0)] = sum(accuracies) / len(accuracies)
@@ -75,6 +84,10 @@ def _rewards(rows: Sequence[MetricsRow]) -> dict[int, float]:
             rewards[int(row["step"] or 0)] = reward
     scores: dict[int, float] = {}
     for step in rewards:
-        recent = [rewards[other] for other in range(step - _REWARD_STEPS + 1, step + 1) if other in rewards]
+        recent = [
+            rewards[other]
+            for other in range(step - _REWARD_STEPS + 1, step + 1)
+            if other in rewards
+        ]
         scores[step] = sum(recent) / len(recent)
     return scores

@@ -1,17 +1,19 @@
-"""A run's checkpoints: one folder per step, whole or not there; and the newest weights by themselves.
+"""A run's checkpoints: one folder per step, whole or not there; and the newest weights
+by themselves.
 
     checkpoints/step-000004/   megatron/ (model, optimizer, schedule, RNG), hugging_face/ (the model),
                                buffer.json (buffer, data cursor, place in the ledger),
                                manifest.json (size and checksum of each of these files)
     checkpoints/model-000005/  the model alone, as a Hugging Face folder with a manifest.json
 
-Each is written under another name, flushed to disk and renamed, so a crash at any byte leaves the last whole
-one. A checkpoint is checked against its manifest before anything of it is loaded.
+Each is written under another name, flushed to disk and renamed, so a crash at any byte
+leaves the last whole one. A checkpoint is checked against its manifest before anything
+of it is loaded.
 
-The model of a step is saved before the optimizer's state, which is six times as large. If that state
-cannot be written (the disk or the memory is full), `model-N` remains. It is not a checkpoint: it can be
-evaluated, served and be the model of a new run, but no run resumes from it. Once the checkpoint of the
-step is whole, `model-N` is removed."""
+The model of a step is saved before the optimizer's state, which is six times as large.
+If that state cannot be written (the disk or the memory is full), `model-N` remains. It
+is not a checkpoint: it can be evaluated, served and be the model of a new run, but no
+run resumes from it. Once the checkpoint of the step is whole, `model-N` is removed."""
 
 import asyncio
 import os
@@ -25,7 +27,13 @@ from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
 from invrl.file_entry import FileEntries
 from invrl.host.disk import flush, flush_tree
 from invrl.interfaces import Trainer
-from invrl.run.checkpoint import MODEL_PREFIX, STEP_PREFIX, Checkpoint, model_step, step_in
+from invrl.run.checkpoint import (
+    MODEL_PREFIX,
+    STEP_PREFIX,
+    Checkpoint,
+    model_step,
+    step_in,
+)
 from invrl.run.checkpoint_scores import kept_steps
 from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
 from invrl.store.run_folder import KEEP_NAME
@@ -36,7 +44,8 @@ T = TypeVar("T")
 _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 _REFUSED = ".refused"
-"""Ends the name of a checkpoint that is whole and cannot be used: of another model, or of a newer format."""
+"""Ends the name of a checkpoint that is whole and cannot be used: of another model, or
+of a newer format."""
 
 
 class CopyingTrainer(Trainer, Protocol):
@@ -61,8 +70,9 @@ class CopyingTrainer(Trainer, Protocol):
 
 
 class Checkpoints:
-    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all. `keep_best`: how many
-    of the older ones stay, by the scores that `read_scores` returns by step."""
+    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all.
+    `keep_best`: how many of the older ones stay, by the scores that `read_scores`
+    returns by step."""
 
     def __init__(
         self,
@@ -80,7 +90,8 @@ class Checkpoints:
         """The checkpoint that is being written beside training."""
         self._failed = asyncio.Event()
         self.saved_step: int | None = None
-        """Of the newest weights that this object has saved, whatever became of their checkpoint."""
+        """Of the newest weights that this object has saved, whatever became of their
+        checkpoint."""
 
     def all(self) -> list[Checkpoint]:
         """Oldest first."""
@@ -99,12 +110,17 @@ class Checkpoints:
 
     def damaged(self) -> list[str]:
         """Names of the checkpoints that were damaged and renamed."""
-        return sorted(path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*"))
+        return sorted(
+            path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*")
+        )
 
-    def newest_whole(self, report: Callable[[str], object], model_folder: Path) -> Checkpoint | None:
-        """The newest checkpoint that is of the model in `model_folder`, in a format that is known, and whose
-        files are what was written; None if the run has made no checkpoint. Other checkpoints are renamed;
-        `report` receives which file was wrong and which steps are lost. Raises DamagedFileError if there were
+    def newest_whole(
+        self, report: Callable[[str], object], model_folder: Path
+    ) -> Checkpoint | None:
+        """The newest checkpoint that is of the model in `model_folder`, in a format
+        that is known, and whose files are what was written; None if the run has made no
+        checkpoint. Other checkpoints are renamed; `report` receives which file was
+        wrong and which steps are lost. Raises DamagedFileError if there were
         checkpoints and none can be used."""
         refusals: list[tuple[Checkpoint, DamagedFileError]] = []
         for checkpoint in reversed(self.all()):
@@ -132,8 +148,8 @@ class Checkpoints:
         return None
 
     def _put_aside(self, checkpoint: Checkpoint, error: DamagedFileError) -> str:
-        """Renames it, to a name that no checkpoint has and that was not used before. Returns a sentence for
-        the console."""
+        """Renames it, to a name that no checkpoint has and that was not used before.
+        Returns a sentence for the console."""
         ending = _DAMAGED
         finding = "is damaged"
         if isinstance(error, NewerFormatError | OtherModelError):
@@ -143,7 +159,9 @@ class Checkpoints:
         number = 1
         while renamed.exists():
             number += 1
-            renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{ending}-{number}")
+            renamed = checkpoint.path.with_name(
+                f"{checkpoint.path.name}{ending}-{number}"
+            )
         checkpoint.path.rename(renamed)
         flush(self._folder)
         older = [other for other in self.all() if other.step < checkpoint.step]
@@ -158,13 +176,16 @@ class Checkpoints:
     def begin(self, step: int) -> Checkpoint:
         """An empty folder to fill. It becomes a checkpoint by `commit`."""
         self._clear_partial()
-        filling = Checkpoint(step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}")
+        filling = Checkpoint(
+            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}"
+        )
         filling.path.mkdir(parents=True)
         return filling
 
     def commit(self, filled: Checkpoint, written: FileEntries) -> Checkpoint:
-        """Writes the manifest, flushes everything and gives the folder its name. Then removes checkpoints
-        that are not kept, and saved models that are not newer. `written`: the entries that are known."""
+        """Writes the manifest, flushes everything and gives the folder its name. Then
+        removes checkpoints that are not kept, and saved models that are not newer.
+        `written`: the entries that are known."""
         write_manifest(filled.path, written)
         flush_tree(filled.path)
         final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
@@ -174,7 +195,8 @@ class Checkpoints:
         return Checkpoint(step=filled.step, path=final)
 
     def _remove_old(self) -> None:
-        """Removes the checkpoints that are not kept. The newest one always is, and it is whole."""
+        """Removes the checkpoints that are not kept. The newest one always is, and it
+        is whole."""
         scores: Mapping[int, float] = {}
         if self._keep_best:
             scores = self._read_scores()
@@ -191,51 +213,71 @@ class Checkpoints:
                 self._remove(checkpoint.path)
 
     def _remove(self, folder: Path) -> None:
-        """A crash at any moment leaves the folder as it was, or no folder of this name: the next save removes
-        the rest."""
+        """A crash at any moment leaves the folder as it was, or no folder of this name:
+        the next save removes the rest."""
         removed = self._folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
         folder.rename(removed)
         flush(folder.parent)
         flush(self._folder)
         shutil.rmtree(removed)
 
-    async def save(self, trainer: Trainer, step: int, snapshot: bytes | None = None) -> Checkpoint:
-        """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The model comes first and
-        remains if the rest fails. Threads write to the disk, because the caller's event loop watches
-        processes meanwhile."""
+    async def save(
+        self, trainer: Trainer, step: int, snapshot: bytes | None = None
+    ) -> Checkpoint:
+        """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The
+        model comes first and remains if the rest fails. Threads write to the disk,
+        because the caller's event loop watches processes meanwhile."""
         model = await self.save_model(trainer, step)
         filling = await _in_thread(self.begin, step)
         state = await trainer.save_checkpoint(str(filling.megatron))
         return await self._complete(filling, model, state, snapshot)
 
     async def _complete(
-        self, filling: Checkpoint, model: Path, state: FileEntries, snapshot: bytes | None
+        self,
+        filling: Checkpoint,
+        model: Path,
+        state: FileEntries,
+        snapshot: bytes | None,
     ) -> Checkpoint:
-        """Makes a checkpoint of the trainer's state, which is in `filling`, and the saved model."""
+        """Makes a checkpoint of the trainer's state, which is in `filling`, and the
+        saved model."""
         linked = await _in_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
             await _in_thread(filling.buffer.write_bytes, snapshot)
-        written = {**_below(filling.megatron, state), **_below(filling.hugging_face, linked)}
+        written = {
+            **_below(filling.megatron, state),
+            **_below(filling.hugging_face, linked),
+        }
         return await _in_thread(self.commit, filling, written)
 
     async def save_beside_training(
         self, trainer: CopyingTrainer, step: int, snapshot: bytes | None = None
     ) -> None:
-        """As `save`, but returns as soon as the trainer has copied what is to be written. Waits first for the
-        checkpoint before, so that there is one copy at most. A failure of the writing is raised by `watch`,
-        and by the next call that waits."""
+        """As `save`, but returns as soon as the trainer has copied what is to be
+        written. Waits first for the checkpoint before, so that there is one copy at
+        most. A failure of the writing is raised by `watch`, and by the next call that
+        waits."""
         await self.wait_until_saved()
         filling = await _in_thread(self.begin, step)
-        unfinished = self._model_path(step).with_name(self._model_path(step).name + _PARTIAL)
+        unfinished = self._model_path(step).with_name(
+            self._model_path(step).name + _PARTIAL
+        )
         await trainer.copy_model(str(unfinished))
         await trainer.copy_checkpoint(str(filling.megatron))
-        self._in_flight = asyncio.create_task(self._write(trainer, filling, unfinished, snapshot))
+        self._in_flight = asyncio.create_task(
+            self._write(trainer, filling, unfinished, snapshot)
+        )
         self._in_flight.add_done_callback(self._note_end)
 
     async def _write(
-        self, trainer: CopyingTrainer, filling: Checkpoint, unfinished: Path, snapshot: bytes | None
+        self,
+        trainer: CopyingTrainer,
+        filling: Checkpoint,
+        unfinished: Path,
+        snapshot: bytes | None,
     ) -> None:
-        """Awaits what the trainer writes, and publishes it. The model comes first, as in `save`."""
+        """Awaits what the trainer writes, and publishes it. The model comes first, as
+        in `save`."""
         written = await trainer.model_written()
         model = self._model_path(filling.step)
         await _in_thread(self._publish_model, unfinished, model, filling.step, written)
@@ -248,20 +290,22 @@ class Checkpoints:
             self._failed.set()
 
     async def wait_until_saved(self) -> None:
-        """Returns once no checkpoint is being written. Raises what the writing raised. The calls of the
-        trainer have deadlines, so this wait has one too."""
+        """Returns once no checkpoint is being written. Raises what the writing raised.
+        The calls of the trainer have deadlines, so this wait has one too."""
         if self._in_flight is not None:
             await asyncio.shield(self._in_flight)
             self._in_flight = None
 
     async def watch(self) -> None:
-        """Never returns. Raises the failure of a checkpoint that is written beside training."""
+        """Never returns. Raises the failure of a checkpoint that is written beside
+        training."""
         await self._failed.wait()
         assert self._in_flight is not None
         await self._in_flight
 
     async def save_model(self, trainer: Trainer, step: int) -> Path:
-        """Saves the trainer's weights alone, as a Hugging Face folder, and removes older ones. Its path."""
+        """Saves the trainer's weights alone, as a Hugging Face folder, and removes
+        older ones. Its path."""
         await self.wait_until_saved()
         final = self._model_path(step)
         unfinished = final.with_name(final.name + _PARTIAL)
@@ -271,8 +315,11 @@ class Checkpoints:
         return final
 
     def model_of(self, step: int) -> Path:
-        """Where the weights of a saved step are: in its checkpoint, or by themselves."""
-        checkpoint = Checkpoint(step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}")
+        """Where the weights of a saved step are: in its checkpoint, or by
+        themselves."""
+        checkpoint = Checkpoint(
+            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}"
+        )
         if checkpoint.path.exists():
             return checkpoint.hugging_face
         return self._model_path(step)
@@ -282,7 +329,8 @@ class Checkpoints:
         return self._folder / f"{MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
-        """The models that were saved without a checkpoint, or whose checkpoint is not whole; oldest first."""
+        """The models that were saved without a checkpoint, or whose checkpoint is not
+        whole; oldest first."""
         paths = self._folder.glob(f"{MODEL_PREFIX}*")
         return sorted(path for path in paths if model_step(path) is not None)
 
@@ -296,7 +344,8 @@ class Checkpoints:
         return models
 
     def newest_model(self) -> Path | None:
-        """The folder of the newest weights, within a checkpoint or by itself. None before the first save."""
+        """The folder of the newest weights, within a checkpoint or by itself. None
+        before the first save."""
         checkpoint = self.latest()
         models = self.models()
         if checkpoint is None:
@@ -305,7 +354,9 @@ class Checkpoints:
             return models[-1]
         return checkpoint.hugging_face
 
-    def _publish_model(self, unfinished: Path, final: Path, step: int, written: FileEntries) -> None:
+    def _publish_model(
+        self, unfinished: Path, final: Path, step: int, written: FileEntries
+    ) -> None:
         write_manifest(unfinished, written)
         flush_tree(unfinished)
         self._rename(unfinished, final)
@@ -313,8 +364,8 @@ class Checkpoints:
         self._remove_models(step - 1)
 
     def _rename(self, unfinished: Path, final: Path) -> None:
-        """A folder that has the final name already belongs to a lost incarnation, and is replaced. A path
-        that a user was told stays valid."""
+        """A folder that has the final name already belongs to a lost incarnation, and
+        is replaced. A path that a user was told stays valid."""
         if (final / KEEP_NAME).exists():
             (unfinished / KEEP_NAME).touch()
         old = final.with_name(f"{final.name}.old{_PARTIAL}")
@@ -325,8 +376,8 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _remove_models(self, last: int) -> None:
-        """Removes those of step `last` and of earlier steps, unless they are to be kept. A later one is of an
-        incarnation that came further."""
+        """Removes those of step `last` and of earlier steps, unless they are to be
+        kept. A later one is of an incarnation that came further."""
         for path in self.models():
             if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
                 self._remove(path)
@@ -337,8 +388,8 @@ class Checkpoints:
 
 
 async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Runs `work` beside the event loop. A cancellation waits for the thread, which cannot be stopped: the
-    caller may write into the same folder next."""
+    """Runs `work` beside the event loop. A cancellation waits for the thread, which
+    cannot be stopped: the caller may write into the same folder next."""
     loop = asyncio.get_running_loop()
     future = loop.run_in_executor(None, partial(work, *arguments, **named))
     try:
@@ -354,8 +405,8 @@ def _below(folder: Path, entries: FileEntries) -> FileEntries:
 
 
 def _link_model(model: Path, to: Path) -> FileEntries:
-    """Hard links to the same files, or copies if the file system has no hard links. The manifest of the
-    checkpoint describes them too. Returns their entries."""
+    """Hard links to the same files, or copies if the file system has no hard links. The
+    manifest of the checkpoint describes them too. Returns their entries."""
     to.mkdir()
     for file in model.iterdir():
         if file.name in (MANIFEST_NAME, KEEP_NAME):

@@ -10,13 +10,13 @@
         5. buffer             a Ray actor
         6. rollout workers    Ray actors (`rollout/worker_pool.py`)
 
-Start-up overlaps: engines load while Ray starts and the trainer ranks load; with `--colocate` they load once
-the trainer sleeps. On return, on an error and on
-Ctrl-C everything ends in reverse order. After kill -9 of the driver the kernel (PR_SET_PDEATHSIG), Ray and
-the guardian end it.
+Start-up overlaps: engines load while Ray starts and the trainer ranks load; with
+`--colocate` they load once the trainer sleeps. On return, on an error and on Ctrl-C
+everything ends in reverse order. After kill -9 of the driver the kernel
+(PR_SET_PDEATHSIG), Ray and the guardian end it.
 
-Processes that die in a run are replaced by their owners: the fleet starts engines and the router, the gateway
-its supervisor and workers, the worker pool rollout workers.
+Processes that die in a run are replaced by their owners: the fleet starts engines and
+the router, the gateway its supervisor and workers, the worker pool rollout workers.
 """
 
 import asyncio
@@ -83,14 +83,17 @@ class Serving:
         return self.settings.env_key.get_secret_value()
 
     async def wait_ready(self) -> None:
-        """Returns once the engines are healthy and router and gateway answer. The router sends no request to
-        an engine before `Fleet.admit`."""
+        """Returns once the engines are healthy and router and gateway answer. The
+        router sends no request to an engine before `Fleet.admit`."""
         await self.fleet_start
-        await asyncio.to_thread(self.gateway.wait_ready, deadline_s=_GATEWAY_START_TIMEOUT_S)
+        await asyncio.to_thread(
+            self.gateway.wait_ready, deadline_s=_GATEWAY_START_TIMEOUT_S
+        )
 
     async def watch(self) -> None:
-        """Runs until it is cancelled. Raises ServerError when no engine is left, when the router cannot be
-        replaced, or when the gateway died too often in a short time."""
+        """Runs until it is cancelled. Raises ServerError when no engine is left, when
+        the router cannot be replaced, or when the gateway died too often in a short
+        time."""
         wrong_answers = self.gateway.wrong_answers
         while True:
             self.gateway.check_alive()
@@ -109,9 +112,10 @@ async def start_serving(
     longest_row: int | None = None,
     engines_may_start: asyncio.Event | None = None,
 ) -> AsyncIterator[Serving]:
-    """Starts engines, router and gateway without waiting for them; ends them on exit. `longest_row`: a
-    request that would make a conversation longer than that is refused as one over the model's context.
-    `engines_may_start`: engines start once it is set; None: at once."""
+    """Starts engines, router and gateway without waiting for them; ends them on exit.
+    `longest_row`: a request that would make a conversation longer than that is refused
+    as one over the model's context. `engines_may_start`: engines start once it is set;
+    None: at once."""
     env_key = take_environment_key()
     engine_key = take_engine_key()
     async with CleanUp() as stack:
@@ -144,10 +148,14 @@ async def start_serving(
                 free_port=reserved.number,
                 env_key=env_key,
             )
-            gateway = GatewayServer(settings, folder=folder.path / "private", log=folder.log_path("gateway"))
+            gateway = GatewayServer(
+                settings, folder=folder.path / "private", log=folder.log_path("gateway")
+            )
         stack.callback(gateway.stop)
         stack.push_async_callback(gateway.wait_end_grace)
-        yield Serving(fleet=fleet, gateway=gateway, settings=settings, fleet_start=fleet_start)
+        yield Serving(
+            fleet=fleet, gateway=gateway, settings=settings, fleet_start=fleet_start
+        )
 
 
 async def _start_engines(fleet: Fleet, may_start: asyncio.Event | None) -> None:
@@ -172,7 +180,8 @@ def _gateway_settings(
     free_port: int,
     env_key: str,
 ) -> GatewaySettings:
-    """`free_port`: used if the settings name no port. `env_key`: the user's; "" makes a random one."""
+    """`free_port`: used if the settings name no port. `env_key`: the user's; "" makes a
+    random one."""
     context_length = fleet.limits.context_length
     if longest_row is not None:
         context_length = min(context_length, longest_row)
@@ -202,7 +211,9 @@ def _gateway_settings(
         "sampling_seed": sampling_seed,
         "record_experts": config.train.records_experts,
         # More than the vocabulary has would kill an engine.
-        "record_top_logprobs": min(config.rollout.rollout_top_logprobs, fleet.limits.vocab_size),
+        "record_top_logprobs": min(
+            config.rollout.rollout_top_logprobs, fleet.limits.vocab_size
+        ),
     }
     return GatewaySettings.model_validate(values)
 
@@ -218,12 +229,14 @@ class Cluster:
     rollouts: RolloutHandle
 
     def end_external_environments(self) -> None:
-        """Answers environments that we did not start, if the run has any, that the run is over."""
+        """Answers environments that we did not start, if the run has any, that the run
+        is over."""
         if self.serving.settings.leases:
             self.serving.gateway.end_run()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`. If rollouts, gateway, fleet, buffer or trainer fail first, raises that."""
+        """The result of `work`. If rollouts, gateway, fleet, buffer or trainer fail
+        first, raises that."""
         guarded = self.rollouts.guard(work)
         guarded = first_to_fail(guarded, self.serving.watch())
         guarded = first_to_fail(guarded, self.buffer.watch())
@@ -234,11 +247,14 @@ class Cluster:
 
 @asynccontextmanager
 async def start_cluster(
-    config: Config, folder: RunFolder, snapshot: bytes | None, starting: PartsStarting | None = None
+    config: Config,
+    folder: RunFolder,
+    snapshot: bytes | None,
+    starting: PartsStarting | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Starts everything that a training run needs, and ends it on exit. `snapshot`: the buffer's, from the
-    checkpoint that the run resumes from. `starting` learns which parts are not up yet. Raises InvrlError
-    naming what failed."""
+    """Starts everything that a training run needs, and ends it on exit. `snapshot`: the
+    buffer's, from the checkpoint that the run resumes from. `starting` learns which
+    parts are not up yet. Raises InvrlError naming what failed."""
     starting = starting or PartsStarting()
     trainer_sleeps = asyncio.Event() if config.run.colocate else None
     async with CleanUp() as stack:
@@ -256,7 +272,9 @@ async def start_cluster(
             stack.enter_context(start_ray(config, folder.ray_logs_path))
         trainer = None
         if not config.run.debug_rollout_only:
-            stack.callback(shutil.rmtree, _weight_folder(config, folder), ignore_errors=True)
+            stack.callback(
+                shutil.rmtree, _weight_folder(config, folder), ignore_errors=True
+            )
             trainer = _create_trainer(config, folder)
         buffer = _create_buffer(config, folder)
         rollouts = create_rollouts(config, folder, serving, buffer)
@@ -268,15 +286,20 @@ async def start_cluster(
         ]
         if trainer is not None:
             stack.callback(trainer.stop)
-            starts.append(starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps)))
+            starts.append(
+                starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps))
+            )
         await all_started(*starts)
         told.close()
-        cluster = Cluster(serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts)
+        cluster = Cluster(
+            serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts
+        )
         try:
             yield cluster
         except BaseException as error:
             interrupted = isinstance(error, asyncio.CancelledError)
-            # After a failure the next incarnation may go on, and environments are to ask again.
+            # After a failure the next incarnation may go on, and environments are to
+            # ask again.
             if interrupted or not config.run.max_restarts:
                 cluster.end_external_environments()
             raise
@@ -286,8 +309,8 @@ async def start_cluster(
 async def start_trainer(
     config: Config, folder: RunFolder, starting: PartsStarting | None = None
 ) -> AsyncIterator[TrainHandle]:
-    """Starts the trainer alone, and ends it on exit. SGLang need not be installed. `starting` learns that it
-    is not up yet."""
+    """Starts the trainer alone, and ends it on exit. SGLang need not be installed.
+    `starting` learns that it is not up yet."""
     starting = starting or PartsStarting()
     with ExitStack() as stack:
         start_guardian()
@@ -301,8 +324,8 @@ async def start_trainer(
 
 
 async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> None:
-    """`sleeps`: where engines share the trainer's GPUs, set when the trainer sleeps. Engines take the memory
-    that is free when they start."""
+    """`sleeps`: where engines share the trainer's GPUs, set when the trainer sleeps.
+    Engines take the memory that is free when they start."""
     await trainer.start()
     if sleeps is not None:
         await trainer.sleep()
@@ -310,7 +333,8 @@ async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> 
 
 
 async def all_started(*starts: Awaitable[None]) -> None:
-    """Awaits all at once. The first failure cancels the others, and is raised once they have ended."""
+    """Awaits all at once. The first failure cancels the others, and is raised once they
+    have ended."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
@@ -360,7 +384,9 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
     )
 
 
-def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) -> list[RankSettings]:
+def _rank_settings(
+    config: Config, folder: RunFolder, layout: ParallelLayout
+) -> list[RankSettings]:
     """Of the ranks of one group, in their order."""
     first = RankSettings(
         rank=0,
@@ -376,7 +402,9 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
         algorithm=config.algorithm,
         weight_dtype=config.engine.engine_dtype,
         transport=config.weight_sync.weight_transport,
-        arena_on_gpu=arena_on_gpu(config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()),
+        arena_on_gpu=arena_on_gpu(
+            config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()
+        ),
         engine_ranks=config.engine.engine_tp_size,
         weight_folder=str(_weight_folder(config, folder)),
         weight_full_every=config.weight_sync.weight_full_every,
@@ -390,10 +418,13 @@ def _rank_settings(config: Config, folder: RunFolder, layout: ParallelLayout) ->
 
 
 def chat_template_override(config: Config) -> str:
-    """The chat template that the run uses instead of the model's own; "" if it uses the model's own."""
+    """The chat template that the run uses instead of the model's own; "" if it uses the
+    model's own."""
     if not config.gateway.chat_template_path:
         return ""
-    from invrl.gateway.rendering.chat_template import read_template  # loads the tokenizers' library
+    from invrl.gateway.rendering.chat_template import (
+        read_template,
+    )  # loads the tokenizers' library
 
     return read_template(config.gateway.chat_template_path)
 
@@ -419,9 +450,13 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
 
 
 def create_rollouts(
-    config: Config, folder: RunFolder, serving: Serving, buffer: BufferHandle | None = None
+    config: Config,
+    folder: RunFolder,
+    serving: Serving,
+    buffer: BufferHandle | None = None,
 ) -> RolloutHandle:
-    """The rollout workers and what assigns rollouts to them. Without a buffer they only evaluate."""
+    """The rollout workers and what assigns rollouts to them. Without a buffer they only
+    evaluate."""
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:
         store_path = Path(serving.settings.store_path)

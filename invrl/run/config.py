@@ -1,9 +1,10 @@
-"""All settings: one tree of frozen sections, each declared beside its owner, composed here.
+"""All settings: one tree of frozen sections, each declared beside its owner, composed
+here.
 
-Values come from these sources, later ones win: defaults, the algorithm preset, a TOML file, flags
-(`resolve`). Invariant: `resolve` returns a whole and consistent configuration, or raises a ConfigError
-that says what to change; nothing has started by then. Imports without torch, ray, sglang or
-transformers."""
+Values come from these sources, later ones win: defaults, the algorithm preset, a TOML
+file, flags (`resolve`). Invariant: `resolve` returns a whole and consistent
+configuration, or raises a ConfigError that says what to change; nothing has started by
+then. Imports without torch, ray, sglang or transformers."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,12 @@ from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
-from invrl.run.name_suggestions import answer_without_setting, meant_setting, nearest, nearest_setting
+from invrl.run.name_suggestions import (
+    answer_without_setting,
+    meant_setting,
+    nearest,
+    nearest_setting,
+)
 from invrl.run.value_suggestions import value_fix
 from invrl.section import COMMA_SEPARATED, Section
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
@@ -48,11 +54,19 @@ UpstreamOptions = dict[str, Scalar]
 class RunConfig(Section):
     """The run as a whole: its name, length and what it shows."""
 
-    run_name: str = Field("", description="name of the run folder; empty: the time it starts")
+    run_name: str = Field(
+        "", description="name of the run folder; empty: the time it starts"
+    )
     run_root: str = Field("runs", description="folder that run folders are made in")
-    num_steps: PositiveInt = Field(100, description="training batches, one weight version each")
-    seed: NonNegativeInt = Field(0, description="seed of task order, shuffles and initial values")
-    save_interval: NonNegativeInt = Field(0, description="steps between checkpoints; 0: by save_interval_s")
+    num_steps: PositiveInt = Field(
+        100, description="training batches, one weight version each"
+    )
+    seed: NonNegativeInt = Field(
+        0, description="seed of task order, shuffles and initial values"
+    )
+    save_interval: NonNegativeInt = Field(
+        0, description="steps between checkpoints; 0: by save_interval_s"
+    )
     save_interval_s: float = Field(
         300.0,
         ge=0,
@@ -64,7 +78,9 @@ class RunConfig(Section):
         description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
         "a parameter (float32: 20), on the first rank of each data-parallel group",
     )
-    keep_checkpoints: NonNegativeInt = Field(2, description="newest checkpoints that stay; 0: all")
+    keep_checkpoints: NonNegativeInt = Field(
+        2, description="newest checkpoints that stay; 0: all"
+    )
     keep_best: NonNegativeInt = Field(
         0, description="best checkpoints that stay beside the newest, by --keep-best-by"
     )
@@ -73,9 +89,13 @@ class RunConfig(Section):
         description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
         "held_out where eval_interval is set, else reward. On --data-path: by the held-out loss",
     )
-    max_restarts: NonNegativeInt = Field(0, description="times in a row that a failed run resumes by itself")
+    max_restarts: NonNegativeInt = Field(
+        0, description="times in a row that a failed run resumes by itself"
+    )
     heartbeat_timeout_s: float = Field(
-        30.0, gt=0, description="a process that has not answered for this long counts as dead"
+        30.0,
+        gt=0,
+        description="a process that has not answered for this long counts as dead",
     )
     ray_start_attempts: PositiveInt = Field(
         4, description="times that a run's own Ray is started until it is up"
@@ -85,32 +105,58 @@ class RunConfig(Section):
         description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "
         "while a step is trained, the trainer its gradients and optimizer while rollouts run",
     )
-    save_rollout_data: bool = Field(False, description="write every training batch to RUN/rollout_data")
-    debug_rollout_only: bool = Field(False, description="no trainer; every batch goes to RUN/rollout_data")
-    debug_train_only: bool = Field(False, description="the trainer alone, on --load-rollout-data")
-    load_rollout_data: str = Field("", description="folder of saved batches, for --debug-train-only")
-    load_checkpoint: str = Field("", description="RUN/checkpoints/step-N that --debug-train-only begins with")
+    save_rollout_data: bool = Field(
+        False, description="write every training batch to RUN/rollout_data"
+    )
+    debug_rollout_only: bool = Field(
+        False, description="no trainer; every batch goes to RUN/rollout_data"
+    )
+    debug_train_only: bool = Field(
+        False, description="the trainer alone, on --load-rollout-data"
+    )
+    load_rollout_data: str = Field(
+        "", description="folder of saved batches, for --debug-train-only"
+    )
+    load_checkpoint: str = Field(
+        "", description="RUN/checkpoints/step-N that --debug-train-only begins with"
+    )
     sample_interval_s: float = Field(
         5.0,
         ge=0,
         description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl; 0: none",
     )
-    progress: Literal["auto", "plain", "none"] = Field("auto", description="auto: live display on a terminal")
-    log_samples: NonNegativeInt = Field(
-        1, description="rollouts of each step whose prompt, reply and reward the console shows; 0: none"
+    progress: Literal["auto", "plain", "none"] = Field(
+        "auto", description="auto: live display on a terminal"
     )
-    log_format: LogFormat = Field("text", description="lines of logs/: text, or a JSON object each")
-    log_level: LogLevel = Field("info", description="the least level that logs/ has of our own processes")
+    log_samples: NonNegativeInt = Field(
+        1,
+        description="rollouts of each step whose prompt, reply and reward the console shows; 0: none",
+    )
+    log_format: LogFormat = Field(
+        "text", description="lines of logs/: text, or a JSON object each"
+    )
+    log_level: LogLevel = Field(
+        "info", description="the least level that logs/ has of our own processes"
+    )
     otel_endpoint: str = Field(
         "",
         description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
         "empty: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
     )
-    tensorboard: bool = Field(True, description="write TensorBoard events into the run folder")
-    wandb_project: str = Field("", description="project at Weights & Biases to log to; empty: none")
-    wandb_mode: Literal["online", "offline"] = Field("online", description="offline: files for `wandb sync`")
+    tensorboard: bool = Field(
+        True, description="write TensorBoard events into the run folder"
+    )
+    wandb_project: str = Field(
+        "", description="project at Weights & Biases to log to; empty: none"
+    )
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files for `wandb sync`"
+    )
     metrics_port: int = Field(
-        0, ge=0, le=65535, description="port at which the run shows its metrics for Prometheus; 0: none"
+        0,
+        ge=0,
+        le=65535,
+        description="port at which the run shows its metrics for Prometheus; 0: none",
     )
     metrics_host: str = Field(
         "127.0.0.1",
@@ -118,9 +164,14 @@ class RunConfig(Section):
         "everybody who reaches it",
     )
     wandb_rollouts: int = Field(
-        0, ge=0, le=1000, description="rollouts of each step in a table at Weights & Biases; 0: no table"
+        0,
+        ge=0,
+        le=1000,
+        description="rollouts of each step in a table at Weights & Biases; 0: no table",
     )
-    mlflow_tracking_uri: str = Field("", description="MLflow server or store to log to; empty: none")
+    mlflow_tracking_uri: str = Field(
+        "", description="MLflow server or store to log to; empty: none"
+    )
 
     def log_settings(self, run: str) -> LogSettings:
         """What the processes of the run of this name log, and how."""
@@ -131,7 +182,8 @@ class ModelConfig(Section):
     """The model that is served and trained."""
 
     model_path: str = Field(
-        "", description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)"
+        "",
+        description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)",
     )
 
     served_model_name: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
@@ -161,7 +213,8 @@ class ModelConfig(Section):
         description="until the teacher at teacher_url has scored one row; it is asked three times",
     )
     teacher_concurrency: PositiveInt = Field(
-        default=16, description="rows that the teacher at teacher_url scores at the same time"
+        default=16,
+        description="rows that the teacher at teacher_url scores at the same time",
     )
     critic_model_path: str = Field(
         default="",
@@ -182,7 +235,9 @@ class ModelConfig(Section):
     @property
     def teacher_folder(self) -> Path | None:
         """Of a teacher that the trainer computes: absolute."""
-        return _model_folder(self.teacher_model_path) if self.teacher_model_path else None
+        return (
+            _model_folder(self.teacher_model_path) if self.teacher_model_path else None
+        )
 
     @property
     def critic_folder(self) -> Path:
@@ -196,7 +251,8 @@ class ModelConfig(Section):
 
     @property
     def name(self) -> str:
-        """The name that the folder gives the model: for a checkpoint that of its run, otherwise its own."""
+        """The name that the folder gives the model: for a checkpoint that of its run,
+        otherwise its own."""
         checkpoint = self.folder
         if checkpoint.name == "hugging_face":
             checkpoint = checkpoint.parent
@@ -211,13 +267,18 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def _model_folder(path: str) -> Path:
-    """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a run, its newest model.
-    The folder of a run without a model is returned as it is."""
+    """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a
+    run, its newest model. The folder of a run without a model is returned as it is."""
     folder = Path(path).expanduser().absolute()
     if is_run_folder(folder):
-        from invrl.run.checkpoints import Checkpoints  # many commands read settings and no checkpoint
+        from invrl.run.checkpoints import (
+            Checkpoints,
+        )  # many commands read settings and no checkpoint
 
-        return Checkpoints(RunFolder(path=folder).checkpoints_path).newest_model() or folder
+        return (
+            Checkpoints(RunFolder(path=folder).checkpoints_path).newest_model()
+            or folder
+        )
     of_checkpoint = folder / "hugging_face"
     if of_checkpoint.is_dir():
         return of_checkpoint
@@ -225,8 +286,8 @@ def _model_folder(path: str) -> Path:
 
 
 class Config(Section):
-    """All settings of a run, made by `resolve()`. The options in `sglang`, `router` and `megatron` pass
-    through to those packages by name."""
+    """All settings of a run, made by `resolve()`. The options in `sglang`, `router` and
+    `megatron` pass through to those packages by name."""
 
     run: RunConfig
     model: ModelConfig
@@ -249,7 +310,8 @@ class Config(Section):
 
     @property
     def trains_alone(self) -> bool:
-        """Whether the trainer is all that the run starts: no engine, no gateway and no rollouts."""
+        """Whether the trainer is all that the run starts: no engine, no gateway and no
+        rollouts."""
         return self.run.debug_train_only or self.trains_on_data
 
     @property
@@ -284,14 +346,19 @@ class Source:
 
 
 def read_toml(path: Path) -> Source:
-    """A configuration file as a source. ConfigError for what is not TOML; `resolve` checks its names."""
+    """A configuration file as a source. ConfigError for what is not TOML; `resolve`
+    checks its names."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("--config", str(path), str(error), "give a readable TOML file") from error
+        raise ConfigError(
+            "--config", str(path), str(error), "give a readable TOML file"
+        ) from error
     for table, entries in document.items():
         if not isinstance(entries, dict):
-            raise ConfigError(f"{table} in {path}", entries, "a table is expected", _table_fix(table))
+            raise ConfigError(
+                f"{table} in {path}", entries, "a table is expected", _table_fix(table)
+            )
     return Source(name=str(path), tables=document)
 
 
@@ -310,8 +377,9 @@ def _table_fix(key: str) -> str:
 
 
 def resolve(*sources: Source) -> Config:
-    """The sources over the algorithm's preset over the defaults; later sources win. Raises ConfigError for a
-    value that is not valid, and for values that contradict each other."""
+    """The sources over the algorithm's preset over the defaults; later sources win.
+    Raises ConfigError for a value that is not valid, and for values that contradict
+    each other."""
     values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
     for source in sources:
         for table, entries in source.tables.items():
@@ -352,7 +420,8 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
 
 
 def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
-    """The name of the last source that sets the key; any key of the table if `key` is empty."""
+    """The name of the last source that sets the key; any key of the table if `key` is
+    empty."""
     origin = "default"
     for source in sources:
         if table in source.tables and (not key or key in source.tables[table]):

@@ -1,7 +1,8 @@
-"""Contradictions between settings, which no single field can find. They are found before any process starts.
+"""Contradictions between settings, which no single field can find. They are found
+before any process starts.
 
-One function per subject yields what is wrong. `check` is pure: `config.resolve` runs it. What the settings
-name (files, code, models) is checked in `cli/checks/`."""
+One function per subject yields what is wrong. `check` is pure: `config.resolve` runs
+it. What the settings name (files, code, models) is checked in `cli/checks/`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _SEEDED_BACKENDS = {
     "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
     "sampling_backend": ("pytorch",),
 }
-"""Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on CPU."""
+"""Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on
+CPU."""
 
 
 def check(config: Config) -> None:
@@ -41,7 +43,10 @@ def check(config: Config) -> None:
             raise ConfigError(field, values[field], reason, fix)
     for field, reason, fix in _secrets(config):
         raise ConfigError(field, "(not shown)", reason, fix)
-    for field, value in values.items():  # counts are sent as int32 (token ids, positions, versions)
+    for (
+        field,
+        value,
+    ) in values.items():  # counts are sent as int32 (token ids, positions, versions)
         if isinstance(value, int) and abs(value) > _MAX_COUNT:
             raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
 
@@ -51,7 +56,11 @@ def _names(config: Config) -> Contradictions:
     for name in ("objective", "advantage", "policy_loss"):
         fix = wrong_name(name, getattr(config.algorithm, name))
         if fix:
-            yield f"algorithm.{name}", "it is no such name, and not of the form module:name", fix
+            yield (
+                f"algorithm.{name}",
+                "it is no such name, and not of the form module:name",
+                fix,
+            )
 
 
 def _data(config: Config) -> Contradictions:
@@ -67,18 +76,34 @@ def _data(config: Config) -> Contradictions:
         yield "data.data_kind", reason, "leave it out, or choose another --objective"
     if data.data_eval_path and data.data_eval_fraction:
         reason = f"held-out rows come from the file {data.data_eval_path}"
-        yield "data.data_eval_fraction", reason, "give one of --data-eval-path and --data-eval-fraction"
+        yield (
+            "data.data_eval_fraction",
+            reason,
+            "give one of --data-eval-path and --data-eval-fraction",
+        )
     if config.algorithm.num_minibatches > data.data_batch_size:
         reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
-        yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --data-batch-size"
+        yield (
+            "algorithm.num_minibatches",
+            reason,
+            "lower --num-minibatches or raise --data-batch-size",
+        )
     if objective == "kto" and data.data_batch_size == 1:
         reason = "kto compares each row of a batch with another one"
         yield "data.data_batch_size", reason, "set it to 2 or more"
     if data.data_batch_size < config.train.data_parallel_size:
         reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
-        yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --data-batch-size"
+        yield (
+            "train.data_parallel_size",
+            reason,
+            "lower --data-parallel-size or raise --data-batch-size",
+        )
     if config.run.wandb_rollouts:
-        yield "run.wandb_rollouts", "with data_path there are no rollouts", "leave it out"
+        yield (
+            "run.wandb_rollouts",
+            "with data_path there are no rollouts",
+            "leave it out",
+        )
     holds_out = bool(data.data_eval_path or data.data_eval_fraction)
     if config.rollout.eval_interval and not holds_out:
         reason = "no rows are held out that it could evaluate on"
@@ -90,7 +115,11 @@ def _data(config: Config) -> Contradictions:
         yield "run.keep_best", reason, fix
     for name in ("debug_train_only", "debug_rollout_only", "colocate"):
         if getattr(config.run, name):
-            yield f"run.{name}", "a run on data_path starts the trainer alone by itself", "leave it out"
+            yield (
+                f"run.{name}",
+                "a run on data_path starts the trainer alone by itself",
+                "leave it out",
+            )
     if config.train.routing_replay != "none":
         reason = "no engine has chosen experts, and the data's rows have one pass"
         yield "train.routing_replay", reason, "leave it out"
@@ -101,7 +130,11 @@ def _without_data(config: Config) -> Contradictions:
     objective = config.algorithm.objective
     if objective in KIND_OF_OBJECTIVE:
         reason = f"the objective {objective} trains on a file, and none was given"
-        yield "data.data_path", reason, f"give --data-path FILE.jsonl, with {KIND_OF_OBJECTIVE[objective]}"
+        yield (
+            "data.data_path",
+            reason,
+            f"give --data-path FILE.jsonl, with {KIND_OF_OBJECTIVE[objective]}",
+        )
     for name, default in _defaults(config.data):
         if getattr(config.data, name) != default:
             fix = "give --data-path too, with --objective sft for example; or leave it out"
@@ -121,10 +154,18 @@ def _of_rollouts(config: Config) -> Contradictions:
         for name, default in _defaults(section) if table in used else ():
             if name not in used[table] and getattr(section, name) != default:
                 reason = f"with data_path = {config.data.data_path!r} there are no rollouts and no engine"
-                yield f"{table}.{name}", reason, "leave it out, or leave --data-path out"
+                yield (
+                    f"{table}.{name}",
+                    reason,
+                    "leave it out, or leave --data-path out",
+                )
     for table in ("sglang", "router"):
         for name in getattr(config, table):
-            yield f"{table}.{name}", "with data_path there is neither engine nor router", "leave it out"
+            yield (
+                f"{table}.{name}",
+                "with data_path there is neither engine nor router",
+                "leave it out",
+            )
 
 
 def _defaults(section: Section) -> Iterator[tuple[str, object]]:
@@ -137,10 +178,18 @@ def _modes(config: Config) -> Contradictions:
     run = config.run
     if run.debug_rollout_only and run.debug_train_only:
         reason = "the two exclude each other: one turns the trainer off, the other the rollouts"
-        yield "run.debug_train_only", reason, "give one of --debug-rollout-only and --debug-train-only"
+        yield (
+            "run.debug_train_only",
+            reason,
+            "give one of --debug-rollout-only and --debug-train-only",
+        )
     if run.debug_train_only and not run.load_rollout_data:
         reason = "--debug-train-only trains on saved batches"
-        yield "run.load_rollout_data", reason, "give --load-rollout-data RUN/rollout_data"
+        yield (
+            "run.load_rollout_data",
+            reason,
+            "give --load-rollout-data RUN/rollout_data",
+        )
     for name in ("load_rollout_data", "load_checkpoint"):
         if getattr(run, name) and not run.debug_train_only:
             fix = "add --debug-train-only, or leave it out"
@@ -150,32 +199,76 @@ def _modes(config: Config) -> Contradictions:
 def _weight_sync(config: Config) -> Contradictions:
     weight_sync = config.weight_sync
     if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
-        reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
-        yield "weight_sync.weight_arena", reason, "leave --weight-transport or --weight-arena out"
+        reason = (
+            f"with the transport {weight_sync.weight_transport!r} there is no arena"
+        )
+        yield (
+            "weight_sync.weight_arena",
+            reason,
+            "leave --weight-transport or --weight-arena out",
+        )
     if weight_sync.weight_arena_device == "cuda":
         if weight_sync.weight_transport != "arena":
-            reason = f"with the transport {weight_sync.weight_transport!r} there is no arena"
-            yield "weight_sync.weight_arena_device", reason, "leave --weight-transport or this out"
+            reason = (
+                f"with the transport {weight_sync.weight_transport!r} there is no arena"
+            )
+            yield (
+                "weight_sync.weight_arena_device",
+                reason,
+                "leave --weight-transport or this out",
+            )
         if weight_sync.weight_arena == "alias":
             reason = "SGLang's CUDA graphs compute with the memory that they were captured with"
-            yield "weight_sync.weight_arena", reason, "leave it out: engines copy within the GPU"
+            yield (
+                "weight_sync.weight_arena",
+                reason,
+                "leave it out: engines copy within the GPU",
+            )
         if len(config.train.layout.model_copy(0)) > 1:
-            reason = "several trainer ranks write the arena, and each sees its own GPU alone"
-            yield "weight_sync.weight_arena_device", reason, "leave it out, or do not divide the model"
-    if weight_sync.weight_folder and weight_sync.weight_transport not in ("disk", "delta"):
+            reason = (
+                "several trainer ranks write the arena, and each sees its own GPU alone"
+            )
+            yield (
+                "weight_sync.weight_arena_device",
+                reason,
+                "leave it out, or do not divide the model",
+            )
+    if weight_sync.weight_folder and weight_sync.weight_transport not in (
+        "disk",
+        "delta",
+    ):
         reason = f"the transport {weight_sync.weight_transport!r} writes no files"
-        yield "weight_sync.weight_folder", reason, "add --weight-transport disk, or leave it out"
+        yield (
+            "weight_sync.weight_folder",
+            reason,
+            "add --weight-transport disk, or leave it out",
+        )
     if weight_sync.weight_host and weight_sync.weight_transport in ("arena", "bucket"):
         reason = f"the transport {weight_sync.weight_transport!r} uses no network"
-        yield "weight_sync.weight_host", reason, "add --weight-transport delta, or leave it out"
+        yield (
+            "weight_sync.weight_host",
+            reason,
+            "add --weight-transport delta, or leave it out",
+        )
     if config.engine.engine_tp_size > 1:
         reason = "the processes of an engine take their slices of the weights from the arena, and copy them"
         if weight_sync.weight_transport != "arena":
-            yield "weight_sync.weight_transport", reason, "leave it out, or --engine-tp-size"
+            yield (
+                "weight_sync.weight_transport",
+                reason,
+                "leave it out, or --engine-tp-size",
+            )
         if weight_sync.weight_arena != "copy":
-            yield "weight_sync.weight_arena", reason, "leave it out, or --engine-tp-size"
+            yield (
+                "weight_sync.weight_arena",
+                reason,
+                "leave it out, or --engine-tp-size",
+            )
     default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default
-    if weight_sync.weight_drain_timeout_s != default_s and weight_sync.weight_update_inflight != "drain":
+    if (
+        weight_sync.weight_drain_timeout_s != default_s
+        and weight_sync.weight_update_inflight != "drain"
+    ):
         reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"
         fix = "add --weight-update-inflight drain, or leave it out"
         yield "weight_sync.weight_drain_timeout_s", reason, fix
@@ -187,30 +280,53 @@ def _colocate(config: Config) -> Contradictions:
         return
     for name in ("debug_train_only", "debug_rollout_only"):
         if getattr(config.run, name):
-            yield "run.colocate", f"with {name} there are not both engines and a trainer", "leave it out"
+            yield (
+                "run.colocate",
+                f"with {name} there are not both engines and a trainer",
+                "leave it out",
+            )
     if config.engine.external_engines:
-        reason = "engines that the run does not start use other GPUs, or give no memory back"
+        reason = (
+            "engines that the run does not start use other GPUs, or give no memory back"
+        )
         yield "engine.external_engines", reason, "leave it out, or --colocate"
     if config.train.critic_data_parallel_size:
         reason = "a critic with ranks of its own gives no memory back"
         yield "train.critic_data_parallel_size", reason, "leave it out, or --colocate"
     weight_sync = config.weight_sync
     if weight_sync.weight_update == "rolling":
-        reason = "all engines give their caches' memory back before the trainer makes a step"
+        reason = (
+            "all engines give their caches' memory back before the trainer makes a step"
+        )
         yield "weight_sync.weight_update", reason, "leave it out, or --colocate"
     if weight_sync.weight_update_inflight == "in_place":
         reason = "engines give their caches' memory back, so running requests cannot keep their cache"
-        yield "weight_sync.weight_update_inflight", reason, "use retract or drain, or leave --colocate out"
+        yield (
+            "weight_sync.weight_update_inflight",
+            reason,
+            "use retract or drain, or leave --colocate out",
+        )
     if config.gateway.constrained != "free":
         reason = "SGLang ends an engine that gives memory back while a request waits for its grammar"
-        yield "gateway.constrained", reason, "use --constrained free, or leave --colocate out"
+        yield (
+            "gateway.constrained",
+            reason,
+            "use --constrained free, or leave --colocate out",
+        )
 
 
 def _schedule(config: Config) -> Contradictions:
     train = config.train
-    if train.lr_decay_style != "constant" and train.lr_decay_steps <= train.lr_warmup_steps:
+    if (
+        train.lr_decay_style != "constant"
+        and train.lr_decay_steps <= train.lr_warmup_steps
+    ):
         reason = f"a {train.lr_decay_style} decay must end after the warm-up of {train.lr_warmup_steps} steps"
-        yield "train.lr_decay_steps", reason, "set --lr-decay-steps to the optimizer steps of the run"
+        yield (
+            "train.lr_decay_steps",
+            reason,
+            "set --lr-decay-steps to the optimizer steps of the run",
+        )
     if train.lr_min > train.lr:
         reason = f"it is above lr = {train.lr}, the highest rate of the schedule"
         yield "train.lr_min", reason, "lower --lr-min or raise --lr"
@@ -233,13 +349,21 @@ def _difficulty(config: Config) -> Contradictions:
     buffer = config.buffer
     if buffer.difficulty_low > buffer.difficulty_high:
         reason = f"it is above difficulty_high = {buffer.difficulty_high}, so no group would be kept"
-        yield "buffer.difficulty_low", reason, "lower --difficulty-low or raise --difficulty-high"
+        yield (
+            "buffer.difficulty_low",
+            reason,
+            "lower --difficulty-low or raise --difficulty-high",
+        )
     if buffer.group_filter == "medium_difficulty":
         return
     for name in ("difficulty_low", "difficulty_high", "difficulty_groups"):
         if getattr(buffer, name) != type(buffer).model_fields[name].default:
             fix = "add --group-filter medium_difficulty, or leave it out"
-            yield f"buffer.{name}", f"the group filter {buffer.group_filter!r} does not read it", fix
+            yield (
+                f"buffer.{name}",
+                f"the group filter {buffer.group_filter!r} does not read it",
+                fix,
+            )
 
 
 def _batch(config: Config) -> Contradictions:
@@ -249,10 +373,12 @@ def _batch(config: Config) -> Contradictions:
     algorithm = config.algorithm
     if groups * samples < ranks:
         total = groups * samples
-        reason = (
-            f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
+        reason = f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
+        yield (
+            "train.data_parallel_size",
+            reason,
+            "lower --data-parallel-size or raise --rollout-batch-size",
         )
-        yield "train.data_parallel_size", reason, "lower --data-parallel-size or raise --rollout-batch-size"
     copies_of_critic = config.train.critic_data_parallel_size
     if groups * samples < copies_of_critic:
         total = groups * samples
@@ -261,7 +387,11 @@ def _batch(config: Config) -> Contradictions:
         yield "train.critic_data_parallel_size", reason, fix
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
-        yield "algorithm.num_minibatches", reason, "lower --num-minibatches or raise --rollout-batch-size"
+        yield (
+            "algorithm.num_minibatches",
+            reason,
+            "lower --num-minibatches or raise --rollout-batch-size",
+        )
 
 
 def _routing_replay(config: Config) -> Contradictions:
@@ -292,13 +422,23 @@ def _evaluation(config: Config) -> Contradictions:
         yield "rollout.eval_interval", reason, "set --eval-tasks, or --eval-interval 0"
     if config.run.keep_best_by == "held_out" and not rollout.eval_interval:
         reason = "no checkpoint is evaluated on held-out tasks (eval_interval is 0)"
-        yield "run.keep_best_by", reason, "set --eval-interval and --eval-tasks, or --keep-best-by reward"
+        yield (
+            "run.keep_best_by",
+            reason,
+            "set --eval-interval and --eval-tasks, or --keep-best-by reward",
+        )
     if rollout.eval_sets and rollout.eval_task_file:
         reason = "eval_sets is given, so eval_task_file would be ignored"
-        yield "rollout.eval_task_file", reason, f"add it to --eval-sets as NAME={rollout.eval_task_file}"
+        yield (
+            "rollout.eval_task_file",
+            reason,
+            f"add it to --eval-sets as NAME={rollout.eval_task_file}",
+        )
     if rollout.eval_samples_per_task > rollout.rollout_concurrency:
         limit = rollout.rollout_concurrency
-        reason = f"all samples of a task run at the same time, but only {limit} rollouts may"
+        reason = (
+            f"all samples of a task run at the same time, but only {limit} rollouts may"
+        )
         fix = "lower --eval-samples-per-task or raise --rollout-concurrency"
         yield "rollout.eval_samples_per_task", reason, fix
 
@@ -309,16 +449,28 @@ def _engines(config: Config) -> Contradictions:
     capacity = config.engine.engine_max_total_tokens
     if capacity and rollout.max_new_tokens >= capacity:
         reason = f"an engine's KV cache holds {capacity} tokens, prompt included"
-        yield "rollout.max_new_tokens", reason, "lower --max-new-tokens or raise --engine-max-total-tokens"
+        yield (
+            "rollout.max_new_tokens",
+            reason,
+            "lower --max-new-tokens or raise --engine-max-total-tokens",
+        )
     if rollout.rollout_concurrency > gateway.max_open_sessions:
         reason = f"the gateway admits {gateway.max_open_sessions} open sessions at most"
         fix = "lower --rollout-concurrency or raise --max-open-sessions"
         yield "rollout.rollout_concurrency", reason, fix
     if rollout.rollout_workers > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
-        yield "rollout.rollout_workers", reason, "lower --rollout-workers or raise --rollout-concurrency"
+        yield (
+            "rollout.rollout_workers",
+            reason,
+            "lower --rollout-workers or raise --rollout-concurrency",
+        )
     if config.engine.smg_environment and config.engine.router != "smg":
-        yield "engine.smg_environment", "only smg is started from it", "add --router smg, or leave it out"
+        yield (
+            "engine.smg_environment",
+            "only smg is started from it",
+            "add --router smg, or leave it out",
+        )
     yield from _grammar_masks(config)
     if config.engine.seeded_sampling:
         yield from _seeded_backends(config)
@@ -330,7 +482,11 @@ def _external_engines(config: Config) -> Contradictions:
     if not engine.external_engines:
         if not engine.num_engines and not config.run.debug_train_only:
             fix = "set --num-engines to 1 or more, or give --external-engines"
-            yield "engine.num_engines", "nothing would sample: there are no external_engines either", fix
+            yield (
+                "engine.num_engines",
+                "nothing would sample: there are no external_engines either",
+                fix,
+            )
         return
     field = "engine.external_engines"
     for url in engine.external_engines:
@@ -341,7 +497,9 @@ def _external_engines(config: Config) -> Contradictions:
                 f"{url}: {reason}",
                 "give the URL that `invrl engine` prints, as http://10.0.0.5:30000",
             )
-    if len({url.rstrip("/") for url in engine.external_engines}) < len(engine.external_engines):
+    if len({url.rstrip("/") for url in engine.external_engines}) < len(
+        engine.external_engines
+    ):
         yield field, "an engine occurs twice", "give each URL once"
     if engine.router == "smg":
         reason = "smg sends all engines one key, and an external engine has a new one with each start"
@@ -389,12 +547,15 @@ def _seeded_backends(config: Config) -> Contradictions:
 
 
 def _grammar_masks(config: Config) -> Contradictions:
-    """The trainer computes which tokens a grammar allowed as SGLang does with its default settings."""
+    """The trainer computes which tokens a grammar allowed as SGLang does with its
+    default settings."""
     if config.gateway.constrained != "masked":
         return
     for name, value in config.sglang.items():
         option = name.replace("-", "_")
-        if option.startswith("constrained_json") or (option == "grammar_backend" and value != "xgrammar"):
+        if option.startswith("constrained_json") or (
+            option == "grammar_backend" and value != "xgrammar"
+        ):
             reason = (
                 "--constrained masked needs the default grammar options: with this one the engines allow "
                 "other tokens than the trainer assumes"
@@ -409,22 +570,39 @@ def _deadlines(config: Config) -> Contradictions:
     buffer = config.buffer
     reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
     if gateway.session_ttl_s < limit:
-        yield "gateway.session_ttl_s", reason, "raise --session-ttl-s or lower --rollout-timeout-s"
+        yield (
+            "gateway.session_ttl_s",
+            reason,
+            "raise --session-ttl-s or lower --rollout-timeout-s",
+        )
     if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
         why = "--late-reward accept lets a session wait for its reward, but reward_deadline_s is 0"
-        yield "gateway.late_reward", why, "set --reward-deadline-s, or --late-reward drop"
+        yield (
+            "gateway.late_reward",
+            why,
+            "set --reward-deadline-s, or --late-reward drop",
+        )
     if buffer.batch_timeout_s < gateway.reward_deadline_s:
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
-        yield "gateway.reward_deadline_s", why, "lower --reward-deadline-s or raise --batch-timeout-s"
+        yield (
+            "gateway.reward_deadline_s",
+            why,
+            "lower --reward-deadline-s or raise --batch-timeout-s",
+        )
     if config.rollout.external_environments:
         yield from _external_deadlines(config)
     if buffer.batch_timeout_s < limit:
-        yield "buffer.batch_timeout_s", reason, "raise --batch-timeout-s or lower --rollout-timeout-s"
+        yield (
+            "buffer.batch_timeout_s",
+            reason,
+            "raise --batch-timeout-s or lower --rollout-timeout-s",
+        )
 
 
 def _external_deadlines(config: Config) -> Contradictions:
-    """An environment that we do not start may die with the rollouts that it leased. They must become free, to
-    be leased again, before the run gives up the batch that waits for them."""
+    """An environment that we do not start may die with the rollouts that it leased.
+    They must become free, to be leased again, before the run gives up the batch that
+    waits for them."""
     gateway = config.gateway
     batch_timeout_s = config.buffer.batch_timeout_s
     held_s = gateway.lease_timeout_s + gateway.session_ttl_s
@@ -437,7 +615,11 @@ def _external_deadlines(config: Config) -> Contradictions:
             f"an environment that hangs may hold a task for {parts} = {held_s:g} s, but the run waits at "
             f"most batch_timeout_s = {batch_timeout_s:g} s for a batch"
         )
-        yield "gateway.session_ttl_s", reason, "lower --session-ttl-s or raise --batch-timeout-s"
+        yield (
+            "gateway.session_ttl_s",
+            reason,
+            "lower --session-ttl-s or raise --batch-timeout-s",
+        )
 
 
 def _determinism(config: Config) -> Contradictions:
@@ -454,7 +636,8 @@ def _determinism(config: Config) -> Contradictions:
         "--max-staleness 0": config.buffer.max_staleness == 0,
         "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
         "--rollout-workers 1": rollout.rollout_workers == 1,
-        "--sglang-max-running-requests 1": str(sglang.get("max_running_requests")) == "1",
+        "--sglang-max-running-requests 1": str(sglang.get("max_running_requests"))
+        == "1",
         "--sglang-disable-radix-cache": bool(sglang.get("disable_radix_cache")),
         "--no-external-environments": not rollout.external_environments,
     }
@@ -464,7 +647,11 @@ def _determinism(config: Config) -> Contradictions:
             "the sampled tokens or their log-probs would differ between two runs: they depend on what an "
             "engine computes at the same time and on the order in which rollouts end"
         )
-        yield "train.deterministic", reason, f"add {' '.join(missing)}; or leave --deterministic out"
+        yield (
+            "train.deterministic",
+            reason,
+            f"add {' '.join(missing)}; or leave --deterministic out",
+        )
 
 
 _ON_DATA = (_names, _modes, _data, _schedule, *ON_DATA)
@@ -489,10 +676,19 @@ _WITH_ROLLOUTS = (
 
 
 def _secrets(config: Config) -> Contradictions:
-    """The resolved configuration is written into the run folder, so it must hold no secret."""
-    tables = {"sglang": config.sglang, "router": config.router, "megatron": config.megatron}
+    """The resolved configuration is written into the run folder, so it must hold no
+    secret."""
+    tables = {
+        "sglang": config.sglang,
+        "router": config.router,
+        "megatron": config.megatron,
+    }
     for table, options in tables.items():
         for name in options:
             if any(part in name for part in _SECRET_PARTS):
                 reason = "invrl makes the keys of its private servers itself, new ones for each run"
-                yield f"{table}.{name}", reason, f"leave --{table}-{name.replace('_', '-')} out"
+                yield (
+                    f"{table}.{name}",
+                    reason,
+                    f"leave --{table}-{name.replace('_', '-')} out",
+                )

@@ -1,6 +1,8 @@
-"""The data of a run on a file: its rows, and what makes tokens of them with the run's model and template.
+"""The data of a run on a file: its rows, and what makes tokens of them with the run's
+model and template.
 
-Invariant: a run that resumes reads the same bytes as before, because its rows are chosen by their place."""
+Invariant: a run that resumes reads the same bytes as before, because its rows are
+chosen by their place."""
 
 import json
 from pathlib import Path
@@ -16,7 +18,8 @@ from invrl.train.hf_config import read_hf_config
 
 
 def load_run_data(config: Config) -> Dataset:
-    """Reads the files that the settings name. The model folder must have been checked. Raises ConfigError."""
+    """Reads the files that the settings name. The model folder must have been checked.
+    Raises ConfigError."""
     folder = config.model.folder
     shape = read_hf_config(folder)
     max_tokens = shape.max_position_embeddings
@@ -30,12 +33,14 @@ def load_run_data(config: Config) -> Dataset:
         special_tokens_in_content=config.gateway.special_tokens_in_content,
         max_tokens=max_tokens,
     )
-    return load_dataset(config.data, config.algorithm.objective, model, seed=config.run.seed)
+    return load_dataset(
+        config.data, config.algorithm.objective, model, seed=config.run.seed
+    )
 
 
 def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> None:
-    """Writes down the checksums of the run's files; in a run that resumes, compares with them. Raises
-    ConfigError for a file that has changed."""
+    """Writes down the checksums of the run's files; in a run that resumes, compares
+    with them. Raises ConfigError for a file that has changed."""
     digests: dict[str, str] = {}
     for name in ("data_path", "data_eval_path"):
         path = getattr(config.data, name)
@@ -47,7 +52,9 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
             if recorded.get(name) != digest:
                 reason = "it has changed since the run began, and the run chooses rows by their place"
                 fix = "put the old content back, or begin a new run under another --run-name"
-                raise ConfigError(f"data.{name}", getattr(config.data, name), reason, fix)
+                raise ConfigError(
+                    f"data.{name}", getattr(config.data, name), reason, fix
+                )
     write_atomically(folder.data_digests_path, json.dumps(digests))
 
 

@@ -1,5 +1,6 @@
-"""What the supervisor of a run and its drivers agree on: the inner commands of `invrl.cli` that a driver
-process runs, and the exit codes of all commands. Imports nothing, so that `invrl --help` stays fast."""
+"""What the supervisor of a run and its drivers agree on: the inner commands of
+`invrl.cli` that a driver process runs, and the exit codes of all commands. Imports
+nothing, so that `invrl --help` stays fast."""
 
 INCARNATION_COMMAND = "_incarnation"
 """Runs one incarnation of the run in a folder."""

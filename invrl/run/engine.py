@@ -1,7 +1,8 @@
-"""`invrl engine`: one engine alone, which runs of others use (`engines/external_engine.py`).
+"""`invrl engine`: one engine alone, which runs of others use
+(`engines/external_engine.py`).
 
-It serves until Ctrl-C, TERM, or its own death; then every process of it has ended. After kill -9 of this
-process the kernel and the guardian end them."""
+It serves until Ctrl-C, TERM, or its own death; then every process of it has ended.
+After kill -9 of this process the kernel and the guardian end them."""
 
 import asyncio
 from pathlib import Path
@@ -20,8 +21,9 @@ _LOOK_INTERVAL_S = 0.25
 
 
 async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None:
-    """Serves until it is cancelled. The log is below `folder`. Raises ConfigError for a port that is in use,
-    ServerError or DeadlineError if the engine does not start, and ServerError when it dies."""
+    """Serves until it is cancelled. The log is below `folder`. Raises ConfigError for a
+    port that is in use, ServerError or DeadlineError if the engine does not start, and
+    ServerError when it dies."""
     remove_abandoned()
     in_place = config.weight_sync.weight_update_inflight == "in_place"
     flags = flags_of_run(
@@ -44,12 +46,19 @@ async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None
             )
         except OSError as error:
             fix = "choose another port, or 0 for a free one"
-            raise ConfigError("--port", place.port, f"it is in use ({error.strerror})", fix) from error
+            raise ConfigError(
+                "--port", place.port, f"it is in use ({error.strerror})", fix
+            ) from error
         stack.callback(server.stop)
-        print(f"starting an engine with {config.model.folder}; log: {server.log}", flush=True)
+        print(
+            f"starting an engine with {config.model.folder}; log: {server.log}",
+            flush=True,
+        )
         await asyncio.to_thread(server.wait_ready)
         print(f"the engine is ready: {server.url}\nCtrl-C ends it", flush=True)
-        await until_ended(server.processes(), interval_s=_LOOK_INTERVAL_S, clock=Clock())
+        await until_ended(
+            server.processes(), interval_s=_LOOK_INTERVAL_S, clock=Clock()
+        )
         raise ServerError(
             f"a process of the engine has ended. Last lines of {server.log}:\n{server.log_tail()}"
         )

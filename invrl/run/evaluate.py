@@ -1,8 +1,9 @@
-"""`invrl eval`: measures a model on held-out tasks, without a trainer. The evaluations within a training
-run are in `held_out.py`.
+"""`invrl eval`: measures a model on held-out tasks, without a trainer. The evaluations
+within a training run are in `held_out.py`.
 
-Engines, router, gateway and rollout workers are those of training. Invariants: `report/eval.json` is written
-once every set is measured; every process has ended when `run_evaluation` returns."""
+Engines, router, gateway and rollout workers are those of training. Invariants:
+`report/eval.json` is written once every set is measured; every process has ended when
+`run_evaluation` returns."""
 
 import time
 from collections.abc import Iterable
@@ -29,7 +30,8 @@ from invrl.store.run_folder import RunFolder
 
 
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
-    """Prints scores as they come, and a table at the end. Raises InvrlError with the cause of a failure."""
+    """Prints scores as they come, and a table at the end. Raises InvrlError with the
+    cause of a failure."""
     started_at = time.monotonic()
 
     def note(text: str) -> None:
@@ -65,7 +67,9 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             warn=note,
             show_all=command_for_failures(folder),
         )
-        evaluating = rollouts.evaluate(0, lambda score: note(score_note(score)), failures)
+        evaluating = rollouts.evaluate(
+            0, lambda score: note(score_note(score)), failures
+        )
         evaluation = await first_to_fail(evaluating, serving.watch())
         path = folder.report_path / "eval.json"
         path.write_bytes(report(config, evaluation.scores.values()))
@@ -81,8 +85,8 @@ def score_note(score: EvalScore) -> str:
 
 
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
-    """The content of `report/eval.json`: the measures with their 95 % intervals, the rewards of each task,
-    and model, settings and versions."""
+    """The content of `report/eval.json`: the measures with their 95 % intervals, the
+    rewards of each task, and model, settings and versions."""
     rows: list[dict[str, object]] = []
     for score in scores:
         row: dict[str, object] = {
@@ -115,7 +119,12 @@ def table(scores: Iterable[EvalScore]) -> str:
     """A line per measure and per reason of failure, in columns."""
     rows = [("set", "mode", "tasks", "samples", "measure", "value", "95 % interval")]
     for score in scores:
-        evaluation = (score.set_name or "-", score.mode, str(len(score.task_ids)), str(score.samples))
+        evaluation = (
+            score.set_name or "-",
+            score.mode,
+            str(len(score.task_ids)),
+            str(score.samples),
+        )
         for name, measure in score.measures.items():
             interval = f"[{measure.low:.3f}, {measure.high:.3f}]"
             rows.append((*evaluation, name, f"{measure.value:.3f}", interval))

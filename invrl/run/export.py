@@ -1,7 +1,8 @@
-"""Copies the model of a step out of a run's checkpoints, checked, into a folder of its own.
+"""Copies the model of a step out of a run's checkpoints, checked, into a folder of its
+own.
 
-The run may be live: nothing in its folder is changed, and a checkpoint that the run removes meanwhile is an
-error that says so. No engine and no trainer is needed."""
+The run may be live: nothing in its folder is changed, and a checkpoint that the run
+removes meanwhile is an error that says so. No engine and no trainer is needed."""
 
 import shutil
 from contextlib import ExitStack
@@ -15,24 +16,39 @@ from invrl.store.manifest import check_manifest, write_manifest
 from invrl.store.run_folder import RunFolder
 
 
-def export_model(folder: RunFolder, step: int | None, target: Path | None, *, max_shard_gb: float) -> Path:
-    """Writes the model of `step` (None: of the newest) to `target` (None: a folder in the current one, named
-    after run and step), and returns that folder. Its tensors are those of the step byte for byte. Raises
-    ConfigError if there is no such step or if the folder is not empty, DamagedFileError."""
+def export_model(
+    folder: RunFolder, step: int | None, target: Path | None, *, max_shard_gb: float
+) -> Path:
+    """Writes the model of `step` (None: of the newest) to `target` (None: a folder in
+    the current one, named after run and step), and returns that folder. Its tensors are
+    those of the step byte for byte. Raises ConfigError if there is no such step or if
+    the folder is not empty, DamagedFileError."""
     models = Checkpoints(folder.checkpoints_path).models_by_step()
     if not models:
-        raise ConfigError("RUN", str(folder.path), "it has no checkpoint yet", "wait for its first one")
+        raise ConfigError(
+            "RUN",
+            str(folder.path),
+            "it has no checkpoint yet",
+            "wait for its first one",
+        )
     if step is None:
         step = max(models)
     if step not in models:
         steps = ", ".join(map(str, sorted(models)))
         reason = f"the run has no checkpoint of this step; it has: {steps}"
-        raise ConfigError("--step", step, reason, "give one of these, or leave it out for the newest")
+        raise ConfigError(
+            "--step", step, reason, "give one of these, or leave it out for the newest"
+        )
     if target is None:
         target = Path(f"{folder.path.name}-step-{step:06d}")
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--out", str(target), "it exists and is not empty", "give a new folder as --out")
+        raise ConfigError(
+            "--out",
+            str(target),
+            "it exists and is not empty",
+            "give a new folder as --out",
+        )
     try:
         _check_model(models[step])
         _copy_model(models[step], target, max_shard_bytes=max_shard_gb * 1e9)
@@ -75,10 +91,14 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
             opened[file] = stack.enter_context(safe_open(file, framework="pt"))
         # In the order of the files, which is that of the trainer.
         names = [name for file in opened.values() for name in file.offset_keys()]
-        layout = tuple(spec_of(name, opened[files[name]].get_tensor(name)) for name in names)
+        layout = tuple(
+            spec_of(name, opened[files[name]].get_tensor(name)) for name in names
+        )
         tensors = ((name, opened[files[name]].get_tensor(name)) for name in names)
         copy_other_files(source, unfinished)
-        written = write_weights(unfinished, layout, tensors, max_shard_bytes=max_shard_bytes)
+        written = write_weights(
+            unfinished, layout, tensors, max_shard_bytes=max_shard_bytes
+        )
     write_manifest(unfinished, written)
     flush_tree(unfinished)
     if target.exists():

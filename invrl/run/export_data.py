@@ -1,8 +1,9 @@
-"""Writes rollouts of a run as a data file: the best ones as conversations, all of them with a label, or pairs
-of a better and a worse one.
+"""Writes rollouts of a run as a data file: the best ones as conversations, all of them
+with a label, or pairs of a better and a worse one.
 
-The run may be live: its store is only read. A rollout is written whole or left out, and every rollout that
-has ended is counted once, as written or with the reason why it was left out. The file appears whole."""
+The run may be live: its store is only read. A rollout is written whole or left out, and
+every rollout that has ended is counted once, as written or with the reason why it was
+left out. The file appears whole."""
 
 import contextlib
 import json
@@ -50,7 +51,9 @@ _NOTHING_TRAINED = "nothing of it may be trained"
 _BETWEEN = "neither the best nor the worst of its group"
 _NO_OTHER_SIDE = "no rollout of its group can be the other side of a pair"
 _OTHER_PROMPT = "it answers another prompt than the chosen rollout of its group"
-_SEVERAL_ROWS = "it has several branches, or replies that are not trained, and a pair has neither"
+_SEVERAL_ROWS = (
+    "it has several branches, or replies that are not trained, and a pair has neither"
+)
 _NO_LIMIT = 2**31
 """Vocabulary size: no token id is refused."""
 _PROGRESS_S = 10.0
@@ -64,15 +67,18 @@ class ExportOptions:
     out: Path
     pairs: bool = False
     label_from: float | None = None
-    """The reward from which on a conversation has the label true; below it, false. None: no labels."""
+    """The reward from which on a conversation has the label true; below it, false.
+    None: no labels."""
     best: int = 1
     """Rollouts of a task at most, or pairs of it, each of another group; 0: all."""
     wanted: Wanted = field(default_factory=Wanted)
     inexact: bool = False
-    """Rows that the template writes otherwise than they were sampled are written too."""
+    """Rows that the template writes otherwise than they were sampled are written
+    too."""
     overwrite: bool = False
     model_path: str = ""
-    """The folder whose tokenizer and template restore the texts; "": the run's model."""
+    """The folder whose tokenizer and template restore the texts; "": the run's
+    model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +100,12 @@ class ExportReport:
     """What the conversations of the reason `Fidelity.REFUSED` were refused for."""
 
 
-def export_data(folder: RunFolder, options: ExportOptions, note: Callable[[str], None]) -> ExportReport:
-    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises ConfigError if there is
-    nothing to write, or for a file that exists; DamagedFileError for a store that cannot be read."""
+def export_data(
+    folder: RunFolder, options: ExportOptions, note: Callable[[str], None]
+) -> ExportReport:
+    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises
+    ConfigError if there is nothing to write, or for a file that exists;
+    DamagedFileError for a store that cannot be read."""
     _check_target(options)
     check_store(folder.store_path)
     config = load_resolved(folder.config_path)
@@ -122,21 +131,39 @@ def export_data(folder: RunFolder, options: ExportOptions, note: Callable[[str],
 def _check_target(options: ExportOptions) -> None:
     out = options.out
     if out.suffix.lower() == ".parquet":
-        raise ConfigError("--out", str(out), "JSONL is written, not Parquet", "let its name end in .jsonl")
+        raise ConfigError(
+            "--out",
+            str(out),
+            "JSONL is written, not Parquet",
+            "let its name end in .jsonl",
+        )
     if out.is_dir():
-        raise ConfigError("--out", str(out), "it is a folder", "give the name of a file in it")
+        raise ConfigError(
+            "--out", str(out), "it is a folder", "give the name of a file in it"
+        )
     if not out.parent.is_dir():
-        raise ConfigError("--out", str(out), "its folder does not exist", "make the folder, or give another")
+        raise ConfigError(
+            "--out",
+            str(out),
+            "its folder does not exist",
+            "make the folder, or give another",
+        )
     if out.exists() and not options.overwrite:
-        raise ConfigError("--out", str(out), "it exists", "give another name, or add --overwrite")
+        raise ConfigError(
+            "--out", str(out), "it exists", "give another name, or add --overwrite"
+        )
 
 
 def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
     """The error for an export without a row."""
     if not left_out:
         reason = "no rollout of this run has ended yet"
-        return ConfigError("RUN", "", reason, "wait for the first one, or look at the run's log")
-    reasons = "; ".join(f"{count} rollouts: {reason}" for reason, count in left_out.most_common())
+        return ConfigError(
+            "RUN", "", reason, "wait for the first one, or look at the run's log"
+        )
+    reasons = "; ".join(
+        f"{count} rollouts: {reason}" for reason, count in left_out.most_common()
+    )
     fix = "ask for less with --min-reward or --steps, or see the rollouts with `invrl samples RUN --step all`"
     if any(reason in left_out for reason in INEXACT):
         fix = f"--inexact writes rows that the template writes otherwise too; or {fix}"
@@ -146,14 +173,17 @@ def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
 
 
 def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
-    """Of the run's model and template, with which it rendered what it recorded. Raises ConfigError."""
+    """Of the run's model and template, with which it rendered what it recorded. Raises
+    ConfigError."""
     model_path = options.model_path or config.model.model_path
     folder = ModelConfig(model_path=model_path).folder
     if options.model_path:
         check_is_folder("--model-path", model_path, folder)
     elif not folder.is_dir():
         fix = "give a folder with its tokenizer and chat template: --model-path FOLDER"
-        raise ConfigError("model.model_path", model_path, "the run's model is not there any more", fix)
+        raise ConfigError(
+            "model.model_path", model_path, "the run's model is not there any more", fix
+        )
     return load_renderer(
         str(folder),
         _NO_LIMIT,
@@ -164,7 +194,8 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
 
 
 def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
-    """Into a partial file beside `out`, which is removed if it does not become whole."""
+    """Into a partial file beside `out`, which is removed if it does not become
+    whole."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -173,7 +204,9 @@ def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
                 file.write(json.dumps(row) + "\n")
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError("--out", str(out), f"it cannot be written: {error}", "give another one") from error
+        raise ConfigError(
+            "--out", str(out), f"it cannot be written: {error}", "give another one"
+        ) from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -190,12 +223,17 @@ class _Export:
     report: ExportReport = field(default_factory=ExportReport)
 
     def rows(self, candidates: Candidates) -> Iterator[dict[str, Json]]:
-        """Task by task, in the order in which the tasks came first. The report is whole at the end."""
+        """Task by task, in the order in which the tasks came first. The report is whole
+        at the end."""
         last_note = time.monotonic()
-        of_task = self._pairs_of_task if self.options.pairs else self._conversations_of_task
+        of_task = (
+            self._pairs_of_task if self.options.pairs else self._conversations_of_task
+        )
         for number, lists in enumerate(candidates.by_task.values()):
             if time.monotonic() - last_note > _PROGRESS_S:
-                self.note(f"{number:,} of {len(candidates.by_task):,} tasks, {self.report.rows:,} rows")
+                self.note(
+                    f"{number:,} of {len(candidates.by_task):,} tasks, {self.report.rows:,} rows"
+                )
                 last_note = time.monotonic()
             num_rows = self.report.rows
             yield from of_task(lists)
@@ -205,9 +243,11 @@ class _Export:
         """Whether that many rollouts or pairs of one task are all that are wanted."""
         return bool(self.options.best) and count >= self.options.best
 
-    # -------------------------------------------------------------- conversations
+    # ------------------------------------------------------------- conversations
 
-    def _conversations_of_task(self, lists: Sequence[Sequence[Sample]]) -> Iterator[dict[str, Json]]:
+    def _conversations_of_task(
+        self, lists: Sequence[Sequence[Sample]]
+    ) -> Iterator[dict[str, Json]]:
         """`lists`: one rollout each."""
         written: set[tuple[bytes, ...]] = set()
         for (sample,) in lists:
@@ -228,7 +268,12 @@ class _Export:
             for row in rows:
                 self.report.rows += 1
                 self.report.fidelities[row.fidelity] += 1
-                yield {**row.fields, **self._label(sample), **_origin(sample), "reward": reward_of(sample)}
+                yield {
+                    **row.fields,
+                    **self._label(sample),
+                    **_origin(sample),
+                    "reward": reward_of(sample),
+                }
 
     def _label(self, sample: Sample) -> dict[str, Json]:
         if self.options.label_from is None:
@@ -238,14 +283,16 @@ class _Export:
         return {"label": is_good}
 
     def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
-        """The rows of a rollout; none if one of them cannot be written, and the rollout is counted as left
-        out."""
+        """The rows of a rollout; none if one of them cannot be written, and the rollout
+        is counted as left out."""
         if not branches:
             self.report.left_out[_NOTHING_TRAINED] += 1
         rows: list[RestoredRow] = []
         for branch in branches:
             row = restore(self.renderer, branch)
-            if row.fidelity not in TRUE and not (self.options.inexact and row.fidelity in INEXACT):
+            if row.fidelity not in TRUE and not (
+                self.options.inexact and row.fidelity in INEXACT
+            ):
                 self.report.left_out[row.fidelity] += 1
                 if row.detail:
                     self.report.refusals[row.detail] += 1
@@ -253,9 +300,11 @@ class _Export:
             rows.append(row)
         return rows
 
-    # -------------------------------------------------------------- pairs
+    # ------------------------------------------------------------- pairs
 
-    def _pairs_of_task(self, lists: Sequence[Sequence[Sample]]) -> Iterator[dict[str, Json]]:
+    def _pairs_of_task(
+        self, lists: Sequence[Sequence[Sample]]
+    ) -> Iterator[dict[str, Json]]:
         """`lists`: groups, each with its best rollout first."""
         num_pairs = 0
         for group in lists:
@@ -268,8 +317,8 @@ class _Export:
                 yield pair
 
     def _pair(self, group: Sequence[Sample]) -> dict[str, Json] | None:
-        """The best rollout of the group that can be written, and the worst one that answers the same prompt.
-        Every rollout of the group is counted."""
+        """The best rollout of the group that can be written, and the worst one that
+        answers the same prompt. Every rollout of the group is counted."""
         unused = {sample.identity.session_id for sample in group}
         lowest = reward_of(group[-1])
         for sample in group:
@@ -283,17 +332,22 @@ class _Export:
             if pair is not None:
                 self.report.left_out[_BETWEEN] += len(unused)
                 return pair
-            # The rollouts of a group have one prompt as a rule, so no other one is tried as its chosen side.
+            # The rollouts of a group have one prompt as a rule, so no other one is
+            # tried as its chosen side.
             self.report.left_out[_NO_OTHER_SIDE] += 1
             break
         self.report.left_out[_NO_OTHER_SIDE] += len(unused)
         return None
 
     def _pair_with(
-        self, best: Sample, chosen: RestoredRow, group: Sequence[Sample], unused: set[str]
+        self,
+        best: Sample,
+        chosen: RestoredRow,
+        group: Sequence[Sample],
+        unused: set[str],
     ) -> dict[str, Json] | None:
-        """The fields of the pair; None if no rollout of the group can be its rejected side. Rollouts that are
-        used or counted are removed from `unused`."""
+        """The fields of the pair; None if no rollout of the group can be its rejected
+        side. Rollouts that are used or counted are removed from `unused`."""
         for sample in worst_first(group):
             if reward_of(sample) >= reward_of(best):
                 return None
@@ -323,7 +377,8 @@ class _Export:
         return min_reward is not None and reward_of(sample) < min_reward
 
     def _side(self, sample: Sample) -> RestoredRow | None:
-        """The one row of a rollout, as a side of a pair; None, and counted, if it cannot be one."""
+        """The one row of a rollout, as a side of a pair; None, and counted, if it
+        cannot be one."""
         rows = self._restore(recorded_branches(self.store, sample.identity.session_id))
         if not rows:
             return None

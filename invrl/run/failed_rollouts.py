@@ -1,6 +1,6 @@
-"""Failed rollouts on the console: counts by reason, and warnings. In training the buffer counts them; in an
-evaluation nobody else does, so `EvaluationFailures` counts them and ends the evaluation when everything
-fails."""
+"""Failed rollouts on the console: counts by reason, and warnings. In training the
+buffer counts them; in an evaluation nobody else does, so `EvaluationFailures` counts
+them and ends the evaluation when everything fails."""
 
 import asyncio
 import logging
@@ -9,7 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from invrl.buffer.config import FailureRule
-from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter, FailureStreak
+from invrl.buffer.failures import (
+    FailureLimits,
+    FailureReport,
+    FailureReporter,
+    FailureStreak,
+)
 from invrl.errors import DeadlineError, ServerError
 from invrl.reasons import FailureReason
 from invrl.store.run_folder import RunFolder
@@ -20,7 +25,8 @@ _POLL_INTERVAL_S = 1.0
 
 
 def command_for_failures(folder: RunFolder, *, held_out: bool = False) -> str:
-    """The command that shows the failed rollouts of the run; of its evaluations if `held_out`."""
+    """The command that shows the failed rollouts of the run; of its evaluations if
+    `held_out`."""
     command = f"invrl samples {shlex.quote(str(folder.path))} --failed"
     return f"{command} --eval" if held_out else command
 
@@ -45,13 +51,17 @@ async def report_failures(
     *,
     interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
-    """Shows failed rollouts while a run trains, until it is cancelled. Returns if the buffer has died: the
-    loop's own call then raises the cause."""
+    """Shows failed rollouts while a run trains, until it is cancelled. Returns if the
+    buffer has died: the loop's own call then raises the cause."""
     while True:
         try:
             report = await buffer.failures()
-        except DeadlineError as error:  # the buffer is busy; the next question may be answered
-            logger.warning("the buffer did not say which rollouts have failed: %s", error)
+        except (
+            DeadlineError
+        ) as error:  # the buffer is busy; the next question may be answered
+            logger.warning(
+                "the buffer did not say which rollouts have failed: %s", error
+            )
         except ServerError as error:
             logger.warning("failed rollouts are not reported any more: %s", error)
             return
@@ -63,14 +73,14 @@ async def report_failures(
 
 
 class EvaluationFailures:
-    """The failed rollouts of all evaluations of one incarnation. The first failure of each reason is shown at
-    once. When every rollout so far has failed for the same reason, the evaluation ends with an error: an
-    accuracy of 0 would hide that nothing was measured. Once a rollout has finished, failures are only
-    counted.
+    """The failed rollouts of all evaluations of one incarnation. The first failure of
+    each reason is shown at once. When every rollout so far has failed for the same
+    reason, the evaluation ends with an error: an accuracy of 0 would hide that nothing
+    was measured. Once a rollout has finished, failures are only counted.
 
-    `warn` receives each warning. `show_all`: the command that shows every failure. `rules`: what becomes of
-    failures in training. Failures that count with a reward there are the model's own, and do not end an
-    evaluation."""
+    `warn` receives each warning. `show_all`: the command that shows every failure.
+    `rules`: what becomes of failures in training. Failures that count with a reward
+    there are the model's own, and do not end an evaluation."""
 
     def __init__(
         self,
@@ -95,7 +105,8 @@ class EvaluationFailures:
             self._begun_first.add(group_id)
 
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None:
-        """The rollouts of one task have ended. Raises IdenticalFailuresError if going on is of no use."""
+        """The rollouts of one task have ended. Raises IdenticalFailuresError if going
+        on is of no use."""
         self._begun_first.discard(group_id)
         for outcome in outcomes:
             if isinstance(outcome, FailedRollout):

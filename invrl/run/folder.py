@@ -1,7 +1,8 @@
 """Makes and checks the folder of a run.
 
-Invariants: a folder belongs to one configuration, and is refused to another. A new folder is its owner's
-alone, so that conversations, keys and tokens below it are, whoever writes them."""
+Invariants: a folder belongs to one configuration, and is refused to another. A new
+folder is its owner's alone, so that conversations, keys and tokens below it are,
+whoever writes them."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def check_run_folder(config: Config) -> None:
 
 @contextmanager
 def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
-    """The run's folder as `make_run_folder` makes it, held by `command` of this process. Raises ConfigError
-    as that does, and if another process holds the folder, of which nothing has changed then."""
+    """The run's folder as `make_run_folder` makes it, held by `command` of this
+    process. Raises ConfigError as that does, and if another process holds the folder,
+    of which nothing has changed then."""
     folder = _find_or_create(config)
     with folder.held(command):
         _furnish(folder, config)
@@ -46,8 +48,9 @@ def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
 
 
 def make_run_folder(config: Config) -> RunFolder:
-    """Create the folder (or reopen that of the same configuration) and write the configuration down.
-    Raises ConfigError if the folder holds another configuration, or things that are not a run's."""
+    """Create the folder (or reopen that of the same configuration) and write the
+    configuration down. Raises ConfigError if the folder holds another configuration, or
+    things that are not a run's."""
     folder = _find_or_create(config)
     _furnish(folder, config)
     return folder
@@ -80,7 +83,9 @@ def _place(config: Config) -> tuple[Path, str]:
     """Root and name. Raises ConfigError for a name that is a path."""
     name = config.run.run_name
     if Path(name).name != name or name in (".", ".."):
-        raise ConfigError("run.run_name", name, "a name, not a path", "give the folder as --run-root")
+        raise ConfigError(
+            "run.run_name", name, "a name, not a path", "give the folder as --run-root"
+        )
     return Path(config.run.run_root).expanduser().absolute(), name
 
 
@@ -89,7 +94,9 @@ def _check_configuration(folder: RunFolder, config: Config) -> None:
         # A process that has just begun holds the folder before it writes anything else.
         if any(path.name != LOCK_NAME for path in folder.path.iterdir()):
             reason = f"{folder.path} is not empty and is not a run folder"
-            raise ConfigError("run.run_name", folder.path.name, reason, "choose another --run-name")
+            raise ConfigError(
+                "run.run_name", folder.path.name, reason, "choose another --run-name"
+            )
         return
     old_values = _fixed_settings(load_resolved(folder.config_path))
     changed: list[str] = []
@@ -132,7 +139,8 @@ _MAY_CHANGE = frozenset(
         "filtered_out",
     }
 )
-"""Settings of a run that may differ when it resumes: none changes what a step computes."""
+"""Settings of a run that may differ when it resumes: none changes what a step
+computes."""
 _MAY_CHANGE_ROUNDING = frozenset(
     {
         "data_parallel_size",
@@ -149,12 +157,14 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "reference_placement",
     }
 )
-"""Settings that may differ too, so that a run can go on with other ranks or less memory: a checkpoint is
-loaded by any layout. They change in which order numbers are added."""
+"""Settings that may differ too, so that a run can go on with other ranks or less
+memory: a checkpoint is loaded by any layout. They change in which order numbers are
+added."""
 
 
 def _fixed_settings(config: Config) -> dict[str, object]:
-    """The settings that may not differ. A setting that is newer than the folder had its default there."""
+    """The settings that may not differ. A setting that is newer than the folder had its
+    default there."""
     fixed: dict[str, object] = {}
     for table, section in config.model_dump(mode="json").items():
         if table in UPSTREAM:

@@ -1,6 +1,7 @@
 """What well-known trainers call the things that our settings are for. Pure data.
 
-Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, prime-rl, AReaL and Lightning."""
+Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, prime-rl, AReaL and
+Lightning."""
 
 FOREIGN_NAMES: dict[str, str] = {
     "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
@@ -50,7 +51,9 @@ FOREIGN_NAMES: dict[str, str] = {
     "num_steps": (
         "max_steps steps total_steps train_steps total_training_steps num_rollout iterations num_episodes"
     ),
-    "data_epochs": ("epochs epoch n_epochs num_epochs num_train_epochs total_epochs max_epochs sft_epochs"),
+    "data_epochs": (
+        "epochs epoch n_epochs num_epochs num_train_epochs total_epochs max_epochs sft_epochs"
+    ),
     "preference_beta": "dpo_beta ipo_beta kto_beta",
     "max_new_tokens": (
         "max_tokens max_completion_length max_completion_tokens max_response_length max_response_len"
@@ -116,7 +119,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "seed": "random_seed rng_seed",
     "max_restarts": "retries max_retries auto_resume",
 }
-"""By setting of ours: the names that they use for it, or for a setting of that purpose."""
+"""By setting of ours: the names that they use for it, or for a setting of that
+purpose."""
 ON_FILES = {
     "task_file": "data_path",
     "eval_task_file": "data_eval_path",
@@ -171,7 +175,9 @@ _ANSWERS = {
     "leave it out: your function sends the messages, the system prompt too, and the gateway applies the "
     "model's chat template": "system_prompt apply_chat_template",
     "a reward is a number from code: return it, or give --reward-function-path module:name, which may ask a "
-    "model": ("reward_model reward_model_path reward_pretrain rm_type rm_path rm_url remote_rm_url"),
+    "model": (
+        "reward_model reward_model_path reward_pretrain rm_type rm_path rm_url remote_rm_url"
+    ),
     "leave it out: `invrl export RUN --step N` writes a folder that can be uploaded": (
         "push_to_hub hub_model_id"
     ),

@@ -1,5 +1,6 @@
-"""The held-out evaluations of a training run: before the first step, every `eval_interval` steps, and after
-the last step; and what training gained. `invrl eval` is `evaluate.py`."""
+"""The held-out evaluations of a training run: before the first step, every
+`eval_interval` steps, and after the last step; and what training gained. `invrl eval`
+is `evaluate.py`."""
 
 import asyncio
 from collections.abc import Mapping
@@ -41,14 +42,22 @@ class CountedTasks:
         self.failures.ended(group_id, outcomes)
 
     async def text(self) -> str:
-        return f"{self.ended_tasks} of {self.planned} held-out tasks" if self.planned else ""
+        return (
+            f"{self.ended_tasks} of {self.planned} held-out tasks"
+            if self.planned
+            else ""
+        )
 
 
 class HeldOutEvaluations:
     """Those of one incarnation. Every evaluation warns of rollouts that failed."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, rollouts: RolloutHandle, observer: RunObserver
+        self,
+        config: Config,
+        folder: RunFolder,
+        rollouts: RolloutHandle,
+        observer: RunObserver,
     ) -> None:
         self._before_path: Path = folder.report_path / "evaluation-before.json"
         self._gains_path: Path = folder.report_path / GAINS_NAME
@@ -65,14 +74,16 @@ class HeldOutEvaluations:
         """Of the evaluation that goes on, or of the last one."""
 
     async def before_training(self, first_step: int) -> Evaluation | None:
-        """The evaluation before step 1. It is made once in a run: a later incarnation reads it back. None if
-        its file is lost."""
+        """The evaluation before step 1. It is made once in a run: a later incarnation
+        reads it back. None if its file is lost."""
         path = self._before_path
         try:
             if path.exists():
                 return msgspec.json.decode(path.read_bytes(), type=Evaluation)
         except msgspec.MsgspecError as error:
-            self._observer.note(f"{path} is damaged ({error}): nothing to compare the end with")
+            self._observer.note(
+                f"{path} is damaged ({error}): nothing to compare the end with"
+            )
             return None
         if first_step:
             self._observer.note(f"{path} is missing: nothing to compare the end with")
@@ -83,14 +94,20 @@ class HeldOutEvaluations:
 
     async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
         """The metric values of an evaluation that the loop asks for."""
-        evaluation = await self._rollouts.evaluate(version, watch=self.tasks, planned=self.tasks.plan)
+        evaluation = await self._rollouts.evaluate(
+            version, watch=self.tasks, planned=self.tasks.plan
+        )
         self._note_failures(evaluation)
-        return await asyncio.to_thread(evaluation.values)  # its bootstrap intervals take a while
+        return await asyncio.to_thread(
+            evaluation.values
+        )  # its bootstrap intervals take a while
 
     async def evaluate(self, step: int) -> Evaluation:
         """Evaluates after `step`, and writes the result into the metrics."""
         with observed_phase(self._observer, "evaluating", step):
-            evaluation = await self._rollouts.evaluate(step, watch=self.tasks, planned=self.tasks.plan)
+            evaluation = await self._rollouts.evaluate(
+                step, watch=self.tasks, planned=self.tasks.plan
+            )
         self._note_failures(evaluation)
         self._observer.step(step, await asyncio.to_thread(evaluation.values))
         return evaluation
@@ -101,7 +118,8 @@ class HeldOutEvaluations:
                 self._observer.note(f"held-out tasks, {failure_note(score)}")
 
     def report_gain(self, before: Evaluation, after: Evaluation) -> None:
-        """One line per set and mode on the console, and all of them in the report folder."""
+        """One line per set and mode on the console, and all of them in the report
+        folder."""
         gains: list[MeasuredGain] = []
         for name, score_after in after.scores.items():
             score_before = before.scores[name]
@@ -112,7 +130,8 @@ class HeldOutEvaluations:
 
 
 def measured_gain(name: str, before: EvalScore, after: EvalScore) -> MeasuredGain:
-    """The gain between two scores of one set in one mode. Raises ValueError as `gain_interval` does."""
+    """The gain between two scores of one set in one mode. Raises ValueError as
+    `gain_interval` does."""
     gain = gain_interval(before, after)
     return MeasuredGain(
         name=name,
@@ -134,7 +153,8 @@ def describe_gain(gain: MeasuredGain, before: EvalScore, after: EvalScore) -> st
 
 
 def _describe_size(score: EvalScore) -> str:
-    """How many values an accuracy is the mean of: each task may have been tried several times."""
+    """How many values an accuracy is the mean of: each task may have been tried several
+    times."""
     tasks = f"{len(score.task_ids):,} tasks"
     if score.samples == len(score.task_ids):
         return tasks

@@ -1,13 +1,15 @@
 """The loop, over interfaces only: take a batch -> train -> send weights -> next.
 
-Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes this the synchronous
-loop, 1 one-step-off-policy, k fully asynchronous. Nothing here knows which. Invariant: the buffer learns of a
-version only after every engine has committed it and its canary has passed; from then on it admits work for
-it and counts its tokens.
+Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes
+this the synchronous loop, 1 one-step-off-policy, k fully asynchronous. Nothing here
+knows which. Invariant: the buffer learns of a version only after every engine has
+committed it and its canary has passed; from then on it admits work for it and counts
+its tokens.
 
-Step n makes version n, also if the batch had no signal and no weight changed (`StepResult.optimizer_steps` is
-0): versions count batches, so staleness and the ledger need no second clock. The engines are then sent the
-same weights once more, in the usual transaction."""
+Step n makes version n, also if the batch had no signal and no weight changed
+(`StepResult.optimizer_steps` is 0): versions count batches, so staleness and the ledger
+need no second clock. The engines are then sent the same weights once more, in the usual
+transaction."""
 
 import asyncio
 import time
@@ -33,8 +35,9 @@ from invrl.run.save_schedule import SaveSchedule
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
-"""Reads the tokens of a step's batch from the run's store and computes advantages. It runs in a thread, so
-that gateway and fleet are watched, and rollouts dispatched, while it reads."""
+"""Reads the tokens of a step's batch from the run's store and computes advantages. It
+runs in a thread, so that gateway and fleet are watched, and rollouts dispatched, while
+it reads."""
 Score = Callable[[int, TrainBatch], Awaitable[TrainBatch]]
 """Adds what another server says of a step's rows."""
 ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
@@ -44,19 +47,22 @@ Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 TakeGpu = Callable[[], Awaitable[None]]
 """Gives the GPU to the trainer. `Sync` gives it back to the engines."""
 Save = Callable[[int, bytes], Awaitable[object]]
-"""Writes the checkpoint of a step: the trainer as it is, and this snapshot of the buffer."""
+"""Writes the checkpoint of a step: the trainer as it is, and this snapshot of the
+buffer."""
 Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
-"""Keeps what a step did with its tokens; returns a warning for the console, or "". It runs in a thread."""
+"""Keeps what a step did with its tokens; returns a warning for the console, or "". It
+runs in a thread."""
 Trace = Callable[[int, TrainBatch, Mapping[str, tuple[float, float]]], None]
-"""Adds a step to the traces of its turns, with the Unix seconds in which each phase began and ended. It runs
-in a thread."""
+"""Adds a step to the traces of its turns, with the Unix seconds in which each phase
+began and ended. It runs in a thread."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Makes new versions. `save` runs when the schedule says so, and after the last step."""
+    """Makes new versions. `save` runs when the schedule says so, and after the last
+    step."""
 
     trainer: Trainer
     sync: Sync
@@ -68,7 +74,8 @@ class Learner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loop runs on. Without a learner the version never changes, and batches are only kept."""
+    """What the loop runs on. Without a learner the version never changes, and batches
+    are only kept."""
 
     buffer: Buffer
     assemble: Assemble
@@ -83,7 +90,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """The phases of one step: announces each to the observer, and measures its seconds."""
+    """The phases of one step: announces each to the observer, and measures its
+    seconds."""
 
     observer: Sink
     step: int
@@ -94,16 +102,21 @@ class _Phases:
     @contextmanager
     def within(self, name: str) -> Iterator[dict[str, float]]:
         """The block may fill in the seconds of the phase's parts."""
-        with observed_phase(self.observer, name, self.step) as parts, timed(self.seconds, name):
+        with (
+            observed_phase(self.observer, name, self.step) as parts,
+            timed(self.seconds, name),
+        ):
             began = time.time()
             yield parts
         self.times[name] = (began, began + self.seconds[name])
 
 
-async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0) -> int:
-    """Makes steps `done` + 1 to `num_steps`; with a learner, step n makes version n. Returns the last step
-    made. That is an earlier one if the group filter leaves nothing to train on: the loop then says so, and
-    saves the model of that step."""
+async def run_loop(
+    parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0
+) -> int:
+    """Makes steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
+    Returns the last step made. That is an earlier one if the group filter leaves
+    nothing to train on: the loop then says so, and saves the model of that step."""
     if parts.learner is not None:
         parts.learner.schedule.begin()
     saved_step = done
@@ -132,18 +145,31 @@ async def run_loop(parts: Parts, *, done: int, num_steps: int, eval_interval: in
             await parts.buffer.advance(taken.version)
         else:
             values |= await _learn(
-                parts, parts.learner, taken, batch, phases, last=step == num_steps, is_told=has_collapsed
+                parts,
+                parts.learner,
+                taken,
+                batch,
+                phases,
+                last=step == num_steps,
+                is_told=has_collapsed,
             )
             if CHECKPOINT_PHASE in phases.seconds:
                 saved_step = step
 
         values |= resolve(await parts.buffer.metrics(), "buffer/")
-        values |= resolve(time_metrics(phases.seconds, taken, batch.trained.tokens), "time/")
+        values |= resolve(
+            time_metrics(phases.seconds, taken, batch.trained.tokens), "time/"
+        )
         if parts.evaluate is not None and _is_evaluated(step, num_steps, eval_interval):
             with observed_phase(parts.observer, "evaluating", step):
                 values |= await parts.evaluate(WeightVersion(step))
         parts.observer.step(step, values)
-        rows.append({"step": step, **{name: values[name] for name in COLLAPSE_METRICS if name in values}})
+        rows.append(
+            {
+                "step": step,
+                **{name: values[name] for name in COLLAPSE_METRICS if name in values},
+            }
+        )
         collapsed = collapse(rows)
         if collapsed and not has_collapsed:
             parts.observer.note(f"step {step}: {collapsed}")
@@ -164,10 +190,11 @@ async def _learn(
     last: bool,
     is_told: bool,
 ) -> dict[str, float]:
-    """Trains on the batch, sends the new weights, and saves a checkpoint if one is due. The buffer's snapshot
-    is taken before the buffer admits work for the new version; the checkpoint is written while that work goes
-    on. After the last step no more work is admitted. `is_told`: the console knows why no weight changes.
-    Returns metric values."""
+    """Trains on the batch, sends the new weights, and saves a checkpoint if one is due.
+    The buffer's snapshot is taken before the buffer admits work for the new version;
+    the checkpoint is written while that work goes on. After the last step no more work
+    is admitted. `is_told`: the console knows why no weight changes. Returns metric
+    values."""
     step = phases.step
     version = WeightVersion(step)
     if learner.take_gpu is not None:
@@ -182,7 +209,9 @@ async def _learn(
         await parts.buffer.trained(taken.batch_id)
     if parts.record is not None and result.token_records:
         with phases.within("record"):
-            warning = await asyncio.to_thread(parts.record, step, batch, result.token_records)
+            warning = await asyncio.to_thread(
+                parts.record, step, batch, result.token_records
+            )
         if warning:
             parts.observer.note(warning)
     with phases.within("sync") as sync_parts:
@@ -217,7 +246,9 @@ def _early_end_note(last_step: int, num_steps: int, reason: FilteredOutError) ->
     )
 
 
-async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, last_step: int) -> None:
+async def _save_early(
+    buffer: Buffer, learner: Learner, phases: _Phases, last_step: int
+) -> None:
     """Saves the checkpoint of the last step made, while the buffer has no batch out."""
     snapshot = await buffer.snapshot(WeightVersion(last_step))
     with phases.within(CHECKPOINT_PHASE):
@@ -225,7 +256,8 @@ async def _save_early(buffer: Buffer, learner: Learner, phases: _Phases, last_st
 
 
 def step_notes(step: int, result: StepResult) -> Iterator[str]:
-    """Sentences for the console where a batch did not change the weights as it should have."""
+    """Sentences for the console where a batch did not change the weights as it should
+    have."""
     if result.nonfinite_steps:
         yield (
             f"step {step}: {result.nonfinite_steps} optimizer steps were skipped, because the loss or the "
@@ -245,7 +277,11 @@ def step_notes(step: int, result: StepResult) -> Iterator[str]:
 def _critic_learned_alone(metrics: Metrics) -> bool:
     """Whether the critic made a step, and the policy was not even to make one."""
     critic_steps = metrics.get("critic_steps")
-    return critic_steps is not None and critic_steps.value() > 0 and not metrics["skipped_steps"].value()
+    return (
+        critic_steps is not None
+        and critic_steps.value() > 0
+        and not metrics["skipped_steps"].value()
+    )
 
 
 def train_values(result: StepResult) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""What a scrape measures of each part of a run, as series of `observe/metric_families.py`.
+"""What a scrape measures of each part of a run, as series of
+`observe/metric_families.py`.
 
-Invariant: nothing here asks the trainer or the buffer's actor, and every question to another process has a
-deadline. All may be called from any thread."""
+Invariant: nothing here asks the trainer or the buffer's actor, and every question to
+another process has a deadline. All may be called from any thread."""
 
 import json
 import shutil
@@ -21,7 +22,8 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.store.run_folder import RunFolder
 
 _GATEWAY_DEADLINE_S = 7.0
-"""Longer than a worker of the gateway waits for the others, shorter than Prometheus waits for us (10 s)."""
+"""Longer than a worker of the gateway waits for the others, shorter than Prometheus
+waits for us (10 s)."""
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 
 
@@ -46,7 +48,10 @@ def checkpoint_numbers(folder: RunFolder) -> Numbers:
 
 def _written_at(checkpoint: Path) -> float:
     """When the last file of a checkpoint was written."""
-    return max((path.stat().st_mtime for path in checkpoint.iterdir()), default=checkpoint.stat().st_mtime)
+    return max(
+        (path.stat().st_mtime for path in checkpoint.iterdir()),
+        default=checkpoint.stat().st_mtime,
+    )
 
 
 def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
@@ -55,21 +60,26 @@ def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
     for name in (*fleet.alive, *fleet.lost):
         restarts[(name,)] = float(fleet.restarts.get(name, 0))
     return {
-        "invrl_engines": {("alive",): float(len(fleet.alive)), ("lost",): float(len(fleet.lost))},
+        "invrl_engines": {
+            ("alive",): float(len(fleet.alive)),
+            ("lost",): float(len(fleet.lost)),
+        },
         "invrl_engine_restarts": restarts,
     }
 
 
 def read_gateway(url: str, env_key: str) -> Mapping[str, Any]:
-    """What the gateway's own `/metrics` says of all its workers. Raises OSError or ValueError."""
+    """What the gateway's own `/metrics` says of all its workers. Raises OSError or
+    ValueError."""
     request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
     with open_directly(request, timeout_s=_GATEWAY_DEADLINE_S) as answer:
         return json.loads(answer.read())
 
 
 def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
-    """`answer`: of `read_gateway`. What is counted since a worker's start keeps the worker as a label: each
-    such series begins anew with its worker, which a sum over workers would hide from Prometheus."""
+    """`answer`: of `read_gateway`. What is counted since a worker's start keeps the
+    worker as a label: each such series begins anew with its worker, which a sum over
+    workers would hide from Prometheus."""
     sessions = answer["sessions"]
     live = {(state,): float(sessions.get(state, 0)) for state in ("open", "unrewarded")}
     requests: dict[Labels, float | Histogram] = {}
@@ -86,7 +96,9 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
         for route, counted in counts["requests"].items():
             for status, count in counted["statuses"].items():
                 requests[(worker, route, status)] = float(count)
-            seconds[(worker, route)] = Histogram(buckets=counted["buckets"], total=counted["seconds"])
+            seconds[(worker, route)] = Histogram(
+                buckets=counted["buckets"], total=counted["seconds"]
+            )
     return {
         "invrl_gateway_sessions": live,
         "invrl_gateway_requests": requests,
@@ -99,8 +111,9 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
 
 @dataclass(slots=True)
 class BufferNumbers:
-    """The newest counts of the buffer, which a task of the loop asks for. `resumed`: the buffer's counts go
-    on from an earlier incarnation; those of the exporter begin anew with each."""
+    """The newest counts of the buffer, which a task of the loop asks for. `resumed`:
+    the buffer's counts go on from an earlier incarnation; those of the exporter begin
+    anew with each."""
 
     resumed: bool
     _before: BufferCounts | None = field(default=None, init=False)
@@ -137,18 +150,28 @@ class BufferNumbers:
             "invrl_rollouts": rollouts,
             "invrl_groups": groups,
             "invrl_rollouts_ended": ended,
-            "invrl_rollouts_failed": _since(failed_before, self._now.failed, FailureReason),
-            "invrl_groups_dropped": _since(dropped_before, self._now.dropped, DropReason),
+            "invrl_rollouts_failed": _since(
+                failed_before, self._now.failed, FailureReason
+            ),
+            "invrl_groups_dropped": _since(
+                dropped_before, self._now.dropped, DropReason
+            ),
         }
 
 
-def _since(before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[str]) -> dict[Labels, float]:
-    """By reason. All `reasons` are there from the beginning: Prometheus sees no rise in a series that begins
-    with its first event."""
+def _since(
+    before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[str]
+) -> dict[Labels, float]:
+    """By reason. All `reasons` are there from the beginning: Prometheus sees no rise in
+    a series that begins with its first event."""
     names = dict.fromkeys([*map(str, reasons), *now])
     return {(name,): float(now.get(name, 0) - before.get(name, 0)) for name in names}
 
 
 def memory_numbers(memory: Mapping[str, int]) -> Numbers:
     """`memory`: resident bytes by process."""
-    return {"invrl_process_resident_bytes": {(name,): float(size) for name, size in memory.items()}}
+    return {
+        "invrl_process_resident_bytes": {
+            (name,): float(size) for name, size in memory.items()
+        }
+    }

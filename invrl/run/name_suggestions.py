@@ -1,5 +1,5 @@
-"""Suggests the setting that a wrong name stands for: by its spelling, or by what other trainers call it.
-Pure."""
+"""Suggests the setting that a wrong name stands for: by its spelling, or by what other
+trainers call it. Pure."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,15 +8,19 @@ from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUT
 
 RENAMED = {"steps_per_batch": "num_minibatches", "weight_carrier": "weight_transport"}
 """Settings that had another name in an earlier version, by that name."""
-_OURS = {foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()}
+_OURS = {
+    foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
+}
 _SHORTEST_WORD = 5
 """Letters of a word that counts: "max", "num" and "path" are part of too many names."""
 _MOST_SHOWN = 3
 
 
-def nearest(name: str, names: Iterable[str], many: str = "see --help for the valid names") -> str:
-    """A fix for a wrong name: the closest valid name. If none is close, the list of all; if there are too
-    many for a list, `many`."""
+def nearest(
+    name: str, names: Iterable[str], many: str = "see --help for the valid names"
+) -> str:
+    """A fix for a wrong name: the closest valid name. If none is close, the list of
+    all; if there are too many for a list, `many`."""
     valid = sorted(names)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     if close:
@@ -27,8 +31,8 @@ def nearest(name: str, names: Iterable[str], many: str = "see --help for the val
 
 
 def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -> str:
-    """The settings, or flags, that a wrong name may stand for, as a fix; or what to do where there is none.
-    `on_file`: of a run that trains on a file."""
+    """The settings, or flags, that a wrong name may stand for, as a fix; or what to do
+    where there is none. `on_file`: of a run that trains on a file."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
     new_name = RENAMED.get(_plain(name))
     if new_name in valid:
@@ -43,8 +47,8 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
 
 
 def answer_without_setting(name: str) -> str:
-    """What to do instead of a setting that other trainers have and that does not exist here; "" for any other
-    name."""
+    """What to do instead of a setting that other trainers have and that does not exist
+    here; "" for any other name."""
     for spelling in _spellings(name):
         if spelling in ANSWERS:
             return ANSWERS[spelling]
@@ -54,27 +58,37 @@ def answer_without_setting(name: str) -> str:
 
 
 def meant_setting(name: str) -> str:
-    """What the setting of that name is called here; "" if no trainer is known to have one."""
+    """What the setting of that name is called here; "" if no trainer is known to have
+    one."""
     for spelling in _spellings(name):
         if spelling in _OURS:
             return _OURS[spelling]
     return ""
 
 
-def near_settings(name: str, names: Iterable[str], *, on_file: bool = False) -> list[str]:
-    """The valid `names` that a wrong name may stand for. The first of these rules that finds any decides:
-    what other trainers call by it; the one that is spelt almost like it; those that share words with it;
-    the one that is spelt most like it. Empty if nothing is near."""
+def near_settings(
+    name: str, names: Iterable[str], *, on_file: bool = False
+) -> list[str]:
+    """The valid `names` that a wrong name may stand for. The first of these rules that
+    finds any decides: what other trainers call by it; the one that is spelt almost like
+    it; those that share words with it; the one that is spelt most like it. Empty if
+    nothing is near."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
     for spelling in _spellings(name):
         if spelling in valid:
             return [valid[spelling]]
-        meant = [valid[ours] for ours in _for_run(_OURS.get(spelling, ""), on_file=on_file) if ours in valid]
+        meant = [
+            valid[ours]
+            for ours in _for_run(_OURS.get(spelling, ""), on_file=on_file)
+            if ours in valid
+        ]
         if meant:
             return meant
     wanted = _plain(name)
     meant = [
-        valid[ours] for ours in _for_run(_meant_by_misspelt(wanted, valid), on_file=on_file) if ours in valid
+        valid[ours]
+        for ours in _for_run(_meant_by_misspelt(wanted, valid), on_file=on_file)
+        if ours in valid
     ]
     if meant:
         return meant
@@ -87,8 +101,8 @@ def near_settings(name: str, names: Iterable[str], *, on_file: bool = False) -> 
 
 
 def _for_run(ours: str, *, on_file: bool) -> list[str]:
-    """The settings that stand for `ours` in a run on a file. In any other run, a setting of files comes last:
-    the run may be meant to be one on a file."""
+    """The settings that stand for `ours` in a run on a file. In any other run, a
+    setting of files comes last: the run may be meant to be one on a file."""
     if on_file:
         return [ON_FILES.get(ours, ours)]
     if ours in ON_ROLLOUTS:
@@ -116,8 +130,8 @@ def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
 
 
 def _meant_by_misspelt(wanted: str, valid: Iterable[str]) -> str:
-    """Our name for the other trainers' name that `wanted` is spelt like. "" if a valid name is more like
-    it."""
+    """Our name for the other trainers' name that `wanted` is spelt like. "" if a valid
+    name is more like it."""
     close = difflib.get_close_matches(wanted, [*valid, *_OURS], n=1, cutoff=0.8)
     if not close:
         return ""

@@ -1,7 +1,9 @@
-"""Every few seconds: how busy engines and gateway are, and how much memory each kind of process holds.
+"""Every few seconds: how busy engines and gateway are, and how much memory each kind of
+process holds.
 
-Invariants: a question that nobody answers leaves its part of the sample out; the run goes on. Engines are
-asked for the numbers that their scheduler has published already, so that none of its steps waits."""
+Invariants: a question that nobody answers leaves its part of the sample out; the run
+goes on. Engines are asked for the numbers that their scheduler has published already,
+so that none of its steps waits."""
 
 import asyncio
 import contextlib
@@ -25,11 +27,15 @@ from invrl.train.train_handle import TrainHandle
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 _ACTORS = {"ray::BufferActor": "buffer", "ray::RolloutWorker": "rollout-workers"}
-"""Actors whose process ids the driver does not know, by the names that Ray gives their processes."""
+"""Actors whose process ids the driver does not know, by the names that Ray gives their
+processes."""
 
 
-async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float) -> None:
-    """Gives the observer a sample every `interval_s`, until it is cancelled. 0: none."""
+async def sample_processes(
+    cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float
+) -> None:
+    """Gives the observer a sample every `interval_s`, until it is cancelled. 0:
+    none."""
     if not interval_s:
         return
     with contextlib.closing(RunStore(folder.store_path)) as store:
@@ -41,11 +47,15 @@ async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, 
                     ended = await asyncio.to_thread(store.ended_turns, sequence)
                     sequence = ended.sequence
                     lag_s = await _loop_lag_s(cluster.serving, http)
-                    memory = await asyncio.to_thread(memory_of, cluster.serving, cluster.trainer)
+                    memory = await asyncio.to_thread(
+                        memory_of, cluster.serving, cluster.trainer
+                    )
                     sample = Sample(
                         time=time.time(),
                         engines=await _engine_samples(cluster.serving),
-                        gateway=replace(gateway_sample(ended, interval_s), loop_lag_s=lag_s),
+                        gateway=replace(
+                            gateway_sample(ended, interval_s), loop_lag_s=lag_s
+                        ),
                         memory=memory,
                     )
                 except Exception:
@@ -54,8 +64,11 @@ async def sample_processes(cluster: Cluster, folder: RunFolder, observer: Sink, 
                     observer.sample(sample)
 
 
-async def sample_memory(trainer: TrainHandle, observer: Sink, interval_s: float) -> None:
-    """As `sample_processes`, for a trainer alone: its samples have no engines and no gateway."""
+async def sample_memory(
+    trainer: TrainHandle, observer: Sink, interval_s: float
+) -> None:
+    """As `sample_processes`, for a trainer alone: its samples have no engines and no
+    gateway."""
     if not interval_s:
         return
     while True:
@@ -69,14 +82,19 @@ async def sample_memory(trainer: TrainHandle, observer: Sink, interval_s: float)
 
 
 def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
-    """Resident bytes of the run's processes on this machine: "driver", "gateway", "router", each engine and
-    rank by its name, "buffer", "rollout-workers" with what they start, "other". May be called from any
-    thread."""
-    return resident_memory(_kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS)
+    """Resident bytes of the run's processes on this machine: "driver", "gateway",
+    "router", each engine and rank by its name, "buffer", "rollout-workers" with what
+    they start, "other". May be called from any thread."""
+    return resident_memory(
+        _kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS
+    )
 
 
-def _kinds_of(serving: Serving | None, trainer: TrainHandle | None) -> Mapping[int, str]:
-    """What the processes are, by pid. Those of Ray but the trainer's ranks are missing."""
+def _kinds_of(
+    serving: Serving | None, trainer: TrainHandle | None
+) -> Mapping[int, str]:
+    """What the processes are, by pid. Those of Ray but the trainer's ranks are
+    missing."""
     kinds: dict[int, str] = {}
     if serving is not None:
         kinds[serving.gateway.process.pid] = "gateway"
@@ -115,7 +133,8 @@ async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
 
 
 async def _loop_lag_s(serving: Serving, http: httpx.AsyncClient) -> float | None:
-    """The longest lag of a worker's event loop in the last minute; None if the gateway does not say."""
+    """The longest lag of a worker's event loop in the last minute; None if the gateway
+    does not say."""
     headers = {"Authorization": f"Bearer {serving.env_key}"}
     try:
         answer = await http.get(serving.gateway.url + "/metrics", headers=headers)

@@ -1,7 +1,8 @@
-"""The Ray session of a run: starts a local Ray, or connects to the one that `RAY_ADDRESS` names, and shuts it
-down with a deadline.
+"""The Ray session of a run: starts a local Ray, or connects to the one that
+`RAY_ADDRESS` names, and shuts it down with a deadline.
 
-A local Ray is watched (`host/ray_watch.py`): when its raylet or GCS dies, the driver ends with the cause.
+A local Ray is watched (`host/ray_watch.py`): when its raylet or GCS dies, the driver
+ends with the cause.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ from invrl.run.config import Config
 
 _SHUTDOWN_DEADLINE_S = 60.0
 _RAYLET_DEADLINE_S = 600.0
-"""For a raylet that lives to appear at its GCS. On a busy machine that took more than a minute."""
+"""For a raylet that lives to appear at its GCS. On a busy machine that took more than a
+minute."""
 _RAYLET_POLL_S = 0.2
 _NOT_WORTH_A_RETRY = (ValueError, TypeError, ImportError, PermissionError)
 """Errors of `ray.init` that the next start would meet again."""
@@ -38,19 +40,24 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
-    """A local Ray behind a token (`host/ray_setup.py`), or the Ray at `RAY_ADDRESS`. No other Ray is looked
-    for: an address that an earlier program left in a file is ignored. A local Ray that does not come up is
-    started again, `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray of
-    several nodes; leaves no process of Ray behind then.
+    """A local Ray behind a token (`host/ray_setup.py`), or the Ray at `RAY_ADDRESS`. No
+    other Ray is looked for: an address that an earlier program left in a file is
+    ignored. A local Ray that does not come up is started again,
+    `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray
+    of several nodes; leaves no process of Ray behind then.
 
-    The handler of SIGTERM stays the command line's. Ray's C++ code replaces it, and Ray's own Python handler
-    would end the process from within our event loop."""
+    The handler of SIGTERM stays the command line's. Ray's C++ code replaces it, and
+    Ray's own Python handler would end the process from within our event loop."""
     ray_address = os.environ.get("RAY_ADDRESS")
-    restore_sigterm = partial(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    restore_sigterm = partial(
+        signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+    )
     ray_private: Any = vars(ray)["_private"]
     ray_private.utils.set_sigterm_handler = lambda _: None
     _leave_unused_processes_out(ray_private.node.Node)
-    os.register_at_fork(after_in_child=os.setpgrp)  # a signal to our process group must not reach Ray's
+    os.register_at_fork(
+        after_in_child=os.setpgrp
+    )  # a signal to our process group must not reach Ray's
     with ExitStack() as stack:
         try:
             if ray_address:
@@ -58,8 +65,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
                 stack.callback(_shut_ray_down)
                 refuse_several_nodes(ray_address, ray.nodes())
             else:
-                # Processes of a local Ray inherit the environment. Ray's runtime_env agent, which would set
-                # it, costs seconds.
+                # Processes of a local Ray inherit the environment. Ray's runtime_env
+                # agent, which would set it, costs seconds.
                 stack.enter_context(_local_ray(logs, config.run.ray_start_attempts))
         finally:
             restore_sigterm()
@@ -71,21 +78,25 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
         if not ray_address:
             gcs_client = ray_private.worker.global_worker.gcs_client
             heartbeat_timeout_s = config.run.heartbeat_timeout_s
-            stack.enter_context(watched_ray(node, gcs_client, heartbeat_timeout_s=heartbeat_timeout_s))
+            stack.enter_context(
+                watched_ray(node, gcs_client, heartbeat_timeout_s=heartbeat_timeout_s)
+            )
         yield
 
 
 def _leave_unused_processes_out(node: Any) -> None:
-    """Lets a local Ray start without its autoscaler's monitor, its log monitor and its dashboard, which has a
-    process even if it is not included. They took 2 of a start's 32 CPU-seconds, and the monitor serves its
-    metrics on all interfaces. `node`: Ray's class."""
+    """Lets a local Ray start without its autoscaler's monitor, its log monitor and its
+    dashboard, which has a process even if it is not included. They took 2 of a start's
+    32 CPU-seconds, and the monitor serves its metrics on all interfaces. `node`: Ray's
+    class."""
     node.start_monitor = lambda self: None
     node.start_log_monitor = lambda self: None
     node.start_api_server = lambda self, **options: None
 
 
 def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> None:
-    """Ending Ray's processes takes seconds, in which SIGTERM must find the command line's handler."""
+    """Ending Ray's processes takes seconds, in which SIGTERM must find the command
+    line's handler."""
     kill_all_processes = node.kill_all_processes
 
     def restore_and_kill(**options: Any) -> None:
@@ -97,7 +108,8 @@ def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> No
 
 @contextmanager
 def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
-    """A local Ray in a temporary folder of its own. A start that failed is repeated, in another folder."""
+    """A local Ray in a temporary folder of its own. A start that failed is repeated, in
+    another folder."""
     for attempt in range(1, max_attempts + 1):
         with ExitStack() as stack:
             folder = stack.enter_context(ray_folder(logs))
@@ -106,7 +118,9 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
                     _init_ray(address="local", _temp_dir=folder)
             except ServerError as error:
                 _kill_descendants_naming(folder)
-                if attempt == max_attempts or isinstance(error.__cause__, _NOT_WORTH_A_RETRY):
+                if attempt == max_attempts or isinstance(
+                    error.__cause__, _NOT_WORTH_A_RETRY
+                ):
                     raise
                 logger.warning("%s", error, exc_info=True)
                 print(
@@ -120,8 +134,9 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
 
 @contextmanager
 def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
-    """Within the block Ray waits for its raylet for as long as that lives, `deadline_s` at most. Ray itself
-    gives up after 30 s, whatever its settings say, and another start is more work for a busy machine."""
+    """Within the block Ray waits for its raylet for as long as that lives, `deadline_s`
+    at most. Ray itself gives up after 30 s, whatever its settings say, and another
+    start is more work for a busy machine."""
     services = vars(ray)["_private"].services
     get_node = services.get_node
 
@@ -151,8 +166,9 @@ def _raylet_lives() -> bool:
 
 
 def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError if the cluster has more than one living node: Ray might put the buffer on a node
-    that has not the run folder, where it would wait for ever on an empty database of its own making."""
+    """Raises ConfigError if the cluster has more than one living node: Ray might put
+    the buffer on a node that has not the run folder, where it would wait for ever on an
+    empty database of its own making."""
     num_nodes = sum(bool(node["Alive"]) for node in nodes)
     if num_nodes > 1:
         reason = f"this Ray has {num_nodes} nodes, and the processes of a run must share one machine"
@@ -177,7 +193,9 @@ def _init_ray(**options: Any) -> None:
         if ray_address:
             which = f"the one at RAY_ADDRESS={ray_address}"
         failure = f"Ray ({which}) did not start: {_first_line(error)}{overload()}"
-        _shut_ray_down(earlier_failure=f"{failure}; and ")  # a part of it may have started
+        _shut_ray_down(
+            earlier_failure=f"{failure}; and "
+        )  # a part of it may have started
         raise ServerError(failure) from error
 
 
@@ -190,8 +208,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _kill_descendants_naming(folder: str) -> None:
-    """Kills the processes of a start that failed, which Ray itself forgets. Each of them has Ray's temporary
-    folder on its command line."""
+    """Kills the processes of a start that failed, which Ray itself forgets. Each of
+    them has Ray's temporary folder on its command line."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any(folder in argument for argument in process.cmdline()):
@@ -199,8 +217,9 @@ def _kill_descendants_naming(folder: str) -> None:
 
 
 def _shut_ray_down(earlier_failure: str = "") -> None:
-    """Calls `ray.shutdown`, which waits for minutes if a process of Ray does not answer. After the deadline
-    this process ends with a message that begins with `earlier_failure`."""
+    """Calls `ray.shutdown`, which waits for minutes if a process of Ray does not
+    answer. After the deadline this process ends with a message that begins with
+    `earlier_failure`."""
     message = f"{earlier_failure}Ray did not end within {_SHUTDOWN_DEADLINE_S:g} s"
     timer = threading.Timer(_SHUTDOWN_DEADLINE_S, end_this_process, [message])
     timer.daemon = True

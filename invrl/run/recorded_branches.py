@@ -1,8 +1,10 @@
-"""The branches of a stored rollout with their messages and tokens: what a run with rollouts trains of it.
+"""The branches of a stored rollout with their messages and tokens: what a run with
+rollouts trains of it.
 
-Which branches and turns these are is decided where batches are made (`buffer/training_samples.py`), so that
-a file of conversations trains what the run would have trained, with one exception: auxiliary conversations
-(titles, summaries) are always left out, whatever `gateway.train_auxiliary_roots` says."""
+Which branches and turns these are is decided where batches are made
+(`buffer/training_samples.py`), so that a file of conversations trains what the run
+would have trained, with one exception: auxiliary conversations (titles, summaries) are
+always left out, whatever `gateway.train_auxiliary_roots` says."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,8 +23,9 @@ _Recorded = Mapping[str, tuple[Turn, bytes, bytes]]
 
 
 def recorded_branches(store: RunStore, session_id: str) -> list[RecordedBranch]:
-    """Of a rollout that finished and its child sessions, without auxiliary conversations; empty if nothing of
-    it may be trained. Raises KeyError as `RunStore.rollout`."""
+    """Of a rollout that finished and its child sessions, without auxiliary
+    conversations; empty if nothing of it may be trained. Raises KeyError as
+    `RunStore.rollout`."""
     rollout = store.rollout(session_id)
     recorded: dict[str, tuple[Turn, bytes, bytes]] = {}
     for member in (session_id, *rollout.summary.child_rewards):
@@ -31,7 +34,9 @@ def recorded_branches(store: RunStore, session_id: str) -> list[RecordedBranch]:
     turns = [turn for turn, _, _ in recorded.values()]
     auxiliary = auxiliary_roots(turns, {turn.id for turn in turns if turn.delivered})
     untrained_roots = (*rollout.summary.untrained_roots, *auxiliary)
-    of_main = replace(rollout, summary=replace(rollout.summary, untrained_roots=untrained_roots))
+    of_main = replace(
+        rollout, summary=replace(rollout.summary, untrained_roots=untrained_roots)
+    )
     continued = {turn.parent_id for turn in turns}
     branches: list[RecordedBranch] = []
     for row in rows_of(of_main):
@@ -63,7 +68,8 @@ def _branch(row: TrainSample, recorded: _Recorded, *, finished: bool) -> Recorde
         messages=tuple(messages),
         tools=tuple(msgspec.json.decode(tools, type=list[Tool])),
         replies=tuple(replies),
-        prompt_messages=len(msgspec.json.decode(first_messages, type=list[Message])) - 1,
+        prompt_messages=len(msgspec.json.decode(first_messages, type=list[Message]))
+        - 1,
         prompt_ids_T=first_turn.context_ids_T,
         tokens_T=row.tokens_T,
         trained_T=row.loss_mask_T,

@@ -1,5 +1,6 @@
-"""`invrl replay RUN --step N`: repeats one training step, from its checkpoint and its saved batch, and writes
-every token's numbers to files. Nothing of the run is changed."""
+"""`invrl replay RUN --step N`: repeats one training step, from its checkpoint and its
+saved batch, and writes every token's numbers to files. Nothing of the run is
+changed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,15 +26,17 @@ MEASURED = (
     "train/peak_memory_gb",  # since the process started
     "train/estimated_memory_gb",
 )
-"""Metrics of a step that are measured. All others of `train/` are equal where a step is made again."""
+"""Metrics of a step that are measured. All others of `train/` are equal where a step is
+made again."""
 LogProbs = Sequence[NDArray[np.float32]]
 """One array per training row, with an entry per token."""
 
 
 async def replay(config: Config, folder: RunFolder, step: int) -> str:
-    """Writes into RUN/replay/step-N: tokens.jsonl, one line per training row; result.json, the step's metrics
-    beside the recorded ones. Returns a summary for the console. Raises ConfigError if checkpoint or batch are
-    missing, DamagedFileError if the checkpoint is not what was written."""
+    """Writes into RUN/replay/step-N: tokens.jsonl, one line per training row;
+    result.json, the step's metrics beside the recorded ones. Returns a summary for the
+    console. Raises ConfigError if checkpoint or batch are missing, DamagedFileError if
+    the checkpoint is not what was written."""
     checkpoint = _checkpoint_before(step, Checkpoints(folder.checkpoints_path))
     if checkpoint is not None:
         checkpoint.check(config.model.folder)
@@ -52,10 +55,19 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
         for row in _token_rows(batch, before, after, tokenizer):
             file.write(json.dumps(row) + "\n")
     recorded = _recorded_metrics(folder, step)
-    compared = [name for name in recorded if name in metrics and not name.startswith(MEASURED)]
+    compared = [
+        name for name in recorded if name in metrics and not name.startswith(MEASURED)
+    ]
     different = [name for name in compared if metrics[name] != recorded[name]]
-    result = {"step": step, "metrics": metrics, "recorded": recorded, "differ": different}
-    (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {
+        "step": step,
+        "metrics": metrics,
+        "recorded": recorded,
+        "differ": different,
+    }
+    (output / "result.json").write_text(
+        json.dumps(result, indent=2) + "\n", encoding="utf-8"
+    )
 
     gaps = _logprob_gaps(batch, before)
     equal = f"{len(compared) - len(different)} of {len(compared)} recorded metrics are equal bit for bit"
@@ -70,7 +82,8 @@ async def replay(config: Config, folder: RunFolder, step: int) -> str:
 
 
 def _checkpoint_before(step: int, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The checkpoint that a step starts from; None for step 1 of a run without a checkpoint of step 0."""
+    """The checkpoint that a step starts from; None for step 1 of a run without a
+    checkpoint of step 0."""
     by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
     checkpoint = by_step.get(step - 1)
     if step > 1 and checkpoint is None:
@@ -84,7 +97,9 @@ def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float | None]:
     """The trainer's metrics of a step; empty if the run has recorded none."""
     for row in read_metrics(folder.metrics_path):
         if row["step"] == step and "train/loss" in row:
-            return {name: value for name, value in row.items() if name.startswith("train/")}
+            return {
+                name: value for name, value in row.items() if name.startswith("train/")
+            }
     return {}
 
 
@@ -100,7 +115,8 @@ def _logprob_gaps(batch: TrainBatch, logprobs: LogProbs) -> NDArray[np.float32]:
 def _token_rows(
     batch: TrainBatch, before: LogProbs, after: LogProbs, tokenizer: Tokenizer
 ) -> list[Mapping[str, object]]:
-    """Lists have one entry per token of the row; log-probs of tokens that are not trained are 0."""
+    """Lists have one entry per token of the row; log-probs of tokens that are not
+    trained are 0."""
     rows: list[Mapping[str, object]] = []
     for index, sample in enumerate(batch.samples):
         ids = sample.tokens_T.tolist()
@@ -112,7 +128,9 @@ def _token_rows(
                 "turns": sample.turn_ids,
                 "reward": sample.reward,
                 "ids": ids,
-                "text": [tokenizer.decode([id], skip_special_tokens=False) for id in ids],
+                "text": [
+                    tokenizer.decode([id], skip_special_tokens=False) for id in ids
+                ],
                 "trained": sample.loss_mask_T.tolist(),
                 "version": sample.versions_T.tolist(),
                 "engine_logprob": sample.rollout_logprobs_T.tolist(),

@@ -1,5 +1,5 @@
-"""What the HTML report of a run says, read from its folder: a live, ended or failed run, also one whose parts
-are missing or damaged. What cannot be read becomes a note."""
+"""What the HTML report of a run says, read from its folder: a live, ended or failed
+run, also one whose parts are missing or damaged. What cannot be read becomes a note."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from invrl.observe.report import (
     trainer_memory,
 )
 from invrl.observe.report_chart import Chart, Line
-from invrl.observe.report_page import ChangedSetting, FailedReason, FailureExample, Gain, ReportContents
+from invrl.observe.report_page import (
+    ChangedSetting,
+    FailedReason,
+    FailureExample,
+    Gain,
+    ReportContents,
+)
 from invrl.observe.run_status import RunReader, RunStatus
 from invrl.observe.samples import Sample, read_samples
 from invrl.observe.step_text import format_number
@@ -57,7 +63,8 @@ _CURVES = {
 def read_contents(
     folder: RunFolder, config: Config | None, commands: Sequence[tuple[str, str]]
 ) -> ReportContents:
-    """`config`: None if it cannot be read any more. `commands`: what can be done next, with its purpose."""
+    """`config`: None if it cannot be read any more. `commands`: what can be done next,
+    with its purpose."""
     status = RunReader(folder).read()
     notes = list(status.notes)
     if config is None:
@@ -104,15 +111,28 @@ def _charts(rows: Sequence[MetricsRow]) -> Iterator[Chart]:
     if steps:
         band_steps, low, high = reward_band(rows)
         label = f"mean {_first_and_last(values)}, ± a standard deviation within the lowest and the highest"
-        line = Line(label=label, steps=steps, values=values, band_steps=band_steps, low=low, high=high)
+        line = Line(
+            label=label,
+            steps=steps,
+            values=values,
+            band_steps=band_steps,
+            low=low,
+            high=high,
+        )
         yield Chart(title="training reward", lines=[line])
-    lines = [line for name in eval_names(rows) if (line := _held_out_line(rows, name)) is not None]
+    lines = [
+        line
+        for name in eval_names(rows)
+        if (line := _held_out_line(rows, name)) is not None
+    ]
     if lines:
         yield Chart(title="held-out accuracy, 95 % interval", lines=lines)
     for name, title in _CURVES.items():
         steps, values = curve(rows, name)
         if steps:
-            line = Line(label=f"{name} {_first_and_last(values)}", steps=steps, values=values)
+            line = Line(
+                label=f"{name} {_first_and_last(values)}", steps=steps, values=values
+            )
             yield Chart(title=title, lines=[line])
 
 
@@ -159,7 +179,12 @@ def _gains(rows: Sequence[MetricsRow], samples: Sequence[Sample]) -> list[Gain]:
         if after:
             num_tasks = len(after)
         if before and before.keys() == after.keys() and steps[0] != steps[-1]:
-            change_K = np.array([_accuracy(after[task]) - _accuracy(before[task]) for task in sorted(after)])
+            change_K = np.array(
+                [
+                    _accuracy(after[task]) - _accuracy(before[task])
+                    for task in sorted(after)
+                ]
+            )
             bounds = bootstrap_interval(change_K)
             interval = (bounds.low, bounds.high)
         gains.append(
@@ -181,10 +206,18 @@ def _rewards_of_evaluations(
     samples: Sequence[Sample],
 ) -> Mapping[tuple[str, int], Mapping[str, Sequence[float]]]:
     """By mode and step, then by task."""
-    rewards: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rewards: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for sample in samples:
-        if sample.purpose == "eval" and sample.step is not None and sample.reward is not None:
-            rewards[sample.evaluation, sample.step][sample.identity.task_id].append(sample.reward)
+        if (
+            sample.purpose == "eval"
+            and sample.step is not None
+            and sample.reward is not None
+        ):
+            rewards[sample.evaluation, sample.step][sample.identity.task_id].append(
+                sample.reward
+            )
     return rewards
 
 
@@ -193,7 +226,8 @@ def _accuracy(rewards: Sequence[float]) -> float:
 
 
 def _failures(samples: Sequence[Sample]) -> list[FailedReason]:
-    """The most frequent reason first; of each the messages that most failures end with."""
+    """The most frequent reason first; of each the messages that most failures end
+    with."""
     by_reason: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if sample.failure is not None:
@@ -203,10 +237,16 @@ def _failures(samples: Sequence[Sample]) -> list[FailedReason]:
         last_lines = Counter(_last_line(sample) for sample in failed)
         examples: list[FailureExample] = []
         for line, count in last_lines.most_common(_NUM_EXAMPLES):
-            example = next(sample for sample in reversed(failed) if _last_line(sample) == line)
+            example = next(
+                sample for sample in reversed(failed) if _last_line(sample) == line
+            )
             task_id = example.identity.task_id
-            examples.append(FailureExample(task_id=task_id, count=count, detail=example.detail))
-        failures.append(FailedReason(reason=reason, count=len(failed), examples=examples))
+            examples.append(
+                FailureExample(task_id=task_id, count=count, detail=example.detail)
+            )
+        failures.append(
+            FailedReason(reason=reason, count=len(failed), examples=examples)
+        )
     return failures
 
 
@@ -222,7 +262,11 @@ def _changed_settings(config: Config) -> list[ChangedSetting]:
             default = defaults.get(table, {}).get(key)
             if value != default:
                 default_text = "" if default is None else str(default)
-                changed.append(ChangedSetting(name=f"{table}.{key}", value=str(value), default=default_text))
+                changed.append(
+                    ChangedSetting(
+                        name=f"{table}.{key}", value=str(value), default=default_text
+                    )
+                )
     return changed
 
 
@@ -247,7 +291,11 @@ def _commit() -> str:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         answer = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=10.0
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=10.0,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -1,4 +1,5 @@
-"""Where an incarnation of a run starts: at the run's newest whole checkpoint, or at step 0.
+"""Where an incarnation of a run starts: at the run's newest whole checkpoint, or at
+step 0.
 
 A resume, in the order in which it happens (`run/train.py` makes these calls):
 
@@ -9,9 +10,10 @@ A resume, in the order in which it happens (`run/train.py` makes these calls):
     TrainerState.load         train/trainer_state.py: model, optimizer, schedule, random state
     WeightUpdater.update      run/weight_updater.py: gives the loaded weights to every engine
 
-Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved batches are renamed.
-What they did in the ledger counts as lost by itself (`buffer/ledger_store.py`). A repeated command says where
-it starts, because the same words may begin a new run, resume one, or do nothing."""
+Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved
+batches are renamed. What they did in the ledger counts as lost by itself
+(`buffer/ledger_store.py`). A repeated command says where it starts, because the same
+words may begin a new run, resume one, or do nothing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,8 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that was made before this incarnation; its weights have this version."""
+        """The last step that was made before this incarnation; its weights have this
+        version."""
         if self.checkpoint is None:
             return 0
         return self.checkpoint.step
@@ -45,10 +48,12 @@ class Start:
         return self.checkpoint.buffer.read_bytes()
 
 
-def find_start(folder: RunFolder, checkpoints: Checkpoints, model_folder: Path) -> Start:
-    """Chooses the newest checkpoint whose files are what was written and that is of the model in
-    `model_folder`; sets aside what later steps left in the folder. Raises DamagedFileError if there are
-    checkpoints and none can be used."""
+def find_start(
+    folder: RunFolder, checkpoints: Checkpoints, model_folder: Path
+) -> Start:
+    """Chooses the newest checkpoint whose files are what was written and that is of the
+    model in `model_folder`; sets aside what later steps left in the folder. Raises
+    DamagedFileError if there are checkpoints and none can be used."""
     findings: list[str] = []
     checkpoint = checkpoints.newest_whole(findings.append, model_folder)
     step = Start(checkpoint=checkpoint).step
@@ -63,7 +68,8 @@ def find_start(folder: RunFolder, checkpoints: Checkpoints, model_folder: Path) 
 
 
 def start_at_zero(folder: RunFolder) -> Start:
-    """For a run that ignores the checkpoints in its folder: all rows of its metrics are lost."""
+    """For a run that ignores the checkpoints in its folder: all rows of its metrics are
+    lost."""
     metrics_finding = folder.rewind_metrics(0)
     if not metrics_finding:
         return Start(checkpoint=None)
@@ -71,7 +77,8 @@ def start_at_zero(folder: RunFolder) -> Start:
 
 
 def check_store_at(start: Start, folder: RunFolder) -> None:
-    """The run's store is whole, and holds what the checkpoint needs of it. Raises DamagedFileError."""
+    """The run's store is whole, and holds what the checkpoint needs of it. Raises
+    DamagedFileError."""
     snapshot = start.read_snapshot()
     if start.checkpoint is not None and snapshot is not None:
         check_store_of(folder.store_path, start.checkpoint.path, snapshot)
@@ -81,7 +88,11 @@ def check_store_at(start: Start, folder: RunFolder) -> None:
 
 def is_finished(folder: RunFolder, start: Start, *, num_steps: int) -> bool:
     """Whether the run came to its end and has no more steps to make."""
-    return start.checkpoint is not None and start.step >= num_steps and _ended_after(folder) is not None
+    return (
+        start.checkpoint is not None
+        and start.step >= num_steps
+        and _ended_after(folder) is not None
+    )
 
 
 def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:

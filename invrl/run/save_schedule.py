@@ -1,8 +1,9 @@
 """After which steps a checkpoint is saved: every n steps, or every n seconds.
 
-The default is by seconds, because one setting then suits steps of five seconds and of ten minutes. What a
-save costs depends on the model and the disk. If saves take long, the interval grows, so that they take at
-most a twentieth of the time. Which steps are saved changes nothing that a step computes."""
+The default is by seconds, because one setting then suits steps of five seconds and of
+ten minutes. What a save costs depends on the model and the disk. If saves take long,
+the interval grows, so that they take at most a twentieth of the time. Which steps are
+saved changes nothing that a step computes."""
 
 import time
 from collections.abc import Callable
@@ -11,11 +12,15 @@ _MAX_TIME_SHARE = 0.05
 
 
 class SaveSchedule:
-    """`steps`: between checkpoints; with 0, `seconds` decides. `seconds`: since the last save, or since
-    `begin`; with 0 no checkpoint is due before the last step."""
+    """`steps`: between checkpoints; with 0, `seconds` decides. `seconds`: since the
+    last save, or since `begin`; with 0 no checkpoint is due before the last step."""
 
     def __init__(
-        self, *, steps: int = 0, seconds: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        steps: int = 0,
+        seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps
         self._seconds = seconds

@@ -25,9 +25,13 @@ async def serve(config: Config, folder: RunFolder) -> None:
     remove_abandoned()
     keep_tokenizer(config, folder)
     async with AsyncExitStack() as stack:
-        stack.enter_context(incidents_shown(lambda line: print(for_stdout(line), flush=True)))
+        stack.enter_context(
+            incidents_shown(lambda line: print(for_stdout(line), flush=True))
+        )
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
-        serving = await stack.enter_async_context(start_serving(with_long_answers(config), folder))
+        serving = await stack.enter_async_context(
+            start_serving(with_long_answers(config), folder)
+        )
         print(
             f"starting {config.engine.described} behind {serving.fleet.router.program}; "
             f"run folder {folder.path}",
@@ -35,7 +39,9 @@ async def serve(config: Config, folder: RunFolder) -> None:
         )
         starting = PartsStarting()
         with tell_waits(starting.awaited):
-            await starting.until_up(f"engines and gateway ({folder.path / 'logs'})", serving.wait_ready())
+            await starting.until_up(
+                f"engines and gateway ({folder.path / 'logs'})", serving.wait_ready()
+            )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
         stack.enter_context(metrics.of_serving(serving))
@@ -46,13 +52,17 @@ async def serve(config: Config, folder: RunFolder) -> None:
 
 
 def with_long_answers(config: Config) -> Config:
-    """Unless `max_new_tokens` is set, an answer may be as long as the context: the files of an agent that
-    names no limit must not be cut off."""
+    """Unless `max_new_tokens` is set, an answer may be as long as the context: the
+    files of an agent that names no limit must not be cut off."""
     if "max_new_tokens" in config.rollout.model_fields_set:
         return config
-    limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
+    limits = EngineLimits.of(
+        config.model.folder, max_total_tokens=max_total_tokens(config.engine)
+    )
     unbounded = {"max_new_tokens": limits.context_length}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=unbounded)})
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update=unbounded)}
+    )
 
 
 async def _open_session(serving: Serving) -> Session:

@@ -1,7 +1,9 @@
-"""The metrics of a run for Prometheus, from the start of its driver to its end (`run.metrics_port`).
+"""The metrics of a run for Prometheus, from the start of its driver to its end
+(`run.metrics_port`).
 
-Invariant: metrics end no run. What is wrong with the settings is found before the start (`cli/checks`); a
-port that is taken later is reported, and the run goes on without it."""
+Invariant: metrics end no run. What is wrong with the settings is found before the start
+(`cli/checks`); a port that is taken later is reported, and the run goes on without
+it."""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ class CountSource(Protocol):
 
 
 class ServedMetrics:
-    """Serves nothing if the settings give no port. `num_steps`: 0 for a command that makes no steps."""
+    """Serves nothing if the settings give no port. `num_steps`: 0 for a command that
+    makes no steps."""
 
-    def __init__(self, config: Config, folder: RunFolder, command: str, *, num_steps: int = 0) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, command: str, *, num_steps: int = 0
+    ) -> None:
         self.message = ""
-        """For the console: where the metrics are, or why they are not there; empty without a port."""
+        """For the console: where the metrics are, or why they are not there; empty
+        without a port."""
         self._exporter: RunExporter | None = None
         self._server: MetricsServer | None = None
         self._serving: Serving | None = None
@@ -71,12 +77,17 @@ class ServedMetrics:
         )
         try:
             self._server = MetricsServer(
-                exporter, host=run.metrics_host, port=run.metrics_port, upstreams=self._upstreams
+                exporter,
+                host=run.metrics_host,
+                port=run.metrics_port,
+                upstreams=self._upstreams,
             )
         except OSError as error:
             logger.warning("metrics are not served: %r", error)
             place = f"{run.metrics_host}:{run.metrics_port}"
-            self.message = f"warning: metrics are not served at {place}: {error.strerror or error}"
+            self.message = (
+                f"warning: metrics are not served at {place}: {error.strerror or error}"
+            )
             return
         self._exporter = exporter
         host = f"[{run.metrics_host}]" if ":" in run.metrics_host else run.metrics_host
@@ -87,9 +98,11 @@ class ServedMetrics:
         return [] if self._exporter is None else [self._exporter]
 
     @contextmanager
-    def of_serving(self, serving: Serving, trainer: TrainHandle | None = None) -> Iterator[None]:
-        """Within the block engines, router and gateway are shown too, and the trainer's ranks by their
-        names."""
+    def of_serving(
+        self, serving: Serving, trainer: TrainHandle | None = None
+    ) -> Iterator[None]:
+        """Within the block engines, router and gateway are shown too, and the trainer's
+        ranks by their names."""
         if self._exporter is None:
             yield
             return
@@ -109,8 +122,9 @@ class ServedMetrics:
             self._trainer = None
 
     async def watch_buffer(self, buffer: CountSource, *, resumed: bool) -> None:
-        """Asks the buffer for its counts every 2 s until it is cancelled, so that no scrape has to. Returns
-        if the buffer has died: the loop's own call then raises the cause."""
+        """Asks the buffer for its counts every 2 s until it is cancelled, so that no
+        scrape has to. Returns if the buffer has died: the loop's own call then raises
+        the cause."""
         if self._exporter is None:
             return
         numbers = sources.BufferNumbers(resumed)
@@ -118,7 +132,9 @@ class ServedMetrics:
         while True:
             try:
                 numbers.update(await buffer.counts())
-            except DeadlineError as error:  # it is busy; the next question may be answered
+            except (
+                DeadlineError
+            ) as error:  # it is busy; the next question may be answered
                 logger.warning("metrics: the buffer did not answer: %s", error)
             except ServerError as error:
                 logger.warning("metrics: the buffer is not asked any more: %s", error)

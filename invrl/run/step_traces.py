@@ -1,8 +1,8 @@
-"""Goes on with the traces of a step's turns: the batch they were in, the step that trained them, and the
-weight version that contains them first.
+"""Goes on with the traces of a step's turns: the batch they were in, the step that
+trained them, and the weight version that contains them first.
 
-The gateway recorded the trace of each turn in the run's store (`turn_traces`). Each turn gets three spans of
-its own, so that its trace is whole."""
+The gateway recorded the trace of each turn in the run's store (`turn_traces`). Each
+turn gets three spans of its own, so that its trace is whole."""
 
 import contextlib
 import logging
@@ -27,9 +27,10 @@ class StepTraces:
     store_path: Path
 
     def add(self, step: int, batch: TrainBatch, times: Times) -> None:
-        """Adds the spans of a step that has been trained and sent to the engines, for each turn of the batch
-        that has a trace. `times`: of the phases `assemble`, `train` and `sync`. Runs in any thread. An error
-        is only logged: the run does not need its traces."""
+        """Adds the spans of a step that has been trained and sent to the engines, for
+        each turn of the batch that has a trace. `times`: of the phases `assemble`,
+        `train` and `sync`. Runs in any thread. An error is only logged: the run does
+        not need its traces."""
         try:
             self._add(step, batch, times)
         except Exception:
@@ -40,10 +41,20 @@ class StepTraces:
         with contextlib.closing(RunStore(self.store_path)) as store:
             places = store.turn_traces(sorted(turn_ids))
         for turn_id, place in places.items():
-            attributes = {"invrl.turn": turn_id, "invrl.step": step, "invrl.batch": batch.batch_id}
+            attributes = {
+                "invrl.turn": turn_id,
+                "invrl.step": step,
+                "invrl.batch": batch.batch_id,
+            }
             parent = place
-            for name, phase in (("batch", "assemble"), ("train_step", "train"), ("weight_version", "sync")):
+            for name, phase in (
+                ("batch", "assemble"),
+                ("train_step", "train"),
+                ("weight_version", "sync"),
+            ):
                 if name == "weight_version":
                     attributes = {**attributes, "invrl.weight_version": step}
                 start, end = times[phase]
-                parent = self.traces.past_span(name, parent, start=start, end=end, attributes=attributes)
+                parent = self.traces.past_span(
+                    name, parent, start=start, end=end, attributes=attributes
+                )

@@ -1,9 +1,9 @@
-"""Whether a run's store is whole and fits a checkpoint: checked before an incarnation starts, and before the
-ledger is read.
+"""Whether a run's store is whole and fits a checkpoint: checked before an incarnation
+starts, and before the ledger is read.
 
-A store that is missing, damaged, or not the one that the checkpoint belongs to is found here, with what to
-do, and not hours later as an error of SQLite. `quick_check` reads the whole file once; it finds damaged
-pages, not a changed byte inside a value."""
+A store that is missing, damaged, or not the one that the checkpoint belongs to is found
+here, with what to do, and not hours later as an error of SQLite. `quick_check` reads
+the whole file once; it finds damaged pages, not a changed byte inside a value."""
 
 import contextlib
 import sqlite3
@@ -24,25 +24,46 @@ _ANEW = "begin a new run: --run-name NEW --model-path"
 def check_store(path: Path) -> None:
     """The store can be read; a missing one is not created. Raises DamagedFileError."""
     if not path.exists():
-        raise DamagedFileError(path, "it is missing", "give the folder of a run that has begun")
-    with _opened(path, "copy back a run.sqlite that was saved, or begin a new run (--run-name NEW)"):
+        raise DamagedFileError(
+            path, "it is missing", "give the folder of a run that has begun"
+        )
+    with _opened(
+        path,
+        "copy back a run.sqlite that was saved, or begin a new run (--run-name NEW)",
+    ):
         pass
 
 
 def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
-    """The store is whole and holds what the snapshot of this checkpoint names. Raises DamagedFileError."""
+    """The store is whole and holds what the snapshot of this checkpoint names. Raises
+    DamagedFileError."""
     fix = f"{_RESTORE}, or {_ANEW} {checkpoint}"
     if not path.exists():
-        raise DamagedFileError(path, f"it is missing, and {checkpoint.name} resumes from what it held", fix)
+        raise DamagedFileError(
+            path, f"it is missing, and {checkpoint.name} resumes from what it held", fix
+        )
     try:
         buffer = msgspec.json.decode(snapshot, type=BufferSnapshot)
     except msgspec.MsgspecError as error:
-        raise DamagedFileError(checkpoint / "buffer.json", f"it cannot be read: {error}") from error
+        raise DamagedFileError(
+            checkpoint / "buffer.json", f"it cannot be read: {error}"
+        ) from error
     with _opened(path, fix) as db:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='table'")}
+        tables = {
+            name
+            for (name,) in db.execute(
+                "SELECT name FROM sqlite_master WHERE type='table'"
+            )
+        }
         if not {"incarnations", "outbox"} <= tables:
-            raise DamagedFileError(path, f"it is empty, and {checkpoint.name} resumes from what it held", fix)
-        newest_incarnation = _highest(db, "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations")
+            raise DamagedFileError(
+                path,
+                f"it is empty, and {checkpoint.name} resumes from what it held",
+                fix,
+            )
+        newest_incarnation = _highest(
+            db, "SELECT COALESCE(MAX(incarnation), 0) FROM incarnations"
+        )
         newest_row = _highest(db, "SELECT COALESCE(MAX(seq), 0) FROM outbox")
     if newest_incarnation < buffer.incarnation or newest_row < buffer.outbox_seq:
         reason = (
@@ -60,13 +81,24 @@ def _highest(db: sqlite3.Connection, query: str) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path, fix: str) -> Iterator[sqlite3.Connection]:
-    """A connection to a store that SQLite finds no fault with; what it raises later counts as damage too."""
+    """A connection to a store that SQLite finds no fault with; what it raises later
+    counts as damage too."""
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as db:
-            found = [" ".join(str(row[0]).split()) for row in db.execute(f"PRAGMA quick_check({_FINDINGS})")]
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)
+        ) as db:
+            found = [
+                " ".join(str(row[0]).split())
+                for row in db.execute(f"PRAGMA quick_check({_FINDINGS})")
+            ]
             if found != ["ok"]:
-                raise DamagedFileError(path, f"SQLite finds it damaged: {'; '.join(found)}", fix)
+                raise DamagedFileError(
+                    path, f"SQLite finds it damaged: {'; '.join(found)}", fix
+                )
             check_version(db, path)
             yield db
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # an error may quote a damaged name
+    except (
+        sqlite3.DatabaseError,
+        UnicodeDecodeError,
+    ) as error:  # an error may quote a damaged name
         raise DamagedFileError(path, f"SQLite cannot read it: {error}", fix) from error

@@ -1,15 +1,18 @@
-"""The process above the drivers of a run: `invrl train` itself. It runs one incarnation after another,
-each in a driver process of its own, and reports what ended a driver that could not report it. `invrl eval`
-and `invrl replay`, which start a Ray too, are supervised in the same way, with one incarnation.
+"""The process above the drivers of a run: `invrl train` itself. It runs one incarnation
+after another, each in a driver process of its own, and reports what ended a driver that
+could not report it. `invrl eval` and `invrl replay`, which start a Ray too, are
+supervised in the same way, with one incarnation.
 
-A driver cannot outlive its Ray: Ray's C++ code ends it within a second of its raylet's death. It may also be
-killed, or stopped. So the process that starts the next incarnation stands outside of it. The supervisor
-itself imports neither Ray nor torch, and starts no thread.
+A driver cannot outlive its Ray: Ray's C++ code ends it within a second of its raylet's
+death. It may also be killed, or stopped. So the process that starts the next
+incarnation stands outside of it. The supervisor itself imports neither Ray nor torch,
+and starts no thread.
 
-Invariants. When the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG). When an incarnation is
-over, every process below the supervisor has ended before the next one starts: the supervisor adopts orphans
-(PR_SET_CHILD_SUBREAPER), whatever session they moved to. An interrupted run starts no further incarnation. A
-signal never ends the supervisor itself, so that nothing is left half ended."""
+Invariants. When the supervisor dies, the kernel kills the driver (PR_SET_PDEATHSIG).
+When an incarnation is over, every process below the supervisor has ended before the
+next one starts: the supervisor adopts orphans (PR_SET_CHILD_SUBREAPER), whatever
+session they moved to. An interrupted run starts no further incarnation. A signal never
+ends the supervisor itself, so that nothing is left half ended."""
 
 import contextlib
 import os
@@ -21,7 +24,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from invrl.engines.engine_server import ENGINE_MODULE, count_gpus
-from invrl.host.descendants import adopt_orphans, collect_ended_children, die_with_parent, end_descendants
+from invrl.host.descendants import (
+    adopt_orphans,
+    collect_ended_children,
+    die_with_parent,
+    end_descendants,
+)
 from invrl.host.disk import full_disk
 from invrl.host.environment_keys import held_keys
 from invrl.host.fork_parent import EarlyParent
@@ -47,12 +55,15 @@ _POLL_INTERVAL_S = 0.2
 _FIRST_HEARTBEAT_TIMEOUT_S = 120.0
 """A driver sends heartbeats as soon as Python has started."""
 _GRACE_S = 3.0
-"""For processes that are left when a driver has ended: most of them end by themselves."""
+"""For processes that are left when a driver has ended: most of them end by
+themselves."""
 _KILL_TIMEOUT_S = 30.0
 BLOCKED_GRACE_S = 2.0
-"""After an interrupt, for a driver in a call that does not react to signals (`NoteKind.BLOCKED`)."""
+"""After an interrupt, for a driver in a call that does not react to signals
+(`NoteKind.BLOCKED`)."""
 _LONGEST_PAUSE_S = 60.0
-"""Before a restart: the first follows at once, each further one after a pause twice as long."""
+"""Before a restart: the first follows at once, each further one after a pause twice as
+long."""
 _SPACE_POLL_S = 1.0
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -66,7 +77,8 @@ class IncarnationEnd:
     silent_s: float = 0.0
     """Not 0 if the supervisor killed the driver because it was silent for so long."""
     blocking_call: str = ""
-    """Not empty if the supervisor killed the driver because this call kept an interrupt from it."""
+    """Not empty if the supervisor killed the driver because this call kept an interrupt
+    from it."""
 
     def has_note(self, kind: NoteKind) -> bool:
         return any(note.kind is kind for note in self.notes)
@@ -92,7 +104,8 @@ class IncarnationEnd:
 
 
 def supervise(config: Config, folder: RunFolder) -> int:
-    """`invrl train` on a folder that this process has made, checked and holds; its exit code."""
+    """`invrl train` on a folder that this process has made, checked and holds; its exit
+    code."""
     command = _driver_command(INCARNATION_COMMAND, folder)
     supervisor = Supervisor(
         config,
@@ -107,15 +120,21 @@ def supervise(config: Config, folder: RunFolder) -> int:
 def _forks_engines(config: Config) -> bool:
     """Whether the driver will have engines forked (`engines/fleet.py`)."""
     traces = traces_endpoint(config.run.otel_endpoint)
-    return config.engine.num_engines > 0 and not (config.trains_alone or count_gpus() or traces)
+    return config.engine.num_engines > 0 and not (
+        config.trains_alone or count_gpus() or traces
+    )
 
 
-def supervise_once(config: Config, folder: RunFolder, inner: str, *arguments: str) -> int:
-    """The same for a command that is never restarted. `inner`: the driver's command, which takes the folder
-    and the `arguments`."""
+def supervise_once(
+    config: Config, folder: RunFolder, inner: str, *arguments: str
+) -> int:
+    """The same for a command that is never restarted. `inner`: the driver's command,
+    which takes the folder and the `arguments`."""
     command = _driver_command(inner, folder, *arguments)
     forks_engines = inner == EVALUATION_COMMAND and _forks_engines(config)
-    return Supervisor(config, folder, command, max_restarts=0, forks_engines=forks_engines).run()
+    return Supervisor(
+        config, folder, command, max_restarts=0, forks_engines=forks_engines
+    ).run()
 
 
 def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]:
@@ -123,8 +142,8 @@ def _driver_command(inner: str, folder: RunFolder, *arguments: str) -> list[str]
 
 
 class Supervisor:
-    """Of one run. `command` is the driver's. `forks_engines`: each driver finds a process that imports SGLang
-    meanwhile."""
+    """Of one run. `command` is the driver's. `forks_engines`: each driver finds a
+    process that imports SGLang meanwhile."""
 
     def __init__(
         self,
@@ -143,11 +162,13 @@ class Supervisor:
         self._forks_engines = forks_engines
         self._interrupted = False
         self._stray_signals: list[int] = []
-        """Signals that the kernel gave to another thread of this process, to be passed on."""
+        """Signals that the kernel gave to another thread of this process, to be passed
+        on."""
 
     def run(self) -> int:
-        """Runs incarnations until the run is done, fails for good or is interrupted; the exit code. A failed
-        incarnation is followed by another one, `max_restarts` times without a new checkpoint between them."""
+        """Runs incarnations until the run is done, fails for good or is interrupted;
+        the exit code. A failed incarnation is followed by another one, `max_restarts`
+        times without a new checkpoint between them."""
         remove_abandoned()
         with self._signals_blocked():
             adopt_orphans()
@@ -167,7 +188,9 @@ class Supervisor:
                         "the driver was killed"
                     )
                     return INTERRUPT_EXIT
-                if self._interrupted and -end.code in _INTERRUPTS:  # before the driver had its handlers
+                if (
+                    self._interrupted and -end.code in _INTERRUPTS
+                ):  # before the driver had its handlers
                     return INTERRUPT_EXIT
 
                 cause = end.cause()
@@ -180,24 +203,41 @@ class Supervisor:
                 if step_after != step_before:
                     restarts = 0
                 restarts += 1
-                if self._interrupted or end.has_note(NoteKind.FINAL) or restarts > self._max_restarts:
+                if (
+                    self._interrupted
+                    or end.has_note(NoteKind.FINAL)
+                    or restarts > self._max_restarts
+                ):
                     return FAILURE_EXIT
                 if full:
                     restarts -= 1
                     self._wait_for_space()
                     continue
-                self._wait_for_interrupt(min(2.0 ** (restarts - 1) - 1, _LONGEST_PAUSE_S))
-                _print_error(f"resuming from step {step_after} (restart {restarts} of {self._max_restarts})")
+                self._wait_for_interrupt(
+                    min(2.0 ** (restarts - 1) - 1, _LONGEST_PAUSE_S)
+                )
+                _print_error(
+                    f"resuming from step {step_after} (restart {restarts} of {self._max_restarts})"
+                )
 
     @contextlib.contextmanager
     def _signals_blocked(self) -> Iterator[None]:
-        """Signals wait until this program asks for them. Signals that are ignored (nohup) stay ignored.
+        """Signals wait until this program asks for them. Signals that are ignored
+        (nohup) stay ignored.
 
-        A signal mask belongs to one thread. NumPy, or a module of the user that was checked, may have started
-        threads before, and the kernel gives a signal to one of those while this thread waits for none.
-        Without the handlers such a signal would end this process, or raise KeyboardInterrupt anywhere."""
-        blocked = {number for number in _AWAITED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
-        old_handlers = {number: signal.signal(number, self._note_stray) for number in blocked & _INTERRUPTS}
+        A signal mask belongs to one thread. NumPy, or a module of the user that was
+        checked, may have started threads before, and the kernel gives a signal to one
+        of those while this thread waits for none. Without the handlers such a signal
+        would end this process, or raise KeyboardInterrupt anywhere."""
+        blocked = {
+            number
+            for number in _AWAITED_SIGNALS
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        old_handlers = {
+            number: signal.signal(number, self._note_stray)
+            for number in blocked & _INTERRUPTS
+        }
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
             yield
@@ -234,11 +274,14 @@ class Supervisor:
         return checkpoint.step
 
     def _run_incarnation(self) -> IncarnationEnd:
-        """Starts a driver, waits for its end, and ends every process that it left behind."""
+        """Starts a driver, waits for its end, and ends every process that it left
+        behind."""
         listener = Listener()
         parent = None
         if self._forks_engines:  # imports SGLang while the driver starts
-            parent = EarlyParent(ENGINE_MODULE, log=self._folder.path / "logs" / "engine-parent.log")
+            parent = EarlyParent(
+                ENGINE_MODULE, log=self._folder.path / "logs" / "engine-parent.log"
+            )
         driver = _start_driver(self._command, listener, parent)
         try:
             end = self._watch_driver(driver, listener)
@@ -253,9 +296,11 @@ class Supervisor:
             _restore_terminal(was_killed=not end.has_note(NoteKind.ENDING))
         return end
 
-    def _watch_driver(self, driver: subprocess.Popen[bytes], listener: Listener) -> IncarnationEnd:
-        """Passes signals on until the driver has ended. Kills it when it is silent for too long, or when an
-        interrupt does not reach it."""
+    def _watch_driver(
+        self, driver: subprocess.Popen[bytes], listener: Listener
+    ) -> IncarnationEnd:
+        """Passes signals on until the driver has ended. Kills it when it is silent for
+        too long, or when an interrupt does not reach it."""
         health = _DriverHealth(heartbeat_timeout_s=self._heartbeat_timeout_s)
         killed_after_s = 0.0
         blocking_call = ""
@@ -263,10 +308,13 @@ class Supervisor:
         while driver.returncode is None:
             self._pass_signals_on(driver, heard=health.heard)
             now = time.monotonic()
-            # A long gap means that this process was stopped (Ctrl-Z), and the driver perhaps with it.
+            # A long gap means that this process was stopped (Ctrl-Z), and the driver
+            # perhaps with it.
             elapsed_s = min(now - last_poll_at, 2 * _POLL_INTERVAL_S)
             last_poll_at = now
-            health.update(listener.notes(), elapsed_s=elapsed_s, interrupted=self._interrupted)
+            health.update(
+                listener.notes(), elapsed_s=elapsed_s, interrupted=self._interrupted
+            )
             if health.blocked_s > BLOCKED_GRACE_S and not blocking_call:
                 blocking_call = health.blocking_call
                 driver.kill()
@@ -277,8 +325,12 @@ class Supervisor:
             driver.poll()
         health.read(listener.notes())
         code = driver.returncode
-        announced_codes = [int(note.text) for note in health.notes if note.kind is NoteKind.ENDING]
-        if killed_after_s and announced_codes:  # its work was over; only its interpreter hung
+        announced_codes = [
+            int(note.text) for note in health.notes if note.kind is NoteKind.ENDING
+        ]
+        if (
+            killed_after_s and announced_codes
+        ):  # its work was over; only its interpreter hung
             code = announced_codes[-1]
             killed_after_s = 0.0
         return IncarnationEnd(
@@ -289,15 +341,18 @@ class Supervisor:
         )
 
     def _pass_signals_on(self, driver: subprocess.Popen[bytes], *, heard: bool) -> None:
-        """Waits for a signal for a poll interval. `heard`: the driver has sent a note."""
+        """Waits for a signal for a poll interval. `heard`: the driver has sent a
+        note."""
         info = signal.sigtimedwait(_AWAITED_SIGNALS, _POLL_INTERVAL_S)
         if info is not None and info.si_signo in _INTERRUPTS:
             self._interrupted = True
-            # A terminal's Ctrl-C (si_code > 0) has reached the driver already, which is in the same process
-            # group, unless the driver has only just been started.
+            # A terminal's Ctrl-C (si_code > 0) has reached the driver already, which is
+            # in the same process group, unless the driver has only just been started.
             if info.si_code <= 0 or not heard:
                 driver.send_signal(info.si_signo)
-        while self._stray_signals:  # their source is not known; a driver ignores a signal that it has had
+        while (
+            self._stray_signals
+        ):  # their source is not known; a driver ignores a signal that it has had
             driver.send_signal(self._stray_signals.pop())
 
 
@@ -328,7 +383,9 @@ class _DriverHealth:
             elif note.kind is not NoteKind.BEAT:
                 self.notes.append(note)
 
-    def update(self, notes: Sequence[Note], *, elapsed_s: float, interrupted: bool) -> None:
+    def update(
+        self, notes: Sequence[Note], *, elapsed_s: float, interrupted: bool
+    ) -> None:
         self.silent_s += elapsed_s
         self.read(notes)
         if interrupted and self.blocking_call:
@@ -347,8 +404,8 @@ class _DriverHealth:
 def _start_driver(
     command: Sequence[str], listener: Listener, parent: EarlyParent | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a driver that dies with this process and sends its notes to `listener`. `parent`: for its
-    engines."""
+    """Starts a driver that dies with this process and sends its notes to `listener`.
+    `parent`: for its engines."""
     descriptors = [listener.writer]
     variables = {**os.environ, **held_keys(), **environment(listener.writer)}
     if parent is not None:
@@ -376,15 +433,17 @@ def _start_driver(
 
 def _end_descendants() -> None:
     """Waits for the processes that end by themselves, then kills the others."""
-    remaining = end_descendants(terminate=False, grace_s=_GRACE_S, kill_within_s=_KILL_TIMEOUT_S)
+    remaining = end_descendants(
+        terminate=False, grace_s=_GRACE_S, kill_within_s=_KILL_TIMEOUT_S
+    )
     if remaining:
         names = ", ".join(f"{process.pid} ({process.name()})" for process in remaining)
         _print_error(f"these processes of the run could not be killed: {names}")
 
 
 def _restore_terminal(*, was_killed: bool) -> None:
-    """Shows the cursor again that a driver has hidden. One that was killed has left it in the last line of
-    its display."""
+    """Shows the cursor again that a driver has hidden. One that was killed has left it
+    in the last line of its display."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         if sys.stdout.isatty():
             line_end = "\n" if was_killed else ""

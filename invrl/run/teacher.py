@@ -1,8 +1,9 @@
 """A teacher that an SGLang server has: it scores the rows of each batch over HTTP.
 
-A request has the ids of a row up to its last trained token and asks for the log-probs from its first one on
-(`logprob_start_len`), without generating. SGLang computes these from the logits as they are: at temperature
-1, over the whole vocabulary. So the rollouts must be sampled at temperature 1, and without a grammar.
+A request has the ids of a row up to its last trained token and asks for the log-probs
+from its first one on (`logprob_start_len`), without generating. SGLang computes these
+from the logits as they are: at temperature 1, over the whole vocabulary. So the
+rollouts must be sampled at temperature 1, and without a grammar.
 
 Invariants: every wait has a deadline; the key is in no message.
 """
@@ -39,16 +40,20 @@ _FIELD = "model.teacher_url"
 class Teacher:
     """One server. Nothing is connected before the first call."""
 
-    def __init__(self, url: str, *, key: str, timeout_s: float, concurrency: int) -> None:
-        """`timeout_s`: for one row, each time that it is sent. `concurrency`: rows on their way."""
+    def __init__(
+        self, url: str, *, key: str, timeout_s: float, concurrency: int
+    ) -> None:
+        """`timeout_s`: for one row, each time that it is sent. `concurrency`: rows on
+        their way."""
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
         self._concurrency = concurrency
 
     async def check(self, tokenizer: Tokenizer) -> str:
-        """Asks for the name of its model, and for the ids of every text that a token of ours stands for.
-        Raises ConfigError if the server does not answer, refuses our key, or makes other tokens."""
+        """Asks for the name of its model, and for the ids of every text that a token of
+        ours stands for. Raises ConfigError if the server does not answer, refuses our
+        key, or makes other tokens."""
         http = HttpConnections(self._url, idle_s=_IDLE_CONNECTION_S)
         try:
             model = await self._ask(http, "/model_info", None, _CHECK_TIMEOUT_S)
@@ -62,14 +67,21 @@ class Teacher:
 
     async def _check_tokens(self, http: HttpConnections, tokenizer: Tokenizer) -> None:
         ids = sorted(tokenizer.get_vocab().values())
-        texts = tokenizer.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
-        whole = sorted({text for text in texts if text and "\ufffd" not in text})  # no parts of characters
+        texts = tokenizer.decode_batch(
+            [[token_id] for token_id in ids], skip_special_tokens=False
+        )
+        whole = sorted(
+            {text for text in texts if text and "\ufffd" not in text}
+        )  # no parts of characters
         for start in range(0, len(whole), _TEXTS_PER_REQUEST):
             part = whole[start : start + _TEXTS_PER_REQUEST]
             body: dict[str, Json] = {"prompt": list(part), "add_special_tokens": False}
             answer = await self._ask(http, "/v1/tokenize", body, _CHECK_TIMEOUT_S)
             theirs = answer.get("tokens")
-            ours = [encoding.ids for encoding in tokenizer.encode_batch(part, add_special_tokens=False)]
+            ours = [
+                encoding.ids
+                for encoding in tokenizer.encode_batch(part, add_special_tokens=False)
+            ]
             if not isinstance(theirs, list) or len(theirs) != len(ours):
                 raise ServerError(
                     f"{self._url} answered /v1/tokenize with something else than ids of {len(part)} texts"
@@ -81,10 +93,12 @@ class Teacher:
                     raise ConfigError(_FIELD, self._url, reason, fix)
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """The batch, with the column `teacher`: log-probs in nats of each row's trained tokens, 0 elsewhere.
+        """The batch, with the column `teacher`: log-probs in nats of each row's trained
+        tokens, 0 elsewhere.
 
-        A row is sent up to three times. Raises ConfigError for rows that the teacher would score under
-        another distribution than the student's, ServerError or DeadlineError if it cannot score one.
+        A row is sent up to three times. Raises ConfigError for rows that the teacher
+        would score under another distribution than the student's, ServerError or
+        DeadlineError if it cannot score one.
         """
         for sample in batch.samples:
             _check_comparable(sample)
@@ -94,7 +108,9 @@ class Teacher:
         async def scored(sample: TrainSample) -> TrainSample:
             async with free:
                 teacher_T = await self._score_row(http, sample)
-            return replace(sample, columns={**sample.columns, TEACHER_COLUMN: teacher_T})
+            return replace(
+                sample, columns={**sample.columns, TEACHER_COLUMN: teacher_T}
+            )
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -105,7 +121,9 @@ class Teacher:
             http.close()
         return replace(batch, samples=tuple(row.result() for row in rows))
 
-    async def _score_row(self, http: HttpConnections, sample: TrainSample) -> NDArray[np.float32]:
+    async def _score_row(
+        self, http: HttpConnections, sample: TrainSample
+    ) -> NDArray[np.float32]:
         teacher_T = np.zeros(len(sample.tokens_T), np.float32)
         trained = np.flatnonzero(sample.loss_mask_T)
         if not len(trained):
@@ -116,14 +134,19 @@ class Teacher:
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": first - 1,  # the entry of that token itself has no log-prob
+            "logprob_start_len": first
+            - 1,  # the entry of that token itself has no log-prob
         }
         answer = await self._ask_again(http, "/generate", body)
         scores_N = self._logprobs(answer, ids[first:])
-        teacher_T[first : last + 1] = np.where(sample.loss_mask_T[first : last + 1], scores_N, 0.0)
+        teacher_T[first : last + 1] = np.where(
+            sample.loss_mask_T[first : last + 1], scores_N, 0.0
+        )
         return teacher_T
 
-    async def _ask_again(self, http: HttpConnections, path: str, body: Mapping[str, Json]) -> dict[str, Json]:
+    async def _ask_again(
+        self, http: HttpConnections, path: str, body: Mapping[str, Json]
+    ) -> dict[str, Json]:
         """As `_ask`, after a pause once more, and then a last time."""
         for attempt in range(1, _ATTEMPTS):
             try:
@@ -133,17 +156,22 @@ class Teacher:
                 await asyncio.sleep(_PAUSE_S * attempt)
         return await self._ask(http, path, body, self._timeout_s)
 
-    def _logprobs(self, answer: Mapping[str, Json], ids: Sequence[int]) -> NDArray[np.float32]:
+    def _logprobs(
+        self, answer: Mapping[str, Json], ids: Sequence[int]
+    ) -> NDArray[np.float32]:
         """[N]: of exactly these ids. Raises ServerError."""
         meta = answer.get("meta_info")
         entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
         if not isinstance(entries, list) or len(entries) != len(ids) + 1:
             count = len(entries) - 1 if isinstance(entries, list) else "no"
-            raise ServerError(f"the teacher at {self._url} scored {count} tokens of a row, not {len(ids)}")
+            raise ServerError(
+                f"the teacher at {self._url} scored {count} tokens of a row, not {len(ids)}"
+            )
         logprobs: list[float] = []
         for token_id, entry in zip(ids, entries[1:], strict=True):
             logprob, their_id, *_ = entry if isinstance(entry, list) else (None, None)
-            # SGLang reports the last id of its vocabulary as 0, with that id's log-prob.
+            # SGLang reports the last id of its vocabulary as 0, with that id's
+            # log-prob.
             if their_id not in (token_id, 0) or not isinstance(logprob, int | float):
                 raise ServerError(
                     f"the teacher at {self._url} scored token {their_id} with {logprob} in the place of "
@@ -153,7 +181,11 @@ class Teacher:
         return np.array(logprobs, np.float32)
 
     async def _ask(
-        self, http: HttpConnections, path: str, body: Mapping[str, Json] | None, timeout_s: float
+        self,
+        http: HttpConnections,
+        path: str,
+        body: Mapping[str, Json] | None,
+        timeout_s: float,
     ) -> dict[str, Json]:
         """The answer's JSON object. POST with a body, GET without."""
         headers = {"Content-Type": "application/json"}
@@ -182,7 +214,9 @@ class Teacher:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServerError(f"{name} answered {path} with something else than a JSON object")
+            raise ServerError(
+                f"{name} answered {path} with something else than a JSON object"
+            )
         return answer
 
 
@@ -200,10 +234,9 @@ def open_teacher(config: Config) -> Teacher | None:
 
 
 def _check_comparable(sample: TrainSample) -> None:
-    """Raises ConfigError for a row whose student distribution is not the model's own."""
-    fix = (
-        "leave it out of the agent's requests, or use --teacher-model-path, whose log-probs follow the row's"
-    )
+    """Raises ConfigError for a row whose student distribution is not the model's
+    own."""
+    fix = "leave it out of the agent's requests, or use --teacher-model-path, whose log-probs follow the row's"
     if sample.temperature != 1.0 and sample.loss_mask_T.any():
         sampled = f"rollout {sample.rollout_id} was sampled at temperature {sample.temperature:g}"
         reason = f"{sampled}, and SGLang scores at temperature 1"

@@ -1,4 +1,5 @@
-"""The copy of the tokenizer in a run's folder, with which its tokens are shown as text later."""
+"""The copy of the tokenizer in a run's folder, with which its tokens are shown as text
+later."""
 
 import logging
 
@@ -11,9 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 def keep_tokenizer(config: Config, folder: RunFolder) -> None:
-    """Copies the tokenizer into the folder. An error is only logged: the run does not need the copy."""
+    """Copies the tokenizer into the folder. An error is only logged: the run does not
+    need the copy."""
     try:
         template = chat_template_override(config)
-        copy_tokenizer(config.model.folder, folder.tokenizer_path, chat_template=template)
+        copy_tokenizer(
+            config.model.folder, folder.tokenizer_path, chat_template=template
+        )
     except OSError:
         logger.exception("the tokenizer cannot be copied")

@@ -1,11 +1,12 @@
 """`invrl train`: one incarnation of a run, from its start or a checkpoint to its end.
 
-The driver's process does this; the supervisor above it (`supervisor.py`) starts the next incarnation. The
-steps themselves are in `loop.py`, the processes in `cluster.py`.
+The driver's process does this; the supervisor above it (`supervisor.py`) starts the
+next incarnation. The steps themselves are in `loop.py`, the processes in `cluster.py`.
 
-Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every process has ended when
-`run_incarnation` returns, and the report is drawn from the steps that there are. A run folder with
-checkpoints resumes from the newest one that is whole (`resume.py`)."""
+Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every
+process has ended when `run_incarnation` returns, and the report is drawn from the steps
+that there are. A run folder with checkpoints resumes from the newest one that is whole
+(`resume.py`)."""
 
 import asyncio
 import contextlib
@@ -53,7 +54,14 @@ from invrl.run.gpu_turns import GpuTurns
 from invrl.run.held_out import HeldOutEvaluations
 from invrl.run.loop import Learner, Parts, Save, run_loop
 from invrl.run.process_samples import sample_processes
-from invrl.run.resume import Start, check_store_at, describe_start, find_start, is_finished, start_at_zero
+from invrl.run.resume import (
+    Start,
+    check_store_at,
+    describe_start,
+    find_start,
+    is_finished,
+    start_at_zero,
+)
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.served_metrics import ServedMetrics
 from invrl.run.step_traces import StepTraces
@@ -76,13 +84,16 @@ logger = logging.getLogger(__name__)
 
 
 def run_incarnation(config: Config, folder: RunFolder) -> None:
-    """Runs from the newest whole checkpoint to the end of the run. The caller holds the folder. Raises
-    InvrlError with the cause of a failure; the supervisor then starts the next incarnation."""
+    """Runs from the newest whole checkpoint to the end of the run. The caller holds the
+    folder. Raises InvrlError with the cause of a failure; the supervisor then starts
+    the next incarnation."""
     checkpoints = Checkpoints(
         folder.checkpoints_path,
         keep=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
-        read_scores=partial(read_scores, folder.metrics_path, config.best_checkpoints_by),
+        read_scores=partial(
+            read_scores, folder.metrics_path, config.best_checkpoints_by
+        ),
     )
     if config.run.debug_train_only:
         start = start_at_zero(folder)
@@ -95,12 +106,20 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         num_steps = data.order.last_step(num_steps)
     phase = CurrentPhase()
     metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
-    traces = open_traces(config.run.otel_endpoint, service="invrl-driver", run=folder.path.name)
+    traces = open_traces(
+        config.run.otel_endpoint, service="invrl-driver", run=folder.path.name
+    )
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     if traces is not None:
         sinks.append(PhaseTraces(traces))
-    rows = [row for row in read_metrics(folder.metrics_path) if (row["step"] or 0) <= start.step]
-    observer = RunObserver([*sinks, open_progress(config.run.progress, num_steps, rows)])
+    rows = [
+        row
+        for row in read_metrics(folder.metrics_path)
+        if (row["step"] or 0) <= start.step
+    ]
+    observer = RunObserver(
+        [*sinks, open_progress(config.run.progress, num_steps, rows)]
+    )
     awaited = AwaitedWork(observer, phase)
     shown = ExitStack()
     shown.enter_context(incidents_shown(observer.note))
@@ -114,11 +133,29 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
             if checkpoint:
                 # Not within the event loop: here an interrupt ends it at once.
                 checkpoint.check(config.model.folder)
-            interrupts.run(train_on_saved_batches(config, folder, checkpoints, observer, checkpoint))
+            interrupts.run(
+                train_on_saved_batches(
+                    config, folder, checkpoints, observer, checkpoint
+                )
+            )
         elif data is not None:
-            interrupts.run(train_on_data(config, folder, checkpoints, observer, start, data, awaited))
+            interrupts.run(
+                train_on_data(
+                    config, folder, checkpoints, observer, start, data, awaited
+                )
+            )
         else:
-            run = _TrainingRun(config, folder, checkpoints, observer, phase, start, awaited, metrics, traces)
+            run = _TrainingRun(
+                config,
+                folder,
+                checkpoints,
+                observer,
+                phase,
+                start,
+                awaited,
+                metrics,
+                traces,
+            )
             interrupts.run(run.run())
     finally:
         shown.close()
@@ -130,7 +167,9 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         print(f"run folder: {folder.path}", flush=True)
 
 
-def _note_settings(config: Config, folder: RunFolder, start: Start, observer: RunObserver) -> None:
+def _note_settings(
+    config: Config, folder: RunFolder, start: Start, observer: RunObserver
+) -> None:
     """Messages for the console, shown before anything starts."""
     observer.note(f"run folder {folder.path}")
     if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
@@ -140,13 +179,16 @@ def _note_settings(config: Config, folder: RunFolder, start: Start, observer: Ru
         logger.warning("%s", finding)
         observer.note(finding)
     if not config.trains_alone:
-        for sentence in [*guess_notes(config.rollout), *feedback_notes(config.rollout, config.run.seed)]:
+        for sentence in [
+            *guess_notes(config.rollout),
+            *feedback_notes(config.rollout, config.run.seed),
+        ]:
             observer.note(f"note: {sentence}")
 
 
 def _draw_report(folder: RunFolder) -> Path | None:
-    """The picture; None if there is nothing to draw. An error is only logged: it says nothing about the
-    run."""
+    """The picture; None if there is nothing to draw. An error is only logged: it says
+    nothing about the run."""
     try:
         if has_curve(read_metrics(folder.metrics_path)):
             return write_report(folder.path)
@@ -183,44 +225,65 @@ class _TrainingRun:
         self.awaited.questions["starting"] = starting.text
         async with (
             in_background(self.awaited.report()),
-            start_cluster(self.config, self.folder, self.start.read_snapshot(), starting) as cluster,
+            start_cluster(
+                self.config, self.folder, self.start.read_snapshot(), starting
+            ) as cluster,
             AsyncExitStack() as stack,
         ):
             self._ask_of(cluster)
-            stack.enter_context(self.metrics.of_serving(cluster.serving, cluster.trainer))
+            stack.enter_context(
+                self.metrics.of_serving(cluster.serving, cluster.trainer)
+            )
             learner = await self._load_learner(cluster, stack)
             await cluster.serving.fleet.admit()
             report_span(self.observer, "starting", 0, began=started_at)
-            self.observer.note(f"everything is up after {time.monotonic() - started_at:.0f} s")
+            self.observer.note(
+                f"everything is up after {time.monotonic() - started_at:.0f} s"
+            )
             self.observer.note(f"router: {cluster.serving.fleet.router.program}")
             self._note_where_rollouts_run(cluster)
             try:
-                training = first_to_fail(self._train(cluster, learner), self.checkpoints.watch())
+                training = first_to_fail(
+                    self._train(cluster, learner), self.checkpoints.watch()
+                )
                 last_step = await cluster.guard(training)
             except (Exception, asyncio.CancelledError) as error:
                 if cluster.trainer is not None:
                     interrupted = isinstance(error, asyncio.CancelledError)
-                    await self._save_unsaved_weights(cluster.trainer, cluster.buffer, interrupted=interrupted)
+                    await self._save_unsaved_weights(
+                        cluster.trainer, cluster.buffer, interrupted=interrupted
+                    )
                 raise
             await cluster.buffer.close()
         write_atomically(self.folder.finished_path, str(last_step))
 
-    async def _load_learner(self, cluster: Cluster, stack: AsyncExitStack) -> Learner | None:
-        """Loads the checkpoint into the trainer, and the trainer's weights into the fleet, which can be
-        verified from then on until the stack is closed. None without a trainer."""
+    async def _load_learner(
+        self, cluster: Cluster, stack: AsyncExitStack
+    ) -> Learner | None:
+        """Loads the checkpoint into the trainer, and the trainer's weights into the
+        fleet, which can be verified from then on until the stack is closed. None
+        without a trainer."""
         trainer = cluster.trainer
         if trainer is None:
             await cluster.serving.fleet.check_unchanged()
             return None
         updater = create_weight_updater(
-            self.config, trainer, cluster.serving.fleet, cluster.serving.gateway.announce_version
+            self.config,
+            trainer,
+            cluster.serving.fleet,
+            cluster.serving.gateway.announce_version,
         )
         self.awaited.questions["sync"] = updater.phase_text
         self.awaited.questions["starting"] = updater.phase_text
         sync = updater.update
         take_gpu = None
         if self.config.run.colocate:
-            turns = GpuTurns(trainer, cluster.serving.fleet, suspend=updater.suspend, update=updater.update)
+            turns = GpuTurns(
+                trainer,
+                cluster.serving.fleet,
+                suspend=updater.suspend,
+                update=updater.update,
+            )
             sync = turns.update
             take_gpu = turns.give_to_trainer
             await take_gpu()
@@ -228,7 +291,9 @@ class _TrainingRun:
             await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
         version = WeightVersion(self.start.step)
         await sync(version)
-        await stack.enter_async_context(answer_verifications(self.folder, updater.verify))
+        await stack.enter_async_context(
+            answer_verifications(self.folder, updater.verify)
+        )
         await cluster.buffer.advance(version)
         run = self.config.run
         return Learner(
@@ -263,11 +328,15 @@ class _TrainingRun:
             key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
             self.observer.note(f"environments lease tasks at {url}; key: {key}")
         else:
-            self.observer.note(f"what your agent prints: {self.folder.printed_by_agents}")
+            self.observer.note(
+                f"what your agent prints: {self.folder.printed_by_agents}"
+            )
 
     async def _train(self, cluster: Cluster, learner: Learner | None) -> int:
         """Evaluates, trains, evaluates again. Returns the last step made."""
-        waits = report_waits(cluster.buffer, self.phase, self.observer, _deadlines(self.config))
+        waits = report_waits(
+            cluster.buffer, self.phase, self.observer, _deadlines(self.config)
+        )
         interval_s = self.config.run.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
         counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
@@ -275,16 +344,24 @@ class _TrainingRun:
             held_out = None
             accuracy_before = None
             if self.config.rollout.eval_tasks:
-                held_out = HeldOutEvaluations(self.config, self.folder, cluster.rollouts, self.observer)
+                held_out = HeldOutEvaluations(
+                    self.config, self.folder, cluster.rollouts, self.observer
+                )
                 self.awaited.questions["evaluating"] = held_out.tasks.text
                 accuracy_before = await held_out.before_training(self.start.step)
             cluster.rollouts.dispatch()
             last_step = await self._run_loop(cluster, learner, held_out)
             cluster.end_external_environments()
             await cluster.rollouts.stop_dispatching()
-            if held_out is not None and accuracy_before is not None and learner is not None:
+            if (
+                held_out is not None
+                and accuracy_before is not None
+                and learner is not None
+            ):
                 accuracy_after = await held_out.evaluate(last_step)
-                await asyncio.to_thread(held_out.report_gain, accuracy_before, accuracy_after)
+                await asyncio.to_thread(
+                    held_out.report_gain, accuracy_before, accuracy_after
+                )
         await self.checkpoints.wait_until_saved()
         checkpoint = self.checkpoints.latest()
         if checkpoint:
@@ -293,7 +370,10 @@ class _TrainingRun:
         return last_step
 
     async def _run_loop(
-        self, cluster: Cluster, learner: Learner | None, held_out: HeldOutEvaluations | None
+        self,
+        cluster: Cluster,
+        learner: Learner | None,
+        held_out: HeldOutEvaluations | None,
     ) -> int:
         config = self.config
         advantage = configured_advantage(config.algorithm)
@@ -313,10 +393,16 @@ class _TrainingRun:
             evaluate=evaluate,
             show_samples=self._show_samples,
             trace=trace,
-            record=TokenRecorder(self.folder.trained_tokens_path, done=self.start.step).record,
+            record=TokenRecorder(
+                self.folder.trained_tokens_path, done=self.start.step
+            ).record,
         )
-        reporter = FailureReporter(config.buffer.failure_limits(), show_all=command_for_failures(self.folder))
-        async with in_background(report_failures(cluster.buffer, reporter, self.observer)):
+        reporter = FailureReporter(
+            config.buffer.failure_limits(), show_all=command_for_failures(self.folder)
+        )
+        async with in_background(
+            report_failures(cluster.buffer, reporter, self.observer)
+        ):
             return await run_loop(
                 parts,
                 done=self.start.step,
@@ -328,13 +414,18 @@ class _TrainingRun:
         """Texts for the console. Rollouts for the trackers go to them from here."""
         run = self.config.run
         if run.wandb_rollouts:
-            rows = sample_rollouts(self.folder.store_path, run.wandb_rollouts, step, taken)
+            rows = sample_rollouts(
+                self.folder.store_path, run.wandb_rollouts, step, taken
+            )
             self.observer.rollouts(step, rows)
         return show_samples(self.folder.store_path, run.log_samples, step, taken)
 
-    def _assemble(self, advantage: AdvantageFn, step: int, taken: TakenBatch) -> TrainBatch:
-        """Reads the tokens of a batch and computes its advantages. This runs in a thread, so it opens a
-        connection of its own: the run may end before the thread does."""
+    def _assemble(
+        self, advantage: AdvantageFn, step: int, taken: TakenBatch
+    ) -> TrainBatch:
+        """Reads the tokens of a batch and computes its advantages. This runs in a
+        thread, so it opens a connection of its own: the run may end before the thread
+        does."""
         with contextlib.closing(RunStore(self.folder.store_path)) as store:
             rollouts = store.taken_rollouts(taken)
         batch = build_batch(
@@ -355,7 +446,9 @@ class _TrainingRun:
             self._keep(step, batch)
         return batch
 
-    async def _score(self, teacher: Teacher, step: int, batch: TrainBatch) -> TrainBatch:
+    async def _score(
+        self, teacher: Teacher, step: int, batch: TrainBatch
+    ) -> TrainBatch:
         """Adds the log-probs of the teacher that a server has."""
         scored = await teacher.score(batch)
         await asyncio.to_thread(self._keep, step, scored)

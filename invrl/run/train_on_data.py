@@ -1,8 +1,9 @@
-"""`invrl train --objective sft --data-path FILE`: the trainer alone, on a file of conversations, pairs or
-labelled replies.
+"""`invrl train --objective sft --data-path FILE`: the trainer alone, on a file of
+conversations, pairs or labelled replies.
 
-Invariant: what a step trains depends on the settings and the step alone (`datasets/order.py`), so a run that
-resumes from a checkpoint makes the steps that an uninterrupted one would have made."""
+Invariant: what a step trains depends on the settings and the step alone
+(`datasets/order.py`), so a run that resumes from a checkpoint makes the steps that an
+uninterrupted one would have made."""
 
 import asyncio
 import time
@@ -29,7 +30,11 @@ from invrl.run.loop import step_notes, train_values
 from invrl.run.process_samples import sample_memory
 from invrl.run.resume import Start, describe_start, is_finished
 from invrl.run.save_schedule import SaveSchedule
-from invrl.run.unsaved_weights import SAVE_AFTER_INTERRUPT_S, no_buffer, save_unsaved_weights
+from invrl.run.unsaved_weights import (
+    SAVE_AFTER_INTERRUPT_S,
+    no_buffer,
+    save_unsaved_weights,
+)
 from invrl.store.batch_file import batch_path, save_batch
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
@@ -49,8 +54,9 @@ async def train_on_data(
     data: Dataset,
     awaited: AwaitedWork,
 ) -> None:
-    """Makes the steps after `start`, with the held-out loss before and after them, and saves checkpoints.
-    SGLang need not be installed. Raises InvrlError with the cause of a failure."""
+    """Makes the steps after `start`, with the held-out loss before and after them, and
+    saves checkpoints. SGLang need not be installed. Raises InvrlError with the cause of
+    a failure."""
     last_step = data.order.last_step(config.run.num_steps)
     observer.note(describe_start(folder, start, num_steps=last_step))
     if is_finished(folder, start, num_steps=last_step):
@@ -61,19 +67,28 @@ async def train_on_data(
     folder.finished_path.unlink(missing_ok=True)
     starting = PartsStarting()
     awaited.questions["starting"] = starting.text
-    async with in_background(awaited.report()), start_trainer(config, folder, starting) as trainer:
+    async with (
+        in_background(awaited.report()),
+        start_trainer(config, folder, starting) as trainer,
+    ):
         awaited.questions["train"] = trainer.place_text
         awaited.questions["evaluating"] = trainer.place_text
         if start.checkpoint is not None:
             await trainer.load_checkpoint(str(start.checkpoint.megatron))
         report_span(observer, "starting", 0, began=started_at)
-        run = _DataRun(config, folder, checkpoints, observer, start.step, data, last_step, trainer)
+        run = _DataRun(
+            config, folder, checkpoints, observer, start.step, data, last_step, trainer
+        )
         try:
-            async with in_background(sample_memory(trainer, observer, config.run.sample_interval_s)):
+            async with in_background(
+                sample_memory(trainer, observer, config.run.sample_interval_s)
+            ):
                 training = first_to_fail(run.train(), checkpoints.watch())
                 await first_to_fail(training, trainer.watch())
         except (Exception, asyncio.CancelledError) as error:
-            await run.save_unsaved_weights(interrupted=isinstance(error, asyncio.CancelledError))
+            await run.save_unsaved_weights(
+                interrupted=isinstance(error, asyncio.CancelledError)
+            )
             raise
     write_atomically(folder.finished_path, str(last_step))
 
@@ -100,14 +115,18 @@ class _DataRun:
         loss_after = self._recorded_loss(self.last_step)
         if held_out is not None and loss_before is not None and loss_after is not None:
             size = f"{len(self.data.held_out):,} rows, {held_out.trained.tokens:,} trained tokens"
-            self.observer.note(f"held-out loss ({size}): {loss_before:.4f} -> {loss_after:.4f}")
+            self.observer.note(
+                f"held-out loss ({size}): {loss_before:.4f} -> {loss_after:.4f}"
+            )
         checkpoint = self.checkpoints.latest()
         if checkpoint:
             keep_model(checkpoint.hugging_face)
             self.observer.note(f"model: {checkpoint.hugging_face}")
 
     async def _make_steps(self, held_out: TrainBatch | None) -> None:
-        schedule = SaveSchedule(steps=self.config.run.save_interval, seconds=self.config.run.save_interval_s)
+        schedule = SaveSchedule(
+            steps=self.config.run.save_interval, seconds=self.config.run.save_interval_s
+        )
         schedule.begin()
         num_unusable = 0
         reading = asyncio.create_task(self._read(self.first_step + 1))
@@ -140,7 +159,9 @@ class _DataRun:
         """Makes one step. Returns its metric values."""
         with observed_phase(self.observer, "train", step) as parts:
             if self.config.run.save_rollout_data:
-                save_batch(batch_path(self.folder.rollout_data_path, step), step_data.batch)
+                save_batch(
+                    batch_path(self.folder.rollout_data_path, step), step_data.batch
+                )
             result = await self.trainer.train(step_data.batch)
             parts.update(result.seconds)
         for note in step_notes(step, result):
@@ -151,7 +172,8 @@ class _DataRun:
             "data/rows": float(step_data.rows),
             "data/skipped_rows": float(step_data.skipped),
             "data/unusable_rows": float(len(step_data.unusable)),
-            "data/epoch": ((step - 1) * order.batch_size + step_data.rows) / order.num_rows,
+            "data/epoch": ((step - 1) * order.batch_size + step_data.rows)
+            / order.num_rows,
         }
 
     async def _save(self, step: int, schedule: SaveSchedule) -> float:
@@ -174,7 +196,8 @@ class _DataRun:
             return resolve(await self.trainer.evaluate(held_out), "eval/")
 
     async def _loss_before(self, held_out: TrainBatch | None) -> float | None:
-        """The held-out loss before step 1, measured once in a run: a later incarnation reads it back."""
+        """The held-out loss before step 1, measured once in a run: a later incarnation
+        reads it back."""
         if held_out is None:
             return None
         if not self.first_step:
@@ -191,7 +214,9 @@ class _DataRun:
         samples = step_data.batch.samples
         if samples and self.config.run.log_samples:
             text = self.data.tokenizer.shown(samples[0])
-            self.observer.note(f"the first row, what is trained of it in [[ ]]:\n{text}")
+            self.observer.note(
+                f"the first row, what is trained of it in [[ ]]:\n{text}"
+            )
 
     def _note_unusable(self, step: int, step_data: StepData, num_noted: int) -> None:
         for sentence in step_data.unusable[: max(0, _MAX_NOTED_ROWS - num_noted)]:

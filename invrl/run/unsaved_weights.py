@@ -1,9 +1,10 @@
 """Saves what no checkpoint holds when a run ends before its last step.
 
-When an interrupt ends a run, the trainer still has what it learnt since the last checkpoint: that is saved as
-another checkpoint, from which the run resumes. After a failure outside of the trainer only the weights are
-saved, as a Hugging Face folder: they may be what failed. Invariant: an error here is shown, but never hides
-the error that ended the run."""
+When an interrupt ends a run, the trainer still has what it learnt since the last
+checkpoint: that is saved as another checkpoint, from which the run resumes. After a
+failure outside of the trainer only the weights are saved, as a Hugging Face folder:
+they may be what failed. Invariant: an error here is shown, but never hides the error
+that ended the run."""
 
 import asyncio
 import logging
@@ -17,7 +18,8 @@ from invrl.run.checkpoints import Checkpoints
 SAVE_AFTER_INTERRUPT_S = 120.0
 """For the batch that the trainer is at, and for saving the weights after it."""
 TakeSnapshot = Callable[[int], Awaitable[bytes | None]]
-"""The buffer's snapshot for the checkpoint of a step; None for a run that has no buffer."""
+"""The buffer's snapshot for the checkpoint of a step; None for a run that has no
+buffer."""
 logger = logging.getLogger(__name__)
 
 
@@ -26,10 +28,12 @@ async def no_buffer(_step: int) -> None:
 
 
 class CountingTrainer(Trainer, Protocol):
-    """A trainer that counts its batches, including one whose result nobody awaits any more."""
+    """A trainer that counts its batches, including one whose result nobody awaits any
+    more."""
 
     async def batches_trained(self) -> int:
-        """Batches since the trainer started. A batch that is in progress is finished first."""
+        """Batches since the trainer started. A batch that is in progress is finished
+        first."""
         ...
 
 
@@ -42,9 +46,10 @@ async def save_unsaved_weights(
     note: Callable[[str], object],
     take_snapshot: TakeSnapshot | None = None,
 ) -> None:
-    """`first_step`: the step of the weights that the trainer started with. `note` receives where the newest
-    weights are, or why they could not be saved. `take_snapshot`: makes a checkpoint of them; without it the
-    weights are saved alone."""
+    """`first_step`: the step of the weights that the trainer started with. `note`
+    receives where the newest weights are, or why they could not be saved.
+    `take_snapshot`: makes a checkpoint of them; without it the weights are saved
+    alone."""
     try:
         async with asyncio.timeout(timeout_s):
             await checkpoints.wait_until_saved()

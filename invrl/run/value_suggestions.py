@@ -1,5 +1,6 @@
-"""What a wrong value of a setting may stand for: the one that is spelt almost like it, or the name of another
-setting's value, such as an objective that was given as a preset. Pure."""
+"""What a wrong value of a setting may stand for: the one that is spelt almost like it,
+or the name of another setting's value, such as an objective that was given as a preset.
+Pure."""
 
 import difflib
 from typing import Any, Literal, get_args, get_origin
@@ -21,8 +22,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 
 def value_fix(key: str, value: object, field: FieldInfo) -> str:
-    """A fix for a wrong value of the setting `key`: the nearest value, or the setting that the value belongs
-    to, or what the setting is."""
+    """A fix for a wrong value of the setting `key`: the nearest value, or the setting
+    that the value belongs to, or what the setting is."""
     fix = f"set {key}: {field.description} (default: {field.default!r})"
     choices = choices_of(field.annotation)
     if not choices or not isinstance(value, str):
@@ -35,7 +36,8 @@ def value_fix(key: str, value: object, field: FieldInfo) -> str:
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The words that a field of this type takes, itself or in its tuple; empty if it takes others too."""
+    """The words that a field of this type takes, itself or in its tuple; empty if it
+    takes others too."""
     if get_origin(annotation) is Literal:
         return tuple(choice for choice in get_args(annotation) if choice)
     if get_origin(annotation) is tuple:
@@ -46,13 +48,20 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 def nearest_value(value: str, choices: tuple[str, ...]) -> str:
     """A question that names the choice nearest to the value; "" if none is near."""
     plain = {choice.lower().replace("-", "_"): choice for choice in choices}
-    close = difflib.get_close_matches(value.lower().replace("-", "_"), list(plain), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(
+        value.lower().replace("-", "_"), list(plain), n=1, cutoff=0.5
+    )
     return f"did you mean {plain[close[0]]}?" if close else ""
 
 
 def misplaced_value(key: str, value: str) -> str:
-    """A sentence for a name that belongs to another setting of [algorithm]; "" for any other value."""
-    owners = [owner for owner, names in _names_by_setting().items() if value in names and owner != key]
+    """A sentence for a name that belongs to another setting of [algorithm]; "" for any
+    other value."""
+    owners = [
+        owner
+        for owner, names in _names_by_setting().items()
+        if value in names and owner != key
+    ]
     if not owners:
         return ""
     flags = " or ".join(f"--{owner.replace('_', '-')} {value}" for owner in owners)
@@ -65,9 +74,9 @@ def misplaced_value(key: str, value: str) -> str:
 
 
 def wrong_name(key: str, value: str) -> str:
-    """A fix for a name that is no built-in of `objective`, `advantage` or `policy_loss`: where it belongs, or
-    an objective that is spelt almost like it. "" for a value that may be an import path, or that loading it
-    explains."""
+    """A fix for a name that is no built-in of `objective`, `advantage` or
+    `policy_loss`: where it belongs, or an objective that is spelt almost like it. ""
+    for a value that may be an import path, or that loading it explains."""
     if value in _NAMES[key] or not value.isidentifier():
         return ""
     misplaced = misplaced_value(key, value)
@@ -79,6 +88,12 @@ def wrong_name(key: str, value: str) -> str:
 
 def _names_by_setting() -> dict[str, tuple[str, ...]]:
     names = dict(_NAMES)
-    for key in ("algorithm_preset", "correction", "rejection", "aggregation", "kl_estimator"):
+    for key in (
+        "algorithm_preset",
+        "correction",
+        "rejection",
+        "aggregation",
+        "kl_estimator",
+    ):
         names[key] = choices_of(AlgorithmConfig.model_fields[key].annotation)
     return names

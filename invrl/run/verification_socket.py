@@ -1,9 +1,10 @@
-"""The socket in a run's folder by which `invrl verify-weights` asks the driver, which holds the engines' keys
-and knows what was committed.
+"""The socket in a run's folder by which `invrl verify-weights` asks the driver, which
+holds the engines' keys and knows what was committed.
 
-It is in the folder `private` and only its owner may connect. A connection is one request and one answer, each
-a line of JSON. It exists from the first committed version to the end of the incarnation; a driver that was
-killed leaves a file at which nobody answers.
+It is in the folder `private` and only its owner may connect. A connection is one
+request and one answer, each a line of JSON. It exists from the first committed version
+to the end of the incarnation; a driver that was killed leaves a file at which nobody
+answers.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def answer_verifications(folder: RunFolder, verify: Verify) -> AsyncIterator[None]:
+async def answer_verifications(
+    folder: RunFolder, verify: Verify
+) -> AsyncIterator[None]:
     """Answer requests during the block."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             async with asyncio.timeout(_REQUEST_DEADLINE_S):
                 line = await reader.readline()
@@ -48,7 +53,9 @@ async def answer_verifications(folder: RunFolder, verify: Verify) -> AsyncIterat
                 result = await verify(request.wait_s)
             except Exception as error:
                 logger.exception("the engines' weights could not be verified")
-                result = Verification(error=f"the engines' weights could not be verified: {error}")
+                result = Verification(
+                    error=f"the engines' weights could not be verified: {error}"
+                )
             writer.write(msgspec.json.encode(result) + b"\n")
             await writer.drain()
         except (OSError, msgspec.DecodeError) as error:  # TimeoutError is an OSError
@@ -66,7 +73,9 @@ async def answer_verifications(folder: RunFolder, verify: Verify) -> AsyncIterat
         path.unlink(missing_ok=True)
 
 
-def ask_for_verification(folder: RunFolder, *, wait_s: float, deadline_s: float) -> Verification:
+def ask_for_verification(
+    folder: RunFolder, *, wait_s: float, deadline_s: float
+) -> Verification:
     """Raises ServerError if nobody answers, DeadlineError after `deadline_s`."""
     path = folder.verification_path
     request = VerifyRequest(wait_s=wait_s)
@@ -79,9 +88,13 @@ def ask_for_verification(folder: RunFolder, *, wait_s: float, deadline_s: float)
                 line = answers.readline()
         return msgspec.json.decode(line, type=Verification)
     except TimeoutError:
-        raise DeadlineError(f"the driver of {folder.path} to verify its engines", deadline_s) from None
+        raise DeadlineError(
+            f"the driver of {folder.path} to verify its engines", deadline_s
+        ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ServerError(f"the driver of {folder.path} does not answer: {error}") from error
+        raise ServerError(
+            f"the driver of {folder.path} does not answer: {error}"
+        ) from error
 
 
 def _bound_socket(path: Path) -> socket.socket:
@@ -98,7 +111,8 @@ def _bound_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """The same path below a descriptor of its folder: that of a Unix socket has at most 107 bytes."""
+    """The same path below a descriptor of its folder: that of a Unix socket has at most
+    107 bytes."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

@@ -1,8 +1,10 @@
-"""Gives new weights to the fleet as it is now: the transaction (`weights/transaction.py`) over its engines,
-and what becomes of an engine that the transaction loses.
+"""Gives new weights to the fleet as it is now: the transaction
+(`weights/transaction.py`) over its engines, and what becomes of an engine that the
+transaction loses.
 
-A lost engine leaves the fleet and is started again in the background. When it is up it loads the version that
-the fleet holds, beside the updates that go on (`weights/newcomers.py`)."""
+A lost engine leaves the fleet and is started again in the background. When it is up it
+loads the version that the fleet holds, beside the updates that go on
+(`weights/newcomers.py`)."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,9 +32,13 @@ _CANARY_TOKENS = 32
 
 
 def create_weight_updater(
-    config: Config, sender: TrainHandle, fleet: Fleet, announce: Callable[[WeightVersion], object]
+    config: Config,
+    sender: TrainHandle,
+    fleet: Fleet,
+    announce: Callable[[WeightVersion], object],
 ) -> "WeightUpdater":
-    """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in `WeightUpdater`."""
+    """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in
+    `WeightUpdater`."""
     settings = config.weight_sync
     stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
@@ -43,7 +49,9 @@ def create_weight_updater(
         stages,
         fleet.receivers,
         canary_prompts=canary_prompts(config.model.folder),
-        bound=CanaryBound.for_dtypes(config.engine.engine_dtype, config.train.train_dtype),
+        bound=CanaryBound.for_dtypes(
+            config.engine.engine_dtype, config.train.train_dtype
+        ),
         deadline_s=settings.weight_sync_timeout_s,
         drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
         is_rolling=settings.weight_update == "rolling",
@@ -66,19 +74,24 @@ class WeightUpdater:
         self._fleet = fleet
         self._announce = announce
         self._verifying = asyncio.Lock()
-        """Held while engines are verified: of two readers of one engine, one would resume it under the
-        other."""
+        """Held while engines are verified: of two readers of one engine, one would
+        resume it under the other."""
 
     async def phase_text(self) -> str:
         """What the update waits for that goes on; "" where there is none."""
         phase = self._transaction.phase
         if not phase:
             return ""
-        return "weights: the trainer stages them" if phase == "stage" else f"weights: {phase} by the engines"
+        return (
+            "weights: the trainer stages them"
+            if phase == "stage"
+            else f"weights: {phase} by the engines"
+        )
 
     async def suspend(self) -> None:
-        """Begins the next update, which `update` goes on with: engines are paused and give back the memory of
-        their caches. Engines that are lost leave the fleet. Raises WeightSyncError."""
+        """Begins the next update, which `update` goes on with: engines are paused and
+        give back the memory of their caches. Engines that are lost leave the fleet.
+        Raises WeightSyncError."""
         try:
             lost = await self._transaction.suspend()
         except WeightSyncError as error:
@@ -89,8 +102,8 @@ class WeightUpdater:
             self._fleet.evict(engine, f"lost when the trainer took the GPU: {reason}")
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
-        """Gives the trainer's weights to every engine as this version. Raises WeightSyncError. Engines that
-        the update loses get no more requests."""
+        """Gives the trainer's weights to every engine as this version. Raises
+        WeightSyncError. Engines that the update loses get no more requests."""
         self._announce(version)
         try:
             update = await self._transaction.run(version)
@@ -99,24 +112,34 @@ class WeightUpdater:
                 self._fleet.evict(engine, str(error))
             raise
         for engine, reason in update.lost_engines.items():
-            self._fleet.evict(engine, f"lost in the update to version {version}: {reason}")
+            self._fleet.evict(
+                engine, f"lost in the update to version {version}: {reason}"
+            )
         self._fleet.restart_evicted(self._transaction.bring_up)
         return update
 
     async def verify(self, wait_s: float) -> Verification:
-        """Compares what the engines hold with what was committed, one engine after the other, while they
-        serve. Waits up to `wait_s` for an update to end; one that begins meanwhile waits in its turn. An
-        engine that does not resume leaves the fleet."""
+        """Compares what the engines hold with what was committed, one engine after the
+        other, while they serve. Waits up to `wait_s` for an update to end; one that
+        begins meanwhile waits in its turn. An engine that does not resume leaves the
+        fleet."""
         reader = "the verification of weights"
         try:
-            async with self._verifying, self._transaction.holding_committed(reader, wait_s) as committed:
+            async with (
+                self._verifying,
+                self._transaction.holding_committed(reader, wait_s) as committed,
+            ):
                 names = list(self._fleet.engines)
                 engines = [await self._verify_engine(name, committed) for name in names]
         except WeightSyncError as error:
             return Verification(error=str(error))
-        return Verification(version=str(committed.staged.version), engines=tuple(engines))
+        return Verification(
+            version=str(committed.staged.version), engines=tuple(engines)
+        )
 
-    async def _verify_engine(self, name: str, committed: Committed) -> EngineVerification:
+    async def _verify_engine(
+        self, name: str, committed: Committed
+    ) -> EngineVerification:
         engine = self._fleet.engines.get(name)
         if engine is None:
             return EngineVerification(engine=name, error="it has left the fleet")
@@ -124,14 +147,17 @@ class WeightUpdater:
             read_back = await engine.receiver.read_back(committed.layout)
         except InvrlError as error:
             if engine.receiver.is_paused:
-                self._fleet.evict(name, f"it did not resume after its weights were verified: {error}")
+                self._fleet.evict(
+                    name, f"it did not resume after its weights were verified: {error}"
+                )
             return EngineVerification(engine=name, error=str(error))
         return compare(committed, name, read_back)
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:
-    """Token ids of prose, code and numbers, at most 32 per text, so that most kinds of token of a vocabulary
-    are compared. Needs the tokenizer's files only. Raises ConfigError if they are broken."""
+    """Token ids of prose, code and numbers, at most 32 per text, so that most kinds of
+    token of a vocabulary are compared. Needs the tokenizer's files only. Raises
+    ConfigError if they are broken."""
     tokenizer = read_tokenizer(model_folder)
     prompts = []
     for text in _CANARY_TEXTS:

@@ -1,7 +1,9 @@
-"""A training batch as a file: what `--save-rollout-data` writes and `--load-rollout-data` reads.
+"""A training batch as a file: what `--save-rollout-data` writes and
+`--load-rollout-data` reads.
 
-There is one file per step: compressed MessagePack, in which an array is its dtype, its bytes and its shape. A
-batch that is loaded equals the batch that was saved, bit for bit."""
+There is one file per step: compressed MessagePack, in which an array is its dtype, its
+bytes and its shape. A batch that is loaded equals the batch that was saved, bit for
+bit."""
 
 import os
 import zlib
@@ -45,13 +47,16 @@ def _encode_array(array: np.ndarray) -> tuple[str, bytes, *tuple[int, ...]]:
 
 def _decode_array(_: type, encoded: tuple[str, bytes, *tuple[int, ...]]) -> np.ndarray:
     dtype, content, *later_axes = encoded
-    flat = np.frombuffer(bytearray(content), dtype)  # a copy: torch needs arrays that can be written
+    flat = np.frombuffer(
+        bytearray(content), dtype
+    )  # a copy: torch needs arrays that can be written
     return flat.reshape(-1, *later_axes)
 
 
 def saved_steps(folder: Path, *, after_step: int) -> list[int]:
-    """The steps after `after_step` that have a file. Raises ConfigError if there is none, if a step is
-    missing between them, or if the folder has a batch file that is not named after a step."""
+    """The steps after `after_step` that have a file. Raises ConfigError if there is
+    none, if a step is missing between them, or if the folder has a batch file that is
+    not named after a step."""
     all_steps: list[int] = []
     for path in sorted(folder.glob("step-*.batch")):
         step = _step_of(path)
@@ -63,9 +68,7 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
     all_steps.sort()
     steps = [step for step in all_steps if step > after_step]
     if not steps or steps != list(range(after_step + 1, steps[-1] + 1)):
-        reason = (
-            f"the next batch must be that of step {after_step + 1}, and no step may be missing after it; "
-        )
+        reason = f"the next batch must be that of step {after_step + 1}, and no step may be missing after it; "
         reason += f"there are batches of steps {all_steps}"
         fix = "give a run's saved batches, and its checkpoint of the step before with --load-checkpoint"
         raise ConfigError("run.load_rollout_data", str(folder), reason, fix)
@@ -73,9 +76,9 @@ def saved_steps(folder: Path, *, after_step: int) -> list[int]:
 
 
 def put_lost_aside(folder: Path, *, after_step: int) -> list[Path]:
-    """Renames the batches of steps after `after_step`, which a run resumes from, and returns their new paths.
-    They were trained in an incarnation that is lost. Their names end in `.lost`, so that nothing takes them
-    for batches of the run."""
+    """Renames the batches of steps after `after_step`, which a run resumes from, and
+    returns their new paths. They were trained in an incarnation that is lost. Their
+    names end in `.lost`, so that nothing takes them for batches of the run."""
     lost_paths = []
     for path in sorted(folder.glob("step-*.batch")):
         step = _step_of(path)

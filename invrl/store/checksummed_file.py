@@ -1,7 +1,9 @@
-"""A file whose checksum is computed from the bytes that are written, while they are in memory.
+"""A file whose checksum is computed from the bytes that are written, while they are in
+memory.
 
-A file that is hashed by reading it again costs a second pass over the disk, and its checksum would be that of
-whatever the disk holds by then. The checksum is xxh3 with 128 bits (`manifest.py` says why)."""
+A file that is hashed by reading it again costs a second pass over the disk, and its
+checksum would be that of whatever the disk holds by then. The checksum is xxh3 with 128
+bits (`manifest.py` says why)."""
 
 import os
 from pathlib import Path
@@ -11,7 +13,8 @@ from invrl.file_entry import FileEntry
 
 
 class ChecksummedFile:
-    """A new file, written from its beginning to its end. Raises OSError as `open` does."""
+    """A new file, written from its beginning to its end. Raises OSError as `open`
+    does."""
 
     def __init__(self, path: Path) -> None:
         import xxhash

@@ -4,8 +4,8 @@
                          │                                   and adds its session in one transaction
                          └── taken, and no session in time: expire (driver), and the rollout has failed
 
-Every change is one statement, so one transaction. Calls block: make them in a thread. The driver and any
-number of gateway workers share the leases."""
+Every change is one statement, so one transaction. Calls block: make them in a thread.
+The driver and any number of gateway workers share the leases."""
 
 import itertools
 import threading
@@ -27,14 +27,17 @@ _Row = tuple[Any, ...]
 class LeaseStore:
     """One connection, which any thread may use."""
 
-    def __init__(self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+    def __init__(
+        self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    ) -> None:
         """`heartbeat_timeout_s`: see `busy_timeout_s`."""
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
 
     def offer(self, lease: GroupLease) -> None:
-        """Offers a lease after those that this process has offered before. Raises UnsendableTaskError."""
+        """Offers a lease after those that this process has offered before. Raises
+        UnsendableTaskError."""
         task = encoded_task(lease.task)
         number = next(self._numbers)
         values: list[object] = []
@@ -44,13 +47,14 @@ class LeaseStore:
         self._run(f"INSERT INTO leases VALUES {marks}", *values)
 
     def take(self, now: float) -> GroupLease | None:
-        """Takes the oldest lease that nobody has taken. The sessions of its members must be opened before
-        it expires. `now`: Unix seconds, for people."""
+        """Takes the oldest lease that nobody has taken. The sessions of its members
+        must be opened before it expires. `now`: Unix seconds, for people."""
         if not self._any("taken_at IS NULL"):
             return None
         oldest = "(SELECT MIN(seq) FROM leases WHERE taken_at IS NULL)"
         rows = self._run(
-            f"UPDATE leases SET taken_at=? WHERE taken_at IS NULL AND seq={oldest} {_RETURNED}", now
+            f"UPDATE leases SET taken_at=? WHERE taken_at IS NULL AND seq={oldest} {_RETURNED}",
+            now,
         )
         if not rows:  # another worker was faster
             return None
@@ -59,17 +63,21 @@ class LeaseStore:
         return GroupLease(
             group_id=group_id,
             task=_task_from_json(task),
-            members=tuple(GroupMember(index=index, attempt=attempt) for index, attempt in places),
+            members=tuple(
+                GroupMember(index=index, attempt=attempt) for index, attempt in places
+            ),
         )
 
     def taken(self) -> list[Place]:
         """The places of the leases that were taken and have no session."""
-        rows = self._run('SELECT group_id, "index", attempt FROM leases WHERE taken_at IS NOT NULL')
+        rows = self._run(
+            'SELECT group_id, "index", attempt FROM leases WHERE taken_at IS NOT NULL'
+        )
         return [Place(*row) for row in rows]
 
     def expire(self, places: Iterable[Place]) -> list[FailedRollout]:
-        """Removes the leases of these places, of which environments have opened no session in time. Returns
-        a failure for each that still had none."""
+        """Removes the leases of these places, of which environments have opened no
+        session in time. Returns a failure for each that still had none."""
         rows: list[_Row] = []
         for place in places:
             rows += self._run(
@@ -93,8 +101,8 @@ class LeaseStore:
         ]
 
     def revoke(self, group_id: str) -> None:
-        """Removes the leases of a group that was dropped: nobody can take them any more, or open sessions for
-        those that were taken."""
+        """Removes the leases of a group that was dropped: nobody can take them any
+        more, or open sessions for those that were taken."""
         self._run("DELETE FROM leases WHERE group_id=?", group_id)
 
     def withdraw(self) -> None:
@@ -105,7 +113,8 @@ class LeaseStore:
         self._db.close()
 
     def _any(self, condition: str) -> bool:
-        """Asked before a change: a SELECT does not wait for other processes that write."""
+        """Asked before a change: a SELECT does not wait for other processes that
+        write."""
         return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"))
 
     def _run(self, sql: str, *values: object) -> list[_Row]:
@@ -118,9 +127,12 @@ def encoded_task(task: Task) -> bytes:
     try:
         return msgspec.json.encode(task)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise UnsendableTaskError(f"task {task.id} cannot be sent as JSON: {error}") from error
+        raise UnsendableTaskError(
+            f"task {task.id} cannot be sent as JSON: {error}"
+        ) from error
 
 
 def _task_from_json(body: bytes) -> Task:
-    # Not `type=Task`: msgspec does not support recursive types such as that of the payload.
+    # Not `type=Task`: msgspec does not support recursive types such as that of the
+    # payload.
     return Task(**msgspec.json.decode(body))

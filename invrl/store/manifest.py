@@ -1,12 +1,14 @@
-"""The manifest of a folder: the size and the checksum of every file in it, and the format of the folder.
+"""The manifest of a folder: the size and the checksum of every file in it, and the
+format of the folder.
 
-PyTorch's and Megatron's readers check no contents, so they would load a file of a checkpoint that changed
-after it was written (a flipped bit, a lost block, a truncation) without an error. The checksum is xxh3 with
-128 bits: it protects against chance, not against forgery, and it reads 12 GB/s on one core where blake2b
-reads 0.44 GB/s, so that the disk is the limit. The checksum of a large file is that of the bytes that were
-written (`checksummed_file.py`); only small ones, which other libraries write, are read again. To check, files
-are read in parallel; xxhash releases the GIL meanwhile. An interrupt or the first damaged file ends the
-reading at once."""
+PyTorch's and Megatron's readers check no contents, so they would load a file of a
+checkpoint that changed after it was written (a flipped bit, a lost block, a truncation)
+without an error. The checksum is xxh3 with 128 bits: it protects against chance, not
+against forgery, and it reads 12 GB/s on one core where blake2b reads 0.44 GB/s, so that
+the disk is the limit. The checksum of a large file is that of the bytes that were
+written (`checksummed_file.py`); only small ones, which other libraries write, are read
+again. To check, files are read in parallel; xxhash releases the GIL meanwhile. An
+interrupt or the first damaged file ends the reading at once."""
 
 import json
 import os
@@ -41,16 +43,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_manifest(folder: Path, written: FileEntries) -> None:
-    """Writes the manifest of every file below `folder`. `written`: entries that are known from the writing;
-    the other files are read. The caller flushes the manifest to disk."""
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    """Writes the manifest of every file below `folder`. `written`: entries that are
+    known from the writing; the other files are read. The caller flushes the manifest to
+    disk."""
+    names = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
     unread = [name for name in names if name not in written]
     with _reader() as reader:
-        entries = list(reader.threads.map(reader.entry_of, [folder / name for name in unread]))
+        entries = list(
+            reader.threads.map(reader.entry_of, [folder / name for name in unread])
+        )
     read = dict(zip(unread, entries, strict=True))
     files = {name: read.get(name) or written[name] for name in names}
     manifest = Manifest(format=FORMAT, algorithm=_ALGORITHM, files=files)
-    (folder / MANIFEST_NAME).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1), encoding="utf-8")
+    (folder / MANIFEST_NAME).write_text(
+        json.dumps(msgspec.to_builtins(manifest), indent=1), encoding="utf-8"
+    )
 
 
 def is_manifest(path: Path) -> bool:
@@ -68,16 +79,23 @@ def read_entries(folder: Path) -> FileEntries:
 
 
 def check_manifest(folder: Path, *, below: str = "") -> int:
-    """Checks that every file that the manifest of `folder` names is what was written, and returns the number
-    of bytes that were read. `below` limits the check to one subfolder. Raises DamagedFileError that names the
-    first damaged file, NewerFormatError. Files that the manifest does not name are not checked: nothing of
+    """Checks that every file that the manifest of `folder` names is what was written,
+    and returns the number of bytes that were read. `below` limits the check to one
+    subfolder. Raises DamagedFileError that names the first damaged file,
+    NewerFormatError. Files that the manifest does not name are not checked: nothing of
     ours reads them."""
     manifest = _read_manifest(folder)
     entries = manifest.files
     if below:
-        entries = {name: entry for name, entry in entries.items() if name.startswith(f"{below}/")}
+        entries = {
+            name: entry
+            for name, entry in entries.items()
+            if name.startswith(f"{below}/")
+        }
     if not entries:
-        raise DamagedFileError(folder / MANIFEST_NAME, f"it names no file of {below or folder.name}")
+        raise DamagedFileError(
+            folder / MANIFEST_NAME, f"it names no file of {below or folder.name}"
+        )
     paths = [folder / name for name in entries]
     with _reader() as reader:
         for damage in reader.threads.map(reader.compare, paths, entries.values()):
@@ -91,7 +109,9 @@ def _read_manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
-        raise DamagedFileError(path, "it is missing, so nothing in its folder can be checked") from None
+        raise DamagedFileError(
+            path, "it is missing, so nothing in its folder can be checked"
+        ) from None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise DamagedFileError(path, f"it cannot be read: {error}") from error
     if manifest.format > FORMAT:
@@ -105,13 +125,15 @@ def _read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Threads that compute the checksums of several files at once, until `stopped` is set."""
+    """Threads that compute the checksums of several files at once, until `stopped` is
+    set."""
 
     threads: ThreadPoolExecutor
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def entry_of(self, path: Path) -> FileEntry:
-        """The size and checksum of a file. Raises OSError; _Stopped once `stopped` is set."""
+        """The size and checksum of a file. Raises OSError; _Stopped once `stopped` is
+        set."""
         import xxhash
 
         digest = xxhash.xxh3_128()
@@ -135,21 +157,26 @@ class _Reader:
         except OSError as error:
             return DamagedFileError(path, f"it cannot be read: {error.strerror}")
         if entry.bytes != expected.bytes:
-            return DamagedFileError(path, f"it has {entry.bytes} bytes, and {expected.bytes} were written")
+            return DamagedFileError(
+                path, f"it has {entry.bytes} bytes, and {expected.bytes} were written"
+            )
         if entry.checksum != expected.checksum:
             found = f"its checksum is {entry.checksum}"
-            return DamagedFileError(path, f"{found}, and {expected.checksum} was written")
+            return DamagedFileError(
+                path, f"{found}, and {expected.checksum} was written"
+            )
         return None
 
 
 class _Stopped(Exception):
-    """Ends a thread's reading. Nothing catches it, because nothing waits for the result any more."""
+    """Ends a thread's reading. Nothing catches it, because nothing waits for the result
+    any more."""
 
 
 @contextmanager
 def _reader() -> Iterator[_Reader]:
-    """On exit the threads have ended; on an error they stop in the middle of their files. There are more
-    threads than cores, since they wait for the disk."""
+    """On exit the threads have ended; on an error they stop in the middle of their
+    files. There are more threads than cores, since they wait for the disk."""
     num_threads = min(_MAX_THREADS, 2 * len(os.sched_getaffinity(0)))
     reader = _Reader(threads=ThreadPoolExecutor(num_threads, "checksum"))
     try:

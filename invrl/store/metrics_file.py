@@ -8,8 +8,9 @@ MetricsRow = dict[str, float | None]
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """The rows of metrics.jsonl; none if the file does not exist. A line that is not a row is left out: the
-    incomplete last line of a killed run, or bytes of a damaged file, which need not be UTF-8."""
+    """The rows of metrics.jsonl; none if the file does not exist. A line that is not a
+    row is left out: the incomplete last line of a killed run, or bytes of a damaged
+    file, which need not be UTF-8."""
     if not path.is_file():
         return []
     rows: list[MetricsRow] = []

@@ -1,10 +1,12 @@
-"""Connections to a run's store that leave the run's folder as it is, byte by byte and file by file.
+"""Connections to a run's store that leave the run's folder as it is, byte by byte and
+file by file.
 
-SQLite in its mode "read only" still creates the files of its log beside a store, and writes marks of readers
-into the shared one. So a connection is opened by what lies there: a store without a log as a file that does
-not change; one with a log and its shared index without the right to write to that index; one with a log and
-no index (a copied folder) from a copy in the cache. Connections are short: a store whose writer ends while
-somebody reads keeps its log."""
+SQLite in its mode "read only" still creates the files of its log beside a store, and
+writes marks of readers into the shared one. So a connection is opened by what lies
+there: a store without a log as a file that does not change; one with a log and its
+shared index without the right to write to that index; one with a log and no index (a
+copied folder) from a copy in the cache. Connections are short: a store whose writer
+ends while somebody reads keeps its log."""
 
 import contextlib
 import os
@@ -17,13 +19,16 @@ from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.private_file import open_private
 from invrl.store.schema import ADDED_TABLES, check_version
 
-_NO_STORE = "a run on a file has no rollouts; another one makes its store when it begins"
+_NO_STORE = (
+    "a run on a file has no rollouts; another one makes its store when it begins"
+)
 _WAIT_S = 1.0
 """How long a connection waits for a process that holds the store alone."""
 
 
 class ReadOnlyStore:
-    """The store at `path`. `copies`: the folder for a copy of it, private to its user."""
+    """The store at `path`. `copies`: the folder for a copy of it, private to its
+    user."""
 
     def __init__(self, path: Path, copies: Path) -> None:
         self.path = path
@@ -31,15 +36,17 @@ class ReadOnlyStore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one question. Raises DamagedFileError if the store is missing, damaged or of
-        another version, and RunStoreError if another process holds it alone; also for what SQLite finds
-        while the caller reads."""
+        """A connection for one question. Raises DamagedFileError if the store is
+        missing, damaged or of another version, and RunStoreError if another process
+        holds it alone; also for what SQLite finds while the caller reads."""
         if not self.path.exists():
             raise DamagedFileError(self.path, "it is missing", _NO_STORE)
         try:
             with contextlib.closing(self._connect()) as db:
                 if not check_version(db, self.path):
-                    raise DamagedFileError(self.path, "it is empty", "wait until the run has begun")
+                    raise DamagedFileError(
+                        self.path, "it is empty", "wait until the run has begun"
+                    )
                 yield db
         except sqlite3.OperationalError as error:
             if "locked" in str(error) or "busy" in str(error):
@@ -51,8 +58,8 @@ class ReadOnlyStore:
             raise self._damaged(error) from error
 
     def state(self) -> tuple[int, ...]:
-        """Numbers that change whenever something is written: inode, size and time of the store and its
-        log."""
+        """Numbers that change whenever something is written: inode, size and time of
+        the store and its log."""
         numbers: list[int] = []
         for path in (self.path, self._beside("-wal")):
             try:
@@ -96,13 +103,20 @@ class ReadOnlyStore:
 
 def _open(path: Path, options: str) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?{options}"
-    db = sqlite3.connect(uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(
+        uri, uri=True, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+    )
     db.execute("PRAGMA temp_store=MEMORY")
     for (
         table,
         columns,
-    ) in ADDED_TABLES.items():  # an earlier store lacks them; in the connection's memory they are empty
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone() is None:
+    ) in (
+        ADDED_TABLES.items()
+    ):  # an earlier store lacks them; in the connection's memory they are empty
+        if (
+            db.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).fetchone()
+            is None
+        ):
             db.execute(f"CREATE TEMP TABLE {table} {columns}")
     db.execute("PRAGMA query_only=1")
     return db

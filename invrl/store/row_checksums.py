@@ -1,8 +1,10 @@
-"""Checksums of what is read from a run's store for training, so that a changed byte is found.
+"""Checksums of what is read from a run's store for training, so that a changed byte is
+found.
 
-SQLite finds a damaged page, not a changed byte inside a value, and no byte of a token, a log-prob or a reward
-is recognised as wrong. The checksum is xxh3 with 64 bits: against chance, not against forgery. A row of an
-earlier version has none and is read as it is; all rows of one session have one or none has."""
+SQLite finds a damaged page, not a changed byte inside a value, and no byte of a token,
+a log-prob or a reward is recognised as wrong. The checksum is xxh3 with 64 bits:
+against chance, not against forgery. A row of an earlier version has none and is read as
+it is; all rows of one session have one or none has."""
 
 from collections.abc import Sequence
 
@@ -44,8 +46,8 @@ def numbers_item(turn_id: str, name: str) -> str:
 
 
 def whole_outcome(copies: Sequence[bytes], checksum: bytes | None) -> bytes | None:
-    """The outcome that was written, of the copies in `sessions` and `outbox`; None if it cannot be told.
-    Two of the copies and the checksum have to agree."""
+    """The outcome that was written, of the copies in `sessions` and `outbox`; None if
+    it cannot be told. Two of the copies and the checksum have to agree."""
     if checksum is None:
         return copies[0]
     for copy in copies:

@@ -1,4 +1,5 @@
-"""The rows of a file that a user wrote: JSONL, or Parquet (*.parquet). Tasks and conversations come in them.
+"""The rows of a file that a user wrote: JSONL, or Parquet (*.parquet). Tasks and
+conversations come in them.
 
 A row is JSON whatever the file is, and has a number that error messages name."""
 
@@ -14,7 +15,8 @@ from invrl.near_path import fix_of_path
 from invrl.types import Json
 
 Rows = list[tuple[int, dict[str, Json]]]
-"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of a Parquet file."""
+"""The number (from 1) and the fields of each non-blank line of a JSONL file, or row of
+a Parquet file."""
 
 
 def row_unit(file: str) -> str:
@@ -23,8 +25,8 @@ def row_unit(file: str) -> str:
 
 
 def read_rows(field: str, file: str, *, of: str, each: str) -> Rows:
-    """At least one row. Raises ConfigError for `field`. `of` and `each`: what the rows are, and one of
-    them."""
+    """At least one row. Raises ConfigError for `field`. `of` and `each`: what the rows
+    are, and one of them."""
     if _is_parquet(file):
         fix = f"give a Parquet file, one row per {each}"
     else:
@@ -34,8 +36,15 @@ def read_rows(field: str, file: str, *, of: str, each: str) -> Rows:
             rows = _parquet_rows(file)
         else:
             rows = _json_rows(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, NotImplementedError, ImportError) as error:  # pyarrow raises all of these
-        raise ConfigError(field, file, f"cannot be read: {error}", fix_of_path(Path(file), fix)) from error
+    except (
+        OSError,
+        ValueError,
+        NotImplementedError,
+        ImportError,
+    ) as error:  # pyarrow raises all of these
+        raise ConfigError(
+            field, file, f"cannot be read: {error}", fix_of_path(Path(file), fix)
+        ) from error
     if not rows:
         raise ConfigError(field, file, f"has no {of}", fix)
     return rows
@@ -47,7 +56,8 @@ def _is_parquet(file: str) -> bool:
 
 def _json_rows(text: str) -> Rows:
     rows: Rows = []
-    # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a string.
+    # Only "\n" ends a line of JSONL: str.splitlines would cut at U+2028 inside a
+    # string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -56,14 +66,16 @@ def _json_rows(text: str) -> Rows:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"line {number} is a JSON {type(row).__name__}, not an object")
+            raise ValueError(
+                f"line {number} is a JSON {type(row).__name__}, not an object"
+            )
         rows.append((number, row))
     return rows
 
 
 def _parquet_rows(file: str) -> Rows:
-    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs, times become ISO 8601,
-    decimals become floats, NaN and infinity become null."""
+    """The rows as JSON values: lists and structs stay, a map becomes a list of pairs,
+    times become ISO 8601, decimals become floats, NaN and infinity become null."""
     from pyarrow import parquet
 
     rows: Rows = []
@@ -71,7 +83,9 @@ def _parquet_rows(file: str) -> Rows:
         try:
             encoded = orjson.dumps(row, default=_json_value)
         except orjson.JSONEncodeError as error:
-            raise ValueError(f"row {number} holds what JSON does not have: {error}") from error
+            raise ValueError(
+                f"row {number} holds what JSON does not have: {error}"
+            ) from error
         rows.append((number, orjson.loads(encoded)))
     return rows
 
@@ -79,6 +93,8 @@ def _parquet_rows(file: str) -> Rows:
 def _json_value(value: object) -> float | str:
     if isinstance(value, decimal.Decimal):
         return float(value)
-    if isinstance(value, datetime.date | datetime.time):  # includes pandas' types, if it is installed
+    if isinstance(
+        value, datetime.date | datetime.time
+    ):  # includes pandas' types, if it is installed
         return value.isoformat()
     raise TypeError

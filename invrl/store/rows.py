@@ -23,7 +23,11 @@ from invrl.types import (
 )
 
 _TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
-_TURN_ARRAYS = {"context_ids_T": np.int32, "sampled_ids_T": np.int32, "logprobs_T": np.float32}
+_TURN_ARRAYS = {
+    "context_ids_T": np.int32,
+    "sampled_ids_T": np.int32,
+    "logprobs_T": np.float32,
+}
 TURN_COLUMNS = ", ".join(name.removesuffix("_T") for name in _TURN_FIELDS)
 """The columns of a turn, in the order of the fields of `Turn`."""
 EXPERTS_COLUMNS = "turn_id, bytes_each, layers, chosen, experts"
@@ -50,8 +54,9 @@ SESSION_COLUMNS = ", ".join(f'"{name}"' for name in (*_SESSION_FIELDS, *_RECORD_
 """All columns of a session, its id first."""
 
 SessionState = Literal["open", "unrewarded", "finished", "aborted", "expired"]
-"""`unrewarded`: finished, and waiting for its reward. `expired`: its time was up. (Rows of sessions that were
-open when their run ended have the state `lost`. No query reads them.)"""
+"""`unrewarded`: finished, and waiting for its reward. `expired`: its time was up. (Rows
+of sessions that were open when their run ended have the state `lost`. No query reads
+them.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +71,22 @@ class RewardDeadline:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StoredSession:
-    """All that the store holds of a session apart from its turns. The store has only the hash of the key: in
-    what is read from it, `session.key` and the URL are empty. The gateway's record of a live session
-    (`gateway/session_record.py`) extends this one."""
+    """All that the store holds of a session apart from its turns. The store has only
+    the hash of the key: in what is read from it, `session.key` and the URL are empty.
+    The gateway's record of a live session (`gateway/session_record.py`) extends this
+    one."""
 
     session: Session
     key_hash: bytes
     opened_at: float
     """Unix seconds."""
     lived_at_opening: float = 0.0
-    """The seconds that its gateway worker had lived through. Read from the store for live sessions only."""
+    """The seconds that its gateway worker had lived through. Read from the store for
+    live sessions only."""
     state: SessionState = "open"
     reward_deadline: RewardDeadline | None = None
-    """None: it does not wait for a reward. Read from the store for live sessions only."""
+    """None: it does not wait for a reward. Read from the store for live sessions
+    only."""
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, Reward] = field(default_factory=dict)
@@ -103,8 +111,13 @@ def turn_values(turn: Turn) -> tuple[object, ...]:
 
 
 def turn_checksum(row: Sequence[Any], messages: bytes, tools_digest: bytes) -> bytes:
-    """Of all of a turn but its mark of delivery, which changes. `row`: the values of `TURN_COLUMNS`."""
-    fixed = [value for name, value in zip(_TURN_FIELDS, row, strict=True) if name != "delivered"]
+    """Of all of a turn but its mark of delivery, which changes. `row`: the values of
+    `TURN_COLUMNS`."""
+    fixed = [
+        value
+        for name, value in zip(_TURN_FIELDS, row, strict=True)
+        if name != "delivered"
+    ]
     return checksum_of(*fixed, messages, tools_digest)
 
 
@@ -151,7 +164,9 @@ def top_from_row(row: Sequence[Any]) -> TopLogprobs:
 def opened_values(record: StoredSession) -> tuple[object, ...]:
     """The values of `OPENED_COLUMNS`."""
     session = record.session
-    values: dict[str, object] = {name: getattr(session, name) for name in _SESSION_FIELDS}
+    values: dict[str, object] = {
+        name: getattr(session, name) for name in _SESSION_FIELDS
+    }
     values["sampling"] = msgspec.json.encode(session.sampling)
     values["limits"] = msgspec.json.encode(session.limits)
     return (*values.values(), record.opened_at, record.state)
@@ -162,16 +177,20 @@ def session_from_row(
     reward_rows: Sequence[Sequence[Any]],
     number_rows: Sequence[tuple[str, str, float]] = (),
 ) -> StoredSession:
-    """`row`: the values of `SESSION_COLUMNS`. `reward_rows`: `of`, `turn_id`, `reward` and `components` of
-    the session's rows in the table `rewards`. `number_rows`: `turn_id`, `name` and `number` of its rows in
-    the table `numbers`."""
+    """`row`: the values of `SESSION_COLUMNS`. `reward_rows`: `of`, `turn_id`, `reward`
+    and `components` of the session's rows in the table `rewards`. `number_rows`:
+    `turn_id`, `name` and `number` of its rows in the table `numbers`."""
     turn_rewards: dict[str, Reward] = {}
     branch_rewards: dict[str, Reward] = {}
     for of, turn_id, value, parts in reward_rows:
         if of == "turn":
-            turn_rewards[turn_id] = Reward(value=value, components=_components(parts), turn=turn_id)
+            turn_rewards[turn_id] = Reward(
+                value=value, components=_components(parts), turn=turn_id
+            )
         else:
-            branch_rewards[turn_id] = Reward(value=value, components=_components(parts), branch=turn_id)
+            branch_rewards[turn_id] = Reward(
+                value=value, components=_components(parts), branch=turn_id
+            )
     numbers: dict[str, float] = {}
     turn_numbers: dict[str, dict[str, float]] = {}
     for turn_id, name, number in number_rows:
@@ -180,10 +199,14 @@ def session_from_row(
         else:
             numbers[name] = number
     num_of_session = len(_SESSION_FIELDS)
-    of_session: dict[str, Any] = dict(zip(_SESSION_FIELDS, row[:num_of_session], strict=True))
+    of_session: dict[str, Any] = dict(
+        zip(_SESSION_FIELDS, row[:num_of_session], strict=True)
+    )
     of_session["sampling"] = msgspec.json.decode(of_session["sampling"], type=Sampling)
     of_session["limits"] = msgspec.json.decode(of_session["limits"], type=SessionLimits)
-    of_record: dict[str, Any] = dict(zip(_RECORD_FIELDS, row[num_of_session:], strict=True))
+    of_record: dict[str, Any] = dict(
+        zip(_RECORD_FIELDS, row[num_of_session:], strict=True)
+    )
     of_record["components"] = _components(of_record["components"])
     if of_record["outcome"] is not None:
         of_record["outcome"] = outcome_from_json(of_record["outcome"])

@@ -1,7 +1,9 @@
-"""A run's folder: the paths of everything a run writes. It also describes a run that has ended.
+"""A run's folder: the paths of everything a run writes. It also describes a run that
+has ended.
 
-Invariants: only one command at a time writes into a folder; another one is refused with an error that says
-which process holds the folder. Every component writes only to the paths named here."""
+Invariants: only one command at a time writes into a folder; another one is refused with
+an error that says which process holds the folder. Every component writes only to the
+paths named here."""
 
 from __future__ import annotations
 
@@ -23,14 +25,16 @@ from invrl.store.tokenizer_folder import TOKENIZER_NAME
 
 CONFIG_NAME = "config.resolved.toml"
 LOCK_NAME = "run.lock"
-"""Names the process that holds the folder, for as long as that process has locked this file."""
+"""Names the process that holds the folder, for as long as that process has locked this
+file."""
 _KERNEL_LOCKS = Path("/proc/locks")
 _LOOKS_FOR_A_LOCK = 3
-"""The kernel tells its locks a page at a time, and leaves one out if another is given up between two pages:
-25 of 5,298 times beside two processes that did nothing else."""
+"""The kernel tells its locks a page at a time, and leaves one out if another is given
+up between two pages: 25 of 5,298 times beside two processes that did nothing else."""
 
 KEEP_NAME = "keep-model"
-"""An empty file in a checkpoint or a saved model. Its weights are not removed: a user knows their path."""
+"""An empty file in a checkpoint or a saved model. Its weights are not removed: a user
+knows their path."""
 
 
 class Below:
@@ -61,27 +65,32 @@ class RunFolder:
     data_digests_path = Below("data.json")
     """Of a run on a file: the checksums of its files, by setting."""
     phase_path = Below("phase.json")
-    """What the driver does now, as JSON: pid, step, phase, and since when (Unix seconds)."""
+    """What the driver does now, as JSON: pid, step, phase, and since when (Unix
+    seconds)."""
     tokenizer_path = Below(TOKENIZER_NAME)
     """The tokenizer's files (`store/tokenizer_folder.py`)."""
     trained_tokens_path = Below("trained_tokens")
-    """Advantages and the trainer's log-probs, one file per step (`store/trained_tokens.py`)."""
+    """Advantages and the trainer's log-probs, one file per step
+    (`store/trained_tokens.py`)."""
     timeline_path = Below(TIMELINE_NAME)
-    """What the driver did when, and how busy the processes were (`store/timeline_file.py`)."""
+    """What the driver did when, and how busy the processes were
+    (`store/timeline_file.py`)."""
     finished_path = Below("finished")
     """Exists once the run is complete and holds its number of steps."""
     logs_path = Below("logs")
     weights_path = Below("weights")
     """The versions that engines load with the weight transport `disk`, below it."""
     verification_path = Below("private/verification.socket")
-    """Exists from the first weights that the engines were given to the end of the driver, which answers there
-    (`run/verification_socket.py`). A driver that was killed leaves it."""
+    """Exists from the first weights that the engines were given to the end of the
+    driver, which answers there (`run/verification_socket.py`). A driver that was killed
+    leaves it."""
 
     @contextmanager
     def held(self, command: str) -> Iterator[None]:
-        """Holds the folder for `command` of this process, so that no other command writes into it. Raises
-        ConfigError if another command holds it (the error has its process id) or if the folder cannot be
-        written. The kernel releases the lock when this process ends."""
+        """Holds the folder for `command` of this process, so that no other command
+        writes into it. Raises ConfigError if another command holds it (the error has
+        its process id) or if the folder cannot be written. The kernel releases the lock
+        when this process ends."""
         try:
             file = self._lock_path.open("a", encoding="utf-8")
         except OSError as error:
@@ -97,7 +106,8 @@ class RunFolder:
             yield
 
     def check_free(self) -> None:
-        """Raises ConfigError with the holder's process id if a command works in the folder now."""
+        """Raises ConfigError with the holder's process id if a command works in the
+        folder now."""
         if not self._lock_path.exists():
             return
         with self._lock_path.open(encoding="utf-8") as file:
@@ -107,23 +117,32 @@ class RunFolder:
                 raise self._held_by_another() from None
 
     def is_worked_in(self) -> bool:
-        """Whether a command works in the folder now, on this machine. Unlike `is_held` this takes no
-        lock, not even for a moment, which a command that begins could meet."""
+        """Whether a command works in the folder now, on this machine. Unlike `is_held`
+        this takes no lock, not even for a moment, which a command that begins could
+        meet."""
         return any(self._is_locked() for _ in range(_LOOKS_FOR_A_LOCK))
 
     def _is_locked(self) -> bool:
-        """Whether the kernel's list of locks has one that the folder's command holds."""
+        """Whether the kernel's list of locks has one that the folder's command
+        holds."""
         lock = self.path / LOCK_NAME
         try:
             inode = lock.stat().st_ino
             words = lock.read_text(errors="replace", encoding="utf-8").split()
-            held = [line.split() for line in _KERNEL_LOCKS.read_text(encoding="utf-8").splitlines()]
+            held = [
+                line.split()
+                for line in _KERNEL_LOCKS.read_text(encoding="utf-8").splitlines()
+            ]
         except OSError:
             return False
         holder = words[1] if len(words) > 1 else ""
         for fields in held:
             # Such as "1: FLOCK ADVISORY WRITE 319 08:01:123 0 EOF".
-            if len(fields) < 6 or fields[1] != "FLOCK" or fields[5].rpartition(":")[2] != str(inode):
+            if (
+                len(fields) < 6
+                or fields[1] != "FLOCK"
+                or fields[5].rpartition(":")[2] != str(inode)
+            ):
                 continue
             if fields[4] == holder or not holder.isdecimal():
                 return True
@@ -144,19 +163,28 @@ class RunFolder:
     def _held_by_another(self) -> ConfigError:
         holder = self._lock_path.read_text(encoding="utf-8") or "another invrl process"
         fix = "wait for it to end, or choose another --run-name"
-        return ConfigError("run.run_name", self.path.name, f"{holder} works in {self.path}", fix)
+        return ConfigError(
+            "run.run_name", self.path.name, f"{holder} works in {self.path}", fix
+        )
 
     def rewind_metrics(self, step: int) -> str:
-        """Removes the metrics of steps after `step`, from which the run resumes. Returns what is wrong with
-        the file and what was removed; "" if nothing is. A damaged file is copied before it is rewritten."""
+        """Removes the metrics of steps after `step`, from which the run resumes.
+        Returns what is wrong with the file and what was removed; "" if nothing is. A
+        damaged file is copied before it is rewritten."""
         rows = read_metrics(self.metrics_path)
-        findings = [self._damage_of_metrics(len(rows), step), self._cuts_of_metrics(rows, step)]
-        lines = [json.dumps(row) + "\n" for row in rows if int(row["step"] or 0) <= step]
+        findings = [
+            self._damage_of_metrics(len(rows), step),
+            self._cuts_of_metrics(rows, step),
+        ]
+        lines = [
+            json.dumps(row) + "\n" for row in rows if int(row["step"] or 0) <= step
+        ]
         write_atomically(self.metrics_path, "".join(lines))
         return "; ".join(finding for finding in findings if finding)
 
     def _cuts_of_metrics(self, rows: Sequence[MetricsRow], step: int) -> str:
-        """Which steps a file that exists has no rows of any more: "" if it ends with `step`."""
+        """Which steps a file that exists has no rows of any more: "" if it ends with
+        `step`."""
         if not self.metrics_path.exists():
             return ""
         last_step = max((int(row["step"] or 0) for row in rows), default=0)
@@ -168,11 +196,14 @@ class RunFolder:
         return ""
 
     def _damage_of_metrics(self, num_rows: int, step: int) -> str:
-        """What is wrong with metrics.jsonl, of which `num_rows` lines could be read; "" if nothing is."""
+        """What is wrong with metrics.jsonl, of which `num_rows` lines could be read; ""
+        if nothing is."""
         if not self.metrics_path.exists():
             if not step:
                 return ""
-            return f"{self.metrics_path} is missing: the report begins after step {step}"
+            return (
+                f"{self.metrics_path} is missing: the report begins after step {step}"
+            )
         num_damaged = self._count_damaged_lines(num_rows)
         if not num_damaged:
             return ""
@@ -184,7 +215,8 @@ class RunFolder:
         )
 
     def _count_damaged_lines(self, num_rows: int) -> int:
-        """Lines of metrics.jsonl that are not rows. The incomplete last line of a killed run is no damage."""
+        """Lines of metrics.jsonl that are not rows. The incomplete last line of a
+        killed run is no damage."""
         content = self.metrics_path.read_bytes()
         num_lines = len(content.splitlines())
         ends_incomplete = content != b"" and not content.endswith(b"\n")
@@ -194,12 +226,14 @@ class RunFolder:
 
     @property
     def ray_logs_path(self) -> Path:
-        """What Ray's processes and user code in buffer and trainer print; a subfolder per start of Ray."""
+        """What Ray's processes and user code in buffer and trainer print; a subfolder
+        per start of Ray."""
         return self.logs_path / "ray"
 
     @property
     def printed_by_agents(self) -> str:
-        """The files that the output of user code in the rollout workers goes to (`rollout/worker_log.py`)."""
+        """The files that the output of user code in the rollout workers goes to
+        (`rollout/worker_log.py`)."""
         return f"{self.logs_path}/rollout-worker-*.log"
 
     def log_path(self, process: str) -> Path:
@@ -207,4 +241,9 @@ class RunFolder:
 
 
 def unwritable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError("run.run_root", str(root), f"cannot be written: {error}", "give a writable --run-root")
+    return ConfigError(
+        "run.run_root",
+        str(root),
+        f"cannot be written: {error}",
+        "give a writable --run-root",
+    )

@@ -1,8 +1,9 @@
-"""The run's store as its readers see it: sessions, turns and the outbox, in one SQLite file.
+"""The run's store as its readers see it: sessions, turns and the outbox, in one SQLite
+file.
 
-The gateway writes them (`run_store_writer.py`). The buffer actor and the loop read them in their own
-processes, and so do the commands that show a run, and a gateway worker that takes over the sessions of its
-predecessor. The tables are in `schema.py`."""
+The gateway writes them (`run_store_writer.py`). The buffer actor and the loop read them
+in their own processes, and so do the commands that show a run, and a gateway worker
+that takes over the sessions of its predecessor. The tables are in `schema.py`."""
 
 import json
 import sqlite3
@@ -176,7 +177,8 @@ _ENDED_TURNS = """
 
 
 _Check = Callable[..., None]
-"""Is given the item of a checksum and the values of its row. Raises DamagedFileError."""
+"""Is given the item of a checksum and the values of its row. Raises
+DamagedFileError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +196,8 @@ class EndedTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentSession:
-    """An open session, and the seconds since its last turn, or since it was opened if it has none."""
+    """An open session, and the seconds since its last turn, or since it was opened if
+    it has none."""
 
     session_id: str
     silent_s: float
@@ -207,7 +210,8 @@ class WaitsOutside:
     offered: int
     """Rollouts that no environment has leased."""
     leased: int
-    """Rollouts that an environment has leased, without opening a session for them yet."""
+    """Rollouts that an environment has leased, without opening a session for them
+    yet."""
     sessions: tuple[SilentSession, ...]
     """The open sessions of the group that has waited longest; the most silent first."""
 
@@ -231,15 +235,17 @@ class RunStore:
         self._db.create_function("is_trainable", 3, is_trainable, deterministic=True)
 
     def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
-        """The outcomes that were handed over after row `seq` (0: all), in order, with the numbers of their
-        rows; at most `limit`."""
+        """The outcomes that were handed over after row `seq` (0: all), in order, with
+        the numbers of their rows; at most `limit`."""
         rows = self._db.execute(_OUTBOX, (seq, limit)).fetchall()
         return [
             (number, self._outcome(session_id, bodies, checksum))
             for number, session_id, *bodies, checksum in rows
         ]
 
-    def _outcome(self, session_id: str, bodies: Sequence[bytes | None], checksum: bytes | None) -> Outcome:
+    def _outcome(
+        self, session_id: str, bodies: Sequence[bytes | None], checksum: bytes | None
+    ) -> Outcome:
         """The outcome that was written into these places. Raises DamagedFileError."""
         copies = [body for body in bodies if body is not None]
         body = whole_outcome(copies, checksum)
@@ -251,13 +257,13 @@ class RunStore:
             raise self._damaged(f"the outcome of session {session_id}") from error
 
     def _damaged(self, row: str) -> DamagedFileError:
-        (path,) = self._db.execute("SELECT file FROM pragma_database_list WHERE name='main'").fetchone()
-        fix = (
-            "copy back a run.sqlite that was saved with the checkpoints, or begin a new run (--run-name NEW)"
-        )
+        (path,) = self._db.execute(
+            "SELECT file FROM pragma_database_list WHERE name='main'"
+        ).fetchone()
+        fix = "copy back a run.sqlite that was saved with the checkpoints, or begin a new run (--run-name NEW)"
         return DamagedFileError(Path(path), f"{row} is not what was written", fix)
 
-    # ------------------------------------------------------------------ turns and rollouts
+    # -------------------------------------------------------------- turns and rollouts
 
     def turns(self, session_id: str) -> list[Turn]:
         """All turns of a session, in the order of their commits."""
@@ -266,11 +272,14 @@ class RunStore:
 
     def last_turn(self) -> int:
         """The number of the turn that was recorded last; 0 without one."""
-        (sequence,) = self._db.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
+        (sequence,) = self._db.execute(
+            "SELECT COALESCE(MAX(seq), 0) FROM turns"
+        ).fetchone()
         return sequence
 
     def ended_turns(self, after: int) -> EndedTurns:
-        """Times and lengths of the turns that were recorded after number `after`. No array is read."""
+        """Times and lengths of the turns that were recorded after number `after`. No
+        array is read."""
         rows = self._db.execute(_ENDED_TURNS, (after,)).fetchall()
         return EndedTurns(
             sequence=max([after, *(row[0] for row in rows)]),
@@ -281,10 +290,11 @@ class RunStore:
         )
 
     def recorded_turns(self, *session_ids: str) -> list[tuple[Turn, bytes, bytes]]:
-        """The turns of these sessions in the order of their commits, each with the messages and tools that
-        `RunStoreWriter.add_turn` was given with it."""
+        """The turns of these sessions in the order of their commits, each with the
+        messages and tools that `RunStoreWriter.add_turn` was given with it."""
         names = json.dumps(session_ids)
-        # The turns are read first: the tools of a turn are committed with it, so none can be missing then.
+        # The turns are read first: the tools of a turn are committed with it, so none
+        # can be missing then.
         rows = self._db.execute(_RECORDED_TURNS, (names,)).fetchall()
         tools_by_digest = dict(self._db.execute(_TOOLS, (names,)))
         return [
@@ -293,15 +303,16 @@ class RunStore:
         ]
 
     def rollout(self, session_id: str) -> Rollout:
-        """A session that has ended, with its branches. The summary of a session that failed is its `partial`.
-        Raises KeyError if it is unknown, still open, or failed without a token to train; DamagedFileError if
-        its rows are not what was written."""
+        """A session that has ended, with its branches. The summary of a session that
+        failed is its `partial`. Raises KeyError if it is unknown, still open, or failed
+        without a token to train; DamagedFileError if its rows are not what was
+        written."""
         rollout, _ = self._whole_rollout(session_id)
         return rollout
 
     def _whole_rollout(self, session_id: str) -> tuple[Rollout, dict[str, bytes]]:
-        """What `rollout` returns, and the checksums of what was recorded with its turns, by item: none for a
-        session of an earlier version."""
+        """What `rollout` returns, and the checksums of what was recorded with its
+        turns, by item: none for a session of an earlier version."""
         row = self._db.execute(_OUTCOME, (session_id,)).fetchone()
         if row is None:
             raise KeyError(f"no ended session {session_id}")
@@ -323,7 +334,10 @@ class RunStore:
             if checksum is not None:
                 found = turn_checksum(turn_row, messages, tools_digest)
                 is_marked = untested.pop(delivered_item(turn_id), None) is not None
-                if untested.pop(turn_item(turn_id), None) != found or turn_row[_DELIVERED] != is_marked:
+                if (
+                    untested.pop(turn_item(turn_id), None) != found
+                    or turn_row[_DELIVERED] != is_marked
+                ):
                     raise self._damaged(f"turn {turn_id} of session {turn_row[1]}")
             turns.append(turn_from_row(turn_row))
         return Rollout(summary=summary, trajectories=branches(turns)), untested
@@ -337,13 +351,18 @@ class RunStore:
         return [self.rollout(session_id) for session_id in session_ids]
 
     def taken_rollouts(self, taken: TakenBatch) -> list[Rollout]:
-        """The rollouts of a batch with their tokens and what was recorded of these, in the order of its
-        groups. Raises KeyError and DamagedFileError as `rollout` does."""
-        return [self._with_tokens(summary) for group in taken.groups for summary in group.rollouts_G]
+        """The rollouts of a batch with their tokens and what was recorded of these, in
+        the order of its groups. Raises KeyError and DamagedFileError as `rollout`
+        does."""
+        return [
+            self._with_tokens(summary)
+            for group in taken.groups
+            for summary in group.rollouts_G
+        ]
 
     def _with_tokens(self, summary: RolloutSummary) -> Rollout:
-        """The rollout with all that is trained of it, and with the summary that the caller holds, whose
-        reward the buffer may have given."""
+        """The rollout with all that is trained of it, and with the summary that the
+        caller holds, whose reward the buffer may have given."""
         rollout, untested = self._whole_rollout(summary.session_id)
         family = [summary.session_id, *summary.child_rewards]
         has_checksums = bool(untested)
@@ -363,7 +382,9 @@ class RunStore:
             raise self._damaged(f"{next(iter(untested))} is missing or")
         return with_tokens
 
-    def _routed_experts(self, session_ids: Sequence[str], check: _Check) -> dict[str, RoutedExperts]:
+    def _routed_experts(
+        self, session_ids: Sequence[str], check: _Check
+    ) -> dict[str, RoutedExperts]:
         """By turn id, as far as they were recorded."""
         rows = self._db.execute(_ROUTED_EXPERTS, (json.dumps(session_ids),)).fetchall()
         for row in rows:
@@ -375,12 +396,18 @@ class RunStore:
     ) -> dict[str, dict[str, NDArray[np.float32]]]:
         """By turn id and name, as far as they were given."""
         token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
-        for turn_id, name, content in self._db.execute(_TOKEN_NUMBERS, (json.dumps(session_ids),)):
+        for turn_id, name, content in self._db.execute(
+            _TOKEN_NUMBERS, (json.dumps(session_ids),)
+        ):
             check(numbers_item(turn_id, name), content)
-            token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(content, np.float32)
+            token_numbers.setdefault(turn_id, {})[name] = np.frombuffer(
+                content, np.float32
+            )
         return token_numbers
 
-    def _top_logprobs(self, session_ids: Sequence[str], check: _Check) -> dict[str, TopLogprobs]:
+    def _top_logprobs(
+        self, session_ids: Sequence[str], check: _Check
+    ) -> dict[str, TopLogprobs]:
         """By turn id, as far as they were recorded."""
         rows = self._db.execute(_TOP_LOGPROBS, (json.dumps(session_ids),)).fetchall()
         for row in rows:
@@ -400,12 +427,15 @@ class RunStore:
         """The spans of those of these turns that have one, by turn id."""
         sql = "SELECT * FROM turn_traces WHERE turn_id IN (SELECT value FROM json_each(?))"
         rows = self._db.execute(sql, (json.dumps(list(turn_ids)),))
-        return {turn_id: SpanPlace(trace_id, span_id) for turn_id, trace_id, span_id in rows}
+        return {
+            turn_id: SpanPlace(trace_id, span_id) for turn_id, trace_id, span_id in rows
+        }
 
     def without_tokens(self, summaries: Sequence[RolloutSummary]) -> dict[str, str]:
-        """What is wrong with the rollouts that `taken_rollouts` could not return whole, by session id: the
-        store does not have the session as ended, has fewer turns of it and its children than its summary
-        counts, or has other bytes than were written."""
+        """What is wrong with the rollouts that `taken_rollouts` could not return whole,
+        by session id: the store does not have the session as ended, has fewer turns of
+        it and its children than its summary counts, or has other bytes than were
+        written."""
         faults = {summary.session_id: self._fault(summary) for summary in summaries}
         return {session_id: fault for session_id, fault in faults.items() if fault}
 
@@ -417,16 +447,18 @@ class RunStore:
             return error.reason
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
             return str(error)
-        turns = {turn.id for trajectory in rollout.trajectories for turn in trajectory.turns}
+        turns = {
+            turn.id for trajectory in rollout.trajectories for turn in trajectory.turns
+        }
         if len(turns) < summary.num_turns:
             return f"it has {len(turns)} of the {summary.num_turns} turns of session {summary.session_id}"
         return ""
 
-    # ------------------------------------------------------------------ sessions
+    # ----------------------------------------------------------------- sessions
 
     def live_sessions(self, prefix: str = "") -> list[StoredSession]:
-        """Sessions that are not over and whose id begins with `prefix`, and all that descend from them, in
-        the order of their opening."""
+        """Sessions that are not over and whose id begins with `prefix`, and all that
+        descend from them, in the order of their opening."""
         rows = self._db.execute(_LIVE_SESSIONS, (prefix + "*",)).fetchall()
         sessions = [self._session(row) for row in rows]
         for session in sessions:
@@ -439,12 +471,14 @@ class RunStore:
         return sessions
 
     def open_sessions(self, group_id: str) -> list[Session]:
-        """Training sessions of a group that are not over, without their keys and without child sessions."""
+        """Training sessions of a group that are not over, without their keys and
+        without child sessions."""
         rows = self._db.execute(_OPEN_SESSIONS, (group_id,)).fetchall()
         return [self._session(row).session for row in rows]
 
     def closed_session(self, name: str | bytes) -> StoredSession | None:
-        """A session that has an outcome. `name`: its id (str) or the hash of its key (bytes)."""
+        """A session that has an outcome. `name`: its id (str) or the hash of its key
+        (bytes)."""
         column = "id" if isinstance(name, str) else "key_hash"
         sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE {column}=? AND outcome IS NOT NULL"
         row = self._db.execute(sql, (name,)).fetchone()
@@ -461,19 +495,21 @@ class RunStore:
         return self._session(row)
 
     def ended_sessions(self) -> Iterator[StoredSession]:
-        """Every session with an outcome that no other session opened, in the order of their opening."""
+        """Every session with an outcome that no other session opened, in the order of
+        their opening."""
         for row in self._db.execute(_ENDED_SESSIONS):
             yield self._session(row)
 
     def family(self, session_id: str) -> list[str]:
-        """Ids of the session and of all that descend from it, in the order of their opening."""
+        """Ids of the session and of all that descend from it, in the order of their
+        opening."""
         return [member_id for (member_id,) in self._db.execute(_FAMILY, (session_id,))]
 
-    # ------------------------------------------------------------------ running rollouts
+    # ---------------------------------------------------------------- running rollouts
 
     def waits_outside(self, group_id: str, now: float) -> WaitsOutside:
-        """What environments that we did not start hold of the run's leases, and the open sessions of this
-        group. `now`: Unix seconds."""
+        """What environments that we did not start hold of the run's leases, and the
+        open sessions of this group. `now`: Unix seconds."""
         count_leases = "SELECT COUNT(*) - COUNT(taken_at), COUNT(taken_at) FROM leases"
         offered, leased = self._db.execute(count_leases).fetchone()
         sessions = tuple(
@@ -483,12 +519,18 @@ class RunStore:
         return WaitsOutside(offered=offered, leased=leased, sessions=sessions)
 
     def sampled_so_far(self, group_ids: Sequence[str]) -> list[SampledSoFar]:
-        """The running rollouts of these groups that have a turn to train (`types.is_trainable`) which is
-        committed and was delivered to its client. Turns of child sessions count for their rollout. A turn
-        that is still being generated is not in the store."""
-        rows = self._db.execute(_SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)).fetchall()
+        """The running rollouts of these groups that have a turn to train
+        (`types.is_trainable`) which is committed and was delivered to its client. Turns
+        of child sessions count for their rollout. A turn that is still being generated
+        is not in the store."""
+        rows = self._db.execute(
+            _SAMPLED_SO_FAR, (json.dumps(list(group_ids)),)
+        ).fetchall()
         return [
-            SampledSoFar(place=Place(group_id, index, attempt), oldest_version=WeightVersion(oldest_version))
+            SampledSoFar(
+                place=Place(group_id, index, attempt),
+                oldest_version=WeightVersion(oldest_version),
+            )
             for group_id, index, attempt, oldest_version in rows
         ]
 
@@ -505,8 +547,9 @@ class RunStore:
 
 
 def branches(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
-    """Root-to-leaf paths through the turns of sessions, in the order of their leaves. Turns that were aborted
-    or never delivered are included; the reader decides what may be trained."""
+    """Root-to-leaf paths through the turns of sessions, in the order of their leaves.
+    Turns that were aborted or never delivered are included; the reader decides what may
+    be trained."""
     by_id = {turn.id: turn for turn in turns}
     ids_of_parents = {turn.parent_id for turn in turns}
     paths: list[Trajectory] = []

@@ -1,11 +1,13 @@
-"""The gateway's side of the run's store: the only writer of sessions, rewards, turns and outbox rows.
+"""The gateway's side of the run's store: the only writer of sessions, rewards, turns
+and outbox rows.
 
-Each gateway worker has one writer. Invariants: a lease disappears and its session appears in one
-transaction; so do a closed session's final state and its outbox row. What a future of the writer reports as
-done survives kill -9 of the process. (The file is in WAL mode: a crash of the operating system may lose the
-last commits, never the file, and never what a checkpoint names, because `LedgerStore.write` flushes the log
-before the checkpoint appears.) Session keys are stored hashed. The buffer writes its ledger into the same
-file; the two take turns through SQLite's busy timeout."""
+Each gateway worker has one writer. Invariants: a lease disappears and its session
+appears in one transaction; so do a closed session's final state and its outbox row.
+What a future of the writer reports as done survives kill -9 of the process. (The file
+is in WAL mode: a crash of the operating system may lose the last commits, never the
+file, and never what a checkpoint names, because `LedgerStore.write` flushes the log
+before the checkpoint appears.) Session keys are stored hashed. The buffer writes its
+ledger into the same file; the two take turns through SQLite's busy timeout."""
 
 import contextlib
 import hashlib
@@ -58,14 +60,16 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
 _Statement = tuple[str, tuple[object, ...]]
 _CHECKPOINT_EVERY = 200
-"""Commits: about the 1,000 pages after which SQLite itself would checkpoint, within one of the commits."""
+"""Commits: about the 1,000 pages after which SQLite itself would checkpoint, within one
+of the commits."""
 _LONG_LOG = 16_000
 """Pages of 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Statements that belong in one transaction, and the future of whoever waits for it."""
+    """Statements that belong in one transaction, and the future of whoever waits for
+    it."""
 
     statements: tuple[_Statement, ...]
     done: Future[None]
@@ -79,14 +83,17 @@ class _Command(Enum):
 
 
 class RunStoreWriter:
-    """For one thread, as a rule an event loop's, which never waits here: a commit takes 0.05 ms and is made
-    at once, so that the future that a method returns is already done. Only while another process holds the
-    database, or work before this one waits for that, does the writer's own thread make the commit, together
-    with all that has arrived meanwhile. (With every commit in the thread, the loop learned of it after
-    1.4 ms, and after 26 ms for one in a hundred.) The thread also checkpoints: it moves the log into the
-    file."""
+    """For one thread, as a rule an event loop's, which never waits here: a commit takes
+    0.05 ms and is made at once, so that the future that a method returns is already
+    done. Only while another process holds the database, or work before this one waits
+    for that, does the writer's own thread make the commit, together with all that has
+    arrived meanwhile. (With every commit in the thread, the loop learned of it after
+    1.4 ms, and after 26 ms for one in a hundred.) The thread also checkpoints: it moves
+    the log into the file."""
 
-    def __init__(self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+    def __init__(
+        self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    ) -> None:
         self._folder = path.parent
         self._told_full = False
         self._busy_timeout_s = busy_timeout_s(heartbeat_timeout_s)
@@ -101,12 +108,17 @@ class RunStoreWriter:
         self._num_processed = 0
         """Those of them that the thread has dealt with."""
         self._commits = 0
-        self._thread = threading.Thread(target=self._run, name="run-store-writer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="run-store-writer", daemon=True
+        )
         self._thread.start()
 
-    def open_sessions(self, records: Sequence[StoredSession], *, leased: bool = False) -> Future[None]:
-        """Adds all of the sessions or none. With `leased` each takes the place of its lease; if one has no
-        lease that was taken, the future has an IntegrityError, because the session's key hash is NULL."""
+    def open_sessions(
+        self, records: Sequence[StoredSession], *, leased: bool = False
+    ) -> Future[None]:
+        """Adds all of the sessions or none. With `leased` each takes the place of its
+        lease; if one has no lease that was taken, the future has an IntegrityError,
+        because the session's key hash is NULL."""
         lease = (
             'FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
             "AND json_extract(CAST(task AS TEXT), '$.id')=?"
@@ -117,7 +129,12 @@ class RunStoreWriter:
             session = record.session
             claim: tuple[object, ...] = ()
             if leased:
-                claim = (session.group_id, session.index, session.attempt, session.task_id)
+                claim = (
+                    session.group_id,
+                    session.index,
+                    session.attempt,
+                    session.task_id,
+                )
             opened = opened_values(record)
             marks = ",".join("?" * len(opened))
             insert = f"INSERT INTO sessions ({OPENED_COLUMNS}, key_hash) VALUES ({marks}, {key_hash})"
@@ -138,15 +155,19 @@ class RunStoreWriter:
         top: TopLogprobs | None = None,
         trace: SpanPlace | None = None,
     ) -> Future[None]:
-        """`messages`: JSON of the messages that the turn's tokens stand for, the reply last. `tools`: JSON of
-        the tools that its conversation was rendered with. Equal tools are stored once, in `tool_lists`, and
-        the turn's row has their digest: agents send the same 50 KB with every request. `experts_TLK`
-        and `top`: as in `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's span."""
+        """`messages`: JSON of the messages that the turn's tokens stand for, the reply
+        last. `tools`: JSON of the tools that its conversation was rendered with. Equal
+        tools are stored once, in `tool_lists`, and the turn's row has their digest:
+        agents send the same 50 KB with every request. `experts_TLK` and `top`: as in
+        `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's
+        span."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
         add_tools = "INSERT OR IGNORE INTO tool_lists VALUES (?,?)"
-        add_turn = f"INSERT INTO turns ({TURN_COLUMNS}, messages, tools) VALUES ({marks})"
+        add_turn = (
+            f"INSERT INTO turns ({TURN_COLUMNS}, messages, tools) VALUES ({marks})"
+        )
         checksum = turn_checksum(turn_values(turn), messages, digest)
         statements: list[_Statement] = [
             (add_tools, (digest, tools)),
@@ -154,10 +175,14 @@ class RunStoreWriter:
             (ADD_CHECKSUM, (turn_item(turn.id), checksum)),
         ]
         if experts_TLK is not None:
-            add_experts = f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
+            add_experts = (
+                f"INSERT INTO routed_experts ({EXPERTS_COLUMNS}) VALUES (?,?,?,?,?)"
+            )
             of_experts = experts_values(turn.id, experts_TLK)
             statements.append((add_experts, of_experts))
-            statements.append((ADD_CHECKSUM, (experts_item(turn.id), checksum_of(*of_experts))))
+            statements.append(
+                (ADD_CHECKSUM, (experts_item(turn.id), checksum_of(*of_experts)))
+            )
         if top is not None:
             add_top = f"INSERT INTO top_logprobs ({TOP_COLUMNS}) VALUES (?,?,?,?)"
             of_top = top_values(turn.id, top)
@@ -177,12 +202,17 @@ class RunStoreWriter:
         )
 
     def set_reward(self, session_id: str, reward: Reward) -> Future[None]:
-        """Stores the session's final reward, or that of a turn or of the branches through one."""
+        """Stores the session's final reward, or that of a turn or of the branches
+        through one."""
         components = _encode(reward.components)
         if reward.turn:
-            return self._set_turn_reward(session_id, "turn", reward.turn, reward.value, components)
+            return self._set_turn_reward(
+                session_id, "turn", reward.turn, reward.value, components
+            )
         if reward.branch:
-            return self._set_turn_reward(session_id, "branch", reward.branch, reward.value, components)
+            return self._set_turn_reward(
+                session_id, "branch", reward.branch, reward.value, components
+            )
         sql = "UPDATE sessions SET reward=?, components=? WHERE id=?"
         return self._submit([(sql, (reward.value, components, session_id))])
 
@@ -193,21 +223,27 @@ class RunStoreWriter:
         return self._submit([(sql, (session_id, of, turn_id, value, components))])
 
     def add_numbers(self, session_id: str, extra: ExtraNumbers) -> Future[None]:
-        """Stores numbers of extra columns, in one transaction. A number that was stored before under the same
-        turn and name is replaced. Numbers of tokens are stored as float32."""
+        """Stores numbers of extra columns, in one transaction. A number that was stored
+        before under the same turn and name is replaced. Numbers of tokens are stored as
+        float32."""
         add_number = "INSERT OR REPLACE INTO numbers VALUES (?,?,?,?)"
         statements: list[_Statement] = [
-            (add_number, (session_id, "", name, float(number))) for name, number in extra.numbers.items()
+            (add_number, (session_id, "", name, float(number)))
+            for name, number in extra.numbers.items()
         ]
         for turn_id, turn_numbers in extra.turn_numbers.items():
             for name, number in turn_numbers.items():
-                statements.append((add_number, (session_id, turn_id, name, float(number))))
+                statements.append(
+                    (add_number, (session_id, turn_id, name, float(number)))
+                )
         add_numbers = "INSERT OR REPLACE INTO token_numbers VALUES (?,?,?)"
         for turn_id, token_numbers in extra.token_numbers.items():
             for name, numbers_T in token_numbers.items():
                 content = np.asarray(numbers_T, np.float32).tobytes()
                 statements.append((add_numbers, (turn_id, name, content)))
-                statements.append((ADD_CHECKSUM, (numbers_item(turn_id, name), checksum_of(content))))
+                statements.append(
+                    (ADD_CHECKSUM, (numbers_item(turn_id, name), checksum_of(content)))
+                )
         return self._submit(statements)
 
     def await_reward(self, session_id: str, deadline: RewardDeadline) -> Future[None]:
@@ -215,13 +251,17 @@ class RunStoreWriter:
         sql = "UPDATE sessions SET state='unrewarded', reward_deadline=? WHERE id=?"
         set_time = "UPDATE session_times SET reward_deadline=? WHERE session_id=?"
         return self._submit(
-            [(sql, (deadline.unix_s, session_id)), (set_time, (deadline.lived_s, session_id))]
+            [
+                (sql, (deadline.unix_s, session_id)),
+                (set_time, (deadline.lived_s, session_id)),
+            ]
         )
 
     def close_session(
         self, session_id: str, state: str, outcome: Outcome, *, hand_over: bool
     ) -> Future[None]:
-        """Stores the session's final state, and with `hand_over` its outbox row, in one transaction."""
+        """Stores the session's final state, and with `hand_over` its outbox row, in one
+        transaction."""
         body = _encode(outcome)
         sql = "UPDATE sessions SET state=?, outcome=?, reward_deadline=NULL WHERE id=?"
         forget_times = "DELETE FROM session_times WHERE session_id=?"
@@ -255,7 +295,7 @@ class RunStoreWriter:
             self._queue.put(_Command.CHECKPOINT)
         return done
 
-    # ------------------------------------------------------------------ the thread
+    # ----------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         command = None
@@ -269,8 +309,8 @@ class RunStoreWriter:
         self._patient.close()
 
     def _next_batch(self) -> tuple[list[_Work], _Command | None]:
-        """Waits for work or a command. Returns all work that is queued before the next command, and that
-        command if there is one."""
+        """Waits for work or a command. Returns all work that is queued before the next
+        command, and that command if there is one."""
         batch: list[_Work] = []
         item = self._queue.get()
         while isinstance(item, _Work):
@@ -282,17 +322,17 @@ class RunStoreWriter:
         return batch, item
 
     def _commit(self, db: sqlite3.Connection, batch: Sequence[_Work]) -> bool:
-        """Commits all of `batch` in one transaction. If that fails, commits the works one by one, so that
-        only the faulty one fails. Returns False if another process holds the database for longer than `db`
-        waits."""
+        """Commits all of `batch` in one transaction. If that fails, commits the works
+        one by one, so that only the faulty one fails. Returns False if another process
+        holds the database for longer than `db` waits."""
         try:
             db.execute("BEGIN IMMEDIATE")
             for work in batch:
                 for sql, values in work.statements:
                     db.execute(sql, values)
             db.execute("COMMIT")
-        # Not only sqlite3.Error: SQLite may not have a type for a value, and the transaction must not stay
-        # open then.
+        # Not only sqlite3.Error: SQLite may not have a type for a value, and the
+        # transaction must not stay open then.
         except Exception as error:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
@@ -301,7 +341,8 @@ class RunStoreWriter:
             if len(batch) == 1:
                 if self._is_full(error):
                     error = self._disk_full()
-                # The traceback holds this frame, the frame the future, and the future would hold the error.
+                # The traceback holds this frame, the frame the future, and the future
+                # would hold the error.
                 batch[0].done.set_exception(error.with_traceback(None))
             else:
                 for work in batch:
@@ -313,13 +354,15 @@ class RunStoreWriter:
         return True
 
     def _is_full(self, error: Exception) -> bool:
-        """Whether SQLite found no space. Where its shared index cannot grow, it calls that an I/O error."""
+        """Whether SQLite found no space. Where its shared index cannot grow, it calls
+        that an I/O error."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
         is_io_error = code == sqlite3.SQLITE_IOERR and full_disk(self._folder) != ""
         return code == sqlite3.SQLITE_FULL or is_io_error
 
     def _disk_full(self) -> DiskFullError:
-        """The error for whoever waits for a commit. It is logged once until a commit succeeds again."""
+        """The error for whoever waits for a commit. It is logged once until a commit
+        succeeds again."""
         reason = full_disk(self._folder) or f"the disk of {self._folder} is full"
         if not self._told_full:
             self._told_full = True
@@ -327,14 +370,20 @@ class RunStoreWriter:
         return DiskFullError(reason)
 
     def _checkpoint(self) -> None:
-        """Moves the log into the file without making anybody wait. Only a log that has become long is also
-        truncated, for which writers wait up to 50 ms."""
+        """Moves the log into the file without making anybody wait. Only a log that has
+        become long is also truncated, for which writers wait up to 50 ms."""
         with contextlib.suppress(sqlite3.Error):
-            _, pages, _ = self._patient.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            if pages > _LONG_LOG:  # nobody can write while the truncation waits for readers
+            _, pages, _ = self._patient.execute(
+                "PRAGMA wal_checkpoint(PASSIVE)"
+            ).fetchone()
+            if (
+                pages > _LONG_LOG
+            ):  # nobody can write while the truncation waits for readers
                 self._patient.execute("PRAGMA busy_timeout=50")
                 self._patient.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            self._patient.execute(f"PRAGMA busy_timeout={int(1000 * self._busy_timeout_s)}")
+            self._patient.execute(
+                f"PRAGMA busy_timeout={int(1000 * self._busy_timeout_s)}"
+            )
 
 
 def _is_busy(error: Exception) -> bool:
@@ -344,9 +393,11 @@ def _is_busy(error: Exception) -> bool:
 
 
 def abandon_open_sessions(path: Path) -> None:
-    """Marks open sessions as lost and removes all leases. To be called before a run continues: the processes
-    that held its sessions are gone."""
+    """Marks open sessions as lost and removes all leases. To be called before a run
+    continues: the processes that held its sessions are gone."""
     with contextlib.closing(connect(path)) as db:
-        db.execute("UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')")
+        db.execute(
+            "UPDATE sessions SET state='lost' WHERE state IN ('open', 'unrewarded')"
+        )
         db.execute("DELETE FROM leases")
         db.execute("DELETE FROM session_times")

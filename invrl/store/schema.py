@@ -1,9 +1,10 @@
 """The tables of a run's store, and connections to it.
 
-The store is one SQLite file. The gateway writes sessions, rewards, turns and the outbox; the driver writes
-leases; the buffer writes the ledger. A file that another version of the schema wrote is refused. A table that
-earlier stores of this version do not have is added when they are opened: an earlier invrl can still read the
-file then, and knows nothing of the table."""
+The store is one SQLite file. The gateway writes sessions, rewards, turns and the
+outbox; the driver writes leases; the buffer writes the ledger. A file that another
+version of the schema wrote is refused. A table that earlier stores of this version do
+not have is added when they are opened: an earlier invrl can still read the file then,
+and knows nothing of the table."""
 
 import sqlite3
 from pathlib import Path
@@ -12,9 +13,11 @@ from invrl.errors import DamagedFileError
 from invrl.host.private_file import make_private, restrict
 
 HEARTBEAT_TIMEOUT_S = 30.0
-"""The default of `run.heartbeat_timeout_s`, for stores whose processes nobody watches."""
+"""The default of `run.heartbeat_timeout_s`, for stores whose processes nobody
+watches."""
 SCHEMA_VERSION = 2
-"""Stored in the file as `PRAGMA user_version`. Files from before there was a version have 0."""
+"""Stored in the file as `PRAGMA user_version`. Files from before there was a version
+have 0."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, key_hash BLOB NOT NULL UNIQUE, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
@@ -64,7 +67,8 @@ ADDED_TABLES = {
     # int32 and float32, `width` for each sampled token
     "top_logprobs": """(
   turn_id TEXT PRIMARY KEY, width INTEGER NOT NULL, ids BLOB NOT NULL, logprobs BLOB NOT NULL)""",
-    # of sessions that are open or wait for their reward: lived seconds of their gateway worker
+    # of sessions that are open or wait for their reward: lived seconds of their gateway
+    # worker
     "session_times": """(
   session_id TEXT PRIMARY KEY, opened REAL NOT NULL, reward_deadline REAL) WITHOUT ROWID""",
     # item: what the checksum is of, see `row_checksums.py`
@@ -75,27 +79,36 @@ ADDED_TABLES = {
   turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",
 }
 """Tables that earlier stores of this version do not have, with their columns."""
-_ADDED = " ".join(f"CREATE TABLE IF NOT EXISTS {name} {columns};" for name, columns in ADDED_TABLES.items())
+_ADDED = " ".join(
+    f"CREATE TABLE IF NOT EXISTS {name} {columns};"
+    for name, columns in ADDED_TABLES.items()
+)
 
 
 def busy_timeout_s(heartbeat_timeout_s: float) -> float:
-    """How long a connection waits for another process that holds the store. A process that is stopped in the
-    middle of a commit holds it until it has been silent for `heartbeat_timeout_s` and is killed. If its
-    supervisor is stopped too, that takes as long again."""
+    """How long a connection waits for another process that holds the store. A process
+    that is stopped in the middle of a commit holds it until it has been silent for
+    `heartbeat_timeout_s` and is killed. If its supervisor is stopped too, that takes as
+    long again."""
     return 2 * heartbeat_timeout_s + 30.0
 
 
-def connect(path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> sqlite3.Connection:
-    """An autocommit connection to a store with all its tables. The first process that connects creates the
-    file. The connection waits for other processes as long as `busy_timeout_s` says. Raises DamagedFileError
-    for a store of another version."""
+def connect(
+    path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+) -> sqlite3.Connection:
+    """An autocommit connection to a store with all its tables. The first process that
+    connects creates the file. The connection waits for other processes as long as
+    `busy_timeout_s` says. Raises DamagedFileError for a store of another version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     make_private(path)  # SQLite gives its log and its index the same mode
-    # The process that closes the store last removes these two. They may be left by an earlier version.
+    # The process that closes the store last removes these two. They may be left by an
+    # earlier version.
     for ending in ("-wal", "-shm"):
         restrict(path.with_name(path.name + ending))
     timeout_s = busy_timeout_s(heartbeat_timeout_s)
-    db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(
+        path, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )
     try:
         has_tables = check_version(db, path)
         db.execute("PRAGMA journal_mode=WAL")
@@ -119,10 +132,13 @@ def _lacks_added_tables(db: sqlite3.Connection) -> bool:
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the store has its tables. Raises DamagedFileError if a version of invrl with another schema
-    made them."""
-    # In this order: tables and version appear in one transaction, perhaps between the two statements.
-    (num_tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master WHERE type='table'").fetchone()
+    """Whether the store has its tables. Raises DamagedFileError if a version of invrl
+    with another schema made them."""
+    # In this order: tables and version appear in one transaction, perhaps between the
+    # two statements.
+    (num_tables,) = db.execute(
+        "SELECT COUNT(*) FROM sqlite_master WHERE type='table'"
+    ).fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if num_tables and version != SCHEMA_VERSION:
         age = "an earlier" if version < SCHEMA_VERSION else "a later"

@@ -1,8 +1,10 @@
-"""The run's `timeline.jsonl`: what the driver did when and what it waited for, how busy the processes were.
+"""The run's `timeline.jsonl`: what the driver did when and what it waited for, how busy
+the processes were.
 
-One JSON object a line: the start of an incarnation, a span of time, or a sample of the processes. Times are
-Unix seconds. Invariants: a line that is torn or of an unknown kind is left out; there are at most two files,
-the newer one and the one before it, each of at most `MAX_BYTES` and a line."""
+One JSON object a line: the start of an incarnation, a span of time, or a sample of the
+processes. Times are Unix seconds. Invariants: a line that is torn or of an unknown kind
+is left out; there are at most two files, the newer one and the one before it, each of
+at most `MAX_BYTES` and a line."""
 
 import json
 import os
@@ -33,7 +35,8 @@ class Span:
     """What went on from `start` to `end`."""
 
     lane: str
-    """Where the work was: driver, rollout, trainer, sync, checkpoint, evaluation or teacher."""
+    """Where the work was: driver, rollout, trainer, sync, checkpoint, evaluation or
+    teacher."""
     name: str
     step: int
     start: float
@@ -56,18 +59,20 @@ class EngineSample:
     kv_use: float
     """The share of the KV cache that is in use."""
     cache_hit_rate: float | None = None
-    """The share of the last prompts' tokens that were in the cache. SGLang counts this and the next one only
-    with its own metrics on."""
+    """The share of the last prompts' tokens that were in the cache. SGLang counts this
+    and the next one only with its own metrics on."""
     tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySample:
-    """Turns that ended since the last sample, and the event loop's lag in the last minute."""
+    """Turns that ended since the last sample, and the event loop's lag in the last
+    minute."""
 
     requests: int
     latency_p50_s: float | None = None
-    """From the beginning to the end of a turn: queue, prompt and sampling. None without a turn."""
+    """From the beginning to the end of a turn: queue, prompt and sampling. None without
+    a turn."""
     latency_p95_s: float | None = None
     loop_lag_s: float | None = None
     """The longest, over all workers."""
@@ -98,14 +103,18 @@ class Timeline:
 
 
 Entry = IncarnationStart | Span | Sample
-_KINDS: dict[str, type[Entry]] = {"start": IncarnationStart, "span": Span, "sample": Sample}
+_KINDS: dict[str, type[Entry]] = {
+    "start": IncarnationStart,
+    "span": Span,
+    "sample": Sample,
+}
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class TimelineWriter:
-    """Appends to the timeline of the run folder `run`, after what earlier incarnations wrote. Raises
-    OSError."""
+    """Appends to the timeline of the run folder `run`, after what earlier incarnations
+    wrote. Raises OSError."""
 
     def __init__(self, run: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = run / TIMELINE_NAME
@@ -117,7 +126,10 @@ class TimelineWriter:
 
     def write(self, entry: Entry) -> None:
         """Writes a line at once, so that a killed run keeps it."""
-        fields: dict[str, Any] = {"kind": _KIND_OF[type(entry)], **msgspec.to_builtins(entry)}
+        fields: dict[str, Any] = {
+            "kind": _KIND_OF[type(entry)],
+            **msgspec.to_builtins(entry),
+        }
         self._file.write(json.dumps(_rounded(fields)).encode() + b"\n")
         self._file.flush()
         if self._file.tell() >= self._max_bytes:
@@ -149,8 +161,8 @@ def _rounded(value: Any) -> Any:
 
 
 def read_timeline(run: Path) -> Timeline:
-    """The timeline of a run folder, empty if there is none. Lines that are torn, or that this version does
-    not know, are left out."""
+    """The timeline of a run folder, empty if there is none. Lines that are torn, or
+    that this version does not know, are left out."""
     entries: list[Entry] = []
     for name in (EARLIER_NAME, TIMELINE_NAME):
         try:

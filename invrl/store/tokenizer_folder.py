@@ -1,7 +1,8 @@
-"""The run's own copy of its tokenizer, so that a copied folder shows text without the model.
+"""The run's own copy of its tokenizer, so that a copied folder shows text without the
+model.
 
-Invariant: a file of the copy is whole or not there. Files that are too large are left out; the reader then
-has no text, which is not an error."""
+Invariant: a file of the copy is whole or not there. Files that are too large are left
+out; the reader then has no text, which is not an error."""
 
 from __future__ import annotations
 
@@ -38,9 +39,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> None:
-    """Copies the tokenizer's files of the model folder `model` to `folder`, which is made. A file that is
-    there already with the same size stays. `chat_template`: the text of the template that the run uses
-    instead of the model's own. Raises OSError."""
+    """Copies the tokenizer's files of the model folder `model` to `folder`, which is
+    made. A file that is there already with the same size stays. `chat_template`: the
+    text of the template that the run uses instead of the model's own. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         source = model / name
@@ -48,7 +50,9 @@ def copy_tokenizer(model: Path, folder: Path, *, chat_template: str = "") -> Non
             continue
         size = source.stat().st_size
         target = folder / name
-        if size > MAX_FILE_BYTES or (target.is_file() and target.stat().st_size == size):
+        if size > MAX_FILE_BYTES or (
+            target.is_file() and target.stat().st_size == size
+        ):
             continue
         new = target.with_name(f"{name}.new")
         shutil.copyfile(source, new)
@@ -66,13 +70,16 @@ class TokenReader:
         self._tokenizer = tokenizer
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself. Bytes that are no whole character are escapes such as "\\xf0",
-        and an id that the vocabulary does not have is "<id>"."""
+        """The text of each token by itself. Bytes that are no whole character are
+        escapes such as "\\xf0", and an id that the vocabulary does not have is
+        "<id>"."""
         return [self._text(int(token_id)) for token_id in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of all together, special tokens included."""
-        return self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False)
+        return self._tokenizer.decode(
+            [int(token_id) for token_id in ids], skip_special_tokens=False
+        )
 
     def _text(self, token_id: int) -> str:
         if token_id in self._added:
@@ -80,8 +87,12 @@ class TokenReader:
         token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return f"<{token_id}>"
-        if self._has_byte_letters and all(letter in _BYTE_OF_LETTER for letter in token):
-            return bytes(_BYTE_OF_LETTER[letter] for letter in token).decode(errors="backslashreplace")
+        if self._has_byte_letters and all(
+            letter in _BYTE_OF_LETTER for letter in token
+        ):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in token).decode(
+                errors="backslashreplace"
+            )
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte:
             return bytes([int(byte[1], 16)]).decode(errors="backslashreplace")
@@ -90,18 +101,23 @@ class TokenReader:
     @cached_property
     def _added(self) -> Mapping[int, str]:
         """The texts of tokens that stand beside the vocabulary, as special ones do."""
-        return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
+        return {
+            number: token.content
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
 
     @cached_property
     def _has_byte_letters(self) -> bool:
         """Whether tokens are written with one letter for each byte, as GPT-2's are."""
         content: dict[str, Any] = json.loads(self._tokenizer.to_str())
-        return "ByteLevel" in json.dumps([content.get("decoder"), content.get("pre_tokenizer")])
+        return "ByteLevel" in json.dumps(
+            [content.get("decoder"), content.get("pre_tokenizer")]
+        )
 
 
 def token_reader(run: Path, model: Path | None = None) -> TokenReader | None:
-    """The reader of the run's own copy, else of the model folder `model`. None if neither has a whole
-    tokenizer.json."""
+    """The reader of the run's own copy, else of the model folder `model`. None if
+    neither has a whole tokenizer.json."""
     from tokenizers import Tokenizer
 
     for folder in (run / TOKENIZER_NAME, model):
@@ -109,14 +125,17 @@ def token_reader(run: Path, model: Path | None = None) -> TokenReader | None:
             continue
         try:
             return TokenReader(Tokenizer.from_file(str(folder / _VOCABULARY)))
-        except Exception:  # the library raises a bare Exception for a file that it cannot read
+        except (
+            Exception
+        ):  # the library raises a bare Exception for a file that it cannot read
             continue
     return None
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary: the byte's own where Latin-1 has a
-    printable letter there, and those from U+0100 on for the other bytes, in order."""
+    """The letter that stands for each byte in a byte-level vocabulary: the byte's own
+    where Latin-1 has a printable letter there, and those from U+0100 on for the other
+    bytes, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     byte_of = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]

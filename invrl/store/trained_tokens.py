@@ -1,7 +1,9 @@
-"""What each training step did with each sampled token: its advantage, and the trainer's log-prob of it.
+"""What each training step did with each sampled token: its advantage, and the trainer's
+log-prob of it.
 
-There is one file per step, whole or not there: NumPy's .npz with the turns' arrays one after the other.
-Invariant: a turn's arrays have one entry for each token that it sampled, in order."""
+There is one file per step, whole or not there: NumPy's .npz with the turns' arrays one
+after the other. Invariant: a turn's arrays have one entry for each token that it
+sampled, in order."""
 
 import os
 import zipfile
@@ -26,8 +28,9 @@ class TrainedTurn:
     advantages_N: NDArray[np.float32]
     """0 where a token is not trained."""
     logprobs_N: NDArray[np.float32]
-    """The trainer's, in nats, at the temperature of the row: under the policy before the step where that was
-    computed, else of the pass that was trained. NaN where there is none."""
+    """The trainer's, in nats, at the temperature of the row: under the policy before
+    the step where that was computed, else of the pass that was trained. NaN where there
+    is none."""
 
 
 def tokens_path(folder: Path, step: int) -> Path:
@@ -53,13 +56,15 @@ def write_trained_tokens(folder: Path, step: int, turns: Sequence[TrainedTurn]) 
     os.replace(new, path)
 
 
-def _joined(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
+def _joined(
+    arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]
+) -> NDArray[np.generic]:
     return np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
 def read_trained_tokens(folder: Path, step: int) -> Mapping[str, TrainedTurn]:
-    """The turns of a step by id; none if the step has no file. Raises RunStoreError for a file that is
-    damaged or of a later version."""
+    """The turns of a step by id; none if the step has no file. Raises RunStoreError for
+    a file that is damaged or of a later version."""
     path = tokens_path(folder, step)
     if not path.is_file():
         return {}
@@ -78,8 +83,15 @@ def read_trained_tokens(folder: Path, step: int) -> Mapping[str, TrainedTurn]:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise RunStoreError(f"{path} is damaged: {error}") from error
     num_tokens = len(trained)
-    fits = len(offsets) == len(turn_ids) + 1 and len(advantages) == num_tokens == len(logprobs)
-    if not fits or offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) < 0).any():
+    fits = len(offsets) == len(turn_ids) + 1 and len(advantages) == num_tokens == len(
+        logprobs
+    )
+    if (
+        not fits
+        or offsets[0] != 0
+        or offsets[-1] != num_tokens
+        or (np.diff(offsets) < 0).any()
+    ):
         raise RunStoreError(f"{path} is damaged: its arrays do not fit together")
     turns: dict[str, TrainedTurn] = {}
     for place, turn_id in enumerate(turn_ids.tolist()):
@@ -104,8 +116,8 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def forget_steps(folder: Path, *, after_step: int) -> None:
-    """Removes the files of later steps than the one that a run resumes from: those steps are lost. Raises
-    OSError."""
+    """Removes the files of later steps than the one that a run resumes from: those
+    steps are lost. Raises OSError."""
     for step in recorded_steps(folder):
         if step > after_step:
             tokens_path(folder, step).unlink(missing_ok=True)

@@ -1,9 +1,11 @@
-"""What the layers of a rank keep of each token for the backward pass, with and without recomputation.
+"""What the layers of a rank keep of each token for the backward pass, with and without
+recomputation.
 
-Bytes, from the model's description. `tests/integration/test_memory.py` compares them with real forward passes
-on a CPU; on an H200 a step of a dense model came within two hundredths of them. On a GPU norms, SwiGLU, and
-what lies between the projection and the attention are one kernel each, which keeps its input alone.
-Imports neither torch nor Megatron.
+Bytes, from the model's description. `tests/integration/test_memory.py` compares them
+with real forward passes on a CPU; on an H200 a step of a dense model came within two
+hundredths of them. On a GPU norms, SwiGLU, and what lies between the projection and the
+attention are one kernel each, which keeps its input alone. Imports neither torch nor
+Megatron.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +23,8 @@ class LayerActivations:
     """What a recomputed layer keeps."""
     core_attention: float
     core_attention_recomputed: float
-    """What is kept in place of `core_attention` where it is recomputed: its inputs and its output, in the
-    dtype of the model."""
+    """What is kept in place of `core_attention` where it is recomputed: its inputs and
+    its output, in the dtype of the model."""
     dense_mlp: float
     shared_experts: float
     routed_experts: float
@@ -36,10 +38,15 @@ class LayerActivations:
 
     @staticmethod
     def of(
-        config: HuggingFaceConfig, layer: int, item: int, *, on_cuda: bool, context_ranks: int = 1
+        config: HuggingFaceConfig,
+        layer: int,
+        item: int,
+        *,
+        on_cuda: bool,
+        context_ranks: int = 1,
     ) -> "LayerActivations":
-        """`item`: bytes of a number in the dtype of the model. `context_ranks`: each has the keys and values
-        of all of them."""
+        """`item`: bytes of a number in the dtype of the model. `context_ranks`: each
+        has the keys and values of all of them."""
         hidden = config.hidden_size
         queries = config.num_attention_heads * config.head_dim
         attention_item = item if on_cuda else 4  # `device.attention_dtype`
@@ -49,15 +56,22 @@ class LayerActivations:
         if config.latent_attention is None:
             keys_and_values = 2.0 * config.num_key_value_heads * config.head_dim
             outputs = queries
-            core_attention += attention_item * (queries + outputs + keys_and_values * context_ranks)
-            rest += _queries_and_keys(config, queries, keys_and_values, item, on_cuda=on_cuda)
+            core_attention += attention_item * (
+                queries + outputs + keys_and_values * context_ranks
+            )
+            rest += _queries_and_keys(
+                config, queries, keys_and_values, item, on_cuda=on_cuda
+            )
         else:
             shape = config.latent_attention
             outputs = config.num_attention_heads * shape.value_dim
             keys_and_values = float(queries + outputs)
-            # On a CPU, `AttentionCalls` pads all four to one size; the projection gets a copy of the output.
+            # On a CPU, `AttentionCalls` pads all four to one size; the projection gets
+            # a copy of the output.
             padded = keys_and_values if on_cuda else 2.0 * max(queries, outputs)
-            core_attention += attention_item * padded * (1 + context_ranks) + item * outputs
+            core_attention += (
+                attention_item * padded * (1 + context_ranks) + item * outputs
+            )
             rest += _latent_vectors(shape, item, on_cuda=on_cuda)
         experts = config.experts
         dense_mlp = 0.0
@@ -69,7 +83,9 @@ class LayerActivations:
             shared_experts = 4.0 * item * (experts.shared_size or 0)
         else:
             is_one_kernel = on_cuda and config.activation == "silu"
-            dense_mlp = (3.0 if is_one_kernel else 4.0) * item * config.intermediate_size
+            dense_mlp = (
+                (3.0 if is_one_kernel else 4.0) * item * config.intermediate_size
+            )
         return LayerActivations(
             layer_input=item * hidden,
             core_attention=core_attention,
@@ -82,14 +98,20 @@ class LayerActivations:
 
 
 def _norm(size: int, item: int, *, on_cuda: bool) -> float:
-    """One number for the row; the result; and its input, on a CPU both in float32, too."""
+    """One number for the row; the result; and its input, on a CPU both in float32,
+    too."""
     if on_cuda:
         return 2 * item * size + 4
     return 8 * size + item * size + 4
 
 
 def _queries_and_keys(
-    config: HuggingFaceConfig, queries: int, keys_and_values: float, item: int, *, on_cuda: bool
+    config: HuggingFaceConfig,
+    queries: int,
+    keys_and_values: float,
+    item: int,
+    *,
+    on_cuda: bool,
 ) -> float:
     """From the projection to the attention: what is taken apart, normed and turned."""
     if on_cuda:
@@ -109,7 +131,8 @@ def _latent_vectors(shape: LatentAttention, item: int, *, on_cuda: bool) -> floa
 
 
 def recomputed_modules(megatron: Mapping[str, object]) -> tuple[str, ...]:
-    """`--megatron-recompute-modules`, which separates them by commas; without it Megatron's default."""
+    """`--megatron-recompute-modules`, which separates them by commas; without it
+    Megatron's default."""
     modules = str(megatron.get("recompute_modules") or "core_attn")
     return tuple(name.strip() for name in modules.split(","))
 
@@ -121,7 +144,8 @@ class Recomputation:
     granularity: Literal["", "full", "selective"] = ""
     method: str = "uniform"
     num_layers: int = 1
-    """Of a recomputed unit (uniform), or of those at the start of a chunk that are recomputed (block)."""
+    """Of a recomputed unit (uniform), or of those at the start of a chunk that are
+    recomputed (block)."""
     modules: tuple[str, ...] = ("core_attn",)
 
     @staticmethod
@@ -147,15 +171,16 @@ class Recomputation:
         return sum(layer.total for layer in chunk)
 
     def backward(self, chunk: Sequence[LayerActivations]) -> float:
-        """Bytes that the backward pass adds for each token: about what the largest layer saves, and with
-        whole layers recomputed those of a unit."""
+        """Bytes that the backward pass adds for each token: about what the largest
+        layer saves, and with whole layers recomputed those of a unit."""
         totals = [layer.total for layer in chunk]
         if self.granularity != "full":
             return max(totals)
         if self.method == "block":
             return max(totals) + max(totals[: self.num_layers])
         units = [
-            sum(totals[start : start + self.num_layers]) for start in range(0, len(totals), self.num_layers)
+            sum(totals[start : start + self.num_layers])
+            for start in range(0, len(totals), self.num_layers)
         ]
         return max(totals) + max(units)
 

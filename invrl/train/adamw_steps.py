@@ -1,10 +1,11 @@
-"""Repairs of Megatron's optimizers where they run over torch's AdamW: each parameter keeps its own step
-count through a checkpoint, and an optimizer that has made no step yet, or has no parameter on this rank,
-can be saved and loaded.
+"""Repairs of Megatron's optimizers where they run over torch's AdamW: each parameter
+keeps its own step count through a checkpoint, and an optimizer that has made no step
+yet, or has no parameter on this rank, can be saved and loaded.
 
-Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a `step` tensor per
-parameter. Megatron's template for loading lacks it and Megatron's copy drops it; after a load all parameters
-would share one tensor, so that each step would count many times.
+Without TransformerEngine or Apex the optimizer is torch's AdamW, whose state holds a
+`step` tensor per parameter. Megatron's template for loading lacks it and Megatron's
+copy drops it; after a load all parameters would share one tensor, so that each step
+would count many times.
 """
 
 from collections.abc import Sequence
@@ -14,36 +15,47 @@ import torch
 
 
 def complete_states(adamw: torch.optim.AdamW) -> None:
-    """Gives each parameter the state that it has before its first step, where it has none.
+    """Gives each parameter the state that it has before its first step, where it has
+    none.
 
-    torch makes the state in the first step. Until then one of Megatron's plain optimizers would save none,
-    and would not find what it expects when it loads.
+    torch makes the state in the first step. Until then one of Megatron's plain
+    optimizers would save none, and would not find what it expects when it loads.
     """
     for group in adamw.param_groups:
         for parameter in group["params"]:
             state = adamw.state[parameter]
             if "step" not in state:
-                step_device = parameter.device if group.get("fused") else torch.device("cpu")
+                step_device = (
+                    parameter.device if group.get("fused") else torch.device("cpu")
+                )
                 state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 def steps_made(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """The steps that this rank's parameters have made; 0 for optimizers without a parameter."""
+    """The steps that this rank's parameters have made; 0 for optimizers without a
+    parameter."""
     counts = [0.0]
     for optimizer in optimizers:
-        counts += [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-        counts += [float(group["step"]) for group in optimizer.param_groups if "step" in group]
+        counts += [
+            float(state["step"])
+            for state in optimizer.state.values()
+            if "step" in state
+        ]
+        counts += [
+            float(group["step"]) for group in optimizer.param_groups if "step" in group
+        ]
     return max(counts)
 
 
 def write_steps(state: dict[str, Any], steps: float, *, is_distributed: bool) -> None:
-    """Writes the steps that the parameters of all ranks have made into the state dict that one of Megatron's
-    optimizers makes for a checkpoint.
+    """Writes the steps that the parameters of all ranks have made into the state dict
+    that one of Megatron's optimizers makes for a checkpoint.
 
-    A plain one leaves out a count of 0. And a checkpoint has the step counts of rank 0 alone: where that
-    rank has no parameter of the optimizer, as a pipeline stage without experts, it has no count either.
+    A plain one leaves out a count of 0. And a checkpoint has the step counts of rank 0
+    alone: where that rank has no parameter of the optimizer, as a pipeline stage
+    without experts, it has no count either.
     """
     of_adamw = state.get("optimizer", state)
     if not is_distributed:
@@ -69,18 +81,23 @@ def repair_distributed_optimizer() -> None:
         complete_states(self.optimizer)
         if self.optimizer.state:
             return state_dict(self)
-        # This rank has no parameter of the optimizer, and Megatron would not find a step count.
+        # This rank has no parameter of the optimizer, and Megatron would not find a
+        # step count.
         self.optimizer.state["no parameter"] = {"step": torch.tensor(0.0)}
         try:
             return state_dict(self)
         finally:
             del self.optimizer.state["no parameter"]
 
-    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> Any:
+    def set_states_with_step(
+        self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]
+    ) -> Any:
         group_index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group_index]["params"][order]
         own_step = self.optimizer.state[main_param].get("step")
-        return set_states(self, model_param, {**tensors, "step": tensors.get("step", own_step)})
+        return set_states(
+            self, model_param, {**tensors, "step": tensors.get("step", own_step)}
+        )
 
     def load_with_own_steps(self: Any, state: Any) -> None:
         load_state_dict(self, state)

@@ -1,14 +1,17 @@
-"""How the ranks that hold one copy of the model write a slot of the arena together: each its own part of each
-tensor, at its place, straight from its parameters.
+"""How the ranks that hold one copy of the model write a slot of the arena together:
+each its own part of each tensor, at its place, straight from its parameters.
 
-    first rank: takes the slot ──► all: write their parts ──► all: hash a share of the tensors ──► first rank
+    first rank: takes the slot ──► all: write their parts ──► all: hash a share of the
+    tensors ──► first rank
 
-No weight is sent from rank to rank, and hashing is shared out too. A rank needs no memory but for the part of
-one parameter in the engines' dtype, and for a copy of that where it has to be taken apart (`split`).
+No weight is sent from rank to rank, and hashing is shared out too. A rank needs no
+memory but for the part of one parameter in the engines' dtype, and for a copy of that
+where it has to be taken apart (`split`).
 
-Invariant: nothing is hashed before every rank has written, and a tensor of which a part is missing is an
-error. The ranks send one another where the slot is, how much was written, and checksums. If one fails, the
-others wait until the trainer ends them, as in every call that ranks make together.
+Invariant: nothing is hashed before every rank has written, and a tensor of which a part
+is missing is an error. The ranks send one another where the slot is, how much was
+written, and checksums. If one fails, the others wait until the trainer ends them, as in
+every call that ranks make together.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def _slots(arena: ArenaHandle, layout: WeightLayout) -> Sequence[Slot]:
 
 
 def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
-    """Returns how many elements of each tensor were written. Keeps no part. Raises LayoutError."""
+    """Returns how many elements of each tensor were written. Keeps no part. Raises
+    LayoutError."""
     written: Counter[str] = Counter()
     for part in parts:
         tensor = slot.get(part.name)
@@ -48,25 +52,32 @@ def write_parts(slot: Slot, parts: Iterable[TensorPart]) -> dict[str, int]:
         if tensor.dim():
             length = part.values.shape[part.dimension]
             if part.start + length > tensor.shape[part.dimension]:
-                raise LayoutError(f"{part.name}: a part ends beyond its {tuple(tensor.shape)}")
+                raise LayoutError(
+                    f"{part.name}: a part ends beyond its {tuple(tensor.shape)}"
+                )
             place = tensor.narrow(part.dimension, part.start, length)
         if place.shape != part.values.shape or place.dtype != part.values.dtype:
             given = f"{part.values.dtype} {tuple(part.values.shape)}"
-            raise LayoutError(f"{part.name}: {given} is no part of {tensor.dtype} {tuple(tensor.shape)}")
+            raise LayoutError(
+                f"{part.name}: {given} is no part of {tensor.dtype} {tuple(tensor.shape)}"
+            )
         place.copy_(part.values)
         written[part.name] += part.values.numel()
     return dict(written)
 
 
 def check_covered(layout: WeightLayout, written: Iterable[Mapping[str, int]]) -> None:
-    """Raises LayoutError unless as many elements of each tensor were written as it has."""
+    """Raises LayoutError unless as many elements of each tensor were written as it
+    has."""
     total: Counter[str] = Counter()
     for of_rank in written:
         total.update(of_rank)
     for spec in layout:
         size = math.prod(spec.shape)
         if total[spec.name] != size:
-            raise LayoutError(f"{spec.name}: the ranks wrote {total[spec.name]} of its {size} elements")
+            raise LayoutError(
+                f"{spec.name}: the ranks wrote {total[spec.name]} of its {size} elements"
+            )
 
 
 def shares(layout: WeightLayout, count: int) -> list[list[str]]:
@@ -87,7 +98,8 @@ def stage_first(
     parts: Iterable[TensorPart],
     others: Sequence[int],
 ) -> StagedWeights:
-    """On the rank that owns the arena. `others`: the ranks that call `stage_other` meanwhile."""
+    """On the rank that owns the arena. `others`: the ranks that call `stage_other`
+    meanwhile."""
     with writer.writing(version) as (place, slot):
         for rank in others:
             _send(place, rank)
@@ -98,7 +110,9 @@ def stage_first(
         own_share, *other_shares = shares(layout, 1 + len(others))
         for rank, share in zip(others, other_shares, strict=True):
             _send(share, rank)
-        checksums = checksums_of({name: slot[name] for name in own_share}, writer.hash_tensors)
+        checksums = checksums_of(
+            {name: slot[name] for name in own_share}, writer.hash_tensors
+        )
         for rank in others:
             checksums |= _receive(rank)
     return writer.staged(version, place, checksums)

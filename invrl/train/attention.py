@@ -1,9 +1,10 @@
 """Self-attention over a packed row of prefix trees.
 
-Under context parallelism a rank has the queries of its own tokens, and gathers the keys and values of all.
-Megatron's own local attention refuses packed sequences. This one takes a `PackedRow` where Megatron
-passes its PackedSeqParams, and runs the SDPA calls of the row's blocks (`attention_calls.py`), or on a GPU
-one kernel for the whole row (`tree_mask.py`). Imported after `device.prepare()`.
+Under context parallelism a rank has the queries of its own tokens, and gathers the keys
+and values of all. Megatron's own local attention refuses packed sequences. This one
+takes a `PackedRow` where Megatron passes its PackedSeqParams, and runs the SDPA calls
+of the row's blocks (`attention_calls.py`), or on a GPU one kernel for the whole row
+(`tree_mask.py`). Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,19 +38,26 @@ class RowAttention(Protocol):
     """The attention of a layer over a packed row, or over this rank's share of it."""
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1, heads, K, dim] have
-        fewer heads. `scale`: of the products of queries and keys."""
+        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
+        heads, K, dim] have fewer heads. `scale`: of the products of queries and
+        keys."""
         ...
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """What the attention layers need to know of a packed row, or of this rank's share of it.
+    """What the attention layers need to know of a packed row, or of this rank's share
+    of it.
 
-    The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary frequencies as they are
-    given.
+    The format is [tokens, 1, ...] ("sbhd"), so that Megatron applies per-token rotary
+    frequencies as they are given.
     """
 
     attention: Mapping[int | None, RowAttention] = field(default_factory=dict)
@@ -70,8 +78,9 @@ class PackedRow(PackedSeqParams):
         positions: Mapping[Rope, RotaryPositions],
         routing: Routing | None,
     ) -> "PackedRow":
-        """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's attention is one kernel,
-        not a call per block, unless calls are faster. `positions`: the layers' rotary positions."""
+        """`windows`: those of the model's layers. `in_one_kernel`: whether a layer's
+        attention is one kernel, not a call per block, unless calls are faster.
+        `positions`: the layers' rotary positions."""
         positions_P = to_device(share.positions_Q, target)
         attention: dict[int | None, RowAttention] = {}
         for window in windows:
@@ -79,11 +88,16 @@ class PackedRow(PackedSeqParams):
             if in_one_kernel and not _suit_flash_attention(blocks, dtype):
                 attention[window] = TreeMask.of(share, window, target)
             else:
-                attention[window] = AttentionCalls.of(blocks, share.gathered_P, target, dtype)
+                attention[window] = AttentionCalls.of(
+                    blocks, share.gathered_P, target, dtype
+                )
         return PackedRow(
             qkv_format="sbhd",
             attention=attention,
-            turns={rope: of_layers.turns(positions_P) for rope, of_layers in positions.items()},
+            turns={
+                rope: of_layers.turns(positions_P)
+                for rope, of_layers in positions.items()
+            },
             routing=routing,
         )
 
@@ -95,20 +109,29 @@ def _blocks(micro_batch: MicroBatch, window: int | None) -> Sequence[AttentionBl
 
 
 def _suit_flash_attention(blocks: Sequence[AttentionBlock], dtype: torch.dtype) -> bool:
-    """Return whether SDPA computes each of the blocks by its flash kernel, and they are few.
+    """Return whether SDPA computes each of the blocks by its flash kernel, and they are
+    few.
 
-    Four rows of 4,096 tokens took an H200 0.56 of the time of the one kernel with heads of 128 dimensions and
-    0.87 with 64, measured while other programs used the card. With more calls the host would be the limit.
+    Four rows of 4,096 tokens took an H200 0.56 of the time of the one kernel with heads
+    of 128 dimensions and 0.87 with 64, measured while other programs used the card.
+    With more calls the host would be the limit.
     """
-    are_causal = all(len(block.prefix_K) == 0 and block.mask_QK is None for block in blocks)
-    return are_causal and len(blocks) <= _MOST_CALLS and dtype in (torch.bfloat16, torch.float16)
+    are_causal = all(
+        len(block.prefix_K) == 0 and block.mask_QK is None for block in blocks
+    )
+    return (
+        are_causal
+        and len(blocks) <= _MOST_CALLS
+        and dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron's self-attention over a packed row, with the rotary positions of its layer.
+    """Megatron's self-attention over a packed row, with the rotary positions of its
+    layer.
 
-    On a GPU one kernel does all that lies between the projection and the attention: it takes queries, keys
-    and values apart, normalises and turns them.
+    On a GPU one kernel does all that lies between the projection and the attention: it
+    takes queries, keys and values apart, normalises and turns them.
     """
 
     def __init__(self, *args: Any, rope: Rope, **options: Any) -> None:
@@ -139,7 +162,9 @@ class RotarySelfAttention(SelfAttention):
         attend = cast(Callable[..., torch.Tensor], self.core_attention)
         if self.checkpoint_core_attention and self.training:
             attend = self._checkpointed_attention_forward
-        output = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        output = attend(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params
+        )
         return self.linear_proj(output)
 
 
@@ -160,16 +185,19 @@ def _split_and_turned(
     eps: float,
     is_zero_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [P, 1, heads, head_dim], the first two normed and turned. `mixed`: [P, 1, key
-    heads, dim]: of each group of heads the queries, then the key, then the value. The weights of norms are
-    None for a model without."""
-    query, key, value = mixed.split([mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1)
+    """Queries, keys and values [P, 1, heads, head_dim], the first two normed and
+    turned. `mixed`: [P, 1, key heads, dim]: of each group of heads the queries, then
+    the key, then the value. The weights of norms are None for a model without."""
+    query, key, value = mixed.split(
+        [mixed.shape[-1] - 2 * head_dim, head_dim, head_dim], dim=-1
+    )
     query = query.reshape(*query.shape[:2], -1, head_dim)
     if query_norm_D is not None:
         query = normed(query, query_norm_D, eps=eps, is_zero_centered=is_zero_centered)
     if key_norm_D is not None:
         key = normed(key, key_norm_D, eps=eps, is_zero_centered=is_zero_centered)
-    # A view of `mixed` would have a gradient that is added to the others' in another pass.
+    # A view of `mixed` would have a gradient that is added to the others' in another
+    # pass.
     return turned(query, cos, sin), turned(key, cos, sin), value.clone()
 
 
@@ -177,9 +205,15 @@ class TreeAttention(MegatronModule):
     """Core attention of a layer. It has no parameters."""
 
     def __init__(
-        self, config: TransformerConfig, *_: Any, scale: float, window: int | None, **__: Any
+        self,
+        config: TransformerConfig,
+        *_: Any,
+        scale: float,
+        window: int | None,
+        **__: Any,
     ) -> None:
-        """`scale`: of the products of queries and keys. `window`: as in `LayerAttention`."""
+        """`scale`: of the products of queries and keys. `window`: as in
+        `LayerAttention`."""
         super().__init__(config=config)
         self._scale = scale
         self._window = window
@@ -194,8 +228,8 @@ class TreeAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> torch.Tensor:
-        """Takes [P, 1, heads, head_dim] each, with fewer heads in `key` and `value`; returns
-        [P, 1, heads * head_dim]."""
+        """Takes [P, 1, heads, head_dim] each, with fewer heads in `key` and `value`;
+        returns [P, 1, heads * head_dim]."""
         assert isinstance(packed_seq_params, PackedRow)
         attention = packed_seq_params.attention[self._window]
         dtype = device.attention_dtype(query.dtype)

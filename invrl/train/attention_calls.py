@@ -1,10 +1,11 @@
 """The SDPA calls of a layer over a packed row, and their masks.
 
-SDPA on CPU has a kernel only for queries, keys and values of one size; otherwise it keeps all scores, which
-are quadratic in the row. Latent attention (MLA) has smaller values, which are padded.
-Queries that follow a prefix see all of it, and themselves causally. SDPA on CPU has no such mask of its own,
-so a call has an explicit one and takes `QUERY_CHUNK` queries at most. These masks differ in size alone: all
-of them are views of one, so that a long row needs the mask of one call, not one of its square.
+SDPA on CPU has a kernel only for queries, keys and values of one size; otherwise it
+keeps all scores, which are quadratic in the row. Latent attention (MLA) has smaller
+values, which are padded. Queries that follow a prefix see all of it, and themselves
+causally. SDPA on CPU has no such mask of its own, so a call has an explicit one and
+takes `QUERY_CHUNK` queries at most. These masks differ in size alone: all of them are
+views of one, so that a long row needs the mask of one call, not one of its square.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ class AttentionCall:
     num_keys: int
     """Of the block's keys, the first so many."""
     bias_QK: torch.Tensor | None
-    """0 where a query sees a key, else -inf. None: causal, with as many keys as queries."""
+    """0 where a query sees a key, else -inf. None: causal, with as many keys as
+    queries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +48,13 @@ class BlockCalls:
 class AttentionCalls:
     """The calls of all blocks.
 
-    The keys of all blocks are gathered at once and then split: if each block took its own slice, each would
-    cost a gradient as long as the whole row.
+    The keys of all blocks are gathered at once and then split: if each block took its
+    own slice, each would cost a gradient as long as the whole row.
     """
 
     keys_K: torch.Tensor | None
-    """Places of the keys of all blocks among the keys that the rank has, block by block; None: [0, P)."""
+    """Places of the keys of all blocks among the keys that the rank has, block by
+    block; None: [0, P)."""
     blocks: tuple[BlockCalls, ...]
 
     @staticmethod
@@ -61,10 +64,11 @@ class AttentionCalls:
         target: torch.device,
         dtype: torch.dtype,
     ) -> "AttentionCalls":
-        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is computed; SDPA needs
-        the bias in it."""
+        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is
+        computed; SDPA needs the bias in it."""
         keys_by_block = [
-            np.concatenate([block.prefix_K, np.arange(block.start, block.end)]) for block in blocks
+            np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
+            for block in blocks
         ]
         keys_K = None
         if gathered_P is not None:
@@ -87,10 +91,16 @@ class AttentionCalls:
         return AttentionCalls(keys_K=keys_K, blocks=tuple(block_calls))
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1, heads, K, dim] have
-        fewer heads. `scale`: of the products of queries and keys."""
+        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
+        heads, K, dim] have fewer heads. `scale`: of the products of queries and
+        keys."""
         if self.keys_K is not None:
             keys = keys.index_select(2, self.keys_K)
             values = values.index_select(2, self.keys_K)
@@ -110,7 +120,9 @@ class AttentionCalls:
         )
         outputs: list[torch.Tensor] = []
         for block_queries, block_keys, block_values, block in blocks:
-            queries_by_call = block_queries.split([call.num_queries for call in block.calls], dim=2)
+            queries_by_call = block_queries.split(
+                [call.num_queries for call in block.calls], dim=2
+            )
             for call_queries, call in zip(queries_by_call, block.calls, strict=True):
                 output = scaled_dot_product_attention(
                     call_queries,
@@ -132,7 +144,9 @@ def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return pad(tensor, (0, missing)) if missing else tensor
 
 
-def _bias(mask_QK: NDArray[np.bool_], target: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _bias(
+    mask_QK: NDArray[np.bool_], target: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     hidden_QK = torch.from_numpy(~mask_QK)
     bias_QK = torch.zeros(mask_QK.shape, dtype=dtype)
     return bias_QK.masked_fill_(hidden_QK, float("-inf")).to(target)
@@ -148,16 +162,24 @@ def _largest_causal_bias(
         if block.mask_QK is None and len(block.prefix_K):
             num_queries = max(num_queries, min(block.end - block.start, QUERY_CHUNK))
             num_keys = max(num_keys, len(block.prefix_K) + block.end - block.start)
-    return _bias(np.tri(num_queries, num_keys, num_keys - num_queries, dtype=np.bool_), target, dtype)
+    return _bias(
+        np.tri(num_queries, num_keys, num_keys - num_queries, dtype=np.bool_),
+        target,
+        dtype,
+    )
 
 
-def _causal_calls(num_queries: int, num_prefix: int, largest_QK: torch.Tensor) -> tuple[AttentionCall, ...]:
-    """Of queries that follow a prefix. The last query of each call sees the last of its keys: the mask is the
-    lower right corner of the largest one."""
+def _causal_calls(
+    num_queries: int, num_prefix: int, largest_QK: torch.Tensor
+) -> tuple[AttentionCall, ...]:
+    """Of queries that follow a prefix. The last query of each call sees the last of its
+    keys: the mask is the lower right corner of the largest one."""
     calls: list[AttentionCall] = []
     for start in range(0, num_queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, num_queries)
         num_keys = num_prefix + end
-        corner_QK = largest_QK[len(largest_QK) - (end - start) :, largest_QK.shape[1] - num_keys :]
+        corner_QK = largest_QK[
+            len(largest_QK) - (end - start) :, largest_QK.shape[1] - num_keys :
+        ]
         calls.append(AttentionCall(end - start, num_keys, corner_QK))
     return tuple(calls)

@@ -1,10 +1,12 @@
-"""The balance of a mini-batch over ranks: which rollouts each rank computes, by estimated work.
+"""The balance of a mini-batch over ranks: which rollouts each rank computes, by
+estimated work.
 
-Rows of a group share their prompt, and each part of a group computes the prompt again. So groups begin whole
-and are split while that makes the slowest rank faster: the costliest part on the slowest rank into two. From
-the best of these splits the slowest rank gives single rollouts away or exchanges them, and the split whose
-slowest rank is then fastest is taken: the best one before the exchanges is often not the best one after them.
-The rows of one rollout stay together. Pure numpy.
+Rows of a group share their prompt, and each part of a group computes the prompt again.
+So groups begin whole and are split while that makes the slowest rank faster: the
+costliest part on the slowest rank into two. From the best of these splits the slowest
+rank gives single rollouts away or exchanges them, and the split whose slowest rank is
+then fastest is taken: the best one before the exchanges is often not the best one after
+them. The rows of one rollout stay together. Pure numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,13 +51,18 @@ def balance(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[list[int]]
     return [load.samples() for load in best]
 
 
-def _least_work(groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate") -> float:
-    """Of the slowest rank, whatever the balance: every prompt is computed once, every rollout by one rank."""
+def _least_work(
+    groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate"
+) -> float:
+    """Of the slowest rank, whatever the balance: every prompt is computed once, every
+    rollout by one rank."""
     mean = sum(estimate.of(rollouts) for rollouts in groups) / ranks
-    return max(mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts))
+    return max(
+        mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts)
+    )
 
 
-# ------------------------------------------------------------------ parts of groups
+# ----------------------------------------------------------------- parts of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +80,21 @@ def _groups(batch: TrainBatch) -> list[Rollouts]:
     for index, sample in enumerate(batch.samples):
         rollouts = groups.setdefault(sample.group_id, {})
         rollouts.setdefault(sample.rollout_id, []).append(index)
-    return [tuple(tuple(indices) for indices in rollouts.values()) for rollouts in groups.values()]
+    return [
+        tuple(tuple(indices) for indices in rollouts.values())
+        for rollouts in groups.values()
+    ]
 
 
 def _split_groups(
     groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate", good_work: float
 ) -> list[list[list[_Part]]]:
-    """Splits of the groups, as the parts of each rank. The one with the fastest slowest rank comes first.
-    `good_work`: of a slowest rank that needs no more splits."""
-    parts = [_Part(group, rollouts, estimate.of(rollouts)) for group, rollouts in enumerate(groups)]
+    """Splits of the groups, as the parts of each rank. The one with the fastest slowest
+    rank comes first. `good_work`: of a slowest rank that needs no more splits."""
+    parts = [
+        _Part(group, rollouts, estimate.of(rollouts))
+        for group, rollouts in enumerate(groups)
+    ]
     splits: list[tuple[float, list[list[_Part]]]] = []
     least = float("inf")
     vain_splits = 0
@@ -95,7 +108,9 @@ def _split_groups(
             vain_splits = 0
         if slowest <= good_work:
             break
-        part = _costliest_divisible(by_rank[work_by_rank.index(slowest)]) or _costliest_divisible(parts)
+        part = _costliest_divisible(
+            by_rank[work_by_rank.index(slowest)]
+        ) or _costliest_divisible(parts)
         if part is None:
             break
         parts.remove(part)
@@ -124,7 +139,7 @@ def _largest_first(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
     return by_rank
 
 
-# ------------------------------------------------------------------ single rollouts
+# ----------------------------------------------------------------- single rollouts
 
 
 @dataclass(slots=True)
@@ -141,7 +156,11 @@ class _Load:
 
     def samples(self) -> list[int]:
         """Ascending."""
-        rollouts = [rollout for rollouts in self.rollouts_by_group.values() for rollout in rollouts]
+        rollouts = [
+            rollout
+            for rollouts in self.rollouts_by_group.values()
+            for rollout in rollouts
+        ]
         return sorted(index for rollout in rollouts for index in rollout)
 
     def rollouts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -163,7 +182,9 @@ class _Load:
 
     def less_work(self, group: int, rollout: tuple[int, ...]) -> float:
         """Work that one of its own rollouts takes."""
-        return self.work_by_group[group] - self.estimate.of(self._without(group, rollout))
+        return self.work_by_group[group] - self.estimate.of(
+            self._without(group, rollout)
+        )
 
     def _without(self, group: int, rollout: tuple[int, ...]) -> Rollouts:
         return tuple(own for own in self.rollouts_by_group[group] if own != rollout)
@@ -177,7 +198,9 @@ class _Load:
             del self.work_by_group[group]
 
 
-def _loads(parts_by_rank: Sequence[Sequence[_Part]], estimate: "_WorkEstimate") -> list[_Load]:
+def _loads(
+    parts_by_rank: Sequence[Sequence[_Part]], estimate: "_WorkEstimate"
+) -> list[_Load]:
     loads = [_Load(estimate) for _ in parts_by_rank]
     for load, parts in zip(loads, parts_by_rank, strict=True):
         for part in parts:
@@ -186,8 +209,9 @@ def _loads(parts_by_rank: Sequence[Sequence[_Part]], estimate: "_WorkEstimate") 
 
 
 def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
-    """The slowest rank gives a rollout to another one, and may take one for it, while that makes it faster
-    and the other one not slower than it was. Ends when the slowest rank has `good_work`."""
+    """The slowest rank gives a rollout to another one, and may take one for it, while
+    that makes it faster and the other one not slower than it was. Ends when the slowest
+    rank has `good_work`."""
     for _ in range(_MOST_EXCHANGES):
         loads.sort(key=lambda load: load.work)
         slowest = loads[-1]
@@ -198,7 +222,8 @@ def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
 
 
 def _exchange(slow: _Load, fast: _Load) -> bool:
-    """Makes the best exchange between the two ranks; False if none makes the slower one of them faster."""
+    """Makes the best exchange between the two ranks; False if none makes the slower one
+    of them faster."""
     given = list(slow.rollouts())
     taken = list(fast.rollouts())
     work = max(slow.work, fast.work)
@@ -231,12 +256,13 @@ def _move(rollout: tuple[int, tuple[int, ...]], source: _Load, target: _Load) ->
     target.add(group, (samples,))
 
 
-# ------------------------------------------------------------------ work
+# ----------------------------------------------------------------- work
 
 
 class _WorkEstimate:
-    """The work of computing samples together: a prefix that they share counts once. A prefix that all rows of
-    the batch share is left out: every rank computes it, however the rows are split."""
+    """The work of computing samples together: a prefix that they share counts once. A
+    prefix that all rows of the batch share is left out: every rank computes it, however
+    the rows are split."""
 
     def __init__(self, batch: TrainBatch, cost: ComputeCost) -> None:
         self._cost = cost
@@ -247,13 +273,18 @@ class _WorkEstimate:
         self._order = {index: place for place, index in enumerate(computed)}
         """Row -> its place among the rows that are computed, sorted by tokens."""
         self._work: dict[tuple[int, ...], float] = {}
-        """By the computed rows in their order: the search asks for the same rows again and again."""
+        """By the computed rows in their order: the search asks for the same rows again
+        and again."""
         self._num_common = 0
         if computed:
-            self._num_common = common_prefix(self._tokens(computed[0]), self._tokens(computed[-1]))
+            self._num_common = common_prefix(
+                self._tokens(computed[0]), self._tokens(computed[-1])
+            )
 
     def of(self, rollouts: Sequence[Sequence[int]]) -> float:
-        indices = [index for rollout in rollouts for index in rollout if index in self._order]
+        indices = [
+            index for rollout in rollouts for index in rollout if index in self._order
+        ]
         indices.sort(key=self._order.__getitem__)
         rows = tuple(indices)
         work = self._work.get(rows)
@@ -270,7 +301,10 @@ class _WorkEstimate:
             tokens_T = self._tokens(index)
             start = max(self._num_common, common_prefix(previous_T, tokens_T))
             num_projected = int(np.count_nonzero(self._rows[index].wanted_N > start))
-            work += self._cost.tokens(start, len(tokens_T)) + num_projected * self._cost.projection
+            work += (
+                self._cost.tokens(start, len(tokens_T))
+                + num_projected * self._cost.projection
+            )
             previous_T = tokens_T
         return work
 

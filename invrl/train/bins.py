@@ -1,13 +1,15 @@
-"""Which rows are packed together: bins of at most so many tokens, in which a shared prefix counts once.
+"""Which rows are packed together: bins of at most so many tokens, in which a shared
+prefix counts once.
 
-Rows sorted by their tokens are the leaves of a tree: those that share the first d tokens are neighbours and
-form a subtree at depth d. The tree is climbed from its leaves. At each subtree the bundles of rows that its
-children could not fill are put together, largest first, each into the bundle that it fills best (best fit
-decreasing). Two bundles that meet at depth d share d tokens. So rows come together first with those that they
-share most with, and a subtree is split only if it is larger than a bin.
+Rows sorted by their tokens are the leaves of a tree: those that share the first d
+tokens are neighbours and form a subtree at depth d. The tree is climbed from its
+leaves. At each subtree the bundles of rows that its children could not fill are put
+together, largest first, each into the bundle that it fills best (best fit decreasing).
+Two bundles that meet at depth d share d tokens. So rows come together first with those
+that they share most with, and a subtree is split only if it is larger than a bin.
 
-Bins filled in this way are few, but the last ones may be nearly empty. `even_bins` then spreads their
-subtrees so that the bins take equally long. Pure.
+Bins filled in this way are few, but the last ones may be nearly empty. `even_bins` then
+spreads their subtrees so that the bins take equally long. Pure.
 """
 
 from bisect import bisect_left, insort
@@ -34,17 +36,20 @@ class _Subtree:
     bundles: list[_Bundle] = field(default_factory=list)
 
 
-def fill_bins(lengths: Sequence[int], num_shared: Sequence[int], *, capacity: int) -> list[list[int]]:
+def fill_bins(
+    lengths: Sequence[int], num_shared: Sequence[int], *, capacity: int
+) -> list[list[int]]:
     """The rows of each bin, ascending; bins in the order of their first rows.
 
-    `lengths`: tokens of the rows, in sorted order. `num_shared`: for each row the length of the prefix that
-    it shares with the row before it; 0 for the first. A row longer than `capacity` has a bin of its own.
+    `lengths`: tokens of the rows, in sorted order. `num_shared`: for each row the
+    length of the prefix that it shares with the row before it; 0 for the first. A row
+    longer than `capacity` has a bin of its own.
     """
     open_subtrees = [_Subtree(depth=0)]  # each within the one before it
     for row, length in enumerate(lengths):
         depth = num_shared[row]
-        # The row before this one may share more with its own neighbours than with this row: those subtrees
-        # have ended. Its bundle then meets this row's at `depth`.
+        # The row before this one may share more with its own neighbours than with this
+        # row: those subtrees have ended. Its bundle then meets this row's at `depth`.
         ended = []
         while open_subtrees[-1].depth > depth:
             subtree = open_subtrees.pop()
@@ -89,7 +94,8 @@ def _combined(subtree: _Subtree, capacity: int) -> list[_Bundle]:
 
 @dataclass(slots=True)
 class _Unit:
-    """Rows of one bin that share more than all rows of all bins do. They stay together."""
+    """Rows of one bin that share more than all rows of all bins do. They stay
+    together."""
 
     rows: list[int]
     num_tokens: int
@@ -107,14 +113,18 @@ def even_bins(
 ) -> list[list[int]]:
     """As many bins of about equal work, or those given where the units do not fit so.
 
-    `bins`, `lengths`, `num_shared` and `capacity`: of `fill_bins`. `work`: of a row (its place) after so many
-    tokens of it. The costliest unit left goes into the bin with the least work that has room for it.
+    `bins`, `lengths`, `num_shared` and `capacity`: of `fill_bins`. `work`: of a row
+    (its place) after so many tokens of it. The costliest unit left goes into the bin
+    with the least work that has room for it.
     """
     if len(bins) < 2:
         return list(bins)
     common = min(num_shared[1:])
     units_by_bin = [_units(rows, lengths, num_shared, common, work) for rows in bins]
-    units = sorted((unit for bin_units in units_by_bin for unit in bin_units), key=lambda unit: -unit.work)
+    units = sorted(
+        (unit for bin_units in units_by_bin for unit in bin_units),
+        key=lambda unit: -unit.work,
+    )
     work_B = np.zeros(len(bins))
     tokens_B = np.zeros(len(bins), np.int64)
     even: list[list[int]] = [[] for _ in bins]

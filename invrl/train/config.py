@@ -1,4 +1,5 @@
-"""Settings of the trainer: layout of its ranks, precision, optimizer, packing, deadlines."""
+"""Settings of the trainer: layout of its ranks, precision, optimizer, packing,
+deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class TrainConfig(Section):
     The loss and its axes are in `algorithms/config.py`."""
 
     data_parallel_size: PositiveInt = Field(
-        1, description="copies of the model, each of which trains on its own part of a batch"
+        1,
+        description="copies of the model, each of which trains on its own part of a batch",
     )
     tensor_model_parallel_size: PositiveInt = Field(
         1,
@@ -35,7 +37,8 @@ class TrainConfig(Section):
         "max_tokens_per_microbatch",
     )
     pipeline_model_parallel_size: PositiveInt = Field(
-        1, description="stages that divide the layers of one copy, each on ranks of its own"
+        1,
+        description="stages that divide the layers of one copy, each on ranks of its own",
     )
     virtual_pipeline_model_parallel_size: PositiveInt = Field(
         1,
@@ -43,7 +46,8 @@ class TrainConfig(Section):
         "(Megatron's interleaved schedule)",
     )
     num_layers_in_first_pipeline_stage: NonNegativeInt = Field(
-        0, description="layers of the first pipeline stage; 0: as many as each of the others"
+        0,
+        description="layers of the first pipeline stage; 0: as many as each of the others",
     )
     num_layers_in_last_pipeline_stage: NonNegativeInt = Field(
         0,
@@ -63,24 +67,36 @@ class TrainConfig(Section):
     train_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="compute precision; master weights are float32 always"
     )
-    lr: PositiveFloat = Field(1e-6, description="learning rate (the highest of the schedule)")
+    lr: PositiveFloat = Field(
+        1e-6, description="learning rate (the highest of the schedule)"
+    )
     lr_warmup_steps: NonNegativeInt = Field(
-        0, description="optimizer steps of linear warm-up: step k has k / (this + 1) of lr"
+        0,
+        description="optimizer steps of linear warm-up: step k has k / (this + 1) of lr",
     )
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after warm-up"
+    )
     lr_decay_steps: NonNegativeInt = Field(
-        0, description="optimizer steps, warm-up included, until the rate is lr_min (linear, cosine)"
+        0,
+        description="optimizer steps, warm-up included, until the rate is lr_min (linear, cosine)",
     )
-    lr_min: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
+    lr_min: NonNegativeFloat = Field(
+        0.0, description="learning rate at the end of the decay"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
-    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient norm bound; 0: none")
+    clip_grad: NonNegativeFloat = Field(
+        1.0, description="global gradient norm bound; 0: none"
+    )
     critic_lr: PositiveFloat = Field(
-        1e-5, description="learning rate of the critic (advantage gae), constant after its warm-up"
+        1e-5,
+        description="learning rate of the critic (advantage gae), constant after its warm-up",
     )
     critic_lr_warmup_steps: NonNegativeInt = Field(
-        0, description="optimizer steps of linear warm-up of critic_lr: step k has k / (this + 1) of it"
+        0,
+        description="optimizer steps of linear warm-up of critic_lr: step k has k / (this + 1) of it",
     )
     critic_clip_grad: NonNegativeFloat = Field(
         1.0, description="bound of the norm of the critic's gradient; 0: none"
@@ -124,7 +140,8 @@ class TrainConfig(Section):
         "same, and 'cpu_by_layer' keeps weights in 16 bits if the folder does, also under float32 training",
     )
     share_prefixes: bool = Field(
-        True, description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)"
+        True,
+        description="compute a prefix shared by rows of a micro-batch once (exact; with our attention)",
     )
     routing_replay: Literal["none", "trainer", "engine"] = Field(
         "none",
@@ -136,26 +153,35 @@ class TrainConfig(Section):
         description="two runs of the same seed give the same weights, bit for bit; settings under which they "
         "would not are refused",
     )
-    use_distributed_optimizer: bool = Field(True, description="shard optimizer state over all ranks")
-    max_shard_gb: PositiveFloat = Field(
-        50.0, description="largest file of weights in an exported model, in GB (10^9 bytes)"
+    use_distributed_optimizer: bool = Field(
+        True, description="shard optimizer state over all ranks"
     )
-    train_start_timeout_s: PositiveFloat = Field(600.0, description="deadline for all ranks to be ready")
-    train_step_timeout_s: PositiveFloat = Field(1800.0, description="deadline of one training step")
+    max_shard_gb: PositiveFloat = Field(
+        50.0,
+        description="largest file of weights in an exported model, in GB (10^9 bytes)",
+    )
+    train_start_timeout_s: PositiveFloat = Field(
+        600.0, description="deadline for all ranks to be ready"
+    )
+    train_step_timeout_s: PositiveFloat = Field(
+        1800.0, description="deadline of one training step"
+    )
 
     @property
     def microbatch_tokens(self) -> int:
-        """Most packed tokens of a micro-batch of several rows, on all context-parallel ranks together."""
+        """Most packed tokens of a micro-batch of several rows, on all context-parallel
+        ranks together."""
         return self.max_tokens_per_microbatch * self.context_parallel_size
 
     @property
     def records_experts(self) -> bool:
-        """Whether engines report which experts computed the tokens that they sampled."""
+        """Whether engines report which experts computed the tokens that they
+        sampled."""
         return self.routing_replay == "engine"
 
     def check_model(self, model: HuggingFaceConfig, needs: Needs = NO_NEEDS) -> None:
-        """Raises ConfigError where these settings do not fit the model: its layers, heads or experts.
-        `needs`: of the objective, where there is one."""
+        """Raises ConfigError where these settings do not fit the model: its layers,
+        heads or experts. `needs`: of the objective, where there is one."""
         self.layout.check(model)
         if self.critic_layout is not None:
             self.critic_layout.check(model)
@@ -199,7 +225,10 @@ class TrainConfig(Section):
                 "one that the trainer moves"
             )
         raise ConfigError(
-            "train.moe_router_bias_update_rate", rate, reason, "leave out --moe-router-bias-update-rate"
+            "train.moe_router_bias_update_rate",
+            rate,
+            reason,
+            "leave out --moe-router-bias-update-rate",
         )
 
     @property

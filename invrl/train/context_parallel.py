@@ -1,4 +1,5 @@
-"""Context parallelism among the ranks: this rank's share of a micro-batch, and what the ranks gather.
+"""Context parallelism among the ranks: this rank's share of a micro-batch, and what the
+ranks gather.
 
 Imported after `device.prepare()`.
 """
@@ -16,20 +17,27 @@ from invrl.train.micro_batch import MicroBatch
 
 
 def own_share(micro_batch: MicroBatch) -> ContextShare:
-    """This rank's, filled up so that tensor-parallel ranks can divide it and attention has whole tiles."""
+    """This rank's, filled up so that tensor-parallel ranks can divide it and attention
+    has whole tiles."""
     group = _group()
     return ContextShare.of(
         micro_batch,
         rank=group.rank(),
         ranks=group.size(),
-        multiple=device.tokens_multiple(parallel_state.get_tensor_model_parallel_world_size()),
+        multiple=device.tokens_multiple(
+            parallel_state.get_tensor_model_parallel_world_size()
+        ),
     )
 
 
-def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [P, 1, heads, dim] of all ranks, rank by rank, from those of each rank's own tokens.
+def gather_keys(
+    key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [P, 1, heads, dim] of all ranks, rank by rank, from those of each
+    rank's own tokens.
 
-    The gradients of what is gathered are summed over the ranks, for each has its own queries.
+    The gradients of what is gathered are summed over the ranks, for each has its own
+    queries.
     """
     group = _group()
     if group.size() == 1:
@@ -37,16 +45,19 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     gathered = gather_from_sequence_parallel_region(
         torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=group
     )
-    gathered_key, gathered_value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+    gathered_key, gathered_value = gathered.split(
+        [key.shape[-1], value.shape[-1]], dim=-1
+    )
     return gathered_key, gathered_value
 
 
 def gather_wanted(own_S: torch.Tensor, is_own_N: torch.Tensor) -> torch.Tensor:
-    """A number, or a row of them, for each of the wanted tokens [N] on every rank, from those of the S tokens
-    that each rank predicts (`is_own_N`; every token has one rank).
+    """A number, or a row of them, for each of the wanted tokens [N] on every rank, from
+    those of the S tokens that each rank predicts (`is_own_N`; every token has one
+    rank).
 
-    Every rank computes the same loss from them, so the gradient of its own numbers is whole, and nothing is
-    summed over ranks on the way back.
+    Every rank computes the same loss from them, so the gradient of its own numbers is
+    whole, and nothing is summed over ranks on the way back.
     """
     group = _group()
     if group.size() == 1:
@@ -60,7 +71,9 @@ def _group() -> ProcessGroup:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_S: torch.Tensor, is_own_N: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, own_S: torch.Tensor, is_own_N: torch.Tensor, group: ProcessGroup
+    ) -> torch.Tensor:
         gathered_N = own_S.new_zeros((len(is_own_N), *own_S.shape[1:]))
         gathered_N[is_own_N] = own_S
         all_reduce(gathered_N, group=group)

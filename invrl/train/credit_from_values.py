@@ -1,10 +1,11 @@
-"""Advantages and returns of a batch from its tokens' rewards, the policies' log-probs and the values of the
-critic, if there is one.
+"""Advantages and returns of a batch from its tokens' rewards, the policies' log-probs
+and the values of the critic, if there is one.
 
-The formulas are those of `algorithms/token_advantages.py`; here they meet the batch of a rank. Advantages are
-whitened over all mini-batches of the batch and over the data-parallel ranks, so they depend neither on the
-number of ranks nor on how samples were divided among them. On a pipeline stage that has no values the result
-is of no use, and is not used. Imported after `device.prepare()`.
+The formulas are those of `algorithms/token_advantages.py`; here they meet the batch of
+a rank. Advantages are whitened over all mini-batches of the batch and over the
+data-parallel ranks, so they depend neither on the number of ranks nor on how samples
+were divided among them. On a pipeline stage that has no values the result is of no use,
+and is not used. Imported after `device.prepare()`.
 """
 
 import math
@@ -18,7 +19,12 @@ from numpy.typing import NDArray
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.kl import estimate
 from invrl.algorithms.ratios import LOG_RATIO_BOUND
-from invrl.algorithms.token_advantages import TokenCredit, gae, length_adaptive_lambda, v_trace
+from invrl.algorithms.token_advantages import (
+    TokenCredit,
+    gae,
+    length_adaptive_lambda,
+    v_trace,
+)
 from invrl.algorithms.whitening import Moments, whiten
 from invrl.metrics import Max, Mean, Metric
 from invrl.train.process_group import sums_of_replicas
@@ -35,7 +41,8 @@ class Credit:
     """Of a shard: one entry per mini-batch."""
 
     shard: Shard
-    """The mini-batches with their advantages: the critic's, where the settings want them."""
+    """The mini-batches with their advantages: the critic's, where the settings want
+    them."""
     returns: Sequence[SampleNumbers]
     metrics: dict[str, Metric]
     """The same on every data-parallel rank, but for means, which add up."""
@@ -49,9 +56,10 @@ def credit(
     reference: Sequence[SampleNumbers | None],
     config: AlgorithmConfig,
 ) -> Credit:
-    """One entry per mini-batch each. `values`: None without a critic, and the advantage of a token then is
-    the discounted sum of the rewards from it on. `old`: log-probs under the old policy; read for V-trace and
-    for the KL in the reward. The data-parallel ranks call it together."""
+    """One entry per mini-batch each. `values`: None without a critic, and the advantage
+    of a token then is the discounted sum of the rewards from it on. `old`: log-probs
+    under the old policy; read for V-trace and for the KL in the reward. The
+    data-parallel ranks call it together."""
     credit_by_step: list[list[TokenCredit]] = []
     kl = Mean(0.0, 0.0)
     for at, mini_batch in enumerate(shard):
@@ -66,9 +74,16 @@ def credit(
             if values is None:
                 of_step.append(_without_values(sample, rewards_T, config))
             else:
-                of_step.append(_of_row(sample, rewards_T, values[at][index], old[at][index], config))
+                of_step.append(
+                    _of_row(
+                        sample, rewards_T, values[at][index], old[at][index], config
+                    )
+                )
         credit_by_step.append(of_step)
-    returns = [[of_row.returns_T.astype(np.float32) for of_row in of_step] for of_step in credit_by_step]
+    returns = [
+        [of_row.returns_T.astype(np.float32) for of_row in of_step]
+        for of_step in credit_by_step
+    ]
     metrics: dict[str, Metric] = {}
     if values is not None:
         metrics = _fit_of_values(shard, values, credit_by_step)
@@ -80,7 +95,8 @@ def credit(
 
 
 def token_rewards(sample: TrainSample) -> NDArray[np.float64]:
-    """The rewards [T] of a row's tokens: its column, or else its one reward at its last trained token."""
+    """The rewards [T] of a row's tokens: its column, or else its one reward at its last
+    trained token."""
     column_T = sample.columns.get(REWARDS)
     if column_T is not None:
         return column_T.astype(np.float64)
@@ -91,23 +107,28 @@ def token_rewards(sample: TrainSample) -> NDArray[np.float64]:
 
 
 def divergence(
-    sample: TrainSample, old_T: NDArray[np.float32], frozen_T: NDArray[np.float32], config: AlgorithmConfig
+    sample: TrainSample,
+    old_T: NDArray[np.float32],
+    frozen_T: NDArray[np.float32],
+    config: AlgorithmConfig,
 ) -> NDArray[np.float64]:
-    """The estimate of KL(old || reference) per token, [T], between -kl_clamp and kl_clamp; 0 for tokens that
-    are not trained."""
+    """The estimate of KL(old || reference) per token, [T], between -kl_clamp and
+    kl_clamp; 0 for tokens that are not trained."""
     policy_T = torch.from_numpy(old_T).double()
     reference_T = torch.from_numpy(frozen_T).double()
     sampled_T = torch.from_numpy(sample.rollout_logprobs_T).double()
     bound = config.kl_clamp or math.inf
-    kl_T = estimate(config.kl_estimator, policy_T, reference_T, sampled_T).clamp(-bound, bound)
+    kl_T = estimate(config.kl_estimator, policy_T, reference_T, sampled_T).clamp(
+        -bound, bound
+    )
     return np.where(sample.loss_mask_T, kl_T.numpy(), 0.0)
 
 
 def _without_values(
     sample: TrainSample, rewards_T: NDArray[np.float64], config: AlgorithmConfig
 ) -> TokenCredit:
-    """REINFORCE++'s, before whitening (arXiv 2501.03262, eq. 4): with lambda = 1 and values of 0 GAE is the
-    discounted return."""
+    """REINFORCE++'s, before whitening (arXiv 2501.03262, eq. 4): with lambda = 1 and
+    values of 0 GAE is the discounted return."""
     return gae(
         rewards_T,
         np.zeros(len(rewards_T), np.float32),
@@ -140,7 +161,9 @@ def _of_row(
         )
     policy_lambda = config.gae_lambda
     if config.gae_length_alpha:
-        policy_lambda = length_adaptive_lambda(int(mask_T.sum()), config.gae_length_alpha)
+        policy_lambda = length_adaptive_lambda(
+            int(mask_T.sum()), config.gae_length_alpha
+        )
     return gae(
         rewards_T,
         values_T,
@@ -152,17 +175,25 @@ def _of_row(
 
 
 def _with_advantages(
-    shard: Shard, credit_by_step: Sequence[Sequence[TokenCredit]], config: AlgorithmConfig
+    shard: Shard,
+    credit_by_step: Sequence[Sequence[TokenCredit]],
+    config: AlgorithmConfig,
 ) -> Shard:
     """The shard with these advantages, whitened."""
-    advantages_by_step = [[of_row.advantages_T for of_row in of_step] for of_step in credit_by_step]
-    moments = _moments(shard, advantages_by_step, over_rollouts=config.whitened_over == "rollouts")
+    advantages_by_step = [
+        [of_row.advantages_T for of_row in of_step] for of_step in credit_by_step
+    ]
+    moments = _moments(
+        shard, advantages_by_step, over_rollouts=config.whitened_over == "rollouts"
+    )
     whitened: list[TrainBatch] = []
     for mini_batch, of_step in zip(shard, advantages_by_step, strict=True):
         advantages: list[NDArray[np.float32]] = []
         for sample, advantages_T in zip(mini_batch.samples, of_step, strict=True):
             whitened_T = np.where(
-                sample.loss_mask_T, whiten(advantages_T, moments, std_floor=config.advantage_std_floor), 0.0
+                sample.loss_mask_T,
+                whiten(advantages_T, moments, std_floor=config.advantage_std_floor),
+                0.0,
             )
             advantages.append(whitened_T.astype(np.float32))
         whitened.append(replace(mini_batch, advantages=tuple(advantages)))
@@ -170,30 +201,40 @@ def _with_advantages(
 
 
 def _fit_of_values(
-    shard: Shard, values: Sequence[SampleNumbers], credit_by_step: Sequence[Sequence[TokenCredit]]
+    shard: Shard,
+    values: Sequence[SampleNumbers],
+    credit_by_step: Sequence[Sequence[TokenCredit]],
 ) -> dict[str, Metric]:
-    """How much of the returns' variance the values explain: 1 is all; below 0, the mean of the returns would
-    be a better guess. Nothing where returns do not differ."""
+    """How much of the returns' variance the values explain: 1 is all; below 0, the mean
+    of the returns would be a better guess. Nothing where returns do not differ."""
     returns: list[list[NDArray[np.float64]]] = []
     errors: list[list[NDArray[np.float64]]] = []
     for of_step, values_of_step in zip(credit_by_step, values, strict=True):
         returns.append([of_row.returns_T for of_row in of_step])
         errors.append(
-            [of_row.returns_T - values_T for of_row, values_T in zip(of_step, values_of_step, strict=True)]
+            [
+                of_row.returns_T - values_T
+                for of_row, values_T in zip(of_step, values_of_step, strict=True)
+            ]
         )
     of_returns = _moments(shard, returns)
     of_errors = _moments(shard, errors)
     if not of_returns.variance:
         return {}
-    return {"value_explained_variance": Max(1 - of_errors.variance / of_returns.variance)}
+    return {
+        "value_explained_variance": Max(1 - of_errors.variance / of_returns.variance)
+    }
 
 
 def _moments(
-    shard: Shard, numbers: Sequence[Sequence[NDArray[np.float64]]], *, over_rollouts: bool = False
+    shard: Shard,
+    numbers: Sequence[Sequence[NDArray[np.float64]]],
+    *,
+    over_rollouts: bool = False,
 ) -> Moments:
-    """Over the trained tokens of all mini-batches and data-parallel ranks, from one array [T] per sample.
-    Each token counts once, or each rollout. A row with a number that is not finite is left out, so that it
-    spoils no mini-batch but its own."""
+    """Over the trained tokens of all mini-batches and data-parallel ranks, from one
+    array [T] per sample. Each token counts once, or each rollout. A row with a number
+    that is not finite is left out, so that it spoils no mini-batch but its own."""
     own = Moments()
     for mini_batch, of_step in zip(shard, numbers, strict=True):
         for sample, numbers_T in zip(mini_batch.samples, of_step, strict=True):

@@ -1,8 +1,9 @@
-"""The critic of one rank: a second model with an optimizer of its own, on the policy's ranks or on others
-(`critic_rank.py`).
+"""The critic of one rank: a second model with an optimizer of its own, on the policy's
+ranks or on others (`critic_rank.py`).
 
-It computes the values of a batch before the batch's first optimizer step, and learns the returns in one
-optimizer step per mini-batch, in the micro-batches of the policy. Imported after `device.prepare()`.
+It computes the values of a batch before the batch's first optimizer step, and learns
+the returns in one optimizer step per mini-batch, in the micro-batches of the policy.
+Imported after `device.prepare()`.
 """
 
 import math
@@ -34,7 +35,8 @@ from invrl.train.schedule import Packed, SampleNumbers, forward_pass, run_schedu
 
 
 def critic_settings(train: TrainConfig) -> TrainConfig:
-    """The policy's settings with the critic's learning rate, warm-up and bound in their place."""
+    """The policy's settings with the critic's learning rate, warm-up and bound in their
+    place."""
     return train.model_copy(
         update={
             "lr": train.critic_lr,
@@ -102,19 +104,21 @@ class Critic:
         return self.batches < self.warmup_batches
 
     def values(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
-        """Of the wanted tokens of each part, under the critic as it is now, 0 elsewhere. All 0 on a pipeline
-        stage that is not the last."""
+        """Of the wanted tokens of each part, under the critic as it is now, 0
+        elsewhere. All 0 on a pipeline stage that is not the last."""
         return forward_pass(self.chunks, packed)
 
     def step(self, packed: Packed, targets: Targets) -> CriticStep:
-        """One optimizer step on a mini-batch. All ranks call it together. A loss that is not finite, on any
-        rank, or such a gradient changes nothing."""
+        """One optimizer step on a mini-batch. All ranks call it together. A loss that
+        is not finite, on any rank, or such a gradient changes nothing."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses: list[torch.Tensor] = []
 
-        def forward_step(work: Iterator[_Work], model: torch.nn.Module) -> tuple[Any, Any]:
+        def forward_step(
+            work: Iterator[_Work], model: torch.nn.Module
+        ) -> tuple[Any, Any]:
             item = next(work)
             output = model(item.micro_batch)
             if isinstance(output, torch.Tensor):
@@ -124,7 +128,11 @@ class Critic:
                 values_N: torch.Tensor,
             ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
                 outputs = value_loss(
-                    values_N, item.old_N, item.returns_N, clip=self.value_clip, tokens=item.tokens
+                    values_N,
+                    item.old_N,
+                    item.returns_N,
+                    clip=self.value_clip,
+                    tokens=item.tokens,
                 )
                 losses.append(outputs.loss.detach())
                 return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
@@ -142,12 +150,22 @@ class Critic:
             return CriticStep(grad_norm=grad_norm, bad_losses=bad_losses, metrics={})
         if grad_norm > 0.0:
             self.schedule.step(1)
-        step_metrics = {"critic_grad_norm": Mean(grad_norm), "critic_lr": Mean(learning_rate)}
-        return CriticStep(grad_norm=grad_norm, bad_losses=[], metrics=merge([*loss_metrics, step_metrics]))
+        step_metrics = {
+            "critic_grad_norm": Mean(grad_norm),
+            "critic_lr": Mean(learning_rate),
+        }
+        return CriticStep(
+            grad_norm=grad_norm,
+            bad_losses=[],
+            metrics=merge([*loss_metrics, step_metrics]),
+        )
 
 
-def make_critic(settings: RankSettings, config: HuggingFaceConfig, options: MegatronOptions) -> Critic:
-    """The critic over a rank's chunks of its own model, with their optimizer. `config`: of the policy."""
+def make_critic(
+    settings: RankSettings, config: HuggingFaceConfig, options: MegatronOptions
+) -> Critic:
+    """The critic over a rank's chunks of its own model, with their optimizer. `config`:
+    of the policy."""
     train = critic_settings(settings.train)
     chunks = build_critic(
         critic_shape(config),

@@ -1,8 +1,10 @@
-"""A rank of a critic that has ranks of its own: its process group, its share of the critic, its weights.
+"""A rank of a critic that has ranks of its own: its process group, its share of the
+critic, its weights.
 
-The policy's ranks are in another group, so the two never meet in a collective: values and returns go through
-the driver. As in `rank.py`, every rank of the critic makes the same calls in the same order, and modules that
-import Megatron are imported after `device.prepare()`.
+The policy's ranks are in another group, so the two never meet in a collective: values
+and returns go through the driver. As in `rank.py`, every rank of the critic makes the
+same calls in the same order, and modules that import Megatron are imported after
+`device.prepare()`.
 """
 
 import math
@@ -40,10 +42,13 @@ class _Valued:
 
 
 class CriticRank(SavingRank):
-    """Raises what `TrainRank` raises. It saves into the critic's own folder, and loads from the whole
-    checkpoint, whose critic may have been on other ranks, its own or the policy's."""
+    """Raises what `TrainRank` raises. It saves into the critic's own folder, and loads
+    from the whole checkpoint, whose critic may have been on other ranks, its own or the
+    policy's."""
 
-    def __init__(self, settings: RankSettings, port: int, listener: socket.socket | None) -> None:
+    def __init__(
+        self, settings: RankSettings, port: int, listener: socket.socket | None
+    ) -> None:
         """As `TrainRank`; rank 0 is the critic's first."""
         config = read_hf_config(settings.model_path)
         settings.layout.check(config)
@@ -58,15 +63,17 @@ class CriticRank(SavingRank):
         self._settings = settings
         self._masks = GrammarMasks(settings.model_path, config.vocab_size)
         self._cost = ComputeCost.of_model(Path(settings.model_path))
-        self._critic = make_critic(settings, config, parse_megatron_options(settings.megatron))
+        self._critic = make_critic(
+            settings, config, parse_megatron_options(settings.megatron)
+        )
         self._nonfinite = NonfiniteSteps(settings.train.max_nonfinite_steps)
         self._valued: _Valued | None = None
         state = CriticState(self._critic)
         super().__init__(state, state.load_alone)
 
     def values(self, shard: Shard) -> CriticValues:
-        """Of a batch that is to be trained; `learn` follows. All 0 on a pipeline stage that is not the
-        last."""
+        """Of a batch that is to be trained; `learn` follows. All 0 on a pipeline stage
+        that is not the last."""
         from invrl.train.schedule import pack_rows
 
         started = time.monotonic()
@@ -82,12 +89,14 @@ class CriticRank(SavingRank):
         ]
         values = self._critic.values(packed) if packed else []
         seconds = time.monotonic() - started
-        self._valued = _Valued(shard=shard, packed=packed, values=values, seconds=seconds)
+        self._valued = _Valued(
+            shard=shard, packed=packed, values=values, seconds=seconds
+        )
         return CriticValues(values=values, learns_alone=self._critic.learns_alone)
 
     def learn(self, returns: ValuesOfShard) -> StepResult:
-        """One optimizer step per mini-batch of the batch that `values` had. Steps that are not finite are
-        counted as the policy's are."""
+        """One optimizer step per mini-batch of the batch that `values` had. Steps that
+        are not finite are counted as the policy's are."""
         from invrl.train.critic import Targets
         from invrl.train.process_group import largest_of_ranks
 
@@ -101,7 +110,9 @@ class CriticRank(SavingRank):
         for mini_batch, packed, old, returns_of_step in zip(
             valued.shard, valued.packed, valued.values, returns, strict=True
         ):
-            targets = Targets(old=old, returns=returns_of_step, tokens=mini_batch.trained.tokens)
+            targets = Targets(
+                old=old, returns=returns_of_step, tokens=mini_batch.trained.tokens
+            )
             step = self._critic.step(packed, targets)
             if not math.isfinite(step.grad_norm):
                 nonfinite_steps += 1
@@ -113,7 +124,9 @@ class CriticRank(SavingRank):
         self._critic.batches += 1
         metrics["critic_steps"] = Max(steps)
         metrics["nonfinite_steps"] = Max(nonfinite_steps)
-        metrics["critic_peak_memory_gb"] = Max(largest_of_ranks(device.peak_memory()) / 1e9)
+        metrics["critic_peak_memory_gb"] = Max(
+            largest_of_ranks(device.peak_memory()) / 1e9
+        )
         return StepResult(
             optimizer_steps=steps,
             nonfinite_steps=nonfinite_steps,

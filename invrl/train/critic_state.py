@@ -1,7 +1,7 @@
 """The critic's share of a checkpoint, in the policy's own folder or in one below it.
 
-Invariant: both hold the same under the same names, so a critic that shared the policy's ranks goes on on
-ranks of its own, and the other way round.
+Invariant: both hold the same under the same names, so a critic that shared the policy's
+ranks goes on on ranks of its own, and the other way round.
 """
 
 from pathlib import Path
@@ -13,7 +13,12 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from invrl.errors import TrainError
 from invrl.train.critic import Critic
 from invrl.train.rank_settings import CRITIC_FOLDER
-from invrl.train.saved_state import SavedState, Trained, load_random_state, sharding_metadata
+from invrl.train.saved_state import (
+    SavedState,
+    Trained,
+    load_random_state,
+    sharding_metadata,
+)
 
 
 class CriticState(SavedState):
@@ -31,15 +36,16 @@ class CriticState(SavedState):
         return {"critic": state, "critic_batches": self._critic.batches}
 
     def load(self, path: str) -> None:
-        """`path`: of the whole checkpoint. All ranks of the critic call it together. Raises TrainError if
-        there is no critic in it."""
+        """`path`: of the whole checkpoint. All ranks of the critic call it together.
+        Raises TrainError if there is no critic in it."""
         folder = critic_folder(path)
         state: Any = dist_checkpointing.load(self.sharded(is_loading=True), folder)
         self._trained.load(state["critic"])
         self._critic.batches = state["critic_batches"]
 
     def load_alone(self, path: str) -> None:
-        """As `load`, with the random state of a rank that has nothing but the critic."""
+        """As `load`, with the random state of a rank that has nothing but the
+        critic."""
         self.load(path)
         load_random_state(str(Path(path) / CRITIC_FOLDER))
 
@@ -48,8 +54,8 @@ class CriticState(SavedState):
 
 
 def critic_folder(path: str) -> str:
-    """The folder of a checkpoint that holds its critic. Raises TrainError if there is no checkpoint, or no
-    critic in it."""
+    """The folder of a checkpoint that holds its critic. Raises TrainError if there is
+    no checkpoint, or no critic in it."""
     below = str(Path(path) / CRITIC_FOLDER)
     if dist_checkpointing.check_is_distributed_checkpoint(below):
         return below

@@ -1,10 +1,13 @@
-"""The trainer's end of the weight transport `delta`: what changed since the version before, as a folder.
+"""The trainer's end of the weight transport `delta`: what changed since the version
+before, as a folder.
 
-Invariant: a folder appears under its name when its files are whole and on disk. The chains
-(`weights/delta_folder.py`) of the version staged last and of the one before it are on disk; other folders are
-removed. Every n-th version is written whole, and so is one that follows a failure or is tried again.
+Invariant: a folder appears under its name when its files are whole and on disk. The
+chains (`weights/delta_folder.py`) of the version staged last and of the one before it
+are on disk; other folders are removed. Every n-th version is written whole, and so is
+one that follows a failure or is tried again.
 
-Takes one copy of the weights in the memory of the rank that writes, to compare the next version with.
+Takes one copy of the weights in the memory of the rank that writes, to compare the next
+version with.
 """
 
 import os
@@ -36,7 +39,8 @@ _Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class DeltaFolders:
-    """Chains of folders below `parent`, which holds nothing else. `full_every`: the length of a chain."""
+    """Chains of folders below `parent`, which holds nothing else. `full_every`: the
+    length of a chain."""
 
     def __init__(self, layout: WeightLayout, parent: Path, *, full_every: int) -> None:
         self._layout = layout
@@ -49,13 +53,14 @@ class DeltaFolders:
         self._chain_before: list[Path] = []
         """To the version before, which engines may have to go back to."""
         self._base: dict[str, torch.Tensor] = {}
-        """The bytes of the version staged last. Empty: the next one is written whole."""
+        """The bytes of the version staged last. Empty: the next one is written
+        whole."""
         for left in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def stage(self, version: WeightVersion, tensors: _Tensors) -> StagedWeights:
-        """Writes the tensors of the layout, in its order, from any device. Raises LayoutError, and
-        WeightSyncError if they cannot be written."""
+        """Writes the tensors of the layout, in its order, from any device. Raises
+        LayoutError, and WeightSyncError if they cannot be written."""
         if version == self._version:  # a failed update is tried again
             self._base = {}
         else:
@@ -80,10 +85,17 @@ class DeltaFolders:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             reason = f"the weights of version {version} cannot be written to {self._parent}: {error}"
-            raise WeightSyncError(f"{reason}. Two versions need room there (--weight-folder)") from error
-        except (TrainError, ValueError) as error:  # another tensor, or too few or too many
+            raise WeightSyncError(
+                f"{reason}. Two versions need room there (--weight-folder)"
+            ) from error
+        except (
+            TrainError,
+            ValueError,
+        ) as error:  # another tensor, or too few or too many
             shutil.rmtree(partial, ignore_errors=True)
-            raise LayoutError(f"the tensors to stage are not those of the layout: {error}") from error
+            raise LayoutError(
+                f"the tensors to stage are not those of the layout: {error}"
+            ) from error
         self._version = version
         self._chain = [*chain, folder]
         self._base = base
@@ -95,7 +107,9 @@ class DeltaFolders:
             num_bytes=written,
         )
 
-    def _write_whole(self, folder: Path, tensors: _Tensors, base: dict[str, torch.Tensor]) -> dict[str, str]:
+    def _write_whole(
+        self, folder: Path, tensors: _Tensors, base: dict[str, torch.Tensor]
+    ) -> dict[str, str]:
         """Returns the checksums. Fills `base`."""
         checksums: dict[str, str] = {}
 
@@ -112,13 +126,16 @@ class DeltaFolders:
     def _write_difference(
         self, folder: Path, tensors: _Tensors, base: dict[str, torch.Tensor]
     ) -> dict[str, str]:
-        """Returns the checksums. `base` becomes what is written. Raises TrainError, ValueError."""
+        """Returns the checksums. `base` becomes what is written. Raises TrainError,
+        ValueError."""
         checksums: dict[str, str] = {}
         frames: dict[str, Frame] = {}
         with (folder / DELTA_NAME).open("wb") as file:
             for spec, (name, tensor) in zip(self._layout, tensors, strict=True):
                 if spec_of(name, tensor) != spec:
-                    raise TrainError(f"{spec_of(name, tensor)} is written where the layout has {spec}")
+                    raise TrainError(
+                        f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                    )
                 new_bytes = raw_bytes(tensor)
                 checksums[name] = checksum(tensor)
                 frame = compress(base[name] ^ new_bytes, spec)
@@ -127,7 +144,9 @@ class DeltaFolders:
                 file.write(frame)
             file.flush()
             os.fsync(file.fileno())
-        _write_synced(folder / MANIFEST_NAME, Manifest(checksums=checksums, frames=frames))
+        _write_synced(
+            folder / MANIFEST_NAME, Manifest(checksums=checksums, frames=frames)
+        )
         return checksums
 
     def _remove_besides(self, kept: list[Path]) -> None:

@@ -1,8 +1,9 @@
 """The one place in the trainer that knows CPU from CUDA.
 
-`prepare()` must run before any module of Megatron is imported. On CUDA it changes nothing in torch. On a
-CPU it makes Megatron run (`megatron_on_cpu.py`). Where TransformerEngine is absent, it repairs how the
-distributed optimizer loads torch's AdamW (`adamw_steps.py`). Other repairs are in `megatron_repairs.py`.
+`prepare()` must run before any module of Megatron is imported. On CUDA it changes
+nothing in torch. On a CPU it makes Megatron run (`megatron_on_cpu.py`). Where
+TransformerEngine is absent, it repairs how the distributed optimizer loads torch's
+AdamW (`adamw_steps.py`). Other repairs are in `megatron_repairs.py`.
 """
 
 from __future__ import annotations
@@ -58,14 +59,16 @@ def backend() -> str:
 
 
 def groups_connect_late() -> bool:
-    """Whether processes may come to the group's store again after the group was made: NCCL sets up its
-    communicators when they are first used, gloo connects all ranks at once."""
+    """Whether processes may come to the group's store again after the group was made:
+    NCCL sets up its communicators when they are first used, gloo connects all ranks at
+    once."""
     return on_cuda()
 
 
 def to_device(array: NDArray[Any], target: torch.device) -> torch.Tensor:
-    """The array on the target. A GPU copies it while the host goes on: the copy starts from page-locked
-    memory, which torch keeps until the copy has been made. On a CPU the tensor shares the array's memory."""
+    """The array on the target. A GPU copies it while the host goes on: the copy starts
+    from page-locked memory, which torch keeps until the copy has been made. On a CPU
+    the tensor shares the array's memory."""
     tensor = torch.from_numpy(array)
     if target.type == "cpu":
         return tensor
@@ -73,34 +76,37 @@ def to_device(array: NDArray[Any], target: torch.device) -> torch.Tensor:
 
 
 def attention_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of attention under the compute dtype. On CPU the backward pass of torch's flash kernel is
-    twice as fast in float32 as in bfloat16."""
+    """The dtype of attention under the compute dtype. On CPU the backward pass of
+    torch's flash kernel is twice as fast in float32 as in bfloat16."""
     return dtype if on_cuda() else torch.float32
 
 
 def attends_in_one_kernel(head_dim: int) -> bool:
-    """Whether a layer's attention over a packed row is FlexAttention's kernel (`tree_mask.py`), not one SDPA
-    call per block. torch has the kernel's backward pass on a GPU only, for heads of 16 dimensions and more.
-    `head_dim`: of queries or values, whichever is smaller."""
+    """Whether a layer's attention over a packed row is FlexAttention's kernel
+    (`tree_mask.py`), not one SDPA call per block. torch has the kernel's backward pass
+    on a GPU only, for heads of 16 dimensions and more. `head_dim`: of queries or
+    values, whichever is smaller."""
     return on_cuda() and head_dim >= SMALLEST_FLEX_HEAD
 
 
 def tokens_multiple(tensor_ranks: int) -> int:
-    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens, which tensor-parallel
-    ranks can divide. On a GPU it is whole tiles of attention, too, so that no layer pads queries and keys."""
+    """Each rank's share of a micro-batch is filled up to a multiple of so many tokens,
+    which tensor-parallel ranks can divide. On a GPU it is whole tiles of attention,
+    too, so that no layer pads queries and keys."""
     if on_cuda():
         return math.lcm(tensor_ranks, FLEX_TILE)
     return tensor_ranks
 
 
 def fuses() -> bool:
-    """Whether chains of elementwise operations are compiled into one kernel. A GPU's memory is too slow to be
-    read and written by each of them."""
+    """Whether chains of elementwise operations are compiled into one kernel. A GPU's
+    memory is too slow to be read and written by each of them."""
     return on_cuda()
 
 
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function of tensors without side effects, which is compiled for all lengths if `fuses`."""
+    """Decorates a function of tensors without side effects, which is compiled for all
+    lengths if `fuses`."""
 
     @functools.cache
     def compiled() -> Callable[Parameters, Result]:
@@ -115,9 +121,11 @@ def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     return call
 
 
-def fused_by_row(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """As `fused`, for all lengths of the first dimension of tensors that have several. The other dimensions
-    are sizes of the model: code that knows them is faster."""
+def fused_by_row(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result]:
+    """As `fused`, for all lengths of the first dimension of tensors that have several.
+    The other dimensions are sizes of the model: code that knows them is faster."""
 
     @functools.cache
     def compiled() -> Callable[Parameters, Result]:
@@ -136,7 +144,8 @@ def fused_by_row(function: Callable[Parameters, Result]) -> Callable[Parameters,
 
 
 def compiler() -> str:
-    """torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is for tests and makes no code."""
+    """torch.compile's backend: Triton's kernels on a GPU. The one on a CPU is for tests
+    and makes no code."""
     return "inductor" if on_cuda() else "eager"
 
 
@@ -156,22 +165,24 @@ def prepare() -> None:
         repair_megatron()
     if on_cuda():
         batch_gradient_clipping()
-        # A rank has a dozen kernels to compile. The processes that torch would start for that take longer to
-        # start, and a rank waits for their end when it ends.
+        # A rank has a dozen kernels to compile. The processes that torch would start
+        # for that take longer to start, and a rank waits for their end when it ends.
         from torch._inductor import config  # 3 s of imports, which a CPU does without
 
         config.compile_threads = 1
 
 
 def peak_memory() -> int:
-    """Bytes that this rank has used at most since it started: of the GPU by torch, on a CPU resident."""
+    """Bytes that this rank has used at most since it started: of the GPU by torch, on a
+    CPU resident."""
     if on_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of the host, pinned where the tensor is on a GPU. It is made once `wait` returns."""
+    """A copy in memory of the host, pinned where the tensor is on a GPU. It is made
+    once `wait` returns."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=on_cuda())
     return copy.copy_(tensor, non_blocking=True)
 
@@ -189,7 +200,8 @@ def wait() -> None:
 
 
 def free_unused_memory() -> None:
-    """Gives what torch keeps of a GPU's memory for later back to the driver, for other processes."""
+    """Gives what torch keeps of a GPU's memory for later back to the driver, for other
+    processes."""
     if on_cuda():
         torch.cuda.empty_cache()
 
@@ -202,7 +214,8 @@ def used_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes that any process can still take: of this rank's GPU, on a CPU of the machine."""
+    """Bytes that any process can still take: of this rank's GPU, on a CPU of the
+    machine."""
     if on_cuda():
         free, _ = torch.cuda.mem_get_info()
         return free
@@ -210,11 +223,12 @@ def free_memory() -> int:
 
 
 def make_deterministic() -> None:
-    """Makes every operation give the same bits each time. Call it before the first operation on a GPU. torch
-    then raises where an operation has no deterministic form.
+    """Makes every operation give the same bits each time. Call it before the first
+    operation on a GPU. torch then raises where an operation has no deterministic form.
 
-    On CPU the operations of the trainer are so anyway. On a GPU cuBLAS needs a workspace of its own per
-    stream, and NCCL one algorithm whatever the size of what it reduces.
+    On CPU the operations of the trainer are so anyway. On a GPU cuBLAS needs a
+    workspace of its own per stream, and NCCL one algorithm whatever the size of what it
+    reduces.
     """
     if on_cuda():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -224,8 +238,8 @@ def make_deterministic() -> None:
 
 
 def fuse_adam(optimizer: ChainedOptimizer) -> None:
-    """torch's AdamW makes one pass over memory per operation unless it is asked to fuse them. Optimizers of
-    TransformerEngine and Apex are fused already."""
+    """torch's AdamW makes one pass over memory per operation unless it is asked to fuse
+    them. Optimizers of TransformerEngine and Apex are fused already."""
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -244,13 +258,16 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Restores what `random_state` returned. The CUDA part is skipped where either side has no CUDA."""
+    """Restores what `random_state` returned. The CUDA part is skipped where either side
+    has no CUDA."""
     torch.set_rng_state(state["cpu"])
     if on_cuda() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
         prefix = "tracker/"
         tracked = {
-            name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)
+            name.removeprefix(prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(prefix)
         }
         _rng_tracker().set_states(tracked)
 
@@ -262,8 +279,8 @@ def _rng_tracker() -> Any:
 
 
 class Stopwatch:
-    """Adds up the seconds of blocks: on a CPU those of the host, on a GPU those between two places in the
-    work that it is given, for which the host does not wait."""
+    """Adds up the seconds of blocks: on a CPU those of the host, on a GPU those between
+    two places in the work that it is given, for which the host does not wait."""
 
     def __init__(self) -> None:
         self._host_seconds = 0.0

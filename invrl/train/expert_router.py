@@ -1,8 +1,9 @@
-"""Megatron's router of experts, with a bias that stays float32 in a model of any dtype, and a count of what
-it chose.
+"""Megatron's router of experts, with a bias that stays float32 in a model of any dtype,
+and a count of what it chose.
 
-Megatron converts the whole model to bfloat16 and makes the bias float32 again at its first use: by then it is
-rounded, and what is exported is not what was loaded. Imported after `device.prepare()`.
+Megatron converts the whole model to bfloat16 and makes the bias float32 again at its
+first use: by then it is rounded, and what is exported is not what was loaded. Imported
+after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,16 @@ from invrl.train.routing_replay import LayerRouting
 class ExpertRouter(TopKRouter):
     """Chooses experts as Megatron does.
 
-    Inside `counting` it adds up, over tokens, how often it chose each expert, and the entropy of its scores.
+    Inside `counting` it adds up, over tokens, how often it chose each expert, and the
+    entropy of its scores.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows_P: torch.Tensor | None = None
         self.tally = self._no_tally()
-        """[experts + 1] float64, since the last `clear`: the rows' tokens that each expert computes, then the
-        sum of their entropies in nats."""
+        """[experts + 1] float64, since the last `clear`: the rows' tokens that each
+        expert computes, then the sum of their entropies in nats."""
 
     def clear(self) -> None:
         self.tally = self._no_tally()
@@ -40,7 +42,8 @@ class ExpertRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits` [P, 1, experts]. Returns the chosen experts' weights and which they are, [P, experts]."""
+        """`logits` [P, 1, experts]. Returns the chosen experts' weights and which they
+        are, [P, experts]."""
         weights_PE, chosen_PE = super().routing(logits, padding_mask)
         if isinstance(self.router_replay, LayerRouting):
             self.router_replay.note(logits.detach().flatten(0, 1), self.score_function)
@@ -49,7 +52,9 @@ class ExpertRouter(TopKRouter):
                 self._count(logits.flatten(0, 1), chosen_PE, self._rows_P.double())
         return weights_PE, chosen_PE
 
-    def _count(self, logits_PE: torch.Tensor, chosen_PE: torch.Tensor, rows_P: torch.Tensor) -> None:
+    def _count(
+        self, logits_PE: torch.Tensor, chosen_PE: torch.Tensor, rows_P: torch.Tensor
+    ) -> None:
         if self.score_function == "sigmoid":
             scores_PE = logits_PE.float().sigmoid()
             shares_PE = scores_PE / scores_PE.sum(-1, keepdim=True)
@@ -59,7 +64,9 @@ class ExpertRouter(TopKRouter):
         self.tally[:-1] += rows_P @ chosen_PE.double()
         self.tally[-1] += rows_P @ entropy_P
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Any:
         """torch's hook for every conversion of a module (`to`, `bfloat16`, ...)."""
         bias = self.expert_bias
         module = super()._apply(fn, recurse)
@@ -74,11 +81,12 @@ def routers_of(model: torch.nn.Module) -> list[ExpertRouter]:
 
 @contextmanager
 def counting(routers: Sequence[ExpertRouter], rows_P: torch.Tensor) -> Iterator[None]:
-    """The routers count within the block: each token as often as there are rows that have it, so that the sum
-    depends neither on how rows were packed nor on how ranks divide them.
+    """The routers count within the block: each token as often as there are rows that
+    have it, so that the sum depends neither on how rows were packed nor on how ranks
+    divide them.
 
-    `rows_P`: of the tokens that this rank routes. What activation recomputation repeats in the backward pass
-    is outside the block.
+    `rows_P`: of the tokens that this rank routes. What activation recomputation repeats
+    in the backward pass is outside the block.
     """
     for router in routers:
         router._rows_P = rows_P

@@ -1,9 +1,11 @@
-"""Which tokens a grammar let the engine sample, computed again from the grammar and the sampled ids.
+"""Which tokens a grammar let the engine sample, computed again from the grammar and the
+sampled ids.
 
-An engine under a grammar samples from the softmax over the tokens that the grammar allows at that place, and
-returns the log-probs of that distribution. A grammar is deterministic: XGrammar with the same grammar,
-the same tokenizer and the same ids allows the same tokens here as it did in the engine. So a sample
-carries the grammar's text, not a set of tokens per place.
+An engine under a grammar samples from the softmax over the tokens that the grammar
+allows at that place, and returns the log-probs of that distribution. A grammar is
+deterministic: XGrammar with the same grammar, the same tokenizer and the same ids
+allows the same tokens here as it did in the engine. So a sample carries the grammar's
+text, not a set of tokens per place.
 """
 
 import json
@@ -25,14 +27,16 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """The masks of one model folder. XGrammar and the tokenizer are loaded with the first grammar."""
+    """The masks of one model folder. XGrammar and the tokenizer are loaded with the
+    first grammar."""
 
     def __init__(self, model_path: Path | str, vocab_size: int) -> None:
         self._model_path = Path(model_path)
         self._vocab_size = vocab_size
 
     def rows(self, samples: Iterable[TrainSample]) -> list[Row]:
-        """One row per sample: its trained tokens are wanted, each among the tokens that its grammar allowed.
+        """One row per sample: its trained tokens are wanted, each among the tokens that
+        its grammar allowed.
 
         Raises TrainError for a token that its grammar does not allow.
         """
@@ -47,7 +51,9 @@ class GrammarMasks:
                     mask_by_position[position] = shared_masks.setdefault(mask, mask)
             allowed_N: tuple[bytes | None, ...] = ()
             if mask_by_position:
-                allowed_N = tuple(mask_by_position.get(position) for position in wanted_N.tolist())
+                allowed_N = tuple(
+                    mask_by_position.get(position) for position in wanted_N.tolist()
+                )
             candidates_NK = None
             if sample.top_logprobs is not None:
                 candidates_NK = sample.top_logprobs.ids_TK[wanted_N]
@@ -63,8 +69,8 @@ class GrammarMasks:
         return rows
 
     def allowed(self, span: GrammarSpan, ids_T: NDArray[np.int32]) -> list[bytes]:
-        """For each of the ids, all sampled under the span's grammar: the tokens that the grammar allowed, one
-        bit per token of the vocabulary, the lowest bit first.
+        """For each of the ids, all sampled under the span's grammar: the tokens that
+        the grammar allowed, one bit per token of the vocabulary, the lowest bit first.
 
         Raises TrainError for an id that the grammar does not allow.
         """

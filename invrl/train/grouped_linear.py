@@ -1,7 +1,9 @@
-"""Many linear layers of one shape, each over its own rows, as one matrix product in groups.
+"""Many linear layers of one shape, each over its own rows, as one matrix product in
+groups.
 
-`torch.nn.functional.grouped_mm` chooses how: in bfloat16 on GPUs of compute capability 9.0 and 10.0 by one
-kernel, elsewhere by one product for each group. A group may have any number of rows, also none.
+`torch.nn.functional.grouped_mm` chooses how: in bfloat16 on GPUs of compute capability
+9.0 and 10.0 by one kernel, elsewhere by one product for each group. A group may have
+any number of rows, also none.
 """
 
 from collections.abc import Sequence
@@ -24,18 +26,23 @@ def grouped_linear(
 ) -> torch.Tensor:
     """[P, O]: each row times the transposed weight of its group.
 
-    `sizes_E`: numbers of rows of the groups, which follow each other. `weights`: one [O, I] for each group.
-    Each gets a gradient, 0 where its group has no rows. `takes_rows_of` says which I and O may be.
+    `sizes_E`: numbers of rows of the groups, which follow each other. `weights`: one
+    [O, I] for each group. Each gets a gradient, 0 where its group has no rows.
+    `takes_rows_of` says which I and O may be.
     """
     return _GroupedLinear.apply(rows_PI, sizes_E, *weights)  # pyright: ignore[reportReturnType]
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Keeps the weights themselves for the backward pass, not a stack, which might be a copy."""
+    """Keeps the weights themselves for the backward pass, not a stack, which might be a
+    copy."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        context: Any, rows_PI: torch.Tensor, sizes_E: Sequence[int], *weights: torch.Tensor
+        context: Any,
+        rows_PI: torch.Tensor,
+        sizes_E: Sequence[int],
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
         rows_PI = _row_major(rows_PI)
         ends_E = torch.tensor(sizes_E).cumsum(0, dtype=torch.int32).to(rows_PI.device)
@@ -51,31 +58,42 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         rows_PI, ends_E, *weights = context.saved_tensors
         if not len(rows_PI):
-            return torch.zeros_like(rows_PI), None, *(torch.zeros_like(weight) for weight in weights)
+            return (
+                torch.zeros_like(rows_PI),
+                None,
+                *(torch.zeros_like(weight) for weight in weights),
+            )
         gradient_PO = _row_major(gradient_PO)
         rows_gradient_PI = grouped_mm(gradient_PO, stacked(weights), offs=ends_E)
-        weight_gradients = list(grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E).unbind())
+        weight_gradients = list(
+            grouped_mm(gradient_PO.t(), rows_PI, offs=ends_E).unbind()
+        )
         for group, size in enumerate(context.sizes_E):
-            if size == 0:  # torch's kernel may leave it unwritten (pytorch/pytorch issue 172439)
+            if (
+                size == 0
+            ):  # torch's kernel may leave it unwritten (pytorch/pytorch issue 172439)
                 weight_gradients[group].zero_()
         return rows_gradient_PI, None, *weight_gradients
 
 
 def _row_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Contiguous. A matrix of one row is so whatever its strides are, but torch's kernel looks at them."""
+    """Contiguous. A matrix of one row is so whatever its strides are, but torch's
+    kernel looks at them."""
     return matrix.contiguous().flatten().view(matrix.shape)
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E, O, I], without gradient. A view if the weights lie in one storage, in order and at equal distances,
-    else a copy."""
+    """[E, O, I], without gradient. A view if the weights lie in one storage, in order
+    and at equal distances, else a copy."""
     first = weights[0].detach()
     addresses = [weight.data_ptr() for weight in weights]
     distance = addresses[1] - addresses[0] if len(weights) > 1 else first.nbytes
     storage = first.untyped_storage()
     end = addresses[0] + (len(weights) - 1) * distance + first.nbytes
     is_in_one_storage = end <= storage.data_ptr() + storage.nbytes()
-    is_regular = addresses == [addresses[0] + number * distance for number in range(len(weights))]
+    is_regular = addresses == [
+        addresses[0] + number * distance for number in range(len(weights))
+    ]
     is_apart = distance >= first.nbytes and distance % _ALIGNMENT == 0
     if not (is_regular and is_apart and is_in_one_storage):
         return torch.stack([weight.detach() for weight in weights])

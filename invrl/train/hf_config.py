@@ -1,8 +1,10 @@
-"""Reads a Hugging Face folder's `config.json` as the typed, checked description of its family.
+"""Reads a Hugging Face folder's `config.json` as the typed, checked description of its
+family.
 
-A model that the trainer does not compute exactly is refused here, by name, before a weight is read. The
-folder has passed the one check of a model folder (`invrl/model_folder.py`), so its family is a supported one
-and its weights are plain. Imports neither torch nor transformers, so a run can be checked before any process
+A model that the trainer does not compute exactly is refused here, by name, before a
+weight is read. The folder has passed the one check of a model folder
+(`invrl/model_folder.py`), so its family is a supported one and its weights are plain.
+Imports neither torch nor transformers, so a run can be checked before any process
 starts.
 """
 
@@ -21,15 +23,19 @@ from invrl.types import Json
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:
-    """Reads config.json of a folder that has passed `check_model_folder`. Raises ConfigError for an
-    unsupported feature."""
-    return parse_hf_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    """Reads config.json of a folder that has passed `check_model_folder`. Raises
+    ConfigError for an unsupported feature."""
+    return parse_hf_config(
+        json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    )
 
 
 def parse_hf_config(config: Mapping[str, Json]) -> HuggingFaceConfig:
     """Accepts the field names of transformers 4 and 5. Raises ConfigError."""
     family = FAMILIES[str(config["model_type"])]
-    fields: dict[str, Json] = {name: value for name, value in config.items() if value is not None}
+    fields: dict[str, Json] = {
+        name: value for name, value in config.items() if value is not None
+    }
     for name, field in family.config.model_fields.items():
         if name in config and NoneType in get_args(field.annotation):
             fields[name] = config[name]  # null is a value of this field

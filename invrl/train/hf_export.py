@@ -39,13 +39,14 @@ def export_hugging_face(
     chat_template: str = "",
     max_shard_bytes: float,
 ) -> FileEntries:
-    """Writes the weights, which are those of `specs`; copies configuration, tokenizer and template from
-    `source`.
+    """Writes the weights, which are those of `specs`; copies configuration, tokenizer
+    and template from `source`.
 
-    A `chat_template` replaces the source's own, so that whoever serves the model uses the template that
-    it was trained with. The folder appears whole at `path` and replaces one that was there; its files are
-    on disk by then. The files get ordinary modes, whatever the modes of the source's files. Returns the
-    entries of the files with weights.
+    A `chat_template` replaces the source's own, so that whoever serves the model uses
+    the template that it was trained with. The folder appears whole at `path` and
+    replaces one that was there; its files are on disk by then. The files get ordinary
+    modes, whatever the modes of the source's files. Returns the entries of the files
+    with weights.
     """
     folder = Path(path)
     new_folder = folder.with_name(folder.name + ".new")
@@ -66,7 +67,8 @@ def export_hugging_face(
 
 
 def copy_other_files(source: Path, to: Path) -> None:
-    """Copies configuration, tokenizer and template of a Hugging Face folder: all but its weights."""
+    """Copies configuration, tokenizer and template of a Hugging Face folder: all but
+    its weights."""
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, to / file.name)

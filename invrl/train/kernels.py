@@ -1,7 +1,9 @@
-"""Which implementations compute a trainer's attention, norms, experts and optimizer on a machine.
+"""Which implementations compute a trainer's attention, norms, experts and optimizer on
+a machine.
 
-`device.py` chooses the attention, torch the products of the experts (`grouped_linear.py`), Megatron the
-optimizer when it is imported. This file says which those will be, without importing torch or Megatron.
+`device.py` chooses the attention, torch the products of the experts
+(`grouped_linear.py`), Megatron the optimizer when it is imported. This file says which
+those will be, without importing torch or Megatron.
 """
 
 import importlib.util
@@ -11,8 +13,12 @@ SMALLEST_FLEX_HEAD = 16
 """Fewest dimensions of a head that torch's FlexAttention has a kernel for."""
 FLEX_TILE = 128
 """Queries and keys of one tile of FlexAttention's mask."""
-_FUSED_ADAM = {"transformer_engine": "TransformerEngine's FusedAdam", "apex": "Apex's FusedAdam"}
-"""Package -> the optimizer that Megatron takes from the first of them that is installed."""
+_FUSED_ADAM = {
+    "transformer_engine": "TransformerEngine's FusedAdam",
+    "apex": "Apex's FusedAdam",
+}
+"""Package -> the optimizer that Megatron takes from the first of them that is
+installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,8 @@ class Kernels:
 
     @staticmethod
     def of(*, head_dim: int, has_experts: bool, dtype: str, on_cuda: bool) -> "Kernels":
-        """`head_dim`: of queries or values, whichever is smaller. `dtype`: of the weights."""
+        """`head_dim`: of queries or values, whichever is smaller. `dtype`: of the
+        weights."""
         attention = "torch SDPA, calls for each branch of a prefix tree"
         if on_cuda and head_dim >= SMALLEST_FLEX_HEAD:
             attention = "torch FlexAttention, one kernel for a packed row"
@@ -34,9 +41,15 @@ class Kernels:
             experts = "torch grouped_mm, a product for each expert"
             if on_cuda and dtype == "bfloat16":
                 experts = "torch grouped_mm, one kernel for all experts (on compute capability 9.0 and 10.0)"
-        installed = (name for package, name in _FUSED_ADAM.items() if importlib.util.find_spec(package))
+        installed = (
+            name
+            for package, name in _FUSED_ADAM.items()
+            if importlib.util.find_spec(package)
+        )
         optimizer = next(installed, "torch AdamW")
-        return Kernels(attention=attention, norms="torch", experts=experts, optimizer=optimizer)
+        return Kernels(
+            attention=attention, norms="torch", experts=experts, optimizer=optimizer
+        )
 
     def __str__(self) -> str:
         text = f"attention: {self.attention}; norms: {self.norms}; optimizer: {self.optimizer}"

@@ -1,7 +1,8 @@
-"""Megatron's specification of one decoder layer, with what the model's family has extra.
+"""Megatron's specification of one decoder layer, with what the model's family has
+extra.
 
-Everything that differs from layer to layer is bound here: window, rotary positions, attention scale. Imported
-after `device.prepare()`.
+Everything that differs from layer to layer is bound here: window, rotary positions,
+attention scale. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable
@@ -27,11 +28,15 @@ from invrl.train.norm import RmsNorm
 from invrl.train.routing_replay import RoutedLayer
 
 
-def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, layer: int) -> ModuleSpec:
+def decoder_layer(
+    config: HuggingFaceConfig, transformer: TransformerConfig, layer: int
+) -> ModuleSpec:
     """`layer`: its number in the whole model, counted from 0."""
     experts = config.experts
     spec = get_gpt_layer_local_spec(
-        num_experts=experts.count if experts is not None and config.has_experts(layer) else None,
+        num_experts=experts.count
+        if experts is not None and config.has_experts(layer)
+        else None,
         qk_layernorm=config.qk_norm,
         multi_latent_attention=config.latent_attention is not None,
         normalization="RMSNorm",
@@ -46,7 +51,9 @@ def decoder_layer(config: HuggingFaceConfig, transformer: TransformerConfig, lay
     block.input_layernorm = RmsNorm
     block.pre_mlp_layernorm = RmsNorm
     if config.post_norms:
-        normed_residual = ModuleSpec(module=NormedResidual, params={"config": transformer})
+        normed_residual = ModuleSpec(
+            module=NormedResidual, params={"config": transformer}
+        )
         block.self_attn_bda = normed_residual
         block.mlp_bda = normed_residual
     self_attention = cast(ModuleSpec, block.self_attention)
@@ -67,35 +74,45 @@ def _specify_attention(spec: ModuleSpec, config: HuggingFaceConfig, layer: int) 
         submodules.k_layernorm = RmsNorm
     # The factor belongs to queries and keys alike, so their products have it twice.
     scale = config.attention_scale * attention_factor(attention.rope) ** 2
-    submodules.core_attention = partial(TreeAttention, scale=scale, window=attention.window)
+    submodules.core_attention = partial(
+        TreeAttention, scale=scale, window=attention.window
+    )
 
 
-def _specify_latent_attention(spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention) -> None:
+def _specify_latent_attention(
+    spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention
+) -> None:
     spec.module = LatentSelfAttention
-    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does not have it, but
-    # `RotaryPositions`.
+    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does
+    # not have it, but `RotaryPositions`.
     spec.params = spec.params | {
         "shape": shape,
         "rope": config.rope,
         "scale": config.attention_scale,
     }
     submodules = cast(MLASelfAttentionSubmodules, spec.submodules)
-    submodules.core_attention = torch.nn.Identity  # Megatron builds it twice; the module sets its own
+    submodules.core_attention = (
+        torch.nn.Identity
+    )  # Megatron builds it twice; the module sets its own
 
 
 class NormedResidual(RmsNorm):
-    """Adds the normalised output of attention or MLP to the residual: stands in place of Megatron's
-    bias-dropout-add. There is neither bias nor dropout."""
+    """Adds the normalised output of attention or MLP to the residual: stands in place
+    of Megatron's bias-dropout-add. There is neither bias nor dropout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:  # pyright: ignore
-        """The function that Megatron calls with (output, bias), the residual and a dropout probability."""
+        """The function that Megatron calls with (output, bias), the residual and a
+        dropout probability."""
         return self._add
 
     def _add(
-        self, output_with_bias: tuple[torch.Tensor, Any], residual: torch.Tensor, _: float
+        self,
+        output_with_bias: tuple[torch.Tensor, Any],
+        residual: torch.Tensor,
+        _: float,
     ) -> torch.Tensor:
         output, _bias = output_with_bias
         return residual + super().forward(output)

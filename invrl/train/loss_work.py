@@ -1,7 +1,8 @@
-"""What the loss of each micro-batch is computed from, besides the current policy's numbers.
+"""What the loss of each micro-batch is computed from, besides the current policy's
+numbers.
 
-The values of a micro-batch's wanted tokens are picked out of the arrays of the mini-batch's samples. Imported
-after `device.prepare()`.
+The values of a micro-batch's wanted tokens are picked out of the arrays of the
+mini-batch's samples. Imported after `device.prepare()`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,8 @@ from invrl.types import TrainBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossWork:
-    """A micro-batch, and everything that its loss needs besides the current policy's numbers."""
+    """A micro-batch, and everything that its loss needs besides the current policy's
+    numbers."""
 
     micro_batch: MicroBatch
     loss_inputs: "partial[LossInputs]"
@@ -48,10 +50,15 @@ class LossWork:
         top = None
         if self.top is not None:
             if current_NK is None:
-                current_NK = self.top.keywords["rollout_NK"]  # minus infinity, as under any policy
+                current_NK = self.top.keywords[
+                    "rollout_NK"
+                ]  # minus infinity, as under any policy
             top = self.top(current_NK=current_NK)
         return self.loss_inputs(
-            current_N=current_N, entropy_N=entropy_N, top=top, router_shift_N=router_shift_N
+            current_N=current_N,
+            entropy_N=entropy_N,
+            top=top,
+            router_shift_N=router_shift_N,
         )
 
 
@@ -97,7 +104,8 @@ def _of_micro_batch(
     with_staleness: bool,
     with_top: bool,
 ) -> LossWork:
-    """Picks the values of the micro-batch's wanted tokens out of the mini-batch's arrays."""
+    """Picks the values of the micro-batch's wanted tokens out of the mini-batch's
+    arrays."""
     samples = mini_batch.samples
 
     def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
@@ -111,10 +119,16 @@ def _of_micro_batch(
     row_samples = [samples[index] for index in row_indices]
     tokens_of_row = [len(wanted_N) for _, wanted_N in micro_batch.rows if len(wanted_N)]
     rows = Rows(
-        row_N=to_device(np.arange(len(row_indices)).repeat(tokens_of_row), device.device()),
+        row_N=to_device(
+            np.arange(len(row_indices)).repeat(tokens_of_row), device.device()
+        ),
         tokens_R=of_rows(tokens_of_row),
-        rollout_tokens_R=of_rows(trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples),
-        group_tokens_R=of_rows(trained.tokens_of_group[sample.group_id] for sample in row_samples),
+        rollout_tokens_R=of_rows(
+            trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples
+        ),
+        group_tokens_R=of_rows(
+            trained.tokens_of_group[sample.group_id] for sample in row_samples
+        ),
     )
     columns: dict[str, torch.Tensor] = {}
     for name in common_names([sample.columns for sample in samples]):
@@ -127,10 +141,16 @@ def _of_micro_batch(
     row_numbers: dict[str, torch.Tensor] = {}
     for name in common_names([numbers[index] for index in row_indices]):
         row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
-    after_update = [sampled_after_update(sample, mini_batch.version) for sample in mini_batch.samples]
+    after_update = [
+        sampled_after_update(sample, mini_batch.version)
+        for sample in mini_batch.samples
+    ]
     after_update_N = None
     if any(after_update_T.any() for after_update_T in after_update):
-        after_update_N = pick([after_update_T.astype(np.float32) for after_update_T in after_update]) > 0
+        after_update_N = (
+            pick([after_update_T.astype(np.float32) for after_update_T in after_update])
+            > 0
+        )
     loss_inputs = partial(
         LossInputs,
         rollout_N=pick([sample.rollout_logprobs_T for sample in mini_batch.samples]),
@@ -148,9 +168,11 @@ def _of_micro_batch(
     return LossWork(micro_batch, loss_inputs, top)
 
 
-def _top_tokens(mini_batch: TrainBatch, micro_batch: MicroBatch) -> "partial[TopTokens]":
-    """The candidates of the micro-batch's wanted tokens, without their current log-probs. K is 1 where no row
-    has candidates."""
+def _top_tokens(
+    mini_batch: TrainBatch, micro_batch: MicroBatch
+) -> "partial[TopTokens]":
+    """The candidates of the micro-batch's wanted tokens, without their current
+    log-probs. K is 1 where no row has candidates."""
     candidates_NK = micro_batch.candidates_NK
     if candidates_NK is None:
         candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)

@@ -1,11 +1,13 @@
-"""`--megatron-*`: fields of Megatron's own configuration classes, checked against the installed package.
+"""`--megatron-*`: fields of Megatron's own configuration classes, checked against the
+installed package.
 
-Which fields may be set is `_ACCEPTED`; which are invrl's own flags is `_BY_FLAG`. What invrl itself sets
-is in `model.transformer_config` (TransformerConfig) and `optimizer.distribute` (DDP and optimizer).
+Which fields may be set is `_ACCEPTED`; which are invrl's own flags is `_BY_FLAG`. What
+invrl itself sets is in `model.transformer_config` (TransformerConfig) and
+`optimizer.distribute` (DDP and optimizer).
 
-Invariant: an option that passes changes how the same function is computed or optimised, never what is
-computed. What the model folder, invrl's own settings or the training step decide is refused, with what to use
-instead. Megatron is imported inside functions only.
+Invariant: an option that passes changes how the same function is computed or optimised,
+never what is computed. What the model folder, invrl's own settings or the training step
+decide is refused, with what to use instead. Megatron is imported inside functions only.
 """
 
 import contextlib
@@ -78,14 +80,16 @@ _ACCEPTED = """
     reduce_scatter_with_fp32_accumulation nccl_ub disable_symmetric_registration adam_eps
     decoupled_weight_decay apply_wd_to_qk_layernorm log_num_zeros_in_grad
 """.split()
-"""The fields that may be set. Every other field decides what is computed (config.json does that), is fixed by
-the training step and its layers, would be ignored silently, needs a library or a parallel layout that the
-trainer does not have, or breaks what invrl promises (float32 master weights)."""
+"""The fields that may be set. Every other field decides what is computed (config.json
+does that), is fixed by the training step and its layers, would be ignored silently,
+needs a library or a parallel layout that the trainer does not have, or breaks what
+invrl promises (float32 master weights)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions:
-    """Parsed fields of Megatron's three classes. An option that several of them have is in each."""
+    """Parsed fields of Megatron's three classes. An option that several of them have is
+    in each."""
 
     transformer: dict[str, object]
     ddp: dict[str, object]
@@ -93,18 +97,27 @@ class MegatronOptions:
 
 
 def check_megatron_options(
-    options: Mapping[str, Scalar], *, num_layers: int = 1024, chunk_sizes: Collection[int] = ()
+    options: Mapping[str, Scalar],
+    *,
+    num_layers: int = 1024,
+    chunk_sizes: Collection[int] = (),
 ) -> None:
-    """Raises ConfigError for the first option that is unknown, owned by invrl, or of the wrong type, and
-    where Megatron's classes refuse the combination of options for a model with that many layers.
+    """Raises ConfigError for the first option that is unknown, owned by invrl, or of
+    the wrong type, and where Megatron's classes refuse the combination of options for a
+    model with that many layers.
 
-    `chunk_sizes`: the numbers of layers that chunks of pipeline stages have; empty: not known yet."""
+    `chunk_sizes`: the numbers of layers that chunks of pipeline stages have; empty: not
+    known yet."""
     if not options:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's warnings about libraries belong into the log of a rank
+        warnings.simplefilter(
+            "ignore"
+        )  # Megatron's warnings about libraries belong into the log of a rank
         parsed = parse_megatron_options(options)
-        parsed.transformer.update(num_layers=num_layers, hidden_size=64, num_attention_heads=1)
+        parsed.transformer.update(
+            num_layers=num_layers, hidden_size=64, num_attention_heads=1
+        )
         for owner, config_class in _config_classes().items():
             try:
                 config_class(**getattr(parsed, owner))
@@ -115,13 +128,20 @@ def check_megatron_options(
     _check_recomputation(parsed.transformer, chunk_sizes)
 
 
-def _check_recomputation(options: Mapping[str, Any], chunk_sizes: Collection[int]) -> None:
+def _check_recomputation(
+    options: Mapping[str, Any], chunk_sizes: Collection[int]
+) -> None:
     """Raises ConfigError for what Megatron finds out in the first step only."""
     granularity = options.get("recompute_granularity")
     if granularity == "full":
         num_layers = options["recompute_num_layers"]
         if num_layers < 1:
-            raise _error("recompute_num_layers", num_layers, "no layer would be recomputed", "set 1 or more")
+            raise _error(
+                "recompute_num_layers",
+                num_layers,
+                "no layer would be recomputed",
+                "set 1 or more",
+            )
         if options["recompute_method"] == "uniform":
             for size in chunk_sizes:
                 if size % num_layers:
@@ -133,21 +153,27 @@ def _check_recomputation(options: Mapping[str, Any], chunk_sizes: Collection[int
                     )
     elif granularity == "selective":
         modules: list[str] = options.get("recompute_modules") or []
-        if "layernorm" in modules and importlib.util.find_spec("transformer_engine") is None:
+        if (
+            "layernorm" in modules
+            and importlib.util.find_spec("transformer_engine") is None
+        ):
             reason = "Megatron recomputes norms with TransformerEngine, which is not installed"
             fix = "leave layernorm out, or set --megatron-recompute-granularity full"
             raise _error("recompute_modules", ",".join(modules), reason, fix)
 
 
 def parse_megatron_options(options: Mapping[str, Scalar]) -> MegatronOptions:
-    """Options by field name ("recompute_granularity"), values as flags or TOML give them."""
+    """Options by field name ("recompute_granularity"), values as flags or TOML give
+    them."""
     parsed = MegatronOptions(transformer={}, ddp={}, optimizer={})
     if not options:
         return parsed
     types_by_owner: dict[str, dict[str, Any]] = {}
     known_names: set[str] = set()
     for owner, config_class in _config_classes().items():
-        types_by_owner[owner] = {field.name: field.type for field in fields(config_class)}
+        types_by_owner[owner] = {
+            field.name: field.type for field in fields(config_class)
+        }
         known_names.update(types_by_owner[owner])
     for name, value in options.items():
         _check_may_be_set(name, value, known_names)
@@ -190,9 +216,12 @@ def _parse(name: str, value: Scalar, annotation: Any) -> object:
 
 
 def _check_may_be_set(name: str, value: Scalar, known_names: set[str]) -> None:
-    """Raises ConfigError unless the option may be set. `known_names`: the fields that Megatron has."""
+    """Raises ConfigError unless the option may be set. `known_names`: the fields that
+    Megatron has."""
     if name in _BY_FLAG:
-        raise _error(name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}")
+        raise _error(
+            name, value, "invrl sets this field itself", f"use {_BY_FLAG[name]}"
+        )
     if name in _REFUSED:
         reason, fix = _REFUSED[name]
         raise _error(name, value, reason, fix)

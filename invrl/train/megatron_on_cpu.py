@@ -1,7 +1,8 @@
 """Makes megatron-core 0.16.1 run on a machine without CUDA.
 
-What Megatron asks of `torch.cuda` is answered for the CPU, its fused functions are not compiled, and
-collectives of a single rank are skipped. Everything acts on the whole process, before Megatron is imported.
+What Megatron asks of `torch.cuda` is answered for the CPU, its fused functions are not
+compiled, and collectives of a single rank are skipped. Everything acts on the whole
+process, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def replace_cuda() -> None:
 def _keep_freed_memory() -> None:
     """Lets malloc keep freed memory.
 
-    Activations and logits are tens of megabytes each. By default malloc maps such blocks afresh each
-    time, and the kernel zeroes every page: a first step of SmolLM2 took 43 CPU-seconds.
+    Activations and logits are tens of megabytes each. By default malloc maps such
+    blocks afresh each time, and the kernel zeroes every page: a first step of SmolLM2
+    took 43 CPU-seconds.
     """
     m_trim_threshold = -1  # the numbers are from <malloc.h>
     m_top_pad = -2
@@ -59,11 +61,13 @@ def _replace_torch_cuda() -> None:
         (cuda.nvtx, "range_pop"),
     ]
     for owner, name in silent_calls:
-        # Each gets a function of its own: dynamo, if it is ever imported, refuses one under two names.
+        # Each gets a function of its own: dynamo, if it is ever imported, refuses one
+        # under two names.
         setattr(owner, name, lambda *args, **kwargs: None)
     tensor.cuda = lambda self, *args, **kwargs: self
     module.cuda = lambda self, *args, **kwargs: self
-    # `with torch.device(...)` knows the factories by identity, so it must list them before they are wrapped.
+    # `with torch.device(...)` knows the factories by identity, so it must list them
+    # before they are wrapped.
     _device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -89,8 +93,9 @@ def _replace_torch_cuda() -> None:
 
 
 class _Stream:
-    """A CUDA stream or event on which all work is already done. Every call on it returns the stream, which is
-    true, so a query such as `event.query()` answers yes."""
+    """A CUDA stream or event on which all work is already done. Every call on it
+    returns the stream, which is true, so a query such as `event.query()` answers
+    yes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -100,7 +105,8 @@ class _Stream:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory such as `torch.zeros` that makes its tensor on the CPU where it is asked for CUDA."""
+    """A factory such as `torch.zeros` that makes its tensor on the CPU where it is
+    asked for CUDA."""
 
     @functools.wraps(factory)
     def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -114,10 +120,12 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _replace_megatron_cuda() -> None:
-    """Imports the parts of Megatron that compile functions or touch CUDA's generators, and replaces both."""
+    """Imports the parts of Megatron that compile functions or touch CUDA's generators,
+    and replaces both."""
     torch_module: Any = torch
     compile_function = torch_module.compile
-    # Importing Megatron decorates its fused functions with torch.compile, whose inductor is for the GPU.
+    # Importing Megatron decorates its fused functions with torch.compile, whose
+    # inductor is for the GPU.
     torch_module.compile = lambda function: function
     try:
         import megatron.core.jit as jit
@@ -130,7 +138,8 @@ def _replace_megatron_cuda() -> None:
     rng: Any = random
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # Its tracker warns that the CPU's random state changed; here that is the state which it keeps.
+    # Its tracker warns that the CPU's random state changed; here that is the state
+    # which it keeps.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -139,12 +148,14 @@ def _replace_megatron_cuda() -> None:
 def _skip_collectives_of_one() -> None:
     """Skips the distributed optimizer's collectives where there is only one rank.
 
-    They scatter and gather whole buffers onto themselves, and gloo copies each of them more than once: that
-    took a fifth of a step.
+    They scatter and gather whole buffers onto themselves, and gloo copies each of them
+    more than once: that took a fifth of a step.
     """
     import megatron.core.distributed.param_and_grad_buffer as module
 
-    def run_unless_in_place(collective: Any, output: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_unless_in_place(
+        collective: Any, output: Any, source: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         # Output and source are the same memory only in a group of one.
         if output.data_ptr() == source.data_ptr() and output.numel() == source.numel():
             return None
@@ -152,11 +163,16 @@ def _skip_collectives_of_one() -> None:
 
     buffers: Any = module
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, functools.partial(run_unless_in_place, getattr(buffers, name)))
+        setattr(
+            buffers,
+            name,
+            functools.partial(run_unless_in_place, getattr(buffers, name)),
+        )
 
 
 def _give_expert_sizes_as_numpy() -> None:
-    """Megatron's token dispatcher needs some sizes as numpy arrays, and makes them of CUDA tensors only."""
+    """Megatron's token dispatcher needs some sizes as numpy arrays, and makes them of
+    CUDA tensors only."""
     import megatron.core.transformer.moe.token_dispatcher as module
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -1,8 +1,8 @@
 """What a trainer rank needs of memory, estimated before anything is loaded.
 
-Weights, gradients and optimizer follow from the number of parameters, activations from what the layers save
-for the backward pass (`activations.py`). On a GPU the estimate is of its memory, on a CPU of the process.
-Imports neither torch nor Megatron.
+Weights, gradients and optimizer follow from the number of parameters, activations from
+what the layers save for the backward pass (`activations.py`). On a GPU the estimate is
+of its memory, on a CPU of the process. Imports neither torch nor Megatron.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,14 @@ from invrl.train.parallel.layout import ParallelLayout
 
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _PROCESS_BYTES = 0.5e9
-"""Python, torch, Megatron and what they allocate for themselves, in a process on a CPU."""
+"""Python, torch, Megatron and what they allocate for themselves, in a process on a
+CPU."""
 _HEAP_SHARE = 0.55
-"""Of the memory of a step. Tensors of many sizes come and go, and malloc fills the gaps only in part."""
+"""Of the memory of a step. Tensors of many sizes come and go, and malloc fills the gaps
+only in part."""
 _CUDA_CONTEXT_BYTES = 0.6e9
-"""The CUDA context and the workspaces of its libraries, which are not in torch's own count."""
+"""The CUDA context and the workspaces of its libraries, which are not in torch's own
+count."""
 _BLOCK_COPIES = 3
 """A block's logits, their softmax, and their gradient in the dtype of the model."""
 
@@ -34,22 +37,27 @@ class MemoryEstimate:
     """Bytes of one rank at its peak."""
 
     weights: float
-    """Those of the critic too, and of the frozen reference, if they stay where the model's are."""
+    """Those of the critic too, and of the frozen reference, if they stay where the
+    model's are."""
     gradients: float
-    """Float32 sums, and what is not yet added to them: the gradient of the vocabulary's weight, or that of a
-    layer's experts if that is more."""
+    """Float32 sums, and what is not yet added to them: the gradient of the vocabulary's
+    weight, or that of a layer's experts if that is more."""
     optimizer: float
-    """Float32 master weights and two moments. Ranks with equal weights may hold a part each."""
+    """Float32 master weights and two moments. Ranks with equal weights may hold a part
+    each."""
     step: float
-    """What a step adds: activations and logits; or, if that is more, what the frozen reference's pass or
-    loading a checkpoint adds."""
+    """What a step adds: activations and logits; or, if that is more, what the frozen
+    reference's pass or loading a checkpoint adds."""
     heap: float
-    """On a CPU: free memory between the tensors of a step, which malloc has and cannot use."""
+    """On a CPU: free memory between the tensors of a step, which malloc has and cannot
+    use."""
     staging: float
-    """Weights that are staged for engines in the same memory: both slots, on the rank that sends."""
+    """Weights that are staged for engines in the same memory: both slots, on the rank
+    that sends."""
     copy: float
-    """On a CPU: of a checkpoint that is written beside training, on the first of the ranks with equal
-    weights. The rank that collects the model has it for Hugging Face too."""
+    """On a CPU: of a checkpoint that is written beside training, on the first of the
+    ranks with equal weights. The rank that collects the model has it for Hugging Face
+    too."""
     process: float
 
     @property
@@ -57,7 +65,10 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def __str__(self) -> str:
-        parts = [f"{field.name} {getattr(self, field.name) / 1e9:.2f}" for field in fields(self)]
+        parts = [
+            f"{field.name} {getattr(self, field.name) / 1e9:.2f}"
+            for field in fields(self)
+        ]
         return f"{self.total / 1e9:.2f} GB a rank ({', '.join(parts)})"
 
 
@@ -75,7 +86,8 @@ class MemoryBudget:
     reference_is_averaged: bool
     """It is kept in float32."""
     has_critic: bool
-    """A second model of the same shape is trained, without a projection to the vocabulary."""
+    """A second model of the same shape is trained, without a projection to the
+    vocabulary."""
     compares_routers: bool
     """With those of the old policy."""
     served_dtype: str
@@ -104,7 +116,8 @@ class MemoryBudget:
         on_cuda: bool,
         arena_on_gpu: bool = False,
     ) -> "MemoryBudget":
-        """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*` options."""
+        """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*`
+        options."""
         config = read_hf_config(folder)
         return MemoryBudget(
             train=train,
@@ -124,14 +137,17 @@ class MemoryBudget:
         )
 
     def largest(self, num_tokens: int | None = None) -> MemoryEstimate:
-        """Of the pipeline stage that needs most. `num_tokens`: of the largest micro-batch; None: a full one,
-        all of whose tokens are trained."""
+        """Of the pipeline stage that needs most. `num_tokens`: of the largest
+        micro-batch; None: a full one, all of whose tokens are trained."""
         return max(self.stages(num_tokens), key=lambda estimate: estimate.total)
 
     def stages(self, num_tokens: int | None = None) -> list[MemoryEstimate]:
         """Of a rank of each pipeline stage."""
         num_tokens = num_tokens or self.train.microbatch_tokens
-        return [self._stage(stage, num_tokens) for stage in range(self.train.layout.pipeline)]
+        return [
+            self._stage(stage, num_tokens)
+            for stage in range(self.train.layout.pipeline)
+        ]
 
     def _stage(self, stage: int, num_tokens: int) -> MemoryEstimate:
         layout = self.train.layout
@@ -157,13 +173,21 @@ class MemoryBudget:
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
         step = activations + logits
-        step_of_critic = activations if self.has_critic else 0.0  # leaves gaps of its own
+        step_of_critic = (
+            activations if self.has_critic else 0.0
+        )  # leaves gaps of its own
         reference = self._reference(stage)
         reference_pass = 0.0
         if reference.in_pass:
-            reference_pass = reference.in_pass + self._forward_only(stage, num_tokens) + logits
-        of_vocabulary = (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
-        gradients = parameters * 4 + max(of_vocabulary, self._gradient_of_experts(stage))
+            reference_pass = (
+                reference.in_pass + self._forward_only(stage, num_tokens) + logits
+            )
+        of_vocabulary = (
+            (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
+        )
+        gradients = parameters * 4 + max(
+            of_vocabulary, self._gradient_of_experts(stage)
+        )
         staging = 0.0
         if is_first and self.arena_on_gpu == self.on_cuda:
             staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
@@ -171,7 +195,10 @@ class MemoryBudget:
         if self.copies_checkpoints and not self.on_cuda:
             copy = parameters * self._saved_bytes
             if self.reference_moves:
-                copy += sum(self._divided(self._parameters(stage), self._layers(stage))) * self._kept_item
+                copy += (
+                    sum(self._divided(self._parameters(stage), self._layers(stage)))
+                    * self._kept_item
+                )
             if is_first:  # the policy, for Hugging Face
                 copy += self.size.total * self._item
         return MemoryEstimate(
@@ -187,27 +214,37 @@ class MemoryBudget:
         )
 
     def _gradient_of_experts(self, stage: int) -> float:
-        """Bytes of the gradient that one product gives for the first projection of all experts of a layer. It
-        has two of their three matrices."""
-        experts = max(self.size.experts_by_layer[layer] for layer in self._layers(stage))
+        """Bytes of the gradient that one product gives for the first projection of all
+        experts of a layer. It has two of their three matrices."""
+        experts = max(
+            self.size.experts_by_layer[layer] for layer in self._layers(stage)
+        )
         return 2 / 3 * experts * self._item / self.train.layout.expert
 
     @property
     def copy_bytes(self) -> float:
-        """Of the copies that all ranks hold together while a checkpoint is written beside training. They are
-        in the memory of the CPU, also where the trainer is on a GPU."""
+        """Of the copies that all ranks hold together while a checkpoint is written
+        beside training. They are in the memory of the CPU, also where the trainer is on
+        a GPU."""
         if not self.copies_checkpoints:
             return 0.0
         trained = self.size.total
         if self.has_critic:
-            trained += sum(self._parameters_of_critic(stage) for stage in range(self.train.layout.pipeline))
+            trained += sum(
+                self._parameters_of_critic(stage)
+                for stage in range(self.train.layout.pipeline)
+            )
         of_reference = self.size.total * self._kept_item if self.reference_moves else 0
-        return trained * float(self._saved_bytes) + self.size.total * self._item + of_reference
+        return (
+            trained * float(self._saved_bytes)
+            + self.size.total * self._item
+            + of_reference
+        )
 
     @property
     def _saved_bytes(self) -> int:
-        """Of a parameter in the trainer's state on disk: its weight, and in float32 its master weight and two
-        moments."""
+        """Of a parameter in the trainer's state on disk: its weight, and in float32 its
+        master weight and two moments."""
         return self._item + 12
 
     @property
@@ -253,36 +290,46 @@ class MemoryBudget:
         return [layer for chunk in chunks for layer in chunk]
 
     def _divided(self, parameters: float, layers: Sequence[int]) -> tuple[float, float]:
-        """The parameters that a rank has of those of its stage: others than experts', and experts'. A
-        tensor-parallel rank has its part of everything but the experts, which it has whole; so are the
-        norms, which are negligible."""
+        """The parameters that a rank has of those of its stage: others than experts',
+        and experts'. A tensor-parallel rank has its part of everything but the experts,
+        which it has whole; so are the norms, which are negligible."""
         layout = self.train.layout
         of_experts = sum(self.size.experts_by_layer[layer] for layer in layers)
         return (parameters - of_experts) / layout.tensor, of_experts / layout.expert
 
     def _reference(self, stage: int) -> "_Reference":
-        """The weights of the frozen models, as `FrozenReference` keeps them. One of them is in a pass."""
+        """The weights of the frozen models, as `FrozenReference` keeps them. One of
+        them is in a pass."""
         if not self.frozen_models:
             return _Reference(kept=0.0, in_pass=0.0)
         one = self._one_reference(stage)
         # Of the reference and a teacher only the reference can be an average.
-        kept = self.frozen_models * one.kept + one.kept * (self._kept_item / self._item - 1)
+        kept = self.frozen_models * one.kept + one.kept * (
+            self._kept_item / self._item - 1
+        )
         return _Reference(kept=kept, in_pass=one.in_pass)
 
     def _one_reference(self, stage: int) -> "_Reference":
         layers = self._layers(stage)
         whole = sum(self._divided(self._parameters(stage), layers))
-        by_layer = [sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers]
+        by_layer = [
+            sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers
+        ]
         # By layer: what is in no layer is brought in whole, and one layer beside it.
         largest_pass = whole - sum(by_layer) + max(by_layer)
         placement = self.train.reference_placement
         if self.on_cuda:
-            in_pass = {"device": 0.0, "cpu": whole, "cpu_by_layer": largest_pass}[placement]
+            in_pass = {"device": 0.0, "cpu": whole, "cpu_by_layer": largest_pass}[
+                placement
+            ]
             return _Reference(
-                kept=whole * self._item if placement == "device" else 0.0, in_pass=in_pass * self._item
+                kept=whole * self._item if placement == "device" else 0.0,
+                in_pass=in_pass * self._item,
             )
         if placement == "cpu_by_layer" and self.file_item < self._item:
-            return _Reference(kept=whole * self.file_item, in_pass=largest_pass * self._item)
+            return _Reference(
+                kept=whole * self.file_item, in_pass=largest_pass * self._item
+            )
         return _Reference(kept=whole * self._item, in_pass=0.0)
 
     def _saved(self, stage: int) -> list[list[LayerActivations]]:
@@ -291,7 +338,11 @@ class MemoryBudget:
         return [
             [
                 LayerActivations.of(
-                    self.config, layer, self._item, on_cuda=self.on_cuda, context_ranks=layout.context
+                    self.config,
+                    layer,
+                    self._item,
+                    on_cuda=self.on_cuda,
+                    context_ranks=layout.context,
                 )
                 for layer in chunk
             ]
@@ -299,10 +350,13 @@ class MemoryBudget:
         ]
 
     def _activations(self, stage: int, num_tokens: int) -> float:
-        """Bytes. The backward pass of a layer needs about as much again as the layer saved."""
+        """Bytes. The backward pass of a layer needs about as much again as the layer
+        saved."""
         layout = self.train.layout
         chunks = self._saved(stage)
-        kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(stage)
+        kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(
+            stage
+        )
         backward = max(self.recomputation.backward(chunk) for chunk in chunks)
         a_token = kept * _in_flight(layout, stage) + backward
         if stage == layout.pipeline - 1:
@@ -312,17 +366,23 @@ class MemoryBudget:
     def _forward_only(self, stage: int, num_tokens: int) -> float:
         """Bytes of a pass without gradient: one layer's."""
         largest = max(layer.total for chunk in self._saved(stage) for layer in chunk)
-        return largest * num_tokens / (self.train.layout.tensor * self.train.layout.context)
+        return (
+            largest
+            * num_tokens
+            / (self.train.layout.tensor * self.train.layout.context)
+        )
 
     def _routes(self, stage: int) -> float:
-        """Bytes of a token's replayed experts: int16 for all layers, and int64 for each layer with experts
-        once what is replayed and once what the router chose. The old policy's, with which routers are
-        compared, are the same with float32 scores."""
+        """Bytes of a token's replayed experts: int16 for all layers, and int64 for each
+        layer with experts once what is replayed and once what the router chose. The old
+        policy's, with which routers are compared, are the same with float32 scores."""
         experts = self.config.experts
         if experts is None:
             return 0.0
         num_layers = self.config.num_hidden_layers
-        with_experts = sum(self.config.has_experts(layer) for layer in self._layers(stage))
+        with_experts = sum(
+            self.config.has_experts(layer) for layer in self._layers(stage)
+        )
         an_expert = 0.0
         if self.train.routing_replay != "none":
             an_expert += 2.0 * num_layers + 16.0 * with_experts
@@ -331,13 +391,16 @@ class MemoryBudget:
         return experts.chosen * an_expert
 
     def _logits(self, num_tokens: float) -> float:
-        """Of a micro-batch whose tokens are all projected: the logits that are kept, the block of the moment,
-        and the projected hidden states with their gradient in float32."""
+        """Of a micro-batch whose tokens are all projected: the logits that are kept,
+        the block of the moment, and the projected hidden states with their gradient in
+        float32."""
         size = self.size
         num_tokens /= self.train.layout.context
         vocabulary = size.vocabulary_size / self.train.layout.tensor
         kept = min(KEPT_BYTES, num_tokens * vocabulary * self._item / 2)
-        block = min(BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4)
+        block = min(
+            BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4
+        )
         hidden = num_tokens * size.vocabulary / size.vocabulary_size * (self._item + 4)
         return kept + _BLOCK_COPIES * block + hidden
 
@@ -352,8 +415,9 @@ class _Reference:
 
 
 def _in_flight(layout: ParallelLayout, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at once, if there are enough of them: those that it has
-    sent on and that have not come back (1F1B, or Megatron's interleaved schedule of chunks)."""
+    """Micro-batches whose activations a stage keeps at once, if there are enough of
+    them: those that it has sent on and that have not come back (1F1B, or Megatron's
+    interleaved schedule of chunks)."""
     stages_after = layout.pipeline - stage - 1
     if layout.virtual_pipeline == 1:
         return stages_after + 1

@@ -1,7 +1,8 @@
-"""A packed micro-batch: what the model computes at once, and the rows that it was packed from.
+"""A packed micro-batch: what the model computes at once, and the rows that it was
+packed from.
 
-Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of logits, M of them under a
-grammar, T tokens of one row. Pure numpy.
+Axes: P packed tokens, N wanted tokens (those whose log-prob is needed), U rows of
+logits, M of them under a grammar, T tokens of one row. Pure numpy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,17 +27,20 @@ class Row:
     """Positions of the wanted tokens, ascending, each >= 1."""
     temperature: float
     allowed_N: tuple[bytes | None, ...] = ()
-    """For each wanted token, the tokens that its grammar allowed: one bit per token of the vocabulary, the
-    lowest bit first; None means the whole vocabulary. Empty: the whole vocabulary for all of them."""
+    """For each wanted token, the tokens that its grammar allowed: one bit per token of
+    the vocabulary, the lowest bit first; None means the whole vocabulary. Empty: the
+    whole vocabulary for all of them."""
     experts_TLK: NDArray[np.int16] | None = None
-    """The experts that each token is sent to, `UNKNOWN_EXPERT` where that is not known. None: of no token."""
+    """The experts that each token is sent to, `UNKNOWN_EXPERT` where that is not known.
+    None: of no token."""
     candidates_NK: NDArray[np.int32] | None = None
-    """More tokens whose log-probs are wanted in the place of each wanted token; `NO_TOKEN` where there is
-    none. None: nowhere."""
+    """More tokens whose log-probs are wanted in the place of each wanted token;
+    `NO_TOKEN` where there is none. None: nowhere."""
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens that the model must see: those before the last wanted one."""
+        """Number of tokens that the model must see: those before the last wanted
+        one."""
         if len(self.wanted_N) == 0:
             return 0
         return int(self.wanted_N[-1])
@@ -47,7 +51,13 @@ def rows_of(samples: Iterable[TrainSample]) -> list[Row]:
     rows: list[Row] = []
     for sample in samples:
         wanted_N = np.flatnonzero(sample.loss_mask_T)
-        rows.append(Row(tokens_T=sample.tokens_T, wanted_N=wanted_N, temperature=sample.temperature))
+        rows.append(
+            Row(
+                tokens_T=sample.tokens_T,
+                wanted_N=wanted_N,
+                temperature=sample.temperature,
+            )
+        )
     return rows
 
 
@@ -62,22 +72,23 @@ def replayed_experts(sample: TrainSample) -> NDArray[np.int16] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBlock:
-    """One attention call: queries [start, end) of the packed tokens attend to the prefix, then to
-    [start, end)."""
+    """One attention call: queries [start, end) of the packed tokens attend to the
+    prefix, then to [start, end)."""
 
     start: int
     end: int
     prefix_K: NDArray[np.int64]
     """Places of the ancestors among the packed tokens, root first."""
     mask_QK: NDArray[np.bool_] | None
-    """[end - start, len(prefix_K) + end - start], True where a query sees a key. None: a query sees the whole
-    prefix, and of [start, end) itself and those before it."""
+    """[end - start, len(prefix_K) + end - start], True where a query sees a key. None:
+    a query sees the whole prefix, and of [start, end) itself and those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OldRouting:
-    """The experts that computed a micro-batch's tokens in the pass for the old log-probs, in each layer of
-    the model, and the router's scores of them. Known of the layers and tokens that this rank routes."""
+    """The experts that computed a micro-batch's tokens in the pass for the old
+    log-probs, in each layer of the model, and the router's scores of them. Known of the
+    layers and tokens that this rank routes."""
 
     experts_PLK: NDArray[np.int16]
     """`UNKNOWN_EXPERT` where they are not known."""
@@ -95,20 +106,21 @@ class OldRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and the rows of logits that
-    predict them."""
+    """The packed tokens, the wanted tokens (row by row, in the order of `rows`), and
+    the rows of logits that predict them."""
 
     tokens_P: NDArray[np.int64]
     positions_P: NDArray[np.int64]
     blocks: tuple[AttentionBlock, ...]
     ends_P: NDArray[np.int64]
-    """The tokens that see a packed token are those from its own place to this one, which is not of them: the
-    token and what descends from it."""
+    """The tokens that see a packed token are those from its own place to this one,
+    which is not of them: the token and what descends from it."""
     rows_P: NDArray[np.int64]
-    """How many rows have the packed token: more than one in a shared prefix, none in what only fills up."""
+    """How many rows have the packed token: more than one in a shared prefix, none in
+    what only fills up."""
     project_U: NDArray[np.int64]
-    """Places of the packed tokens whose output is projected to logits, ascending. A place is there once per
-    temperature and set of allowed tokens."""
+    """Places of the packed tokens whose output is projected to logits, ascending. A
+    place is there once per temperature and set of allowed tokens."""
     temperature_U: NDArray[np.float32]
     restricted_M: NDArray[np.int64]
     """Indices of the rows of logits whose vocabulary a grammar restricts."""
@@ -121,8 +133,9 @@ class MicroBatch:
     rows: tuple[tuple[int, NDArray[np.int64]], ...]
     """(index of the row, positions of its wanted tokens)."""
     experts_PLK: NDArray[np.int16] | None = None
-    """The K experts that each token is sent to in each layer of the model, by an earlier pass's choice;
-    `UNKNOWN_EXPERT` where that is unknown. None: the routers choose."""
+    """The K experts that each token is sent to in each layer of the model, by an
+    earlier pass's choice; `UNKNOWN_EXPERT` where that is unknown. None: the routers
+    choose."""
     candidates_NK: NDArray[np.int64] | None = None
     """As in `Row`, row by row."""
     old_routing: "OldRouting | None" = None
@@ -136,13 +149,15 @@ class MicroBatch:
         return int((self.experts_PLK == UNKNOWN_EXPERT).all(axis=(1, 2)).sum())
 
     def padded_to(self, num_tokens: int) -> "MicroBatch":
-        """With so many packed tokens in all. Those that are added are a tree of their own, of which nothing
-        is wanted."""
+        """With so many packed tokens in all. Those that are added are a tree of their
+        own, of which nothing is wanted."""
         start = len(self.tokens_P)
         num_more = num_tokens - start
         if num_more == 0:
             return self
-        block = AttentionBlock(start=start, end=num_tokens, prefix_K=_NO_PLACES, mask_QK=None)
+        block = AttentionBlock(
+            start=start, end=num_tokens, prefix_K=_NO_PLACES, mask_QK=None
+        )
         experts_PLK = self.experts_PLK
         if experts_PLK is not None:
             more = ((0, num_more), (0, 0), (0, 0))
@@ -155,11 +170,14 @@ class MicroBatch:
             rows_P=np.concatenate([self.rows_P, np.zeros(num_more, np.int64)]),
             blocks=(*self.blocks, block),
             experts_PLK=experts_PLK,
-            old_routing=None if self.old_routing is None else self.old_routing.padded_to(num_tokens),
+            old_routing=None
+            if self.old_routing is None
+            else self.old_routing.padded_to(num_tokens),
         )
 
     def with_projections(self, is_kept_U: NDArray[np.bool_]) -> "MicroBatch":
-        """With these rows of logits and no others, and the wanted tokens that they predict."""
+        """With these rows of logits and no others, and the wanted tokens that they
+        predict."""
         number_U = np.cumsum(is_kept_U) - 1
         is_kept_M = is_kept_U[self.restricted_M]
         is_kept_N = is_kept_U[self.projection_N]
@@ -177,7 +195,9 @@ class MicroBatch:
             allowed_MW=self.allowed_MW[is_kept_M],
             projection_N=number_U[self.projection_N[is_kept_N]],
             targets_N=self.targets_N[is_kept_N],
-            candidates_NK=None if self.candidates_NK is None else self.candidates_NK[is_kept_N],
+            candidates_NK=None
+            if self.candidates_NK is None
+            else self.candidates_NK[is_kept_N],
             rows=tuple(rows),
         )
 
@@ -188,7 +208,9 @@ class MicroBatch:
             picked.append(arrays[row_index][wanted_N])
         return np.concatenate(picked)
 
-    def place(self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]) -> None:
+    def place(
+        self, values_N: NDArray[np.float32], arrays: Sequence[NDArray[np.float32]]
+    ) -> None:
         """The inverse of `pick`: writes the values into one array [T] per row."""
         start = 0
         for row_index, wanted_N in self.rows:
@@ -212,4 +234,5 @@ EMPTY_MICRO_BATCH = MicroBatch(
     targets_N=_NO_PLACES,
     rows=(),
 )
-"""One token and nothing wanted: with it a rank without data takes part in a step's collectives."""
+"""One token and nothing wanted: with it a rank without data takes part in a step's
+collectives."""

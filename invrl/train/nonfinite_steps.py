@@ -1,4 +1,5 @@
-"""Optimizer steps that were skipped because a loss or the gradient is NaN or infinite: how many in a row."""
+"""Optimizer steps that were skipped because a loss or the gradient is NaN or infinite:
+how many in a row."""
 
 import logging
 import math
@@ -20,7 +21,8 @@ def on_host(losses: Sequence[torch.Tensor]) -> list[float]:
 
 
 def nonfinite(losses: Sequence[torch.Tensor]) -> list[float]:
-    """Those of the scalars that are NaN or infinite. Waits for the device, once for all of them."""
+    """Those of the scalars that are NaN or infinite. Waits for the device, once for all
+    of them."""
     return [value for value in on_host(losses) if not math.isfinite(value)]
 
 
@@ -35,9 +37,11 @@ class NonfiniteSteps:
         """After a step that was finite."""
         self._in_a_row = 0
 
-    def count(self, mini_batch: TrainBatch, grad_norm: float, bad_losses: Sequence[float]) -> None:
-        """Logs a step that was skipped, and raises TrainError if it was one too many. `bad_losses`: those of
-        this rank that are not finite."""
+    def count(
+        self, mini_batch: TrainBatch, grad_norm: float, bad_losses: Sequence[float]
+    ) -> None:
+        """Logs a step that was skipped, and raises TrainError if it was one too many.
+        `bad_losses`: those of this rank that are not finite."""
         self._in_a_row += 1
         if bad_losses:
             found = f"a loss of {bad_losses[0]} on this rank"

@@ -1,7 +1,8 @@
-"""Megatron's DDP and optimizer around a model: float32 master weights, summed gradients.
+"""Megatron's DDP and optimizer around a model: float32 master weights, summed
+gradients.
 
-Invariant: a step is applied whole or not at all; a gradient that is not finite changes no weight. Imported
-after `device.prepare()`.
+Invariant: a step is applied whole or not at all; a gradient that is not finite changes
+no weight. Imported after `device.prepare()`.
 """
 
 import math
@@ -30,9 +31,11 @@ from invrl.train.model import PolicyModel
 def distribute(
     chunks: Sequence[PolicyModel], config: TrainConfig, options: MegatronOptions
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
-    """Each chunk of the model behind DDP, whose gradients accumulate in float32, and their optimizer.
+    """Each chunk of the model behind DDP, whose gradients accumulate in float32, and
+    their optimizer.
 
-    Here Megatron's DDP and optimizer configurations are set; the user's `--megatron-*` options come last.
+    Here Megatron's DDP and optimizer configurations are set; the user's `--megatron-*`
+    options come last.
     """
     transformer = chunks[0].config
     ddp_fields: dict[str, Any] = {
@@ -60,8 +63,8 @@ def distribute(
         wrapped = Float16Module(transformer, chunk) if transformer.bf16 else chunk
         distributed.append(DistributedDataParallel(transformer, ddp_config, wrapped))
     if ddp_config.overlap_grad_reduce:
-        # Within these contexts no gradient is reduced; Megatron's schedules leave them for the backward pass
-        # of a chunk's last micro-batch.
+        # Within these contexts no gradient is reduced; Megatron's schedules leave them
+        # for the backward pass of a chunk's last micro-batch.
         contexts: Any = [chunk.no_sync for chunk in distributed]
         transformer.no_sync_func = contexts if len(distributed) > 1 else contexts[0]
     optimizer = get_megatron_optimizer(
@@ -75,11 +78,13 @@ def distribute(
     return distributed, optimizer
 
 
-def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> OptimizerParamScheduler:
+def make_schedule(
+    optimizer: ChainedOptimizer, config: TrainConfig
+) -> OptimizerParamScheduler:
     """Megatron's own learning-rate schedule; call `step(1)` after each optimizer step.
 
-    A constant schedule has no end, only its warm-up. Step k of a warm-up of W steps has k / (W + 1) of the
-    rate, so no step has a rate of 0, which would waste a batch.
+    A constant schedule has no end, only its warm-up. Step k of a warm-up of W steps has
+    k / (W + 1) of the rate, so no step has a rate of 0, which would waste a batch.
     """
     decay_steps = config.lr_decay_steps
     if config.lr_decay_style == "constant":
@@ -99,16 +104,21 @@ def make_schedule(optimizer: ChainedOptimizer, config: TrainConfig) -> Optimizer
     )
 
 
-def _sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any) -> None:
-    """Reduces over ranks without dividing: each loss has its global denominator already."""
+def _sum_gradients(
+    model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **rest: Any
+) -> None:
+    """Reduces over ranks without dividing: each loss has its global denominator
+    already."""
     finalize_model_grads(model, None, **rest)
 
 
 def apply_gradients(optimizer: ChainedOptimizer) -> float:
-    """Clips the gradient and makes a step; returns the gradient's norm before clipping, over all ranks.
+    """Clips the gradient and makes a step; returns the gradient's norm before clipping,
+    over all ranks.
 
-    A gradient that is not finite makes no step. Neither does one of exactly 0: Adam's momentum and the weight
-    decay would move the weights although the batch says nothing.
+    A gradient that is not finite makes no step. Neither does one of exactly 0: Adam's
+    momentum and the weight decay would move the weights although the batch says
+    nothing.
     """
     with torch.no_grad():
         if optimizer.prepare_grads():  # it overflowed its loss scale
@@ -120,18 +130,25 @@ def apply_gradients(optimizer: ChainedOptimizer) -> float:
             max_norm = part.config.clip_grad
             parameters: list[torch.Tensor] = list(part.get_parameters())
             if parameters and max_norm > 0:
-                clip_grad_by_total_norm_fp32(parameters, max_norm, norm, use_decoupled_grad=False)
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm, norm, use_decoupled_grad=False
+                )
         optimizer.step_with_ready_grads()
     return norm
 
 
 def forget_moments(optimizer: ChainedOptimizer) -> None:
-    """Adam's moments and step counts as before its first step. Weights and learning rates stay."""
+    """Adam's moments and step counts as before its first step. Weights and learning
+    rates stay."""
     for part in optimizer.chained_optimizers:
         adam = cast(torch.optim.Optimizer, part.optimizer)
         for group in adam.param_groups:
             if "step" in group:  # a fused optimizer counts here
-                group["step"] = torch.zeros_like(group["step"]) if torch.is_tensor(group["step"]) else 0
+                group["step"] = (
+                    torch.zeros_like(group["step"])
+                    if torch.is_tensor(group["step"])
+                    else 0
+                )
         for state in adam.state.values():
             for tensor in state.values():
                 if torch.is_tensor(tensor):  # the moments, and torch's own step count

@@ -1,14 +1,17 @@
-"""Packing: training rows become micro-batches in which a shared prefix is computed once.
+"""Packing: training rows become micro-batches in which a shared prefix is computed
+once.
 
-When rows are sorted by their tokens, sequences that share a prefix are neighbours. One pass over the sorted
-rows of a micro-batch therefore lays out a prefix trie: each row adds only the tokens after its longest common
-prefix with the row before it. The rows that share their first token form a tree, and a token attends only to
-its own ancestors, at its own depth, so the result is what each row alone would give. The last trained token
-of a row is only predicted; neither it nor the tokens after it are computed at all.
+When rows are sorted by their tokens, sequences that share a prefix are neighbours. One
+pass over the sorted rows of a micro-batch therefore lays out a prefix trie: each row
+adds only the tokens after its longest common prefix with the row before it. The rows
+that share their first token form a tree, and a token attends only to its own ancestors,
+at its own depth, so the result is what each row alone would give. The last trained
+token of a row is only predicted; neither it nor the tokens after it are computed at
+all.
 
-Which rows come together is decided in `bins.py`. Memory follows the number of packed tokens, which is
-bounded. One row of logits serves every trained token that comes after the same tokens at the same
-temperature. Pure numpy.
+Which rows come together is decided in `bins.py`. Memory follows the number of packed
+tokens, which is bounded. One row of logits serves every trained token that comes after
+the same tokens at the same temperature. Pure numpy.
 """
 
 from collections.abc import Sequence
@@ -19,23 +22,35 @@ from numpy.typing import NDArray
 
 from invrl.top_logprobs import NO_TOKEN
 from invrl.train.bins import even_bins, fill_bins
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, UNKNOWN_EXPERT, AttentionBlock, MicroBatch, Row
+from invrl.train.micro_batch import (
+    EMPTY_MICRO_BATCH,
+    UNKNOWN_EXPERT,
+    AttentionBlock,
+    MicroBatch,
+    Row,
+)
 from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost
 
 DENSE_TREE_TOKENS = 256
-"""A branching tree of at most this many tokens is one attention call under a mask of tokens^2. A larger
-tree is one block per branch, over the branch's ancestors and the branch itself."""
+"""A branching tree of at most this many tokens is one attention call under a mask of
+tokens^2. A larger tree is one block per branch, over the branch's ancestors and the
+branch itself."""
 
 
 def pack(
-    rows: Sequence[Row], *, max_tokens: int, share_prefixes: bool, cost: ComputeCost = UNKNOWN_MODEL
+    rows: Sequence[Row],
+    *,
+    max_tokens: int,
+    share_prefixes: bool,
+    cost: ComputeCost = UNKNOWN_MODEL,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds, and evened by their
-    cost. `cost`: of the model's forward pass.
+    """Micro-batches of at most `max_tokens` packed tokens, as few as `fill_bins` finds,
+    and evened by their cost. `cost`: of the model's forward pass.
 
-    A row that needs more stands alone. Rows in which nothing is wanted are left out. There is at least one
-    micro-batch: a rank without data takes part in the step with an empty one. The result depends on nothing
-    but the arguments, so ranks that are given the same rows make the same micro-batches.
+    A row that needs more stands alone. Rows in which nothing is wanted are left out.
+    There is at least one micro-batch: a rank without data takes part in the step with
+    an empty one. The result depends on nothing but the arguments, so ranks that are
+    given the same rows make the same micro-batches.
     """
     order = [index for index, row in enumerate(rows) if row.num_computed]
     num_shared = [0] * len(order)
@@ -62,7 +77,8 @@ def pack(
 
 
 def token_order_key(tokens_T: NDArray[np.int32]) -> bytes:
-    """A sort key that orders rows by their tokens: ids are not negative, so byte order is token order."""
+    """A sort key that orders rows by their tokens: ids are not negative, so byte order
+    is token order."""
     return tokens_T.astype(">u4").tobytes()
 
 
@@ -97,11 +113,13 @@ class _PlacedRow:
     num_shared: int
     """Length of the prefix that the row shares with the row before it."""
     places_T: NDArray[np.int64]
-    """Places of the row's computed tokens: those of the shared prefix, then new ones."""
+    """Places of the row's computed tokens: those of the shared prefix, then new
+    ones."""
 
 
 class _Layout:
-    """A micro-batch under construction. With shared prefixes its rows are added in sorted order."""
+    """A micro-batch under construction. With shared prefixes its rows are added in
+    sorted order."""
 
     def __init__(self, share_prefixes: bool) -> None:
         self._num_tokens = 0
@@ -111,7 +129,8 @@ class _Layout:
         self._last_places_T = np.empty(0, np.int64)
         self._rows: list[_PlacedRow] = []
         self._ended: list[tuple[NDArray[np.int64], int]] = []
-        """(places of tokens that get no more descendants, the place after the last one)."""
+        """(places of tokens that get no more descendants, the place after the last
+        one)."""
 
     def add(self, index: int, row: Row) -> None:
         """Lays out the next row."""
@@ -121,7 +140,9 @@ class _Layout:
             num_shared = common_prefix(self._last_tokens_T, tokens_T)
         start = self._num_tokens
         end = start + len(tokens_T) - num_shared
-        places_T = np.concatenate([self._last_places_T[:num_shared], np.arange(start, end)])
+        places_T = np.concatenate(
+            [self._last_places_T[:num_shared], np.arange(start, end)]
+        )
         self._rows.append(_PlacedRow(index, row, num_shared, places_T))
         if end > start:
             if num_shared == 0:
@@ -149,14 +170,20 @@ class _Layout:
         distinct, number_by_row = np.unique(temperatures, return_inverse=True)
         temperature_number_N = number_by_row.astype(np.int64).repeat(num_wanted)
         masks, mask_number_N = _numbered_masks(rows)
-        # Wanted tokens of one key share a row of logits. Rows of logits are in the order of the keys: by
-        # place, then by temperature, then by mask.
-        key_N = (predict_from_N * len(distinct) + temperature_number_N) * len(masks) + mask_number_N
-        _, first_U, projection_N = np.unique(key_N, return_index=True, return_inverse=True)
+        # Wanted tokens of one key share a row of logits. Rows of logits are in the
+        # order of the keys: by place, then by temperature, then by mask.
+        key_N = (predict_from_N * len(distinct) + temperature_number_N) * len(
+            masks
+        ) + mask_number_N
+        _, first_U, projection_N = np.unique(
+            key_N, return_index=True, return_inverse=True
+        )
         restricted: list[int] = []
         allowed: list[NDArray[np.uint8]] = []
         if masks != [None]:
-            for row_of_logits, mask_number in enumerate(mask_number_N[first_U].tolist()):
+            for row_of_logits, mask_number in enumerate(
+                mask_number_N[first_U].tolist()
+            ):
                 mask = masks[mask_number]
                 if mask is not None:
                     restricted.append(row_of_logits)
@@ -165,37 +192,46 @@ class _Layout:
             tokens_P=np.concatenate(tokens, dtype=np.int64),
             positions_P=np.concatenate(positions),
             ends_P=self._ends(),
-            rows_P=np.bincount(np.concatenate([placed.places_T for placed in self._rows])),
-            blocks=tuple(block for tree in self._trees for block in _attention_blocks(tree)),
+            rows_P=np.bincount(
+                np.concatenate([placed.places_T for placed in self._rows])
+            ),
+            blocks=tuple(
+                block for tree in self._trees for block in _attention_blocks(tree)
+            ),
             project_U=predict_from_N[first_U],
             temperature_U=temperatures.repeat(num_wanted)[first_U],
             restricted_M=np.array(restricted, np.int64),
             allowed_MW=np.array(allowed, np.uint8),
             projection_N=projection_N,
-            targets_N=np.concatenate([row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64),
+            targets_N=np.concatenate(
+                [row.tokens_T[row.wanted_N] for row in rows], dtype=np.int64
+            ),
             rows=tuple((placed.index, placed.row.wanted_N) for placed in self._rows),
             experts_PLK=self._experts(),
             candidates_NK=_candidates(rows),
         )
 
     def _ends(self) -> NDArray[np.int64]:
-        """Rows are laid out depth first, so the descendants of a token are the tokens after it until a row
-        leaves its path."""
+        """Rows are laid out depth first, so the descendants of a token are the tokens
+        after it until a row leaves its path."""
         ends_P = np.full(self._num_tokens, self._num_tokens)
         for places, end in self._ended:
             ends_P[places] = end
         return ends_P
 
     def _experts(self) -> NDArray[np.int16] | None:
-        """The experts of the packed tokens. Rows that share a prefix were computed apart in the engine, and
-        may have been sent to other experts there. The first row that knows a token's experts decides."""
+        """The experts of the packed tokens. Rows that share a prefix were computed
+        apart in the engine, and may have been sent to other experts there. The first
+        row that knows a token's experts decides."""
         experts_PLK = None
         for placed in reversed(self._rows):
             experts_TLK = placed.row.experts_TLK
             if experts_TLK is None:
                 continue
             if experts_PLK is None:
-                experts_PLK = np.full((self._num_tokens, *experts_TLK.shape[1:]), UNKNOWN_EXPERT, np.int16)
+                experts_PLK = np.full(
+                    (self._num_tokens, *experts_TLK.shape[1:]), UNKNOWN_EXPERT, np.int16
+                )
             computed_TLK = experts_TLK[: placed.row.num_computed]
             known_T = computed_TLK[:, 0, 0] != UNKNOWN_EXPERT
             experts_PLK[placed.places_T[known_T]] = computed_TLK[known_T]
@@ -204,10 +240,14 @@ class _Layout:
 
 def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
     """Of all wanted tokens; `NO_TOKEN` for the tokens of rows without."""
-    widths = [row.candidates_NK.shape[1] for row in rows if row.candidates_NK is not None]
+    widths = [
+        row.candidates_NK.shape[1] for row in rows if row.candidates_NK is not None
+    ]
     if not widths:
         return None
-    candidates_NK = np.full((sum(len(row.wanted_N) for row in rows), max(widths)), NO_TOKEN, np.int64)
+    candidates_NK = np.full(
+        (sum(len(row.wanted_N) for row in rows), max(widths)), NO_TOKEN, np.int64
+    )
     start = 0
     for row in rows:
         end = start + len(row.wanted_N)
@@ -217,13 +257,18 @@ def _candidates(rows: Sequence[Row]) -> NDArray[np.int64] | None:
     return candidates_NK
 
 
-def _numbered_masks(rows: Sequence[Row]) -> tuple[list[bytes | None], NDArray[np.int64]]:
-    """The distinct masks of the wanted tokens, and for each wanted token [N] the number of its mask."""
+def _numbered_masks(
+    rows: Sequence[Row],
+) -> tuple[list[bytes | None], NDArray[np.int64]]:
+    """The distinct masks of the wanted tokens, and for each wanted token [N] the number
+    of its mask."""
     numbers: dict[bytes | None, int] = {}
     numbers_by_row: list[NDArray[np.int64]] = []
     for row in rows:
         if row.allowed_N:
-            row_numbers = [numbers.setdefault(allowed, len(numbers)) for allowed in row.allowed_N]
+            row_numbers = [
+                numbers.setdefault(allowed, len(numbers)) for allowed in row.allowed_N
+            ]
             numbers_by_row.append(np.array(row_numbers, np.int64))
         else:
             number = numbers.setdefault(None, len(numbers))
@@ -238,16 +283,24 @@ def _attention_blocks(tree: list[_Branch]) -> list[AttentionBlock]:
     if len(tree) > 1 and end - start <= DENSE_TREE_TOKENS:
         return [_dense_block(tree, start, end)]
     return [
-        AttentionBlock(start=branch.start, end=branch.end, prefix_K=branch.ancestors_K, mask_QK=None)
+        AttentionBlock(
+            start=branch.start,
+            end=branch.end,
+            prefix_K=branch.ancestors_K,
+            mask_QK=None,
+        )
         for branch in tree
     ]
 
 
 def _dense_block(tree: list[_Branch], start: int, end: int) -> AttentionBlock:
-    """A whole tree under one mask: each token sees its ancestors, and its own branch causally."""
+    """A whole tree under one mask: each token sees its ancestors, and its own branch
+    causally."""
     mask_QK = np.zeros((end - start, end - start), np.bool_)
     for branch in tree:
         queries = slice(branch.start - start, branch.end - start)
         mask_QK[queries, branch.ancestors_K - start] = True
         mask_QK[queries, queries] = np.tri(branch.end - branch.start, dtype=np.bool_)
-    return AttentionBlock(start=start, end=end, prefix_K=np.empty(0, np.int64), mask_QK=mask_QK)
+    return AttentionBlock(
+        start=start, end=end, prefix_K=np.empty(0, np.int64), mask_QK=mask_QK
+    )

@@ -1,4 +1,5 @@
-"""Passes of one rank's model without gradient: log-probs of rows under the policy and under frozen models.
+"""Passes of one rank's model without gradient: log-probs of rows under the policy and
+under frozen models.
 
 Imported after `device.prepare()`.
 """
@@ -18,7 +19,13 @@ from invrl.train.model_size import ComputeCost
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.reference import FrozenReference
 from invrl.train.routing_replay import RoutingRecorder
-from invrl.train.schedule import Packed, SampleNumbers, forward_pass, micro_batches_of, pack_rows
+from invrl.train.schedule import (
+    Packed,
+    SampleNumbers,
+    forward_pass,
+    micro_batches_of,
+    pack_rows,
+)
 from invrl.train.sharding import Shard
 from invrl.train.step_place import StepProgress
 from invrl.types import TrainBatch
@@ -35,13 +42,14 @@ class Passes:
     algorithm: AlgorithmConfig
     cost: ComputeCost
     routing: RoutingRecorder | None
-    """Where the experts of the pass for the old log-probs are recorded. None: they are neither replayed nor
-    compared."""
+    """Where the experts of the pass for the old log-probs are recorded. None: they are
+    neither replayed nor compared."""
     progress: StepProgress = field(default_factory=StepProgress)
     """What is computed now. Other threads may read it."""
 
     def pack(self, rows: Sequence[Row]) -> Packed:
-        """Raises TrainError for rows whose experts are to be replayed and are not those of this model."""
+        """Raises TrainError for rows whose experts are to be replayed and are not those
+        of this model."""
         if self.routing is not None and self.train.routing_replay == "engine":
             self.routing.check(rows)
         else:
@@ -51,14 +59,14 @@ class Passes:
         return pack_rows(rows, train=self.train, layout=self.layout, cost=self.cost)
 
     def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
-        """Log-probs under the current policy: one array [T] per row, 0 for tokens that are not wanted. All 0
-        on a pipeline stage that is not the last."""
+        """Log-probs under the current policy: one array [T] per row, 0 for tokens that
+        are not wanted. All 0 on a pipeline stage that is not the last."""
         [logprobs] = self.forward([self.pack(rows)], "log-probs")
         return logprobs
 
     def forward(self, packed: Sequence[Packed], work: str) -> list[SampleNumbers]:
-        """One forward pass of the model over all these rows, as it is now: what `logprobs` returns, for each
-        part. `work`: its name in `progress`."""
+        """One forward pass of the model over all these rows, as it is now: what
+        `logprobs` returns, for each part. `work`: its name in `progress`."""
         self.progress.begin(work)
         logprobs = forward_pass(self.chunks, packed, self.progress)
         self.progress.end_pass()
@@ -67,12 +75,13 @@ class Passes:
     def old(
         self, shard: Shard, packed: list[Packed], seconds: dict[str, float]
     ) -> Sequence[SampleNumbers | None]:
-        """Log-probs under the old policy, per mini-batch, computed before the first optimizer step changes
-        the model. None for the first mini-batch, where they equal the current ones, and where the objective
-        does not need them.
+        """Log-probs under the old policy, per mini-batch, computed before the first
+        optimizer step changes the model. None for the first mini-batch, where they
+        equal the current ones, and where the objective does not need them.
 
-        With routing replay of the trainer, and where the objective asks how far the routers have moved, the
-        micro-batches of `packed` get the experts that this pass chooses.
+        With routing replay of the trainer, and where the objective asks how far the
+        routers have moved, the micro-batches of `packed` get the experts that this pass
+        chooses.
         """
         if len(shard) < 2 or not needs_of(self.algorithm).old:
             return [None] * len(shard)
@@ -84,7 +93,9 @@ class Passes:
             routed = iter(self.routing.with_recorded(micro_batches_of(packed[1:])))
             for index in range(1, len(packed)):
                 part = packed[index]
-                packed[index] = Packed(part.rows, list(islice(routed, len(part.micro_batches))))
+                packed[index] = Packed(
+                    part.rows, list(islice(routed, len(part.micro_batches)))
+                )
             return [None, *old_by_step]
 
     def frozen(
@@ -94,20 +105,26 @@ class Passes:
         packed: Sequence[Packed],
         seconds: dict[str, float],
     ) -> Sequence[SampleNumbers | None]:
-        """Log-probs under a frozen model, per mini-batch; None without one. Its routers choose the
-        experts."""
+        """Log-probs under a frozen model, per mini-batch; None without one. Its routers
+        choose the experts."""
         if frozen is None or not packed:
             return [None] * len(packed)
         unrouted: list[Packed] = []
         for part in packed:
-            micro_batches = [replace(micro_batch, experts_PLK=None) for micro_batch in part.micro_batches]
+            micro_batches = [
+                replace(micro_batch, experts_PLK=None)
+                for micro_batch in part.micro_batches
+            ]
             unrouted.append(Packed(part.rows, micro_batches))
         with device.timed(seconds, phase), frozen.in_place():
             return [*self.forward(unrouted, f"log-probs of the {phase}")]
 
-    def before(self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]) -> SampleNumbers:
-        """Log-probs under the old policy of a mini-batch whose loss does without them: the engine's, where
-        they are not recomputed, or where rewards and targets do not depend on them."""
+    def before(
+        self, mini_batch: TrainBatch, packed: Packed, seconds: dict[str, float]
+    ) -> SampleNumbers:
+        """Log-probs under the old policy of a mini-batch whose loss does without them:
+        the engine's, where they are not recomputed, or where rewards and targets do not
+        depend on them."""
         algorithm = self.algorithm
         with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
         is_read = with_kl or algorithm.value_targets == "vtrace"

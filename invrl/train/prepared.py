@@ -1,4 +1,5 @@
-"""A batch before its first optimizer step: what the step computes of it, and how the critic judges it.
+"""A batch before its first optimizer step: what the step computes of it, and how the
+critic judges it.
 
 Imported after `device.prepare()`.
 """
@@ -14,7 +15,8 @@ from invrl.train.sharding import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A batch before its first optimizer step, by mini-batch: what is computed of it without the critic."""
+    """A batch before its first optimizer step, by mini-batch: what is computed of it
+    without the critic."""
 
     shard: Shard
     packed: list[Packed]
@@ -23,7 +25,8 @@ class Prepared:
     old: Sequence[SampleNumbers | None]
     """Log-probs that the loss reads."""
     before: Sequence[SampleNumbers]
-    """Log-probs that rewards and targets read; empty where they are not computed here."""
+    """Log-probs that rewards and targets read; empty where they are not computed
+    here."""
     started: float
     """`time.monotonic()`"""
     seconds: dict[str, float]

@@ -50,25 +50,31 @@ def _largest(value: float, group: Any) -> float:
 
 
 def means_of_ranks(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The mean of each number over all ranks: its totals over its weights. NaN without any weight. All ranks
-    call it together; those that have the same tokens count them alike."""
-    sums = torch.tensor([*totals, *weights], dtype=torch.float64, device=device.device())
+    """The mean of each number over all ranks: its totals over its weights. NaN without
+    any weight. All ranks call it together; those that have the same tokens count them
+    alike."""
+    sums = torch.tensor(
+        [*totals, *weights], dtype=torch.float64, device=device.device()
+    )
     torch.distributed.all_reduce(sums)
     return (sums[: len(totals)] / sums[len(totals) :]).tolist()
 
 
 def sums_of_replicas(values: Sequence[float]) -> list[float]:
-    """The sum of each of these over the data-parallel ranks, in float64. These ranks call it together."""
+    """The sum of each of these over the data-parallel ranks, in float64. These ranks
+    call it together."""
     summed = torch.tensor(list(values), dtype=torch.float64, device=device.device())
     torch.distributed.all_reduce(summed, group=parallel_state.get_data_parallel_group())
     return summed.tolist()
 
 
 def sum_in_order(own: float, ranks: Iterable[int]) -> float:
-    """The sum of what these ranks have, in float64 and in this order, so that it is the same number on every
-    rank, to the last bit. All ranks call it together."""
+    """The sum of what these ranks have, in float64 and in this order, so that it is the
+    same number on every rank, to the last bit. All ranks call it together."""
     value = torch.tensor([own], dtype=torch.float64, device=device.device())
-    values = [torch.zeros_like(value) for _ in range(torch.distributed.get_world_size())]
+    values = [
+        torch.zeros_like(value) for _ in range(torch.distributed.get_world_size())
+    ]
     torch.distributed.all_gather(values, value)
     total = 0.0
     for rank in ranks:
@@ -77,28 +83,36 @@ def sum_in_order(own: float, ranks: Iterable[int]) -> float:
 
 
 def gather_of_replicas(own: Item) -> list[Item]:
-    """The objects of all data-parallel ranks, in the order of the ranks, which call it together."""
-    group = cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
+    """The objects of all data-parallel ranks, in the order of the ranks, which call it
+    together."""
+    group = cast(
+        torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
+    )
     items: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(items, own, group=group)
     return items
 
 
 def gather_rows(own: RowTable) -> tuple[RowTable, int]:
-    """The rows of all data-parallel ranks, in the order of the ranks, and where this rank's own begin. These
-    ranks call it together."""
-    group = cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group())
+    """The rows of all data-parallel ranks, in the order of the ranks, and where this
+    rank's own begin. These ranks call it together."""
+    group = cast(
+        torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group()
+    )
     tables = gather_of_replicas(own)
     before = tables[: group.rank()]
     return RowTable.joined(tables), sum(len(table.group_ids) for table in before)
 
 
-def join_process_group(settings: RankSettings, port: int, listener: socket.socket | None) -> None:
+def join_process_group(
+    settings: RankSettings, port: int, listener: socket.socket | None
+) -> None:
     """Joins all ranks into one process group and seeds the random generators.
 
-    `port` is the port on which rank 0 listens; `listener` is rank 0's listening socket there and None on the
-    other ranks. Raises torch's error if the other ranks do not come within `train_step_timeout_s`, TrainError
-    if a stranger is connected to the store.
+    `port` is the port on which rank 0 listens; `listener` is rank 0's listening socket
+    there and None on the other ranks. Raises torch's error if the other ranks do not
+    come within `train_step_timeout_s`, TrainError if a stranger is connected to the
+    store.
     """
     if device.on_cuda():
         torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
@@ -107,8 +121,11 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
     if listener is not None:
         store = serve_store(listener, world_size=world_size, timeout=timeout)
     else:
-        store = join_store(settings.master_addr, port, world_size=world_size, timeout=timeout)
-    # Without these variables gloo and NCCL listen on the address that the host name resolves to.
+        store = join_store(
+            settings.master_addr, port, world_size=world_size, timeout=timeout
+        )
+    # Without these variables gloo and NCCL listen on the address that the host name
+    # resolves to.
     interface = interface_towards(settings.master_addr)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
@@ -124,11 +141,14 @@ def join_process_group(settings: RankSettings, port: int, listener: socket.socke
         tensor_model_parallel_size=layout.tensor,
         context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline
+        if layout.virtual_pipeline > 1
+        else None,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
     )
-    # On GPUs the store stays open, because communicators connect when they are first used.
+    # On GPUs the store stays open, because communicators connect when they are first
+    # used.
     if listener is not None and not device.groups_connect_late():
         refuse_newcomers(listener)
         refuse_strangers(listener, members=world_size)

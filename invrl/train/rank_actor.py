@@ -1,5 +1,5 @@
-"""What ranks of policy and critic have in common as Ray actors: one worker thread, a heartbeat beside it, and
-checkpoints."""
+"""What ranks of policy and critic have in common as Ray actors: one worker thread, a
+heartbeat beside it, and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ RankT = TypeVar("RankT", bound=SavingRank)
 
 
 class RankActor(ABC, Generic[RankT]):
-    """Runs its calls in one worker thread, one at a time, so that `beat` can answer meanwhile.
+    """Runs its calls in one worker thread, one at a time, so that `beat` can answer
+    meanwhile.
 
-    The model is built by `start`, not by the constructor: creating the actor is quick, and all ranks exist
-    before they wait for each other.
+    The model is built by `start`, not by the constructor: creating the actor is quick,
+    and all ranks exist before they wait for each other.
     """
 
     role: ClassVar[str]
@@ -55,13 +56,14 @@ class RankActor(ABC, Generic[RankT]):
         return pulse()
 
     async def listen(self) -> int:
-        """On rank 0: opens a free port for the ranks' common store, keeps it open and returns its number."""
+        """On rank 0: opens a free port for the ranks' common store, keeps it open and
+        returns its number."""
         self._listener = listen(self._settings.master_addr)
         return self._listener.getsockname()[1]
 
     async def start(self, port: int) -> Pulse:
-        """Joins the other ranks and builds the model. `port`: the one on which rank 0 listens. Returns which
-        process this is."""
+        """Joins the other ranks and builds the model. `port`: the one on which rank 0
+        listens. Returns which process this is."""
         if self._settings.log is not None:
             begin_output(f"{self.role}-rank-{self._settings.rank}", self._settings.log)
         await self._in_worker(self._build, port)
@@ -84,13 +86,17 @@ class RankActor(ABC, Generic[RankT]):
         await self._in_worker(self._rank.load_checkpoint, path)
 
     async def _in_worker(
-        self, work: Callable[Parameters, Answer], *args: Parameters.args, **kwargs: Parameters.kwargs
+        self,
+        work: Callable[Parameters, Answer],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
     ) -> Answer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, partial(work, *args, **kwargs))
 
     def _build(self, port: int) -> None:
-        # Garbage collection takes an eighth of the time that importing torch and Megatron needs.
+        # Garbage collection takes an eighth of the time that importing torch and
+        # Megatron needs.
         gc.disable()
         self._rank = self._make(port)
         gc.freeze()

@@ -1,7 +1,8 @@
 """Calls of all trainer ranks together.
 
-Invariant: the calls end on all ranks within their deadline (a failure up to 10 s later), or all ranks are
-killed. The ranks meet in collectives, so if one of them fails or dies the others would wait for it.
+Invariant: the calls end on all ranks within their deadline (a failure up to 10 s
+later), or all ranks are killed. The ranks meet in collectives, so if one of them fails
+or dies the others would wait for it.
 """
 
 import asyncio
@@ -9,7 +10,13 @@ import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from invrl.errors import ActorDiedError, DeadlineError, InvrlError, ServerError, TrainError
+from invrl.errors import (
+    ActorDiedError,
+    DeadlineError,
+    InvrlError,
+    ServerError,
+    TrainError,
+)
 from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
@@ -19,22 +26,28 @@ from invrl.host.ray_memory import killed_for_memory
 Answer = TypeVar("Answer")
 
 _DEATH_S = 10.0
-"""How long Ray may take to report a death. Ranks whose collective broke because of it report earlier."""
+"""How long Ray may take to report a death. Ranks whose collective broke because of it
+report earlier."""
 
 
 class RankCalls:
     """`actors`: all ranks, by number."""
 
-    def __init__(self, actors: Sequence[ActorHandle[Any]], *, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self, actors: Sequence[ActorHandle[Any]], *, heartbeat_timeout_s: float
+    ) -> None:
         self.actors = actors
         self.processes: Mapping[int, Pulse] = {}
         """By number, once it has started."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
 
     async def watch(self) -> None:
-        """Once all ranks have started. Never returns; raises ServerError that names a rank which does not
-        answer, with the last lines of its log."""
-        watches = [asyncio.create_task(self._watch_rank(number)) for number in range(len(self.actors))]
+        """Once all ranks have started. Never returns; raises ServerError that names a
+        rank which does not answer, with the last lines of its log."""
+        watches = [
+            asyncio.create_task(self._watch_rank(number))
+            for number in range(len(self.actors))
+        ]
         try:
             await asyncio.gather(*watches)
         finally:
@@ -45,16 +58,23 @@ class RankCalls:
         try:
             await self.actors[number].watch(self._heartbeat_timeout_s)
         except ServerError as error:
-            raise ServerError(f"{error}{last_lines(self.processes.get(number))}") from error
+            raise ServerError(
+                f"{error}{last_lines(self.processes.get(number))}"
+            ) from error
 
     async def wait(
-        self, method: str, calls: Mapping[int, Coroutine[Any, Any, Answer]], timeout_s: float
+        self,
+        method: str,
+        calls: Mapping[int, Coroutine[Any, Any, Answer]],
+        timeout_s: float,
     ) -> dict[int, Answer]:
-        """The answers of all calls, by number. If one fails, or not all end in time, kills all ranks and
-        raises the cause."""
+        """The answers of all calls, by number. If one fails, or not all end in time,
+        kills all ranks and raises the cause."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
-            done, pending = await lived_wait(tasks.values(), timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await lived_wait(
+                tasks.values(), timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
             if pending and any(_may_follow(task.exception()) for task in done):
                 await _wait_for_death(pending)
             failures = {
@@ -69,10 +89,13 @@ class RankCalls:
                 number = _first_cause(failures)
                 log = last_lines(self.processes.get(number))
                 name = self.actors[number].name
-                raise _train_error(failures[number], name, method, log) from failures[number]
+                raise _train_error(failures[number], name, method, log) from failures[
+                    number
+                ]
             if unfinished:
                 raise DeadlineError(
-                    f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}", timeout_s
+                    f"{len(unfinished)} of {len(calls)} trainer ranks to finish {method}",
+                    timeout_s,
                 )
             return {rank: task.result() for rank, task in tasks.items()}
         finally:
@@ -85,16 +108,20 @@ class RankCalls:
 
 
 def call_deadline(timeout_s: float) -> float:
-    """The deadline of one rank's call: later than that of `wait`, which names how many ranks are late."""
+    """The deadline of one rank's call: later than that of `wait`, which names how many
+    ranks are late."""
     return timeout_s + 2 * _DEATH_S
 
 
 async def _wait_for_death(pending: set["asyncio.Task[Answer]"]) -> None:
-    """Waits until one of these calls reports that its rank has died, or all have ended, for a while."""
+    """Waits until one of these calls reports that its rank has died, or all have ended,
+    for a while."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DEATH_S):
             while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(
+                    pending, return_when=asyncio.FIRST_COMPLETED
+                )
                 if any(isinstance(task.exception(), ActorDiedError) for task in done):
                     return
 
@@ -105,20 +132,25 @@ def _may_follow(error: BaseException | None) -> bool:
 
 
 def _first_cause(failures: dict[int, BaseException | None]) -> int:
-    """The rank whose failure caused those of the others: one that died, else the first."""
+    """The rank whose failure caused those of the others: one that died, else the
+    first."""
     for rank, error in failures.items():
         if isinstance(error, ActorDiedError):
             return rank
     return min(failures)
 
 
-def _train_error(error: BaseException | None, name: str, method: str, log: str) -> Exception:
-    """The rank's own error if it is an InvrlError, else a TrainError that says what it was. `name`: the
-    rank's; `log`: what its process printed last."""
+def _train_error(
+    error: BaseException | None, name: str, method: str, log: str
+) -> Exception:
+    """The rank's own error if it is an InvrlError, else a TrainError that says what it
+    was. `name`: the rank's; `log`: what its process printed last."""
     if isinstance(error, ActorDiedError):
         killed = killed_for_memory(error.__cause__, name)
         if killed:
             return TrainError(killed)
     elif isinstance(error, InvrlError):
         return error
-    return TrainError(f"{name} failed in {method}: {type(error).__name__}: {error}{log}")
+    return TrainError(
+        f"{name} failed in {method}: {type(error).__name__}: {error}{log}"
+    )

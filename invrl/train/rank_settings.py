@@ -1,4 +1,5 @@
-"""What one trainer rank is started with. Importable without torch, so that the driver can build it."""
+"""What one trainer rank is started with. Importable without torch, so that the driver
+can build it."""
 
 from dataclasses import dataclass, field
 
@@ -14,26 +15,30 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """Settings of one rank; all ranks of a trainer differ only in `rank`. Those of a critic that has ranks of
-    its own have another `layout` and `store_key`."""
+    """Settings of one rank; all ranks of a trainer differ only in `rank`. Those of a
+    critic that has ranks of its own have another `layout` and `store_key`."""
 
     rank: int
     layout: ParallelLayout
     master_addr: str
-    """Address of rank 0's node that every other rank reaches; loopback on one machine."""
+    """Address of rank 0's node that every other rank reaches; loopback on one
+    machine."""
     store_key: str = field(repr=False)
-    """Prefix of every name in the ranks' common store: random, so that no other process can guess them."""
+    """Prefix of every name in the ranks' common store: random, so that no other process
+    can guess them."""
     model_path: str
     reference_path: str = ""
-    """Folder with the weights of the frozen reference; "": those of `model_path`. They are read only if the
-    objective needs a reference."""
+    """Folder with the weights of the frozen reference; "": those of `model_path`. They
+    are read only if the objective needs a reference."""
     teacher_path: str = ""
-    """Folder with the weights of a teacher of the same shape; "": none that the trainer computes."""
+    """Folder with the weights of a teacher of the same shape; "": none that the trainer
+    computes."""
     critic_path: str = ""
-    """Folder with the weights that the critic begins with; "": those of `model_path`. They are read only if
-    the objective needs values."""
+    """Folder with the weights that the critic begins with; "": those of `model_path`.
+    They are read only if the objective needs values."""
     chat_template: str = ""
-    """Jinja text that the run uses instead of the model's own chat template; "" means the model's own."""
+    """Jinja text that the run uses instead of the model's own chat template; "" means
+    the model's own."""
     train: TrainConfig
     algorithm: AlgorithmConfig
     weight_dtype: str
@@ -46,12 +51,14 @@ class RankSettings:
     weight_folder: str = ""
     """Where the transports `disk` and `delta` write: a folder for them alone."""
     weight_full_every: int = 1
-    """With the transport `delta`: how many versions there are from one that is whole to the next."""
+    """With the transport `delta`: how many versions there are from one that is whole to
+    the next."""
     weight_host: str = ""
-    """The address on which engines fetch their files; "": they open them. With the transport `collective`:
-    where engines join; "": at `master_addr`."""
+    """The address on which engines fetch their files; "": they open them. With the
+    transport `collective`: where engines join; "": at `master_addr`."""
     broadcast_timeout_s: float = 10.0
-    """With the transport `collective`: for the engines to join, and then for each bucket."""
+    """With the transport `collective`: for the engines to join, and then for each
+    bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

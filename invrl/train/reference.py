@@ -1,13 +1,16 @@
-"""The reference, or a teacher: other weights for the one model, which compute in place of the trained ones.
+"""The reference, or a teacher: other weights for the one model, which compute in place
+of the trained ones.
 
-There is no second model. While `in_place` is open, the parameters of the model's chunks show the reference's
-weights, and the trained weights, their gradients and the optimizer's state stay where they are. A rank holds
-only its own parts of the reference, in the layout of the policy.
+There is no second model. While `in_place` is open, the parameters of the model's chunks
+show the reference's weights, and the trained weights, their gradients and the
+optimizer's state stay where they are. A rank holds only its own parts of the reference,
+in the layout of the policy.
 
-It is frozen, unless the settings let it follow the policy; then its weights are saved with the checkpoint.
+It is frozen, unless the settings let it follow the policy; then its weights are saved
+with the checkpoint.
 
-Invariant: outside `in_place`, and after whatever ended it, every parameter shows its trained weights.
-Imported after `device.prepare()`.
+Invariant: outside `in_place`, and after whatever ended it, every parameter shows its
+trained weights. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +46,9 @@ class FrozenReference:
         placement: Placement,
         is_averaged: bool = False,
     ) -> None:
-        """`folder`: has the weights, of a model like that of `chunks`. `is_averaged`: they are kept in
-        float32, in which small changes are not lost. Raises TrainError unless they fit."""
+        """`folder`: has the weights, of a model like that of `chunks`. `is_averaged`:
+        they are kept in float32, in which small changes are not lost. Raises TrainError
+        unless they fit."""
         own_parameters = parameters_of(chunks)
         weights = {
             name: _kept(tensor, own_parameters[name], placement, is_averaged)
@@ -63,8 +67,9 @@ class FrozenReference:
         """What is brought in whole: everything, or what is in no layer."""
 
     def follow(self, share: float) -> None:
-        """Takes this share of the trained weights and keeps the rest of its own; 1: it becomes the policy.
-        Outside of `in_place`. Not for the placement `cpu_by_layer`, which may keep weights in fewer bits.
+        """Takes this share of the trained weights and keeps the rest of its own; 1: it
+        becomes the policy. Outside of `in_place`. Not for the placement `cpu_by_layer`,
+        which may keep weights in fewer bits.
 
             reference <- (1 - share) reference + share trained
 
@@ -78,8 +83,9 @@ class FrozenReference:
                 weight.lerp_(trained, share)
 
     def saved(self, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The reference's own tensors for the entries of `model`, Megatron's sharded state of a chunk, by
-        their names there. What is in a checkpoint and no weight is left out."""
+        """The reference's own tensors for the entries of `model`, Megatron's sharded
+        state of a chunk, by their names there. What is in a checkpoint and no weight is
+        left out."""
         tensors: dict[str, torch.Tensor] = {}
         for name, entry in model.items():
             data = getattr(entry, "data", None)
@@ -88,11 +94,15 @@ class FrozenReference:
         return tensors
 
     def sharded(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """`saved` in the form of `model`, each under its own name behind `reference.`."""
+        """`saved` in the form of `model`, each under its own name behind
+        `reference.`."""
         state: dict[str, Any] = {}
         for name, weight in self.saved(model).items():
             entry = model[name]
-            changes: dict[str, Any] = {"key": f"{SAVED_PREFIX}{entry.key}", "data": weight}
+            changes: dict[str, Any] = {
+                "key": f"{SAVED_PREFIX}{entry.key}",
+                "data": weight,
+            }
             if not isinstance(entry, ShardedTensorFactory):
                 changes["dtype"] = weight.dtype
             state[name] = replace(entry, **changes)
@@ -100,14 +110,19 @@ class FrozenReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The chunks compute with the reference's weights. For passes without gradient."""
+        """The chunks compute with the reference's weights. For passes without
+        gradient."""
         with ExitStack() as stack:
             stack.callback(self._rest.put_back)
             self._rest.bring_in()
             for layer, exchange in self._layers:
                 stack.callback(exchange.put_back)  # if the layer fails
-                stack.callback(layer.register_forward_pre_hook(_hook(exchange.bring_in)).remove)
-                stack.callback(layer.register_forward_hook(_hook(exchange.put_back)).remove)
+                stack.callback(
+                    layer.register_forward_pre_hook(_hook(exchange.bring_in)).remove
+                )
+                stack.callback(
+                    layer.register_forward_hook(_hook(exchange.put_back)).remove
+                )
             yield
 
 
@@ -122,7 +137,9 @@ class _Exchange:
     def bring_in(self) -> None:
         for parameter, weight in self._weights.items():
             self._trained.append((parameter, parameter.data))
-            parameter.data = weight.to(parameter.device, parameter.dtype, non_blocking=True)
+            parameter.data = weight.to(
+                parameter.device, parameter.dtype, non_blocking=True
+            )
 
     def put_back(self) -> None:
         """Nothing where the trained weights are in."""
@@ -132,11 +149,14 @@ class _Exchange:
 
 
 def _kept(
-    tensor: torch.Tensor, parameter: torch.Tensor, placement: Placement, is_averaged: bool
+    tensor: torch.Tensor,
+    parameter: torch.Tensor,
+    placement: Placement,
+    is_averaged: bool,
 ) -> torch.Tensor:
-    """A copy as it is kept between passes. By layer it stays in the dtype of the file, if that is smaller
-    than the model's: no value changes, and the wider copies never exist all at once. `is_averaged`: in
-    float32."""
+    """A copy as it is kept between passes. By layer it stays in the dtype of the file,
+    if that is smaller than the model's: no value changes, and the wider copies never
+    exist all at once. `is_averaged`: in float32."""
     dtype = torch.float32 if is_averaged else parameter.dtype
     if placement == "cpu_by_layer" and tensor.dtype.itemsize < dtype.itemsize:
         dtype = tensor.dtype

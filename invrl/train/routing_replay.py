@@ -1,13 +1,16 @@
-"""Routing replay: a forward pass sends tokens to the experts that an earlier pass chose for them.
+"""Routing replay: a forward pass sends tokens to the experts that an earlier pass chose
+for them.
 
-The earlier pass is the trainer's own for the old log-probs (GSPO, arXiv 2507.18071, section 5.3; "R2"), or
-the engine's that sampled the tokens (arXiv 2510.11370; "R3"). The recorded indices decide which experts
-compute a token. Their weights come from this model's router, so gradients flow through it.
+The earlier pass is the trainer's own for the old log-probs (GSPO, arXiv 2507.18071,
+section 5.3; "R2"), or the engine's that sampled the tokens (arXiv 2510.11370; "R3").
+The recorded indices decide which experts compute a token. Their weights come from this
+model's router, so gradients flow through it.
 
-The indices travel with the micro-batch to each layer, so a layer that is recomputed in the backward pass is
-given the same ones. So do the scores that the routers gave these experts, where an objective asks how far the
-routers have moved since (`algorithms/router_shift.py`), whether or not the experts are replayed. Imported
-after `device.prepare()`.
+The indices travel with the micro-batch to each layer, so a layer that is recomputed in
+the backward pass is given the same ones. So do the scores that the routers gave these
+experts, where an objective asks how far the routers have moved since
+(`algorithms/router_shift.py`), whether or not the experts are replayed. Imported after
+`device.prepare()`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,31 +35,41 @@ from invrl.train.families.model_config import Experts
 from invrl.train.micro_batch import UNKNOWN_EXPERT, MicroBatch, OldRouting, Row
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Megatron's choice: (scores [P, E], k, groups) -> (the chosen scores, the chosen experts), [P, K] each."""
+"""Megatron's choice: (scores [P, E], k, groups) -> (the chosen scores, the chosen
+experts), [P, K] each."""
 
 
 @dataclass(slots=True, eq=False)
 class RoutingAgreement:
-    """How often the routers of this rank, left alone, would have chosen the experts that were replayed."""
+    """How often the routers of this rank, left alone, would have chosen the experts
+    that were replayed."""
 
     equal: float | torch.Tensor = 0.0
     """Pairs of a token and a layer for which they would."""
     replayed: float | torch.Tensor = 0.0
     """All pairs whose experts were replayed."""
 
-    def count(self, own_PK: torch.Tensor, replayed_PK: torch.Tensor, known_P: torch.Tensor) -> None:
+    def count(
+        self, own_PK: torch.Tensor, replayed_PK: torch.Tensor, known_P: torch.Tensor
+    ) -> None:
         """Both rows are sets: their order says nothing."""
         equal_P = (own_PK.sort(-1).values == replayed_PK.sort(-1).values).all(-1)
         self.equal = self.equal + (equal_P & known_P).sum()
         self.replayed = self.replayed + known_P.sum()
 
     def take(self) -> Mean:
-        """The share of the equal ones in all layers of the model; counting begins anew. All ranks of a
-        replica take part."""
-        counts = torch.tensor([float(self.equal), float(self.replayed)], dtype=torch.float64)
+        """The share of the equal ones in all layers of the model; counting begins anew.
+        All ranks of a replica take part."""
+        counts = torch.tensor(
+            [float(self.equal), float(self.replayed)], dtype=torch.float64
+        )
         counts = counts.to(device.device())
-        torch.distributed.all_reduce(counts, group=parallel_state.get_model_parallel_group())
-        torch.distributed.all_reduce(counts, group=parallel_state.get_context_parallel_group())
+        torch.distributed.all_reduce(
+            counts, group=parallel_state.get_model_parallel_group()
+        )
+        torch.distributed.all_reduce(
+            counts, group=parallel_state.get_context_parallel_group()
+        )
         self.equal = 0.0
         self.replayed = 0.0
         return Mean(float(counts[0]), float(counts[1]))
@@ -73,10 +86,12 @@ class ChosenScores:
 
 @dataclass(slots=True, eq=False)
 class LayerRouting:
-    """The routing of one micro-batch in one layer. Stands in place of Megatron's `RouterReplay`."""
+    """The routing of one micro-batch in one layer. Stands in place of Megatron's
+    `RouterReplay`."""
 
     replayed_PK: torch.Tensor | None
-    """The experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses. None: it always does."""
+    """The experts of this rank's tokens; `UNKNOWN_EXPERT` where the router chooses.
+    None: it always does."""
     agreement: RoutingAgreement
     old: ChosenScores | None = None
     """Of the pass for the old log-probs. None: nothing is compared with it."""
@@ -97,14 +112,19 @@ class LayerRouting:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by Megatron's router: the scores [P, K] of the chosen experts, and the experts."""
-        own_scores, own_PK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        """Called by Megatron's router: the scores [P, K] of the chosen experts, and the
+        experts."""
+        own_scores, own_PK = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         if self.replayed_PK is None:
             self.chosen_PK = own_PK
             return own_scores, own_PK
         known_P = self.replayed_PK[:, 0] != UNKNOWN_EXPERT
         chosen_PK = torch.where(known_P[:, None], self.replayed_PK, own_PK)
-        if torch.is_grad_enabled():  # once in an update, also if the layer is recomputed
+        if (
+            torch.is_grad_enabled()
+        ):  # once in an update, also if the layer is recomputed
             self.agreement.count(own_PK, self.replayed_PK, known_P)
         self.chosen_PK = chosen_PK
         return scores.gather(1, chosen_PK), chosen_PK
@@ -128,10 +148,12 @@ class Routing:
     """The routing of one micro-batch in all layers."""
 
     experts_PLK: torch.Tensor | None
-    """Of this rank's tokens, by the layer's number in the whole model. None: the routers choose."""
+    """Of this rank's tokens, by the layer's number in the whole model. None: the
+    routers choose."""
     agreement: RoutingAgreement
     old_experts_PLK: torch.Tensor | None = None
-    """Of this rank's tokens, in the pass for the old log-probs. None: nothing is compared with it."""
+    """Of this rank's tokens, in the pass for the old log-probs. None: nothing is
+    compared with it."""
     old_scores_PLK: torch.Tensor | None = None
     keeps_scores: bool = False
     """Whether this is that pass."""
@@ -139,11 +161,17 @@ class Routing:
     """Those that have run."""
 
     @staticmethod
-    def of(share: ContextShare, agreement: RoutingAgreement, *, keeps_scores: bool = False) -> "Routing":
+    def of(
+        share: ContextShare, agreement: RoutingAgreement, *, keeps_scores: bool = False
+    ) -> "Routing":
         places = _routed_places(share)
 
         def own(array_PLK: NDArray[Any] | None) -> torch.Tensor | None:
-            return None if array_PLK is None else to_device(array_PLK[places], device.device())
+            return (
+                None
+                if array_PLK is None
+                else to_device(array_PLK[places], device.device())
+            )
 
         old = share.micro_batch.old_routing
         return Routing(
@@ -156,9 +184,11 @@ class Routing:
 
     @property
     def shift_P(self) -> torch.Tensor | None:
-        """How far the routers of all layers have moved where this rank routes tokens: the mean over the
-        layers. None: nothing was compared."""
-        shifts = [layer.shift_P for layer in self.layers.values() if layer.shift_P is not None]
+        """How far the routers of all layers have moved where this rank routes tokens:
+        the mean over the layers. None: nothing was compared."""
+        shifts = [
+            layer.shift_P for layer in self.layers.values() if layer.shift_P is not None
+        ]
         return torch.stack(shifts).mean(0) if shifts else None
 
     def layer(self, number: int) -> LayerRouting:
@@ -171,14 +201,16 @@ class Routing:
             # Of padding nothing is known, and nobody reads its shift.
             experts_PK = self.old_experts_PLK[:, number].long().clamp(min=0)
             old = ChosenScores(experts_PK, self.old_scores_PLK[:, number])
-        routing = LayerRouting(replayed_PK, self.agreement, old=old, keeps_scores=self.keeps_scores)
+        routing = LayerRouting(
+            replayed_PK, self.agreement, old=old, keeps_scores=self.keeps_scores
+        )
         self.layers[number] = routing
         return routing
 
 
 def _routed_places(share: ContextShare) -> NDArray[np.int64]:
-    """Places in the micro-batch of the tokens that this rank's routers see: tensor-parallel ranks divide
-    those of a share between layers."""
+    """Places in the micro-batch of the tokens that this rank's routers see:
+    tensor-parallel ranks divide those of a share between layers."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return np.split(share.places_Q, ranks)[rank]
@@ -190,15 +222,17 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: Any, **options: Any) -> Any:
         experts: Any = self.mlp
         routing: Routing | None = packed_seq_params.routing
-        layer_routing = None if routing is None else routing.layer(self.layer_number - 1)
+        layer_routing = (
+            None if routing is None else routing.layer(self.layer_number - 1)
+        )
         experts.router.router_replay = layer_routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
 @dataclass(slots=True, eq=False)
 class RoutingRecorder:
-    """Keeps the experts that the chunks of one rank choose in the passes of a `recording` block, and their
-    scores."""
+    """Keeps the experts that the chunks of one rank choose in the passes of a
+    `recording` block, and their scores."""
 
     num_layers: int
     """Of the whole model."""
@@ -243,15 +277,18 @@ class RoutingRecorder:
 
     def begin(self, chunk: int, share: ContextShare) -> Routing:
         """The routing of a forward pass that begins."""
-        routing = Routing.of(share, self.agreement, keeps_scores=self.keeps_scores and self._is_recording)
+        routing = Routing.of(
+            share, self.agreement, keeps_scores=self.keeps_scores and self._is_recording
+        )
         if self._is_recording:
             self._recorded.setdefault(chunk, []).append(routing)
         return routing
 
     def with_recorded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of the passes that were recorded, with the experts that were chosen in them and
-        their scores, as they are to be replayed and compared. Of layers that other ranks hold, of tokens that
-        other ranks route, and of layers without experts, both are unknown."""
+        """The micro-batches of the passes that were recorded, with the experts that
+        were chosen in them and their scores, as they are to be replayed and compared.
+        Of layers that other ranks hold, of tokens that other ranks route, and of layers
+        without experts, both are unknown."""
         routed: list[MicroBatch] = []
         for index, micro_batch in enumerate(micro_batches):
             if not micro_batch.rows:  # one that stands in where there is no data
@@ -264,7 +301,9 @@ class RoutingRecorder:
         self._recorded.clear()
         return routed
 
-    def _with_layers(self, micro_batch: MicroBatch, layers: dict[int, LayerRouting]) -> MicroBatch:
+    def _with_layers(
+        self, micro_batch: MicroBatch, layers: dict[int, LayerRouting]
+    ) -> MicroBatch:
         if not layers:  # a stage whose layers have no experts
             return micro_batch
         share = own_share(micro_batch)
@@ -283,6 +322,8 @@ class RoutingRecorder:
         if self.replays:
             micro_batch = replace(micro_batch, experts_PLK=experts_PLK)
         if self.keeps_scores:
-            old = OldRouting(experts_PLK=experts_PLK, scores_PLK=scores_PLK[:num_tokens])
+            old = OldRouting(
+                experts_PLK=experts_PLK, scores_PLK=scores_PLK[:num_tokens]
+            )
             micro_batch = replace(micro_batch, old_routing=old)
         return micro_batch

@@ -1,5 +1,5 @@
-"""Numbers of the rows of a mini-batch: their own, those that an objective gives a row because of others, and
-the weights of rollouts by their lengths.
+"""Numbers of the rows of a mini-batch: their own, those that an objective gives a row
+because of others, and the weights of rollouts by their lengths.
 
 Imported after `device.prepare()`.
 """
@@ -26,11 +26,17 @@ def coupled_numbers(
     current: SampleNumbers,
     reference: SampleNumbers | None,
 ) -> list[Mapping[str, float]]:
-    """Those of each sample, its own included. `name`: of the objective, which compares the rows of all ranks.
-    `current`, `reference`: log-probs of the trained tokens. Raises TrainError if the objective gives a name
-    that a row has already."""
-    numbers: list[Mapping[str, float]] = [sample.numbers for sample in mini_batch.samples]
-    indices = [index for index, sample in enumerate(mini_batch.samples) if sample.loss_mask_T.any()]
+    """Those of each sample, its own included. `name`: of the objective, which compares
+    the rows of all ranks. `current`, `reference`: log-probs of the trained tokens.
+    Raises TrainError if the objective gives a name that a row has already."""
+    numbers: list[Mapping[str, float]] = [
+        sample.numbers for sample in mini_batch.samples
+    ]
+    indices = [
+        index
+        for index, sample in enumerate(mini_batch.samples)
+        if sample.loss_mask_T.any()
+    ]
     table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
     coupled = coupling_of(name, objective)(table)
     for place, index in enumerate(indices, start=first):
@@ -41,10 +47,15 @@ def coupled_numbers(
 
 
 def weighted_by_length(
-    mini_batch: TrainBatch, numbers: Sequence[Mapping[str, float]], *, exponent: float, scale: float
+    mini_batch: TrainBatch,
+    numbers: Sequence[Mapping[str, float]],
+    *,
+    exponent: float,
+    scale: float,
 ) -> list[Mapping[str, float]]:
-    """The numbers of each sample, with those of its rollout's length (`length_weights.py`) where it has a
-    trained token. The same on every rank: lengths are those of the whole mini-batch."""
+    """The numbers of each sample, with those of its rollout's length
+    (`length_weights.py`) where it has a trained token. The same on every rank: lengths
+    are those of the whole mini-batch."""
     of_rollout = length_numbers(mini_batch.trained, exponent=exponent, scale=scale)
     return [
         {**of_row, **of_rollout.get(sample.rollout_id, {})}
@@ -52,7 +63,9 @@ def weighted_by_length(
     ]
 
 
-def _check_names(name: str, coupled: Mapping[str, object], given: Mapping[str, float]) -> None:
+def _check_names(
+    name: str, coupled: Mapping[str, object], given: Mapping[str, float]
+) -> None:
     taken = sorted(coupled.keys() & given.keys())
     if taken:
         raise TrainError(
@@ -72,7 +85,9 @@ def _row_table(
 
     def sums(arrays: SampleNumbers) -> NDArray[np.float64]:
         """Over the trained tokens; the arrays are 0 elsewhere."""
-        return np.array([arrays[index].sum(dtype=np.float64) for index in indices], np.float64)
+        return np.array(
+            [arrays[index].sum(dtype=np.float64) for index in indices], np.float64
+        )
 
     return RowTable(
         group_ids=tuple(sample.group_id for sample in samples),

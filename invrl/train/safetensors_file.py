@@ -1,11 +1,13 @@
 """Writes safetensors files tensor by tensor: one, or several with an index.
 
-`safetensors.torch.save_file` takes all tensors at once and turns each of them into bytes before it writes the
-first, so that a second model is in memory. It also makes the file readable by its owner alone, whatever the
-umask says. Here one tensor at a time is copied, and the file has an ordinary mode.
+`safetensors.torch.save_file` takes all tensors at once and turns each of them into
+bytes before it writes the first, so that a second model is in memory. It also makes the
+file readable by its owner alone, whatever the umask says. Here one tensor at a time is
+copied, and the file has an ordinary mode.
 
-The format is eight bytes with the length of the header (little-endian), the header as JSON, and the tensors'
-bytes in the header's order (see the section "Format" of the safetensors package's documentation).
+The format is eight bytes with the length of the header (little-endian), the header as
+JSON, and the tensors' bytes in the header's order (see the section "Format" of the
+safetensors package's documentation).
 """
 
 import json
@@ -25,9 +27,11 @@ from invrl.weights.tensor_spec import num_bytes, spec_of
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Dtypes by torch's name -> the format's name."""
 INDEX_NAME = "model.safetensors.index.json"
-"""Names the file of each tensor, where there are several. transformers and SGLang read it."""
+"""Names the file of each tensor, where there are several. transformers and SGLang read
+it."""
 _ALIGNMENT = 8
-"""Bytes. The first tensor begins at a multiple of it, as in the files of the reference implementation."""
+"""Bytes. The first tensor begins at a multiple of it, as in the files of the reference
+implementation."""
 
 
 def write_weights(
@@ -37,26 +41,32 @@ def write_weights(
     *,
     max_shard_bytes: float,
 ) -> dict[str, FileEntry]:
-    """Writes the tensors of the layout, in its order, into files of at most `max_shard_bytes` (or of one
-    tensor that is larger), under the names that transformers gives them. Returns what was written, by file
-    name; of the index nothing. Raises as `write_safetensors`."""
+    """Writes the tensors of the layout, in its order, into files of at most
+    `max_shard_bytes` (or of one tensor that is larger), under the names that
+    transformers gives them. Returns what was written, by file name; of the index
+    nothing. Raises as `write_safetensors`."""
     shards = divide_into_shards(layout, max_shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers
+        ]
         (folder / INDEX_NAME).write_text(_index(names, shards), encoding="utf-8")
     remaining = iter(tensors)
     entries: dict[str, FileEntry] = {}
     for name, shard in zip(names, shards, strict=True):
-        entries[name] = write_safetensors(folder / name, shard, islice(remaining, len(shard)))
+        entries[name] = write_safetensors(
+            folder / name, shard, islice(remaining, len(shard))
+        )
     for name, _ in remaining:
         raise TrainError(f"{name} is not in the layout that is written")
     return entries
 
 
 def divide_into_shards(layout: WeightLayout, max_bytes: float) -> list[WeightLayout]:
-    """Consecutive parts of the layout of at most `max_bytes`, or of one tensor that is larger."""
+    """Consecutive parts of the layout of at most `max_bytes`, or of one tensor that is
+    larger."""
     shards: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in layout:
@@ -76,15 +86,18 @@ def _index(names: Sequence[str], shards: Sequence[WeightLayout]) -> str:
         for spec in shard:
             file_by_tensor[spec.name] = name
             total_size += num_bytes(spec)
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(file_by_tensor.items()))}
+    index = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(file_by_tensor.items())),
+    }
     return json.dumps(index, indent=2) + "\n"
 
 
 def write_safetensors(
     path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> FileEntry:
-    """Writes exactly the tensors of the layout, in its order, from any device. The file is on disk on return.
-    Returns what was written.
+    """Writes exactly the tensors of the layout, in its order, from any device. The file
+    is on disk on return. Returns what was written.
 
     Raises OSError, and TrainError where a tensor is not the one that the layout names.
     """
@@ -94,7 +107,9 @@ def write_safetensors(
         file.write(header)
         for spec, (name, tensor) in zip(layout, tensors, strict=True):
             if spec_of(name, tensor) != spec:
-                raise TrainError(f"{spec_of(name, tensor)} is written where the layout has {spec}")
+                raise TrainError(
+                    f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                )
             flat = tensor.detach().cpu().contiguous().view(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         file.sync()

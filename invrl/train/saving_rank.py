@@ -1,7 +1,8 @@
-"""What a rank of the policy and one of the critic have in common: each saves its share of a checkpoint.
+"""What a rank of the policy and one of the critic have in common: each saves its share
+of a checkpoint.
 
-At once, or beside training: then the state is copied, another thread writes the copy, and all ranks end it
-together.
+At once, or beside training: then the state is copied, another thread writes the copy,
+and all ranks end it together.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ class SavingRank:
         """Of the checkpoint that `copy_checkpoint` copied last."""
 
     def save_checkpoint(self, path: str) -> FileEntries:
-        """Saves model, optimizer, schedule and random state; all ranks together. The folder must be empty or
-        new. Returns the entries of the files that this rank has written."""
+        """Saves model, optimizer, schedule and random state; all ranks together. The
+        folder must be empty or new. Returns the entries of the files that this rank has
+        written."""
         return self._state.save(path)
 
     def copy_checkpoint(self, path: str) -> None:
-        """Copies what `save_checkpoint` saves, and begins to write it beside training; all ranks together.
-        Once `state_written` is done on all ranks, `finish_checkpoint` follows."""
+        """Copies what `save_checkpoint` saves, and begins to write it beside training;
+        all ranks together. Once `state_written` is done on all ranks,
+        `finish_checkpoint` follows."""
         self._saving = self._state.copy(path)
         self.state_written = self._writer.submit(self._saving.write)
 
     def finish_checkpoint(self) -> FileEntries:
-        """Ends what `copy_checkpoint` began; all ranks together. As `save_checkpoint`."""
+        """Ends what `copy_checkpoint` began; all ranks together. As
+        `save_checkpoint`."""
         assert self._saving is not None, "no checkpoint is being written"
         saving = self._saving
         self._saving = None

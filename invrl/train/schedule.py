@@ -1,7 +1,8 @@
-"""Packed rows through the chunks of a model, in Megatron's schedule, whatever the layout of ranks.
+"""Packed rows through the chunks of a model, in Megatron's schedule, whatever the
+layout of ranks.
 
-Every rank of a replica has the same micro-batches; only the last pipeline stage has the model's outputs.
-Imported after `device.prepare()`.
+Every rank of a replica has the same micro-batches; only the last pipeline stage has the
+model's outputs. Imported after `device.prepare()`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,8 @@ from invrl.train.process_group import largest_of_expert_ranks
 from invrl.train.step_place import StepProgress
 
 SampleNumbers = list[NDArray[np.float32]]
-"""One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0 elsewhere."""
+"""One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0
+elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +42,27 @@ def micro_batches_of(packed: Sequence[Packed]) -> list[MicroBatch]:
 
 
 def pack_rows(
-    rows: Sequence[Row], *, train: TrainConfig, layout: ParallelLayout, cost: ComputeCost
+    rows: Sequence[Row],
+    *,
+    train: TrainConfig,
+    layout: ParallelLayout,
+    cost: ComputeCost,
 ) -> Packed:
-    """Micro-batches of the rows, as many as the ranks of the layout need to meet in each of them."""
+    """Micro-batches of the rows, as many as the ranks of the layout need to meet in
+    each of them."""
     micro_batches = pack(
-        rows, max_tokens=train.microbatch_tokens, share_prefixes=train.share_prefixes, cost=cost
+        rows,
+        max_tokens=train.microbatch_tokens,
+        share_prefixes=train.share_prefixes,
+        cost=cost,
     )
     number = len(micro_batches)
     if layout.expert > 1:
         # In each layer the ranks that divide its experts wait for each other's tokens.
         number = int(largest_of_expert_ranks(number))
     if layout.virtual_pipeline > 1:
-        # The interleaved schedule takes as many micro-batches at a time as there are stages.
+        # The interleaved schedule takes as many micro-batches at a time as there are
+        # stages.
         number += -number % layout.pipeline
     micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
     return Packed(rows, micro_batches)
@@ -65,9 +76,10 @@ def run_schedule(
     forward_only: bool,
     progress: StepProgress | None = None,
 ) -> list[Any]:
-    """Megatron's schedule over one item per micro-batch. Returns what the forward step's loss function gives
-    for each of them; nothing on a pipeline stage that is not the last. `progress`: counts the items that this
-    rank's first chunk has begun with."""
+    """Megatron's schedule over one item per micro-batch. Returns what the forward
+    step's loss function gives for each of them; nothing on a pipeline stage that is not
+    the last. `progress`: counts the items that this rank's first chunk has begun
+    with."""
     iterators = [iter(items) for _ in chunks]
     if progress is not None:
         iterators[0] = progress.counted(items, len(items))
@@ -88,11 +100,15 @@ def forward_pass(
     packed: Sequence[Packed],
     progress: StepProgress | None = None,
 ) -> list[SampleNumbers]:
-    """One forward pass over all these rows, without gradient: the first of the model's outputs, for each
-    part. All 0 on a pipeline stage that is not the last."""
+    """One forward pass over all these rows, without gradient: the first of the model's
+    outputs, for each part. All 0 on a pipeline stage that is not the last."""
     with torch.no_grad():
         outputs: list[torch.Tensor] = run_schedule(
-            chunks, _forward_only, micro_batches_of(packed), forward_only=True, progress=progress
+            chunks,
+            _forward_only,
+            micro_batches_of(packed),
+            forward_only=True,
+            progress=progress,
         )
     outputs_by_micro_batch = iter(outputs)
     by_part: list[SampleNumbers] = []
@@ -105,8 +121,11 @@ def forward_pass(
     return by_part
 
 
-def _forward_only(micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Any, Any]:
-    """Megatron's forward step where a number for each wanted token is all that is wanted."""
+def _forward_only(
+    micro_batches: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Any, Any]:
+    """Megatron's forward step where a number for each wanted token is all that is
+    wanted."""
     output = model(next(micro_batches))
     if isinstance(output, torch.Tensor):
         return output, None  # hidden states for the next chunk

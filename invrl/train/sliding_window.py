@@ -1,6 +1,8 @@
-"""The attention calls of layers in which a token attends only to the last tokens before it.
+"""The attention calls of layers in which a token attends only to the last tokens before
+it.
 
-Pure numpy. A window counts positions, so it is the same for a row in a prefix tree as for that row alone.
+Pure numpy. A window counts positions, so it is the same for a row in a prefix tree as
+for that row alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +13,15 @@ from numpy.typing import NDArray
 from invrl.train.micro_batch import AttentionBlock
 
 QUERY_CHUNK = 1024
-"""Queries of one call: bounds its mask, and the keys that only some of its queries see."""
+"""Queries of one call: bounds its mask, and the keys that only some of its queries
+see."""
 
 
 def windowed(
     blocks: Sequence[AttentionBlock], positions_P: NDArray[np.int64], window: int
 ) -> list[AttentionBlock]:
-    """The same attention, limited to keys less than `window` positions before the query.
+    """The same attention, limited to keys less than `window` positions before the
+    query.
 
     A block that no query of which could see further stays as it is.
     """
@@ -30,16 +34,23 @@ def windowed(
     return limited
 
 
-def _chunks(block: AttentionBlock, positions_P: NDArray[np.int64], window: int) -> Iterator[AttentionBlock]:
+def _chunks(
+    block: AttentionBlock, positions_P: NDArray[np.int64], window: int
+) -> Iterator[AttentionBlock]:
     for start in range(block.start, block.end, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, block.end)
         yield _chunk(block, positions_P, window, start, end)
 
 
 def _chunk(
-    block: AttentionBlock, positions_P: NDArray[np.int64], window: int, start: int, end: int
+    block: AttentionBlock,
+    positions_P: NDArray[np.int64],
+    window: int,
+    start: int,
+    end: int,
 ) -> AttentionBlock:
-    """The queries [start, end) of the block, without the keys that are too far from all of them."""
+    """The queries [start, end) of the block, without the keys that are too far from all
+    of them."""
     own_K = np.arange(block.start, end)
     keys_K = np.concatenate([block.prefix_K, own_K])
     queries_Q = np.arange(start, end)

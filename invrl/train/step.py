@@ -1,18 +1,21 @@
-"""One training step: values, old and reference log-probs, then one optimizer step per mini-batch.
+"""One training step: values, old and reference log-probs, then one optimizer step per
+mini-batch.
 
-With a critic, its values of the whole batch come first, and the advantages are computed from them. Each
-mini-batch is then an optimizer step of the critic, and one of the policy unless the critic still learns
-alone.
+With a critic, its values of the whole batch come first, and the advantages are computed
+from them. Each mini-batch is then an optimizer step of the critic, and one of the
+policy unless the critic still learns alone.
 
-Micro-batches go through the chunks of the model in Megatron's schedule, whatever the layout. Every rank of a
-replica packs the same micro-batches; only the last pipeline stage has log-probs, losses and their metrics.
+Micro-batches go through the chunks of the model in Megatron's schedule, whatever the
+layout. Every rank of a replica packs the same micro-batches; only the last pipeline
+stage has log-probs, losses and their metrics.
 
-There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (this model before the
-batch's first optimizer step), and *current*. In the first optimizer step of a batch old and current are the
-same numbers, so no forward pass is spent on old there. Old and reference log-probs are computed if the
-objective needs them, in the micro-batches that are then trained, each in one pass over all mini-batches. An
-objective that compares rows costs one more forward pass per mini-batch (`row_table.py`).
-Imported after `device.prepare()`.
+There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (this
+model before the batch's first optimizer step), and *current*. In the first optimizer
+step of a batch old and current are the same numbers, so no forward pass is spent on old
+there. Old and reference log-probs are computed if the objective needs them, in the
+micro-batches that are then trained, each in one pass over all mini-batches. An
+objective that compares rows costs one more forward pass per mini-batch
+(`row_table.py`). Imported after `device.prepare()`.
 """
 
 import math
@@ -66,15 +69,18 @@ _WITHOUT_CANDIDATES = (
 
 @dataclass(slots=True, eq=False)
 class TrainStep:
-    """Trains a batch with the model, the optimizer and the frozen models of one rank."""
+    """Trains a batch with the model, the optimizer and the frozen models of one
+    rank."""
 
     chunks: Sequence[DistributedDataParallel]
-    """This rank's part of the model: one chunk, or several with virtual pipeline stages."""
+    """This rank's part of the model: one chunk, or several with virtual pipeline
+    stages."""
     optimizer: ChainedOptimizer
     schedule: OptimizerParamScheduler
     reference: FrozenReference | None
     teacher: FrozenReference | None
-    """None: the objective needs none, or the rows have the teacher's log-probs already."""
+    """None: the objective needs none, or the rows have the teacher's log-probs
+    already."""
     _: KW_ONLY
     layout: ParallelLayout
     train: TrainConfig
@@ -109,12 +115,14 @@ class TrainStep:
     def run(self, shard: Shard) -> StepResult:
         """One optimizer step per mini-batch.
 
-        Raises TrainError where the objective reads the likeliest tokens and no row has them.
+        Raises TrainError where the objective reads the likeliest tokens and no row has
+        them.
 
-        A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no step: neither the weights
-        nor Adam's moments nor the schedule change. Nor does one whose loss, on any rank, or whose gradient is
-        not finite; its numbers are left out of the metrics. Raises TrainError at the last of
-        `max_nonfinite_steps` of these in a row.
+        A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no
+        step: neither the weights nor Adam's moments nor the schedule change. Nor does
+        one whose loss, on any rank, or whose gradient is not finite; its numbers are
+        left out of the metrics. Raises TrainError at the last of `max_nonfinite_steps`
+        of these in a row.
         """
         prepared = self.prepare(shard)
         values = None
@@ -127,19 +135,27 @@ class TrainStep:
         return self.learn(prepared, judged, critic_learns_alone=learns_alone)
 
     def prepare(self, shard: Shard) -> Prepared:
-        """The log-probs that the objective needs of a batch, before its first optimizer step."""
+        """The log-probs that the objective needs of a batch, before its first optimizer
+        step."""
         started = time.monotonic()
         seconds: dict[str, float] = {}
         self._objective = objective_of(self.coefficients.within(self.algorithm))
         self._check_candidates(shard)
         with timed(seconds, "objective"):
-            packed = [self.passes.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
+            packed = [
+                self.passes.pack(self.masks.rows(mini_batch.samples))
+                for mini_batch in shard
+            ]
         reference = self.passes.frozen(self.reference, "reference", packed, seconds)
         teacher = self.passes.frozen(self.teacher, "teacher", packed, seconds)
         old_by_step = self.passes.old(shard, packed, seconds)
         before: list[SampleNumbers] = []
         algorithm = self.algorithm
-        if needs_of(algorithm).values or algorithm.token_level or algorithm.kl_in_rollout_rewards:
+        if (
+            needs_of(algorithm).values
+            or algorithm.token_level
+            or algorithm.kl_in_rollout_rewards
+        ):
             for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True):
                 if old is None:
                     old = self.passes.before(mini_batch, part, seconds)
@@ -155,9 +171,11 @@ class TrainStep:
             seconds=seconds,
         )
 
-    def learn(self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool) -> StepResult:
-        """The optimizer steps of `run`: of a critic on these ranks, and of the policy, which makes none where
-        the critic learns alone."""
+    def learn(
+        self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool
+    ) -> StepResult:
+        """The optimizer steps of `run`: of a critic on these ranks, and of the policy,
+        which makes none where the critic learns alone."""
         algorithm = self.algorithm
         seconds = prepared.seconds
         packed = prepared.packed
@@ -185,7 +203,9 @@ class TrainStep:
                 if not math.isfinite(critic_step.grad_norm):
                     nonfinite_steps += 1
                     token_records += [None] * len(mini_batch.samples)
-                    self._nonfinite.count(mini_batch, critic_step.grad_norm, critic_step.bad_losses)
+                    self._nonfinite.count(
+                        mini_batch, critic_step.grad_norm, critic_step.bad_losses
+                    )
                     continue
                 critic_steps += critic_step.grad_norm > 0.0
                 metrics = merge([metrics, critic_step.metrics])
@@ -206,9 +226,13 @@ class TrainStep:
                     targets=targets,
                 )
             learning_rate = float(self.optimizer.param_groups[0]["lr"])
-            loss_pass = self._loss_pass(records_logprobs=self.train.record_trained_tokens)
+            loss_pass = self._loss_pass(
+                records_logprobs=self.train.record_trained_tokens
+            )
             grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
-            token_records += records_of_mini_batch(mini_batch, packed_rows, old, loss_pass.current)
+            token_records += records_of_mini_batch(
+                mini_batch, packed_rows, old, loss_pass.current
+            )
             if not math.isfinite(grad_norm):
                 nonfinite_steps += 1
                 self._nonfinite.count(mini_batch, grad_norm, loss_pass.bad_losses)
@@ -219,10 +243,15 @@ class TrainStep:
                 optimizer_steps += 1
             else:
                 skipped_steps += 1
-            step_metrics: dict[str, Metric] = {"grad_norm": Mean(grad_norm), "lr": Mean(learning_rate)}
+            step_metrics: dict[str, Metric] = {
+                "grad_norm": Mean(grad_norm),
+                "lr": Mean(learning_rate),
+            }
             if loss_pass.losses:
                 # The sum over replicas, the mean over optimizer steps.
-                step_metrics["minimized_loss"] = Mean(sum(loss_pass.losses), 1 / self.layout.data)
+                step_metrics["minimized_loss"] = Mean(
+                    sum(loss_pass.losses), 1 / self.layout.data
+                )
             step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
             expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
             metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
@@ -233,7 +262,9 @@ class TrainStep:
             self.critic.batches += 1
             metrics["critic_steps"] = Max(critic_steps)
         metrics |= self._routing_metrics(packed)
-        metrics |= work_amounts(prepared.shard, packed, time.monotonic() - prepared.started)
+        metrics |= work_amounts(
+            prepared.shard, packed, time.monotonic() - prepared.started
+        )
         # Max, because these are the same on every rank.
         metrics["optimizer_steps"] = Max(optimizer_steps)
         metrics["skipped_steps"] = Max(skipped_steps)
@@ -243,7 +274,9 @@ class TrainStep:
             nonfinite_steps=nonfinite_steps,
             metrics=metrics,
             seconds=seconds,
-            token_records=tuple(token_records) if self.train.record_trained_tokens else (),
+            token_records=tuple(token_records)
+            if self.train.record_trained_tokens
+            else (),
         )
 
     @property
@@ -267,8 +300,9 @@ class TrainStep:
     def _update(
         self, loss_pass: LossPass, work: Sequence[LossWork], seconds: dict[str, float]
     ) -> tuple[float, list[dict[str, Metric]]]:
-        """The optimizer's step on a mini-batch. Returns the norm of its gradient, and the metrics of each
-        micro-batch. With a norm of 0, or one that is not finite, no weight has changed."""
+        """The optimizer's step on a mini-batch. Returns the norm of its gradient, and
+        the metrics of each micro-batch. With a norm of 0, or one that is not finite, no
+        weight has changed."""
         self.progress.begin("gradients")
         with device.timed(seconds, "forward_backward"):
             for chunk in self.chunks:
@@ -288,24 +322,38 @@ class TrainStep:
         return grad_norm, loss_metrics
 
     def evaluate(self, shard: Shard) -> dict[str, Metric]:
-        """The objective's metrics of rows that are not trained: no weight and no state changes. `loss` is the
-        objective's own metric of that name, and its loss where it has none. Nothing on a pipeline stage that
-        is not the last."""
+        """The objective's metrics of rows that are not trained: no weight and no state
+        changes. `loss` is the objective's own metric of that name, and its loss where
+        it has none. Nothing on a pipeline stage that is not the last."""
         seconds: dict[str, float] = {}
-        packed = [self.passes.pack(self.masks.rows(mini_batch.samples)) for mini_batch in shard]
-        reference_by_part = self.passes.frozen(self.reference, "reference", packed, seconds)
+        packed = [
+            self.passes.pack(self.masks.rows(mini_batch.samples))
+            for mini_batch in shard
+        ]
+        reference_by_part = self.passes.frozen(
+            self.reference, "reference", packed, seconds
+        )
         measured: list[dict[str, Metric]] = []
-        for mini_batch, packed_rows, reference in zip(shard, packed, reference_by_part, strict=True):
+        for mini_batch, packed_rows, reference in zip(
+            shard, packed, reference_by_part, strict=True
+        ):
             numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
-            work = loss_work(mini_batch, packed_rows, None, reference, numbers, algorithm=self.algorithm)
+            work = loss_work(
+                mini_batch,
+                packed_rows,
+                None,
+                reference,
+                numbers,
+                algorithm=self.algorithm,
+            )
             self.progress.begin("held-out rows")
             measured += self._loss_pass(records_logprobs=False).metrics(work)
         self.progress.end()
         return merge(measured)
 
     def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Adapts the coefficients to the batch, on all ranks together. Returns those that acted in it, where
-        they are adapted at all."""
+        """Adapts the coefficients to the batch, on all ranks together. Returns those
+        that acted in it, where they are adapted at all."""
         algorithm = self.algorithm
         before = self.coefficients
         acted: dict[str, Metric] = {}
@@ -328,8 +376,9 @@ class TrainStep:
     def _learn_lambda(
         self, loss_metrics: Sequence[Mapping[str, Metric]], *, makes_step: bool
     ) -> dict[str, Mean]:
-        """Where rollouts are weighted by their lengths: the exponent that acted in the mini-batch. Where it
-        is learned it then makes its step, on all ranks together."""
+        """Where rollouts are weighted by their lengths: the exponent that acted in the
+        mini-batch. Where it is learned it then makes its step, on all ranks
+        together."""
         algorithm = self.algorithm
         if algorithm.length_weighting == "none":
             return {}
@@ -342,8 +391,8 @@ class TrainStep:
         return acted
 
     def _move_reference(self, shard: Shard) -> None:
-        """Lets the reference follow the policy, where the settings say so. A version is a batch, and the
-        batch's own is that of the weights before it."""
+        """Lets the reference follow the policy, where the settings say so. A version is
+        a batch, and the batch's own is that of the weights before it."""
         if self.reference is None or not shard:
             return
         interval = self.algorithm.reference_reset_steps
@@ -355,8 +404,8 @@ class TrainStep:
             self.reference.follow(1.0 - self.algorithm.reference_ema)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
-        """How the mini-batch's tokens were spread over the experts. `balance`: then the routers' biases make
-        their step, too."""
+        """How the mini-batch's tokens were spread over the experts. `balance`: then the
+        routers' biases make their step, too."""
         if self.expert_routers is None:
             return {}
         load = self.expert_routers.load()
@@ -371,14 +420,20 @@ class TrainStep:
         if all(sample.top_logprobs is None for sample in samples):
             raise TrainError(_WITHOUT_CANDIDATES)
 
-    def judge(self, prepared: Prepared, values: Sequence[SampleNumbers] | None) -> Judged:
-        """Advantages and the critic's targets, before the batch's first optimizer step. `values`: the
-        critic's, by mini-batch; None without a critic. The batch stays as it is where its advantages were
-        computed when it was taken."""
+    def judge(
+        self, prepared: Prepared, values: Sequence[SampleNumbers] | None
+    ) -> Judged:
+        """Advantages and the critic's targets, before the batch's first optimizer step.
+        `values`: the critic's, by mini-batch; None without a critic. The batch stays as
+        it is where its advantages were computed when it was taken."""
         shard = prepared.shard
         no_targets = [None] * len(shard)
         algorithm = self.algorithm
-        is_given = values is None and not algorithm.token_level and not algorithm.kl_in_rollout_rewards
+        is_given = (
+            values is None
+            and not algorithm.token_level
+            and not algorithm.kl_in_rollout_rewards
+        )
         if is_given or not prepared.packed:
             return Judged(shard=shard, targets=no_targets, metrics={})
         if algorithm.kl_in_rollout_rewards:
@@ -392,13 +447,23 @@ class TrainStep:
             return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
         with timed(prepared.seconds, "objective"):
             judged = credit(
-                shard, values, old=prepared.before, reference=prepared.reference, config=self.algorithm
+                shard,
+                values,
+                old=prepared.before,
+                reference=prepared.reference,
+                config=self.algorithm,
             )
         if values is None:
-            return Judged(shard=judged.shard, targets=no_targets, metrics=judged.metrics)
+            return Judged(
+                shard=judged.shard, targets=no_targets, metrics=judged.metrics
+            )
         targets = [
-            Targets(old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens)
-            for mini_batch, values_of_step, returns in zip(shard, values, judged.returns, strict=True)
+            Targets(
+                old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens
+            )
+            for mini_batch, values_of_step, returns in zip(
+                shard, values, judged.returns, strict=True
+            )
         ]
         return Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
 
@@ -409,8 +474,8 @@ class TrainStep:
         reference: SampleNumbers | None,
         seconds: dict[str, float],
     ) -> list[Mapping[str, float]]:
-        """The numbers of each sample: its own, those that the objective gives a row because of other rows,
-        and those of its rollout's length."""
+        """The numbers of each sample: its own, those that the objective gives a row
+        because of other rows, and those of its rollout's length."""
         algorithm = self.algorithm
         numbers = [sample.numbers for sample in mini_batch.samples]
         if needs_of(algorithm).row_table:

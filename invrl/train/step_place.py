@@ -1,4 +1,5 @@
-"""How far a rank is in its training step: what it computes, and how many micro-batches of that have begun."""
+"""How far a rank is in its training step: what it computes, and how many micro-batches
+of that have begun."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ class StepPlace:
     mini_batches: int = 0
 
     def __str__(self) -> str:
-        """As "gradients, micro-batch 3 of 12 (mini-batch 1 of 2)"; "" between two steps."""
+        """As "gradients, micro-batch 3 of 12 (mini-batch 1 of 2)"; "" between two
+        steps."""
         text = self.work
         if self.work and self.planned:
             text += f", micro-batch {self.begun} of {self.planned}"

@@ -1,4 +1,5 @@
-"""Records of trained tokens: what each was trained with, in the order of the batch's samples."""
+"""Records of trained tokens: what each was trained with, in the order of the batch's
+samples."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,9 +22,9 @@ def records_of_mini_batch(
     old: "SampleNumbers | None",
     current: "Sequence[torch.Tensor]",
 ) -> list[TokenRecord]:
-    """One for each sample of a mini-batch whose gradient was computed. `current`: the policy's log-probs [N]
-    of each micro-batch; empty where nothing is to be recorded, and on a pipeline stage that has no log-probs:
-    then there are no records at all."""
+    """One for each sample of a mini-batch whose gradient was computed. `current`: the
+    policy's log-probs [N] of each micro-batch; empty where nothing is to be recorded,
+    and on a pipeline stage that has no log-probs: then there are no records at all."""
     if not current:
         return []
     logprobs = old
@@ -37,16 +38,21 @@ def records_of_mini_batch(
     ):
         is_trained_T = sample.loss_mask_T
         records.append(
-            TokenRecord(advantages_N=advantages_T[is_trained_T], logprobs_N=logprobs_T[is_trained_T])
+            TokenRecord(
+                advantages_N=advantages_T[is_trained_T],
+                logprobs_N=logprobs_T[is_trained_T],
+            )
         )
     return records
 
 
 def records_of_batch(
-    batch: TrainBatch, shards: Sequence[Shard], records: Sequence[Sequence[TokenRecord | None]]
+    batch: TrainBatch,
+    shards: Sequence[Shard],
+    records: Sequence[Sequence[TokenRecord | None]],
 ) -> tuple[TokenRecord | None, ...]:
-    """The records in the order of the batch's samples. `records`: those of each replica, in the order of its
-    shard, or none at all."""
+    """The records in the order of the batch's samples. `records`: those of each
+    replica, in the order of its shard, or none at all."""
     record_of: dict[int, TokenRecord | None] = {}
     for shard, records_of_shard in zip(shards, records, strict=True):
         if records_of_shard:

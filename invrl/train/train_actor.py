@@ -1,4 +1,5 @@
-"""A trainer rank as a Ray actor: it receives calls, runs them on `TrainRank` and replies."""
+"""A trainer rank as a Ray actor: it receives calls, runs them on `TrainRank` and
+replies."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class TrainActor(RankActor["TrainRank"]):
-    """Runs all calls but `offer` and `place` in the worker. The methods are those of `TrainRank`."""
+    """Runs all calls but `offer` and `place` in the worker. The methods are those of
+    `TrainRank`."""
 
     role = "trainer"
 
@@ -52,12 +54,16 @@ class TrainActor(RankActor["TrainRank"]):
         return await self._in_worker(self._rank.judge, values)
 
     async def learn(self, critic_learns_alone: bool) -> StepResult:
-        return await self._in_worker(self._rank.learn, critic_learns_alone=critic_learns_alone)
+        return await self._in_worker(
+            self._rank.learn, critic_learns_alone=critic_learns_alone
+        )
 
     async def evaluate(self, shard: Shard) -> dict[str, Metric]:
         return await self._in_worker(self._rank.evaluate, shard)
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return await self._in_worker(self._rank.logprobs, prompts)
 
     async def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:

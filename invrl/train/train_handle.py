@@ -1,9 +1,11 @@
-"""All trainer ranks behind one handle: `interfaces.Trainer` and `interfaces.WeightSender`.
+"""All trainer ranks behind one handle: `interfaces.Trainer` and
+`interfaces.WeightSender`.
 
 A call ends on all ranks, or all ranks are killed (`rank_calls.py`).
 
-A critic may have ranks of its own. They are numbered after the policy's, so that one rule holds for the life
-of all; they meet in a group of their own, and values and returns go through this process.
+A critic may have ranks of its own. They are numbered after the policy's, so that one
+rule holds for the life of all; they meet in a group of their own, and values and
+returns go through this process.
 """
 
 import os
@@ -65,7 +67,8 @@ class TrainHandle:
         step_timeout_s: float,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        """`add_rows`: what the objective adds to every batch that is trained or evaluated."""
+        """`add_rows`: what the objective adds to every batch that is trained or
+        evaluated."""
         self._actors = list(actors)
         self._layout = layout
         self._critic = critic
@@ -79,8 +82,8 @@ class TrainHandle:
         self._step_timeout_s = step_timeout_s
 
     async def start(self) -> None:
-        """Returns once every rank has joined and holds the model. Raises ConfigError, TrainError,
-        DeadlineError."""
+        """Returns once every rank has joined and holds the model. Raises ConfigError,
+        TrainError, DeadlineError."""
         timeout_s = self._start_timeout_s
         calls_to_listen = self._calls([0], timeout_s, TrainActor.listen)
         calls_to_listen |= self._calls_of_critic([0], timeout_s, CriticActor.listen)
@@ -88,12 +91,14 @@ class TrainHandle:
         calls = self._calls(self._all_ranks, timeout_s, TrainActor.start, ports[0])
         if self._critic is not None:
             port = ports[self._number_in_critic(0)]
-            calls |= self._calls_of_critic(self._critic_ranks, timeout_s, CriticActor.start, port)
+            calls |= self._calls_of_critic(
+                self._critic_ranks, timeout_s, CriticActor.start, port
+            )
         self._everyone.processes = await self._everyone.wait("start", calls, timeout_s)
 
     def local_pids(self) -> Mapping[str, int]:
-        """The processes of the ranks on this machine that have started, by name, such as "rank-0" and, of the
-        critic's own, "critic-0"."""
+        """The processes of the ranks on this machine that have started, by name, such
+        as "rank-0" and, of the critic's own, "critic-0"."""
         here = os.uname().nodename
         pids: dict[str, int] = {}
         for number, pulse in self._everyone.processes.items():
@@ -108,17 +113,19 @@ class TrainHandle:
         await self._everyone.watch()
 
     async def sleep(self) -> int:
-        """Every rank gives its engines the memory that only training needs. Returns the bytes that are then
-        free on the fullest device. Raises TrainError, DeadlineError."""
+        """Every rank gives its engines the memory that only training needs. Returns the
+        bytes that are then free on the fullest device. Raises TrainError,
+        DeadlineError."""
         return min((await self._call_all(TrainActor.sleep)).values())
 
     async def wake(self) -> int:
-        """Every rank takes that memory again. Returns the bytes that were free before. As `sleep`."""
+        """Every rank takes that memory again. Returns the bytes that were free before.
+        As `sleep`."""
         return min((await self._call_all(TrainActor.wake)).values())
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        """Metrics are merged over the replicas, seconds are those of the slowest rank. Raises TrainError,
-        DeadlineError."""
+        """Metrics are merged over the replicas, seconds are those of the slowest rank.
+        Raises TrainError, DeadlineError."""
         given = batch
         if self._add_rows is not None:
             batch = self._add_rows(batch)
@@ -127,18 +134,25 @@ class TrainHandle:
         shards = self._shards(batch)
         results = await self._call_with_shards(TrainActor.train, shards)
         reported = self._reported(results)
-        records = records_of_batch(given, shards, [result.token_records for result in reported])
+        records = records_of_batch(
+            given, shards, [result.token_records for result in reported]
+        )
         return replace(_step_result(reported, results.values()), token_records=records)
 
     async def _train_beside_critic(
         self, batch: TrainBatch, critic: CriticRanks, given: TrainBatch
     ) -> StepResult:
-        """The critic's ranks value the batch while the policy's compute its log-probs; the policy's compute
-        advantages and returns; then both learn at the same time. `given`: the batch without the rows that the
-        objective adds."""
+        """The critic's ranks value the batch while the policy's compute its log-probs;
+        the policy's compute advantages and returns; then both learn at the same time.
+        `given`: the batch without the rows that the objective adds."""
         ends = time.monotonic() + self._step_timeout_s
         shards = self._shards(batch)
-        of_critic = shard_batch(batch, ranks=critic.layout.data, steps=self._num_minibatches, cost=self._cost)
+        of_critic = shard_batch(
+            batch,
+            ranks=critic.layout.data,
+            steps=self._num_minibatches,
+            cost=self._cost,
+        )
 
         def left_s() -> float:
             return max(0.0, ends - time.monotonic())
@@ -147,26 +161,40 @@ class TrainHandle:
         valuing = self._calls_by_replica(
             critic.actors, critic.layout, timeout_s, CriticActor.values, of_critic
         )
-        preparing = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.prepare, shards)
-        calls: dict[int, Coroutine[Any, Any, Any]] = {**preparing, **self._numbered(valuing)}
+        preparing = self._calls_by_replica(
+            self._actors, self._layout, timeout_s, TrainActor.prepare, shards
+        )
+        calls: dict[int, Coroutine[Any, Any, Any]] = {
+            **preparing,
+            **self._numbered(valuing),
+        }
         answers = await self._everyone.wait("prepare", calls, timeout_s)
         valued: list[CriticValues] = [
             answers[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
         ]
-        values = in_order_of(shards, of_critic, [of_replica.values for of_replica in valued])
+        values = in_order_of(
+            shards, of_critic, [of_replica.values for of_replica in valued]
+        )
 
         timeout_s = left_s()
-        judging = self._calls_by_replica(self._actors, self._layout, timeout_s, TrainActor.judge, values)
+        judging = self._calls_by_replica(
+            self._actors, self._layout, timeout_s, TrainActor.judge, values
+        )
         judged = await self._everyone.wait("judge", judging, timeout_s)
         returns = in_order_of(of_critic, shards, self._reported(judged))
 
         timeout_s = left_s()
         learning = self._calls(
-            self._all_ranks, timeout_s, TrainActor.learn, critic_learns_alone=valued[0].learns_alone
+            self._all_ranks,
+            timeout_s,
+            TrainActor.learn,
+            critic_learns_alone=valued[0].learns_alone,
         )
         learning |= self._numbered(
-            self._calls_by_replica(critic.actors, critic.layout, timeout_s, CriticActor.learn, returns)
+            self._calls_by_replica(
+                critic.actors, critic.layout, timeout_s, CriticActor.learn, returns
+            )
         )
         results = await self._everyone.wait("learn", learning, timeout_s)
         of_policy = self._reported(results)
@@ -174,12 +202,17 @@ class TrainHandle:
             results[self._number_in_critic(critic.layout.reporter(replica))]
             for replica in range(critic.layout.data)
         ]
-        records = records_of_batch(given, shards, [result.token_records for result in of_policy])
-        return replace(_step_result([*of_policy, *reported], results.values()), token_records=records)
+        records = records_of_batch(
+            given, shards, [result.token_records for result in of_policy]
+        )
+        return replace(
+            _step_result([*of_policy, *reported], results.values()),
+            token_records=records,
+        )
 
     async def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
-        """The objective's metrics of a batch that is not trained, in which all rows count together. Raises
-        TrainError, DeadlineError."""
+        """The objective's metrics of a batch that is not trained, in which all rows
+        count together. Raises TrainError, DeadlineError."""
         if self._add_rows is not None:
             batch = self._add_rows(batch)
         shards = shard_batch(batch, ranks=self._layout.data, steps=1, cost=self._cost)
@@ -187,21 +220,34 @@ class TrainHandle:
         return merge(self._reported(measured))
 
     async def place_text(self) -> str:
-        """What rank 0 computes now, as text. A failure kills no rank. Raises ServerError, DeadlineError."""
+        """What rank 0 computes now, as text. A failure kills no rank. Raises
+        ServerError, DeadlineError."""
         return str(await self._actors[0].call(TrainActor.place, _PLACE_TIMEOUT_S))
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         answers = await self._call_model_copy(TrainActor.logprobs, prompts)
         return answers[self._layout.reporter(0)]
 
     async def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        """Log-probs of each sample's trained tokens under the current weights, 0 elsewhere: [T] each."""
+        """Log-probs of each sample's trained tokens under the current weights, 0
+        elsewhere: [T] each."""
         shards = self._shards(batch)
-        logprobs_by_rank = await self._call_with_shards(TrainActor.token_logprobs, shards)
-        samples = [sample for shard in shards for mini_batch in shard for sample in mini_batch.samples]
+        logprobs_by_rank = await self._call_with_shards(
+            TrainActor.token_logprobs, shards
+        )
+        samples = [
+            sample
+            for shard in shards
+            for mini_batch in shard
+            for sample in mini_batch.samples
+        ]
         by_sample = {
             id(sample): logprobs_T
-            for sample, logprobs_T in zip(samples, chain(*self._reported(logprobs_by_rank)), strict=True)
+            for sample, logprobs_T in zip(
+                samples, chain(*self._reported(logprobs_by_rank)), strict=True
+            )
         }
         return [by_sample[id(sample)] for sample in batch.samples]
 
@@ -217,7 +263,9 @@ class TrainHandle:
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
         """As `Broadcaster.offer`."""
         ranks = [self._layout.model_copy(0)[0]]
-        answers = await self._call(ranks, self._step_timeout_s, TrainActor.offer, version, engines)
+        answers = await self._call(
+            ranks, self._step_timeout_s, TrainActor.offer, version, engines
+        )
         return answers[ranks[0]]
 
     async def save_checkpoint(self, path: str) -> FileEntries:
@@ -232,7 +280,9 @@ class TrainHandle:
 
     async def copy_checkpoint(self, path: str) -> None:
         await self._call_all(TrainActor.copy_checkpoint, path)
-        await self._call_critic(CriticActor.copy_checkpoint, str(Path(path) / CRITIC_FOLDER))
+        await self._call_critic(
+            CriticActor.copy_checkpoint, str(Path(path) / CRITIC_FOLDER)
+        )
 
     async def model_written(self) -> FileEntries:
         return await self._call_first(TrainActor.model_written)
@@ -251,7 +301,8 @@ class TrainHandle:
         await self._call_critic(CriticActor.load_checkpoint, path)
 
     async def batches_trained(self) -> int:
-        """Batches trained since the start. Answered after the batch that is under way."""
+        """Batches trained since the start. Answered after the batch that is under
+        way."""
         return await self._call_first(TrainActor.batches_trained)
 
     async def export_hugging_face(self, path: str) -> FileEntries:
@@ -263,11 +314,16 @@ class TrainHandle:
 
     def _shards(self, batch: TrainBatch) -> list[Shard]:
         """One shard per replica."""
-        return shard_batch(batch, ranks=self._layout.data, steps=self._num_minibatches, cost=self._cost)
+        return shard_batch(
+            batch, ranks=self._layout.data, steps=self._num_minibatches, cost=self._cost
+        )
 
     def _reported(self, answers: Mapping[int, Answer]) -> list[Answer]:
         """One answer per replica: that of its reporter."""
-        return [answers[self._layout.reporter(replica)] for replica in range(self._layout.data)]
+        return [
+            answers[self._layout.reporter(replica)]
+            for replica in range(self._layout.data)
+        ]
 
     @property
     def _all_ranks(self) -> Sequence[int]:
@@ -305,7 +361,9 @@ class TrainHandle:
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
         """Calls a method on every rank, with the same arguments."""
-        return await self._call(self._all_ranks, self._step_timeout_s, method, *args, **kwargs)
+        return await self._call(
+            self._all_ranks, self._step_timeout_s, method, *args, **kwargs
+        )
 
     async def _call_model_copy(
         self,
@@ -313,16 +371,21 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on the ranks that hold the first copy of the model, with the same arguments."""
+        """Calls a method on the ranks that hold the first copy of the model, with the
+        same arguments."""
         ranks = self._layout.model_copy(0)
         return await self._call(ranks, self._step_timeout_s, method, *args, **kwargs)
 
     async def _call_with_shards(
-        self, method: Callable[[TrainActor, Shard], Awaitable[Answer]], shards: Sequence[Shard]
+        self,
+        method: Callable[[TrainActor, Shard], Awaitable[Answer]],
+        shards: Sequence[Shard],
     ) -> dict[int, Answer]:
         """Calls a method on every rank of the policy, with the shard of its replica."""
         timeout_s = self._step_timeout_s
-        calls = self._calls_by_replica(self._actors, self._layout, timeout_s, method, shards)
+        calls = self._calls_by_replica(
+            self._actors, self._layout, timeout_s, method, shards
+        )
         return await self._everyone.wait(method.__name__, calls, timeout_s)
 
     async def _call_critic(
@@ -331,11 +394,14 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on every rank of the critic's own, with the same arguments. Nothing without such."""
+        """Calls a method on every rank of the critic's own, with the same arguments.
+        Nothing without such."""
         if self._critic is None:
             return {}
         timeout_s = self._step_timeout_s
-        calls = self._calls_of_critic(self._critic_ranks, timeout_s, method, *args, **kwargs)
+        calls = self._calls_of_critic(
+            self._critic_ranks, timeout_s, method, *args, **kwargs
+        )
         return await self._everyone.wait(method.__name__, calls, timeout_s)
 
     async def _call(
@@ -346,7 +412,8 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Answer]:
-        """Calls a method on these ranks of the policy, with the same arguments. The answers are by rank."""
+        """Calls a method on these ranks of the policy, with the same arguments. The
+        answers are by rank."""
         calls = self._calls(ranks, timeout_s, method, *args, **kwargs)
         return await self._everyone.wait(method.__name__, calls, timeout_s)
 
@@ -360,7 +427,10 @@ class TrainHandle:
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
         """Calls for `RankCalls.wait`, of ranks of the policy."""
         deadline_s = call_deadline(timeout_s)
-        return {rank: self._actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
+        return {
+            rank: self._actors[rank].call(method, deadline_s, *args, **kwargs)
+            for rank in ranks
+        }
 
     def _calls_of_critic(
         self,
@@ -370,13 +440,17 @@ class TrainHandle:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> dict[int, Coroutine[Any, Any, Answer]]:
-        """Calls for `RankCalls.wait`, of ranks within the critic. Nothing where it has none of its own."""
+        """Calls for `RankCalls.wait`, of ranks within the critic. Nothing where it has
+        none of its own."""
         if self._critic is None:
             return {}
         deadline_s = call_deadline(timeout_s)
         actors = self._critic.actors
         return self._numbered(
-            {rank: actors[rank].call(method, deadline_s, *args, **kwargs) for rank in ranks}
+            {
+                rank: actors[rank].call(method, deadline_s, *args, **kwargs)
+                for rank in ranks
+            }
         )
 
     def _calls_by_replica(
@@ -391,12 +465,17 @@ class TrainHandle:
         deadline_s = call_deadline(timeout_s)
         calls: dict[int, Coroutine[Any, Any, Answer]] = {}
         for rank, actor in enumerate(actors):
-            calls[rank] = actor.call(method, deadline_s, by_replica[layout.coordinates(rank).data])
+            calls[rank] = actor.call(
+                method, deadline_s, by_replica[layout.coordinates(rank).data]
+            )
         return calls
 
 
-def _step_result(reported: Sequence[StepResult], all_results: Iterable[StepResult]) -> StepResult:
-    """`reported`: one per replica, the policy's first. Seconds are those of the slowest rank."""
+def _step_result(
+    reported: Sequence[StepResult], all_results: Iterable[StepResult]
+) -> StepResult:
+    """`reported`: one per replica, the policy's first. Seconds are those of the slowest
+    rank."""
     seconds: dict[str, float] = {}
     for result in all_results:
         for phase, spent in result.seconds.items():
@@ -417,4 +496,8 @@ def _below_critic(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
 
 def _merged(entries_by_rank: Mapping[int, FileEntries]) -> FileEntries:
     """The files of all ranks."""
-    return {path: entry for entries in entries_by_rank.values() for path, entry in entries.items()}
+    return {
+        path: entry
+        for entries in entries_by_rank.values()
+        for path, entry in entries.items()
+    }

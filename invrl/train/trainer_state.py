@@ -1,5 +1,5 @@
-"""The trainer's own state on disk: a Megatron distributed checkpoint of model, optimizer and schedule, and
-each rank's random state.
+"""The trainer's own state on disk: a Megatron distributed checkpoint of model,
+optimizer and schedule, and each rank's random state.
 
 What a run's whole checkpoint consists of is in `run/checkpoints.py`.
 """
@@ -17,12 +17,18 @@ from invrl.errors import TrainError
 from invrl.train.critic_state import CriticState, critic_folder
 from invrl.train.model import PolicyModel
 from invrl.train.reference import SAVED_PREFIX
-from invrl.train.saved_state import SavedState, Trained, load_random_state, sharding_metadata
+from invrl.train.saved_state import (
+    SavedState,
+    Trained,
+    load_random_state,
+    sharding_metadata,
+)
 from invrl.train.step import TrainStep
 
 
 class TrainerState(SavedState):
-    """Saves and loads one rank's share of the model and its optimizer, and its random state."""
+    """Saves and loads one rank's share of the model and its optimizer, and its random
+    state."""
 
     def __init__(
         self,
@@ -31,9 +37,12 @@ class TrainerState(SavedState):
         schedule: OptimizerParamScheduler,
         step: TrainStep,
     ) -> None:
-        """`step`: has the coefficients, a reference that may move, and the critic, if there is one."""
+        """`step`: has the coefficients, a reference that may move, and the critic, if
+        there is one."""
         self._step = step
-        self._moving_reference = step.reference if step.algorithm.reference_moves else None
+        self._moving_reference = (
+            step.reference if step.algorithm.reference_moves else None
+        )
         self._policy = Trained(chunks, optimizer, schedule)
         optimizers = [optimizer]
         self._critic = None
@@ -54,15 +63,20 @@ class TrainerState(SavedState):
                 "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
             )
         sharded = self._of_policy(is_loading=True)
-        of_reference: dict[str, dict[str, torch.Tensor]] = {}  # loading takes the parameters out of `sharded`
+        of_reference: dict[
+            str, dict[str, torch.Tensor]
+        ] = {}  # loading takes the parameters out of `sharded`
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
                 of_reference[name] = self._moving_reference.saved(sharded[name])
         state: Any = dist_checkpointing.load(sharded, path)
         self._policy.load(state)
         if "coefficients" in state:
-            # A checkpoint of an earlier version lacks some: they stay what the settings say.
-            self._step.coefficients = replace(self._step.coefficients, **state["coefficients"])
+            # A checkpoint of an earlier version lacks some: they stay what the settings
+            # say.
+            self._step.coefficients = replace(
+                self._step.coefficients, **state["coefficients"]
+            )
         for name, weights in of_reference.items():
             for key, weight in weights.items():
                 weight.copy_(state[f"{SAVED_PREFIX}{name}"][key])
@@ -80,10 +94,15 @@ class TrainerState(SavedState):
         state = self._policy.sharded_state(sharding_metadata(), is_loading=is_loading)
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
-                state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(state[name])
+                state[f"{SAVED_PREFIX}{name}"] = self._moving_reference.sharded(
+                    state[name]
+                )
         state["coefficients"] = asdict(self._step.coefficients)
         return state
 
 
 def _has_reference(path: str) -> bool:
-    return any(name.startswith(SAVED_PREFIX) for name in dist_checkpointing.load_tensors_metadata(path))
+    return any(
+        name.startswith(SAVED_PREFIX)
+        for name in dist_checkpointing.load_tensors_metadata(path)
+    )

@@ -1,13 +1,14 @@
-"""The memory that a rank needs only while it trains: gradients, master weights and Adam's moments.
+"""The memory that a rank needs only while it trains: gradients, master weights and
+Adam's moments.
 
-Where engines share the GPU a rank gives it back between two training steps. Gradients are dropped, because
-every step begins with zeros. Master weights and moments go to pinned memory of the host and come back as they
-were, bit for bit. The weights that the model computes with stay: engines get them, and the canary is computed
-with them.
+Where engines share the GPU a rank gives it back between two training steps. Gradients
+are dropped, because every step begins with zeros. Master weights and moments go to
+pinned memory of the host and come back as they were, bit for bit. The weights that the
+model computes with stay: engines get them, and the canary is computed with them.
 
-While they are away, the tensors are those in the host's memory, so a checkpoint is saved from there. On a CPU
-the same copies are made from memory to memory.
-Imported after `device.prepare()`.
+While they are away, the tensors are those in the host's memory, so a checkpoint is
+saved from there. On a CPU the same copies are made from memory to memory. Imported
+after `device.prepare()`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,13 @@ from invrl.train import device
 
 
 class TrainingMemory:
-    """`chunks` and `optimizers`: all of the rank, also those of a critic that it has."""
+    """`chunks` and `optimizers`: all of the rank, also those of a critic that it
+    has."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizers: Sequence[ChainedOptimizer]
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizers: Sequence[ChainedOptimizer],
     ) -> None:
         self._chunks = chunks
         self._optimizers = optimizers
@@ -48,7 +52,8 @@ class TrainingMemory:
         device.free_unused_memory()
 
     def restore(self) -> None:
-        """Takes the memory again; gradients are 0. Does nothing where nothing is offloaded."""
+        """Takes the memory again; gradients are 0. Does nothing where nothing is
+        offloaded."""
         if not self.is_offloaded:
             return
         for buffer in self._buffers():
@@ -67,8 +72,8 @@ class TrainingMemory:
             yield from cast(Any, chunk.expert_parallel_buffers)
 
     def _states(self) -> Iterator[torch.Tensor]:
-        """Master weights that are not the model's own memory, and moments. Not the step counts, which are
-        single numbers."""
+        """Master weights that are not the model's own memory, and moments. Not the step
+        counts, which are single numbers."""
         model_storages = {
             parameter.untyped_storage().data_ptr()
             for chunk in self._chunks

@@ -1,11 +1,13 @@
-"""Attention over a whole packed row in one kernel: torch's FlexAttention under a block mask.
+"""Attention over a whole packed row in one kernel: torch's FlexAttention under a block
+mask.
 
-A packed row is prefix trees in depth-first order, so the tokens that see a token are the ones from its own
-place to the last of its descendants (`MicroBatch.ends_P`). The kernel asks that of the pairs in those tiles
-of the mask that are neither empty nor full, and leaves the empty ones out. Queries and keys are padded to
-whole tiles, so that one compiled kernel serves every length; a GPU's micro-batches have whole tiles already.
-torch computes the backward pass on a GPU only; on a CPU `attention.py` has one SDPA call per block of the row
-instead.
+A packed row is prefix trees in depth-first order, so the tokens that see a token are
+the ones from its own place to the last of its descendants (`MicroBatch.ends_P`). The
+kernel asks that of the pairs in those tiles of the mask that are neither empty nor
+full, and leaves the empty ones out. Queries and keys are padded to whole tiles, so that
+one compiled kernel serves every length; a GPU's micro-batches have whole tiles already.
+torch computes the backward pass on a GPU only; on a CPU `attention.py` has one SDPA
+call per block of the row instead.
 """
 
 import functools
@@ -24,8 +26,8 @@ from invrl.train.device import to_device
 from invrl.train.kernels import FLEX_TILE
 
 _WHOLE_TILES: Any = {"IS_DIVISIBLE": True}
-"""Lengths are whole tiles, which the compiler cannot know of a length that is not fixed. Without this option
-the kernel compares every index with the length."""
+"""Lengths are whole tiles, which the compiler cannot know of a length that is not
+fixed. Without this option the kernel compares every index with the length."""
 _SEES_NOTHING = -1
 _SEEN_BY_NONE = 2**31 - 1
 
@@ -41,7 +43,8 @@ class TreeMask:
 
     @staticmethod
     def of(share: ContextShare, window: int | None, target: torch.device) -> "TreeMask":
-        """`window`: a query sees keys less than so many positions before it; None: all of its ancestors."""
+        """`window`: a query sees keys less than so many positions before it; None: all
+        of its ancestors."""
         micro_batch = share.micro_batch
         keys_K = np.arange(len(micro_batch.tokens_P))
         if share.gathered_P is not None:
@@ -56,7 +59,9 @@ class TreeMask:
             first_position_Q=_padded_indices(first_positions_Q, num_queries, 0, target),
             place_K=_padded_indices(keys_K, num_keys, _SEEN_BY_NONE, target),
             end_K=_padded_indices(micro_batch.ends_P[keys_K], num_keys, 0, target),
-            position_K=_padded_indices(micro_batch.positions_P[keys_K], num_keys, 0, target),
+            position_K=_padded_indices(
+                micro_batch.positions_P[keys_K], num_keys, 0, target
+            ),
         )
         is_seen, is_full = _tiles(share, keys_K, window)
         partial_counts, partial_tiles = _tiles_by_row(is_seen & ~is_full, target)
@@ -74,10 +79,16 @@ class TreeMask:
         )
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
     ) -> torch.Tensor:
-        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1, heads, K, dim] have
-        fewer heads. `scale`: of the products of queries and keys."""
+        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
+        heads, K, dim] have fewer heads. `scale`: of the products of queries and
+        keys."""
         num_queries, num_keys = self.mask.seq_lengths
         output = _compiled_attention()(
             _padded(queries, num_queries),
@@ -97,10 +108,14 @@ def _sees(
     end_K: torch.Tensor,
     position_K: torch.Tensor,
 ) -> _Sees:
-    """The window is in a tensor too: torch compiles a number anew whenever it is another one."""
+    """The window is in a tensor too: torch compiles a number anew whenever it is
+    another one."""
 
     def sees(
-        _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        _batch: torch.Tensor,
+        _head: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
     ) -> torch.Tensor:
         is_before = place_K[key] <= place_Q[query]
         is_ancestor = place_Q[query] < end_K[key]
@@ -113,10 +128,12 @@ def _sees(
 def _tiles(
     share: ContextShare, keys_K: NDArray[np.int64], window: int | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which tiles [rows, columns] may have a pair that is seen, and in which all pairs are seen.
+    """Which tiles [rows, columns] may have a pair that is seen, and in which all pairs
+    are seen.
 
-    Places of queries ascend, so the queries that see a key, apart from the window, are a range of them.
-    Without a window both answers are exact. With one, a tile may be named that has no such pair.
+    Places of queries ascend, so the queries that see a key, apart from the window, are
+    a range of them. Without a window both answers are exact. With one, a tile may be
+    named that has no such pair.
     """
     micro_batch = share.micro_batch
     num_rows = _num_tiles(len(share.places_Q))
@@ -124,11 +141,14 @@ def _tiles(
     first_K = np.searchsorted(share.places_Q, keys_K)
     end_K = np.searchsorted(share.places_Q, micro_batch.ends_P[keys_K])
     column_K = np.arange(len(keys_K)) // FLEX_TILE
-    # A key adds 1 at the first row of tiles that has a query of its range, and takes it off after the last.
+    # A key adds 1 at the first row of tiles that has a query of its range, and takes it
+    # off after the last.
     changes = np.zeros((num_rows + 1, num_columns), np.int64)
     is_seen_K = first_K < end_K
     np.add.at(changes, (first_K[is_seen_K] // FLEX_TILE, column_K[is_seen_K]), 1)
-    np.add.at(changes, ((end_K[is_seen_K] - 1) // FLEX_TILE + 1, column_K[is_seen_K]), -1)
+    np.add.at(
+        changes, ((end_K[is_seen_K] - 1) // FLEX_TILE + 1, column_K[is_seen_K]), -1
+    )
     is_seen = changes.cumsum(axis=0)[:-1] > 0
     row_starts = np.arange(num_rows)[:, None] * FLEX_TILE
     last_first = _by_tile(np.maximum, first_K, num_columns, filler=_SEEN_BY_NONE)
@@ -136,7 +156,9 @@ def _tiles(
     is_full = (last_first <= row_starts) & (row_starts + FLEX_TILE <= first_end)
     if window is not None:
         positions_K = micro_batch.positions_P[keys_K]
-        nearest_query = _by_tile(np.minimum, share.positions_Q, num_rows, filler=_SEEN_BY_NONE)
+        nearest_query = _by_tile(
+            np.minimum, share.positions_Q, num_rows, filler=_SEEN_BY_NONE
+        )
         farthest_query = _by_tile(np.maximum, share.positions_Q, num_rows, filler=0)
         last_key = _by_tile(np.maximum, positions_K, num_columns, filler=0)
         first_key = _by_tile(np.minimum, positions_K, num_columns, filler=_SEEN_BY_NONE)
@@ -154,9 +176,11 @@ def _by_tile(
     return reduce.reduce(padded.reshape(num_tiles, FLEX_TILE), axis=1)
 
 
-def _tiles_by_row(is_chosen: NDArray[np.bool_], target: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of tiles [1, 1, rows] how many are chosen, and [1, 1, rows, columns] the columns of these
-    in ascending order, then those of the others."""
+def _tiles_by_row(
+    is_chosen: NDArray[np.bool_], target: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of tiles [1, 1, rows] how many are chosen, and [1, 1, rows, columns]
+    the columns of these in ascending order, then those of the others."""
     counts = is_chosen.sum(axis=1, dtype=np.int32)
     columns = (~is_chosen).argsort(axis=1, kind="stable").astype(np.int32)
     return to_device(counts[None, None], target), to_device(columns[None, None], target)
@@ -164,13 +188,18 @@ def _tiles_by_row(is_chosen: NDArray[np.bool_], target: torch.device) -> tuple[t
 
 @functools.cache
 def _compiled_attention() -> Callable[..., torch.Tensor]:
-    """Compiled when it is first called, into Triton's kernels on a GPU. On a CPU torch computes it from the
-    whole matrix of scores, and without a backward pass: that is for tests."""
+    """Compiled when it is first called, into Triton's kernels on a GPU. On a CPU torch
+    computes it from the whole matrix of scores, and without a backward pass: that is
+    for tests."""
     return torch.compile(_attend, dynamic=True, backend=device.compiler())
 
 
 def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: BlockMask,
+    scale: float,
 ) -> torch.Tensor:
     output = flex_attention(
         queries,

@@ -1,4 +1,5 @@
-"""Numbers of a shard's tokens, as they go between the ranks of policy and critic through the driver."""
+"""Numbers of a shard's tokens, as they go between the ranks of policy and critic
+through the driver."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from numpy.typing import NDArray
 from invrl.train.sharding import Shard
 
 ValuesOfShard = list[list[NDArray[np.float32]]]
-"""By mini-batch and sample, in the shard's order: [T] each, 0 for tokens that are not trained."""
+"""By mini-batch and sample, in the shard's order: [T] each, 0 for tokens that are not
+trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,13 +24,18 @@ class CriticValues:
 
 
 def in_order_of(
-    shards: Sequence[Shard], other_shards: Sequence[Shard], values: Iterable[ValuesOfShard]
+    shards: Sequence[Shard],
+    other_shards: Sequence[Shard],
+    values: Iterable[ValuesOfShard],
 ) -> list[ValuesOfShard]:
-    """The numbers of `other_shards`, one entry each, for `shards`: the same samples, divided in another
-    way."""
+    """The numbers of `other_shards`, one entry each, for `shards`: the same samples,
+    divided in another way."""
     of_sample: dict[int, NDArray[np.float32]] = {}
     for shard, of_shard in zip(other_shards, values, strict=True):
         for mini_batch, arrays in zip(shard, of_shard, strict=True):
             for sample, array_T in zip(mini_batch.samples, arrays, strict=True):
                 of_sample[id(sample)] = array_T
-    return [[[of_sample[id(sample)] for sample in part.samples] for part in shard] for shard in shards]
+    return [
+        [[of_sample[id(sample)] for sample in part.samples] for part in shard]
+        for shard in shards
+    ]

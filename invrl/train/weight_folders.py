@@ -1,8 +1,10 @@
-"""The trainer's end of the weight transport `disk`: a folder per version, on a disk that engines share.
+"""The trainer's end of the weight transport `disk`: a folder per version, on a disk
+that engines share.
 
-Invariant: a folder appears under its name when its file is whole and on disk. The version staged last stays
-while the next one is written, so that engines can go back to it and newcomers can load it. What a writer that
-was killed left is removed at the start.
+Invariant: a folder appears under its name when its file is whole and on disk. The
+version staged last stays while the next one is written, so that engines can go back to
+it and newcomers can load it. What a writer that was killed left is removed at the
+start.
 """
 
 import shutil
@@ -32,24 +34,35 @@ class WeightFolders:
         for left in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Writes the tensors of the layout, in its order, from any device. Raises LayoutError, and
-        WeightSyncError if they cannot be written."""
+    def stage(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> StagedWeights:
+        """Writes the tensors of the layout, in its order, from any device. Raises
+        LayoutError, and WeightSyncError if they cannot be written."""
         self._keep_newest_besides(version)
         folder = self._path(version)
         partial = folder.with_name(folder.name + ".partial")
         checksums: dict[str, str] = {}
         try:
             partial.mkdir(parents=True)
-            write_safetensors(partial / WEIGHTS_NAME, self._layout, _hashed(tensors, checksums))
+            write_safetensors(
+                partial / WEIGHTS_NAME, self._layout, _hashed(tensors, checksums)
+            )
             partial.rename(folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             reason = f"the weights of version {version} cannot be written to {self._parent}: {error}"
-            raise WeightSyncError(f"{reason}. Two versions need room there (--weight-folder)") from error
-        except (TrainError, ValueError) as error:  # another tensor, or too few or too many
+            raise WeightSyncError(
+                f"{reason}. Two versions need room there (--weight-folder)"
+            ) from error
+        except (
+            TrainError,
+            ValueError,
+        ) as error:  # another tensor, or too few or too many
             shutil.rmtree(partial, ignore_errors=True)
-            raise LayoutError(f"the tensors to stage are not those of the layout: {error}") from error
+            raise LayoutError(
+                f"the tensors to stage are not those of the layout: {error}"
+            ) from error
         self._staged.append(version)
         return StagedWeights(
             version=version,
@@ -59,7 +72,8 @@ class WeightFolders:
         )
 
     def _keep_newest_besides(self, version: WeightVersion) -> None:
-        """Removes every other version but the newest: the engines may have to go back to that one."""
+        """Removes every other version but the newest: the engines may have to go back
+        to that one."""
         others = [staged for staged in self._staged if staged != version]
         kept = others[-1:]
         for staged in self._staged:

@@ -10,7 +10,9 @@ from invrl.train.schedule import Packed, micro_batches_of
 from invrl.train.sharding import Shard
 
 
-def work_amounts(shard: Shard, packed: Sequence[Packed], seconds: float) -> dict[str, Metric]:
+def work_amounts(
+    shard: Shard, packed: Sequence[Packed], seconds: float
+) -> dict[str, Metric]:
     """How much this rank computed. Merging the ranks' metrics adds these up."""
     trained_tokens = 0
     row_tokens = 0
@@ -21,9 +23,13 @@ def work_amounts(shard: Shard, packed: Sequence[Packed], seconds: float) -> dict
     micro_batches = micro_batches_of(packed)
     return {
         "tokens": Sum(trained_tokens),
-        "computed_tokens": Sum(sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)),
+        "computed_tokens": Sum(
+            sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)
+        ),
         "row_tokens": Sum(row_tokens),
-        "projected_tokens": Sum(sum(len(micro_batch.project_U) for micro_batch in micro_batches)),
+        "projected_tokens": Sum(
+            sum(len(micro_batch.project_U) for micro_batch in micro_batches)
+        ),
         "micro_batches": Sum(len(micro_batches)),
         "largest_micro_batch": Max(
             max((len(micro_batch.tokens_P) for micro_batch in micro_batches), default=0)

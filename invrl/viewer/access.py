@@ -1,8 +1,10 @@
-"""Who may read the page: whoever has its key, from this machine's browser, and nobody through another site.
+"""Who may read the page: whoever has its key, from this machine's browser, and nobody
+through another site.
 
-The key is random and new with every start. A browser gets it once in the URL, keeps it as a cookie that
-scripts cannot read and that other sites do not send, and is sent on to the same URL without it. Model output
-is hostile text: the policy of every answer forbids scripts, styles and connections but the page's own."""
+The key is random and new with every start. A browser gets it once in the URL, keeps it
+as a cookie that scripts cannot read and that other sites do not send, and is sent on to
+the same URL without it. Model output is hostile text: the policy of every answer
+forbids scripts, styles and connections but the page's own."""
 
 import hmac
 import secrets
@@ -40,8 +42,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`port`: where the page is served. `hosts`: names under which it may be asked for; empty: any, which is
-    for a server that listens on all addresses."""
+    """`port`: where the page is served. `hosts`: names under which it may be asked for;
+    empty: any, which is for a server that listens on all addresses."""
 
     port: int
     hosts: frozenset[str]
@@ -57,15 +59,24 @@ class Access:
         """The value of Set-Cookie."""
         return f"{self.cookie_name}={self.key}; HttpOnly; SameSite=Strict; Path=/; Max-Age={_YEAR_S}"
 
-    def refusal(self, method: str, host: str, headers: Mapping[str, str], key: str) -> Refusal | None:
-        """Why a request is refused; None if it is not. `host`: its Host header. `key`: the one in its URL."""
+    def refusal(
+        self, method: str, host: str, headers: Mapping[str, str], key: str
+    ) -> Refusal | None:
+        """Why a request is refused; None if it is not. `host`: its Host header. `key`:
+        the one in its URL."""
         if self.hosts and host.lower() not in self.hosts:
             fix = "use the URL that `invrl view` printed; --host NAME serves under another one"
             return Refusal(421, f"this page is not served as {host!r}", fix)
         if method not in ("GET", "HEAD"):
             return Refusal(405, "this page only reads", "use GET")
-        if not any(self._is_key(candidate) for candidate in (key, *self._given(headers))):
-            return Refusal(401, "the key is missing or wrong", "open the URL that `invrl view` printed")
+        if not any(
+            self._is_key(candidate) for candidate in (key, *self._given(headers))
+        ):
+            return Refusal(
+                401,
+                "the key is missing or wrong",
+                "open the URL that `invrl view` printed",
+            )
         return None
 
     def _given(self, headers: Mapping[str, str]) -> Sequence[str]:
@@ -89,11 +100,20 @@ def access_for(host: str, port: int) -> Access:
     names = {host} if host not in _EVERYWHERE else set[str]()
     if host in _LOOPBACK or host == "::1":
         names = set(_LOOPBACK)
-    bracketed = {f"[{name}]" if ":" in name and not name.startswith("[") else name for name in names}
-    return Access(port=port, hosts=frozenset(f"{name}:{port}".lower() for name in bracketed))
+    bracketed = {
+        f"[{name}]" if ":" in name and not name.startswith("[") else name
+        for name in names
+    }
+    return Access(
+        port=port, hosts=frozenset(f"{name}:{port}".lower() for name in bracketed)
+    )
 
 
 def without_key(query: str) -> str:
     """The query of a URL without the key."""
-    kept = [(name, value) for name, value in parse_qsl(query, keep_blank_values=True) if name != "key"]
+    kept = [
+        (name, value)
+        for name, value in parse_qsl(query, keep_blank_values=True)
+        if name != "key"
+    ]
     return urlencode(kept)

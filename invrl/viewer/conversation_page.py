@@ -1,7 +1,8 @@
-"""One rollout in full, as the page shows it: what was said in each turn, why turns forked and what was not
-trained, what the ledger says, and the tokens of a turn.
+"""One rollout in full, as the page shows it: what was said in each turn, why turns
+forked and what was not trained, what the ledger says, and the tokens of a turn.
 
-The texts are hostile: they are passed on as they are, as JSON, and the page never takes them for markup."""
+The texts are hostile: they are passed on as they are, as JSON, and the page never takes
+them for markup."""
 
 from __future__ import annotations
 
@@ -42,16 +43,14 @@ _CHILDREN = """
     SELECT id, parent_id, state, reward, opened_at FROM sessions
     WHERE id IN family AND parent_id != '' ORDER BY rowid
 """
-_TURN_NUMBERS = (
-    "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
-)
+_TURN_NUMBERS = "SELECT turn_id, name, number FROM numbers WHERE session_id IN (SELECT value FROM json_each(?))"
 
 Row = dict[str, Any]
 
 
 def rollout_detail(run: ViewedRun, session_id: str, *, full: bool) -> Row | None:
-    """The body `Detail`; None if there is no such rollout. `full`: texts as long as they are. Raises
-    DamagedFileError or RunStoreError if the store cannot be read."""
+    """The body `Detail`; None if there is no such rollout. `full`: texts as long as
+    they are. Raises DamagedFileError or RunStoreError if the store cannot be read."""
     with run.queries() as queries:
         row = queries.row(session_id)
         if row is None:
@@ -62,7 +61,9 @@ def rollout_detail(run: ViewedRun, session_id: str, *, full: bool) -> Row | None
 
 
 class _DetailReader:
-    def __init__(self, run: ViewedRun, db: sqlite3.Connection, row: Row, *, full: bool) -> None:
+    def __init__(
+        self, run: ViewedRun, db: sqlite3.Connection, row: Row, *, full: bool
+    ) -> None:
         self._run = run
         self._db = db
         self._row = row
@@ -77,13 +78,17 @@ class _DetailReader:
         try:
             session = self._store.session(session_id)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise RunStoreError(f"the row of {session_id} in the store is damaged: {error}") from error
+            raise RunStoreError(
+                f"the row of {session_id} in the store is damaged: {error}"
+            ) from error
         if session is None:
             return None
         summary = _summary_of(session)
         return {
             "row": self._row,
-            "detail": session.outcome.detail if isinstance(session.outcome, FailedRollout) else "",
+            "detail": session.outcome.detail
+            if isinstance(session.outcome, FailedRollout)
+            else "",
             "numbers": dict(summary.numbers) if summary else dict(session.numbers),
             "sampling": session.session.sampling,
             "limits": session.session.limits,
@@ -116,26 +121,36 @@ class _DetailReader:
         rows = self._db.execute(_CHILDREN, (self._row["session_id"],))
         return [dict(zip(names, row, strict=True)) for row in rows]
 
-    def _turns(self, session: StoredSession, summary: RolloutSummary | None) -> list[Row]:
+    def _turns(
+        self, session: StoredSession, summary: RolloutSummary | None
+    ) -> list[Row]:
         family = self._store.family(self._row["session_id"])
         trained = self._trained_turns()
         numbers: dict[str, dict[str, float]] = {}
-        for turn_id, name, number in self._db.execute(_TURN_NUMBERS, (msgspec.json.encode(family).decode(),)):
+        for turn_id, name, number in self._db.execute(
+            _TURN_NUMBERS, (msgspec.json.encode(family).decode(),)
+        ):
             if turn_id:
                 numbers.setdefault(turn_id, {})[name] = number
         try:
             recorded = self._store.recorded_turns(*family)
         except (KeyError, ValueError, msgspec.MsgspecError) as error:
-            raise RunStoreError(f"the turns of {self._row['session_id']} are damaged: {error}") from error
+            raise RunStoreError(
+                f"the turns of {self._row['session_id']} are damaged: {error}"
+            ) from error
         explanations = self._explanations(recorded)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
         rows: list[Row] = []
         for turn, messages, tools in recorded:
             row = self._turn_row(turn, messages, tools, explanations.get(turn.id))
-            reason = _why_not_trained(turn, self._row, in_untrained=turn.id in untrained)
+            reason = _why_not_trained(
+                turn, self._row, in_untrained=turn.id in untrained
+            )
             was_trained = None
             if trained is not None:
-                was_trained = turn.id in trained and bool(trained[turn.id].trained_N.any())
+                was_trained = turn.id in trained and bool(
+                    trained[turn.id].trained_N.any()
+                )
             elif reason:
                 was_trained = False
             reward = session.turn_rewards.get(turn.id)
@@ -150,7 +165,9 @@ class _DetailReader:
         """Of the rollout's step; None if the run did not record them."""
         return trained_turns(self._run, self._row, self._notes)
 
-    def _explanations(self, recorded: Sequence[tuple[Turn, bytes, bytes]]) -> Mapping[str, Explanation]:
+    def _explanations(
+        self, recorded: Sequence[tuple[Turn, bytes, bytes]]
+    ) -> Mapping[str, Explanation]:
         """Of all forks, by turn."""
         if not any(turn.fork_reason for turn, _, _ in recorded):
             return {}
@@ -158,11 +175,15 @@ class _DetailReader:
         decode = reader.decode if reader is not None else None
         explanations: dict[str, Explanation] = {}
         for session_id in dict.fromkeys(turn.session_id for turn, _, _ in recorded):
-            of_session = [of_turn for of_turn in recorded if of_turn[0].session_id == session_id]
+            of_session = [
+                of_turn for of_turn in recorded if of_turn[0].session_id == session_id
+            ]
             explanations |= explain_forks(of_session, self._run.match_level(), decode)
         return explanations
 
-    def _turn_row(self, turn: Turn, encoded: bytes, tools: bytes, explanation: Explanation | None) -> Row:
+    def _turn_row(
+        self, turn: Turn, encoded: bytes, tools: bytes, explanation: Explanation | None
+    ) -> Row:
         messages = _decode_messages(encoded, turn.id, self._notes)
         reply = messages[-1] if messages else Message("assistant")
         return {
@@ -170,9 +191,13 @@ class _DetailReader:
             "session_id": turn.session_id,
             "parent_id": turn.parent_id,
             "fork_reason": turn.fork_reason,
-            "fork_advice": explanation.advice if explanation else fork_advice(turn.fork_reason),
+            "fork_advice": explanation.advice
+            if explanation
+            else fork_advice(turn.fork_reason),
             "fork": explanation.row() if explanation else None,
-            "messages": [_message_row(message, full=self._full) for message in messages[:-1]],
+            "messages": [
+                _message_row(message, full=self._full) for message in messages[:-1]
+            ],
             "restarts": turn.parent_id is None,
             "reply": _message_row(reply, full=self._full),
             "tools": self._tools_number(tools),
@@ -205,16 +230,21 @@ class _DetailReader:
         if not decoded:
             return None
         names = ("name", "description", "parameters")
-        self._tool_lists.append([{name: str(tool.get(name, "")) for name in names} for tool in decoded])
+        self._tool_lists.append(
+            [{name: str(tool.get(name, "")) for name in names} for tool in decoded]
+        )
         self._tool_numbers[tools] = len(self._tool_lists) - 1
         return self._tool_numbers[tools]
 
 
 def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
-    """The tokens of a turn with their numbers; None if there is no such turn. Raises as `rollout_detail`."""
+    """The tokens of a turn with their numbers; None if there is no such turn. Raises as
+    `rollout_detail`."""
     notes: list[str] = []
     with run.store.reading() as db:
-        found = db.execute("SELECT session_id FROM turns WHERE id=?", (turn_id,)).fetchone()
+        found = db.execute(
+            "SELECT session_id FROM turns WHERE id=?", (turn_id,)
+        ).fetchone()
         if found is None:
             return None
         session_id = found[0]
@@ -223,7 +253,8 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
         top = _top_logprobs(store, turn, notes)
         sql = "SELECT name, numbers FROM token_numbers WHERE turn_id=?"
         numbers = {
-            name: np.frombuffer(body, np.float32).tolist() for name, body in db.execute(sql, (turn_id,))
+            name: np.frombuffer(body, np.float32).tolist()
+            for name, body in db.execute(sql, (turn_id,))
         }
     with run.queries() as queries:
         row = queries.row(session_id)
@@ -234,7 +265,9 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
     sampled_ids = turn.sampled_ids_T.tolist()
     reader = run.token_reader()
     if reader is None:
-        notes.append("no text of tokens: neither the run folder nor its model's folder has a tokenizer")
+        notes.append(
+            "no text of tokens: neither the run folder nor its model's folder has a tokenizer"
+        )
     sampled: Row = {
         "ids": sampled_ids,
         "texts": reader.texts(sampled_ids) if reader else None,
@@ -267,7 +300,8 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
 
 
 def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs | None:
-    """The likeliest tokens in the place of each sampled one; None if they were not recorded."""
+    """The likeliest tokens in the place of each sampled one; None if they were not
+    recorded."""
     try:
         top = store.top_logprobs(turn.id)
     except (sqlite3.OperationalError, ValueError) as error:
@@ -275,19 +309,24 @@ def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs 
             notes.append(f"the likeliest tokens of the turn cannot be read: {error}")
         return None
     if top is not None and len(top) != len(turn.sampled_ids_T):
-        notes.append("the record of the likeliest tokens has another number of tokens than the turn")
+        notes.append(
+            "the record of the likeliest tokens has another number of tokens than the turn"
+        )
         return None
     return top
 
 
 def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
-    """`ids` and `logprobs` of each place, the likeliest first, and the texts of the ids. `recorded`
-    and `shown`: how many the run recorded, and how many of those are here at most."""
+    """`ids` and `logprobs` of each place, the likeliest first, and the texts of the
+    ids. `recorded` and `shown`: how many the run recorded, and how many of those are
+    here at most."""
     recorded = top.ids_TK.shape[1]
     shown = min(recorded, _MAX_CANDIDATES)
     ids: list[list[int]] = []
     logprobs: list[list[float]] = []
-    for ids_K, logprobs_K in zip(top.ids_TK[:, :shown], top.logprobs_TK[:, :shown], strict=True):
+    for ids_K, logprobs_K in zip(
+        top.ids_TK[:, :shown], top.logprobs_TK[:, :shown], strict=True
+    ):
         is_token_K = ids_K != NO_TOKEN
         ids.append(ids_K[is_token_K].tolist())
         logprobs.append(logprobs_K[is_token_K].tolist())
@@ -295,12 +334,20 @@ def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
     if reader is not None:
         different = sorted({token_id for of_place in ids for token_id in of_place})
         texts = dict(zip(map(str, different), reader.texts(different), strict=True))
-    return {"ids": ids, "logprobs": logprobs, "texts": texts, "recorded": recorded, "shown": shown}
+    return {
+        "ids": ids,
+        "logprobs": logprobs,
+        "texts": texts,
+        "recorded": recorded,
+        "shown": shown,
+    }
 
 
-def trained_turns(run: ViewedRun, row: Row, notes: list[str]) -> Mapping[str, TrainedTurn] | None:
-    """What the step of a rollout trained, by turn; None if that was not recorded. `notes` is told of a file
-    that cannot be read."""
+def trained_turns(
+    run: ViewedRun, row: Row, notes: list[str]
+) -> Mapping[str, TrainedTurn] | None:
+    """What the step of a rollout trained, by turn; None if that was not recorded.
+    `notes` is told of a file that cannot be read."""
     folder = run.folder.trained_tokens_path
     step = row["step"]
     if row["purpose"] != "train" or row["state"] != "trained" or step is None:
@@ -316,9 +363,15 @@ def trained_turns(run: ViewedRun, row: Row, notes: list[str]) -> Mapping[str, Tr
 
 def _trained_values(turn: TrainedTurn | None, length: int, notes: list[str]) -> Row:
     if turn is None:  # the step is recorded and did not train this turn
-        return {"trained": [False] * length, "advantages": [0.0] * length, "trainer_logprobs": None}
+        return {
+            "trained": [False] * length,
+            "advantages": [0.0] * length,
+            "trainer_logprobs": None,
+        }
     if len(turn.trained_N) != length:
-        notes.append("the record of what was trained has another number of tokens than the turn")
+        notes.append(
+            "the record of what was trained has another number of tokens than the turn"
+        )
         return {}
     return {
         "trained": turn.trained_N.tolist(),
@@ -328,7 +381,8 @@ def _trained_values(turn: TrainedTurn | None, length: int, notes: list[str]) -> 
 
 
 def fork_advice(reason: str) -> str:
-    """What a user can do about a fork; "" for none, and for a reason that this version does not know."""
+    """What a user can do about a fork; "" for none, and for a reason that this version
+    does not know."""
     if reason not in set(ForkReason):
         return ""
     return ADVICE[ForkReason(reason)]
@@ -343,10 +397,18 @@ def _summary_of(session: StoredSession) -> RolloutSummary | None:
 
 def _rewards_of(session: StoredSession) -> list[Row]:
     rows: list[Row] = []
-    for of, rewards in (("turn", session.turn_rewards), ("branch", session.branch_rewards)):
+    for of, rewards in (
+        ("turn", session.turn_rewards),
+        ("branch", session.branch_rewards),
+    ):
         for turn_id, reward in rewards.items():
             rows.append(
-                {"of": of, "turn_id": turn_id, "reward": reward.value, "components": dict(reward.components)}
+                {
+                    "of": of,
+                    "turn_id": turn_id,
+                    "reward": reward.value,
+                    "components": dict(reward.components),
+                }
             )
     return rows
 
@@ -370,7 +432,9 @@ def _entry_row(kept: KeptEntry) -> Row:
     }
 
 
-def _below_untrained_roots(turns: Sequence[Turn], summary: RolloutSummary | None) -> set[str]:
+def _below_untrained_roots(
+    turns: Sequence[Turn], summary: RolloutSummary | None
+) -> set[str]:
     """The turns of conversations that are not trained, from their roots down."""
     found: set[str] = set(summary.untrained_roots) if summary else set()
     for turn in turns:  # parents end before their children
@@ -413,7 +477,11 @@ def _decode_messages(encoded: bytes, turn_id: str, notes: list[str]) -> list[Mes
 def _message_row(message: Message, *, full: bool) -> Row:
     """A message with texts that are cut, unless `full`."""
     limit = None if full else _MAX_TEXT
-    texts = [message.content, message.reasoning, *(call.arguments for call in message.tool_calls)]
+    texts = [
+        message.content,
+        message.reasoning,
+        *(call.arguments for call in message.tool_calls),
+    ]
     return {
         "role": message.role,
         "content": message.content[:limit],

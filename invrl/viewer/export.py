@@ -1,8 +1,9 @@
-"""Writes the page and the data of runs as files that open from disk, without a server, to send to someone.
+"""Writes the page and the data of runs as files that open from disk, without a server,
+to send to someone.
 
-A browser lets a page from disk read no file but scripts. So each answer of the server is one script that
-hands it to the page, and `data/manifest.js` names them all. Whoever gets the folder can read the
-conversations in it."""
+A browser lets a page from disk read no file but scripts. So each answer of the server
+is one script that hands it to the page, and `data/manifest.js` names them all. Whoever
+gets the folder can read the conversations in it."""
 
 from __future__ import annotations
 
@@ -36,15 +37,19 @@ from invrl.viewer.viewed_run import ViewedRun
 _ALL = -1
 """As a limit of rows: none."""
 _ORDERS = ("best", "worst", "surprising", "opened_at")
-"""Which rollouts are exported with their conversations: those that come first, in turns."""
+"""Which rollouts are exported with their conversations: those that come first, in
+turns."""
 _NO_PAGE = ("README.md",)
 
 Say = Callable[[str], None]
 
 
-def export_runs(runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: Say) -> None:
-    """Writes into `folder`, which must not exist or be empty. `rollouts`: conversations of each run; 0: all.
-    `say` is told of the progress. Raises ConfigError if the folder cannot be written."""
+def export_runs(
+    runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: Say
+) -> None:
+    """Writes into `folder`, which must not exist or be empty. `rollouts`: conversations
+    of each run; 0: all. `say` is told of the progress. Raises ConfigError if the folder
+    cannot be written."""
     _make_folder(folder)
     for run in runs:
         _index_whole(run, say)
@@ -64,21 +69,33 @@ def export_runs(runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: 
         "files": writer.files,
         "left_out": left_out,
     }
-    (folder / "data" / "manifest.js").write_bytes(b"window.invrlExport = " + _literal(manifest) + b";\n")
+    (folder / "data" / "manifest.js").write_bytes(
+        b"window.invrlExport = " + _literal(manifest) + b";\n"
+    )
     say(f"written: {folder / 'index.html'}")
 
 
 def _make_folder(folder: Path) -> None:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("--export", str(folder), "it exists and is not empty", "name a new folder")
+            raise ConfigError(
+                "--export",
+                str(folder),
+                "it exists and is not empty",
+                "name a new folder",
+            )
         shutil.copytree(
-            PAGE_FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NO_PAGE, "__pycache__")
+            PAGE_FOLDER,
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns(*_NO_PAGE, "__pycache__"),
         )
         (folder / "data").mkdir(exist_ok=True)
     except OSError as error:
         fix = "name a folder that can be written"
-        raise ConfigError("--export", str(folder), f"it cannot be written: {error}", fix) from error
+        raise ConfigError(
+            "--export", str(folder), f"it cannot be written: {error}", fix
+        ) from error
 
 
 def _index_whole(run: ViewedRun, say: Say) -> None:
@@ -109,7 +126,9 @@ def _pages_of(run: ViewedRun) -> Iterator[tuple[str, Any]]:
         "facets": lambda queries: queries.facets({}),
         "tasks": lambda queries: queries.tasks({}, limit=_ALL),
     }
-    with contextlib.suppress(InvrlError):  # the run's notes, which are exported too, say why
+    with contextlib.suppress(
+        InvrlError
+    ):  # the run's notes, which are exported too, say why
         yield "ledger", ledger_page(run)
     with contextlib.suppress(InvrlError), run.queries() as queries:
         for name, page in pages.items():
@@ -141,7 +160,9 @@ def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say)
             say(f"{run.id}: {number:,} of {len(chosen):,} conversations written")
     said.close()
     for task in sorted(tasks):
-        writer.write(f"runs/{run.id}/replies/{task}", last_replies(run, task, only=set(chosen)))
+        writer.write(
+            f"runs/{run.id}/replies/{task}", last_replies(run, task, only=set(chosen))
+        )
     return total - len(chosen)
 
 
@@ -151,7 +172,8 @@ def _ids_in_order(queries: RolloutQueries, order: str) -> list[str]:
 
 
 def _in_turns(orders: Sequence[Sequence[str]], count: int) -> list[str]:
-    """The first `count` different ids: the first of each order, the second of each, and so on."""
+    """The first `count` different ids: the first of each order, the second of each, and
+    so on."""
     chosen: dict[str, None] = {}
     for first_of_each in zip(*orders, strict=True):
         for session_id in first_of_each:
@@ -170,11 +192,14 @@ class _ScriptWriter:
 
     def write(self, path: str, body: Any) -> None:
         name = f"{len(self.files) + 1:06d}.js"
-        script = b"window.invrlData(" + _literal(path) + b", " + _literal(body) + b");\n"
+        script = (
+            b"window.invrlData(" + _literal(path) + b", " + _literal(body) + b");\n"
+        )
         (self._folder / name).write_bytes(script)
         self.files[path] = f"data/{name}"
 
 
 def _literal(body: Any) -> bytes:
-    """As a literal of JavaScript that ends no script element, wherever the text is put."""
+    """As a literal of JavaScript that ends no script element, wherever the text is
+    put."""
     return encoded(body).replace(b"<", b"\\u003c")

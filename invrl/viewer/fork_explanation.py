@@ -1,7 +1,9 @@
-"""What differs where a turn departs from what its session had recorded, and what a user can do about it.
+"""What differs where a turn departs from what its session had recorded, and what a user
+can do about it.
 
-It is worked out again from the recorded turns, with the comparison by which the gateway placed them. Where
-the messages are the same and the template renders them differently, the tokens are compared."""
+It is worked out again from the recorded turns, with the comparison by which the gateway
+placed them. Where the messages are the same and the template renders them differently,
+the tokens are compared."""
 
 from __future__ import annotations
 
@@ -13,8 +15,21 @@ import msgspec
 import numpy as np
 
 from invrl.gateway.turns.forest import Forest
-from invrl.gateway.turns.fork_changes import advice, common_items, message_change, tools_change
-from invrl.gateway.types import ADVICE, Change, ForkReason, MatchLevel, Message, Node, Tool
+from invrl.gateway.turns.fork_changes import (
+    advice,
+    common_items,
+    message_change,
+    tools_change,
+)
+from invrl.gateway.types import (
+    ADVICE,
+    Change,
+    ForkReason,
+    MatchLevel,
+    Message,
+    Node,
+    Tool,
+)
 from invrl.types import Turn
 
 _MAX_COMPARED = 64
@@ -38,8 +53,8 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Of one fork. `messages` counts those of its whole request, `shared` those at its beginning that are as
-    in the conversation of turn `from_turn` ("" if none is)."""
+    """Of one fork. `messages` counts those of its whole request, `shared` those at its
+    beginning that are as in the conversation of turn `from_turn` ("" if none is)."""
 
     advice: str
     from_turn: str
@@ -54,7 +69,8 @@ class Explanation:
         change = None
         if self.change is not None:
             change = {
-                name: getattr(self.change, name) for name in ("message", "role", "part", "recorded", "sent")
+                name: getattr(self.change, name)
+                for name in ("message", "role", "part", "recorded", "sent")
             }
         return {
             "from_turn": self.from_turn,
@@ -66,11 +82,13 @@ class Explanation:
 
 
 def explain_forks(
-    recorded: Sequence[tuple[Turn, bytes, bytes]], level: MatchLevel, decode: Decode | None
+    recorded: Sequence[tuple[Turn, bytes, bytes]],
+    level: MatchLevel,
+    decode: Decode | None,
 ) -> dict[str, Explanation]:
-    """By turn, of the turns of one session, in the order of their commits, each with its messages and tools.
-    `decode`: the text of token ids; None if the run has no tokenizer. Turns that cannot be read are left out,
-    with those that continue them."""
+    """By turn, of the turns of one session, in the order of their commits, each with
+    its messages and tools. `decode`: the text of token ids; None if the run has no
+    tokenizer. Turns that cannot be read are left out, with those that continue them."""
     forest = Forest(level)
     nodes: dict[str, Node] = {}
     decoded_tools: dict[bytes, tuple[Tool, ...]] = {}
@@ -78,7 +96,9 @@ def explain_forks(
     for turn, messages, tools in recorded:
         try:
             if tools not in decoded_tools:
-                decoded_tools[tools] = tuple(msgspec.json.decode(tools, type=list[Tool]))
+                decoded_tools[tools] = tuple(
+                    msgspec.json.decode(tools, type=list[Tool])
+                )
             node = _node_of(turn, messages, decoded_tools[tools], nodes)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
@@ -86,16 +106,20 @@ def explain_forks(
             continue
         reason = turn.fork_reason
         if reason in set(ForkReason) and not node.raw:
-            explanations[turn.id] = _explained(node, ForkReason(reason), forest, nodes, level, decode)
+            explanations[turn.id] = _explained(
+                node, ForkReason(reason), forest, nodes, level, decode
+            )
         if turn.finish_reason != "abort":
             nodes[turn.id] = node
             forest.add(node)
     return explanations
 
 
-def _node_of(turn: Turn, encoded: bytes, tools: tuple[Tool, ...], nodes: dict[str, Node]) -> Node | None:
-    """None if its parent is not among `nodes`, or it says nothing. Raises MsgspecError or UnicodeDecodeError
-    for messages that are damaged."""
+def _node_of(
+    turn: Turn, encoded: bytes, tools: tuple[Tool, ...], nodes: dict[str, Node]
+) -> Node | None:
+    """None if its parent is not among `nodes`, or it says nothing. Raises MsgspecError
+    or UnicodeDecodeError for messages that are damaged."""
     parent = None
     if turn.parent_id is not None:
         parent = nodes.get(turn.parent_id)
@@ -141,9 +165,11 @@ def _explained(
     )
 
 
-def _nearest(messages: Sequence[Message], earlier: Sequence[Node]) -> tuple[Node | None, int]:
-    """The earlier turn whose conversation begins most as the request does, the first of several, and how many
-    messages they share."""
+def _nearest(
+    messages: Sequence[Message], earlier: Sequence[Node]
+) -> tuple[Node | None, int]:
+    """The earlier turn whose conversation begins most as the request does, the first of
+    several, and how many messages they share."""
     nearest: Node | None = None
     most = 0
     for node in earlier[-_MAX_COMPARED:]:
@@ -157,7 +183,8 @@ def _nearest(messages: Sequence[Message], earlier: Sequence[Node]) -> tuple[Node
 def _recorded_tools(
     messages: Sequence[Message], earlier: Sequence[Node], default: Sequence[Tool]
 ) -> Sequence[Tool]:
-    """The tools with which the conversation was recorded that the request continues with others."""
+    """The tools with which the conversation was recorded that the request continues
+    with others."""
     whole = [node for node in earlier[-_MAX_COMPARED:] if _continues(messages, node)]
     if not whole:
         return default
@@ -170,9 +197,14 @@ def _continues(messages: Sequence[Message], node: Node) -> bool:
 
 
 def _beginning_change(
-    messages: Sequence[Message], tools: Sequence[Tool], nearest: Node, shared: int, level: MatchLevel
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    nearest: Node,
+    shared: int,
+    level: MatchLevel,
 ) -> Change | None:
-    """How a conversation without a recorded reply differs from the one that begins most as it does."""
+    """How a conversation without a recorded reply differs from the one that begins most
+    as it does."""
     recorded = nearest.conversation()
     if shared < len(messages) and shared < len(recorded):
         return message_change(shared, recorded[shared], messages[shared], level, tools)
@@ -182,17 +214,26 @@ def _beginning_change(
 
 
 def _token_change(recorded: Node, node: Node, decode: Decode | None) -> Change | None:
-    """Where the rendered prompt leaves the ids that were recorded. Without `decode`: in ids."""
+    """Where the rendered prompt leaves the ids that were recorded. Without `decode`: in
+    ids."""
     recorded_ids = np.asarray(recorded.ids(), np.int32)
-    sent_ids = np.asarray([*(node.parent.ids() if node.parent else ()), *node.turn.context_ids_T.tolist()])
+    sent_ids = np.asarray(
+        [*(node.parent.ids() if node.parent else ()), *node.turn.context_ids_T.tolist()]
+    )
     shorter = min(len(recorded_ids), len(sent_ids))
     different = np.flatnonzero(recorded_ids[:shorter] != sent_ids[:shorter])
     if not len(different):
         return None
     position = int(different[0])
-    part_T = slice(max(0, position - _TOKENS_BEFORE), position - _TOKENS_BEFORE + _TOKENS_SHOWN)
-    texts = [_text_of(ids_T[part_T].tolist(), decode) for ids_T in (recorded_ids, sent_ids)]
-    return Change(message=position, role="", part="tokens", recorded=texts[0], sent=texts[1])
+    part_T = slice(
+        max(0, position - _TOKENS_BEFORE), position - _TOKENS_BEFORE + _TOKENS_SHOWN
+    )
+    texts = [
+        _text_of(ids_T[part_T].tolist(), decode) for ids_T in (recorded_ids, sent_ids)
+    ]
+    return Change(
+        message=position, role="", part="tokens", recorded=texts[0], sent=texts[1]
+    )
 
 
 def _text_of(ids: list[int], decode: Decode | None) -> str:
@@ -201,13 +242,13 @@ def _text_of(ids: list[int], decode: Decode | None) -> str:
     return decode(ids)
 
 
-def _sentence(change: Change | None, tools: Sequence[Tool], recorded_tools: Sequence[Tool]) -> str:
+def _sentence(
+    change: Change | None, tools: Sequence[Tool], recorded_tools: Sequence[Tool]
+) -> str:
     if change is None:
         return ""
     if change.part == "tokens":
-        return (
-            f"The messages are the same; the template renders them differently from token {change.message} on"
-        )
+        return f"The messages are the same; the template renders them differently from token {change.message} on"
     if change.part == "tools":
         return _tools_sentence(recorded_tools, tools)
     place = f"Message {change.message + 1}"
@@ -217,7 +258,9 @@ def _sentence(change: Change | None, tools: Sequence[Tool], recorded_tools: Sequ
         place = f"The system message (message {change.message + 1})"
         sentence = f"{place} has another text"
     else:
-        sentence = f"{place} ({change.role}): another {_PARTS.get(change.part, change.part)}"
+        sentence = (
+            f"{place} ({change.role}): another {_PARTS.get(change.part, change.part)}"
+        )
     if change.recorded.split() == change.sent.split():
         sentence += ", of which only whitespace differs in what is shown"
     return sentence
@@ -238,19 +281,30 @@ def _tools_sentence(recorded: Sequence[Tool], sent: Sequence[Tool]) -> str:
     if recorded_names != sent_names:
         return "The same tools are offered in another order"
     changed = [
-        name for name, old, new in zip(sent_names, recorded, sent, strict=True) if old != new
+        name
+        for name, old, new in zip(sent_names, recorded, sent, strict=True)
+        if old != new
     ] or sent_names
     return f"The definition of {', '.join(changed)} changed"
 
 
 def _advice(
-    reason: ForkReason, change: Change | None, tools: Sequence[Tool], recorded_tools: Sequence[Tool]
+    reason: ForkReason,
+    change: Change | None,
+    tools: Sequence[Tool],
+    recorded_tools: Sequence[Tool],
 ) -> str:
     """What to do about it, by what differs."""
-    names, recorded_names = (sorted(tool.name for tool in each) for each in (tools, recorded_tools))
+    names, recorded_names = (
+        sorted(tool.name for tool in each) for each in (tools, recorded_tools)
+    )
     if reason is ForkReason.TOOLS_CHANGED and names == recorded_names:
         return "keep order, descriptions and schemas of the tools as they were in the first request"
-    if reason is ForkReason.NEW_CONVERSATION and change is not None and change.role == "system":
+    if (
+        reason is ForkReason.NEW_CONVERSATION
+        and change is not None
+        and change.role == "system"
+    ):
         return (
             "if it is meant to be the same conversation, send the system message as it was, and tell what"
             " changes (the time, a status) in the newest message; " + ADVICE[reason]

@@ -1,8 +1,9 @@
-"""The private index of a run's rollouts: one SQLite file in the user's cache folder, with one row per rollout
-and a full-text index of what was said in its turns.
+"""The private index of a run's rollouts: one SQLite file in the user's cache folder,
+with one row per rollout and a full-text index of what was said in its turns.
 
-Invariant: everything in it can be computed again from the run folder. An index of another version of the
-viewer, or of another run that lay at the same path, is removed."""
+Invariant: everything in it can be computed again from the run folder. An index of
+another version of the viewer, or of another run that lay at the same path, is
+removed."""
 
 import sqlite3
 from pathlib import Path
@@ -12,8 +13,8 @@ from invrl.host.private_file import make_private
 INDEX_VERSION = 1
 """Raised with every change of the tables or of what is put into them."""
 TURN_BITS = 20
-"""A document of the full-text index is a turn: its row is the rollout's row shifted by this, plus the number
-of the turn in the rollout."""
+"""A document of the full-text index is a turn: its row is the rollout's row shifted by
+this, plus the number of the turn in the rollout."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -47,13 +48,15 @@ CREATE VIRTUAL TABLE said USING fts5(
 
 
 class IndexFile:
-    """The index at `folder`/index.sqlite. Any number of processes may read it; one fills it."""
+    """The index at `folder`/index.sqlite. Any number of processes may read it; one
+    fills it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "index.sqlite"
 
     def open_for(self, identity: str) -> sqlite3.Connection:
-        """A connection that writes. `identity`: of the run; the index of another one is removed first."""
+        """A connection that writes. `identity`: of the run; the index of another one is
+        removed first."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         db = self._opened()
         try:
@@ -75,7 +78,9 @@ class IndexFile:
 
     def _opened(self) -> sqlite3.Connection:
         make_private(self.path)
-        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            self.path, timeout=5.0, isolation_level=None, check_same_thread=False
+        )
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=OFF")  # it can be computed again
@@ -90,12 +95,17 @@ class IndexFile:
         """A connection that reads; None while there is no index."""
         if not self.path.exists():
             return None
-        db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            self.path, timeout=5.0, isolation_level=None, check_same_thread=False
+        )
         db.execute("PRAGMA query_only=1")
         db.execute("PRAGMA mmap_size=1073741824")
         db.execute("PRAGMA cache_size=-32768")
         try:
-            if db.execute("SELECT 1 FROM sqlite_master WHERE name='said'").fetchone() is None:
+            if (
+                db.execute("SELECT 1 FROM sqlite_master WHERE name='said'").fetchone()
+                is None
+            ):
                 db.close()
                 return None
         except sqlite3.DatabaseError:
@@ -133,9 +143,7 @@ def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
 
 def rollout_of(db: sqlite3.Connection, session_id: str) -> int | None:
     """The row of the rollout that a session belongs to."""
-    sql = (
-        "SELECT id FROM rollouts WHERE session_id=? UNION ALL SELECT rollout FROM children WHERE session_id=?"
-    )
+    sql = "SELECT id FROM rollouts WHERE session_id=? UNION ALL SELECT rollout FROM children WHERE session_id=?"
     row = db.execute(sql, (session_id, session_id)).fetchone()
     if row is None:
         return None

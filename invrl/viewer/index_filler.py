@@ -1,7 +1,8 @@
-"""Fills the index of a run from its store, in batches, and again whenever the store has grown.
+"""Fills the index of a run from its store, in batches, and again whenever the store has
+grown.
 
-Sessions are followed by their rows, turns by `seq`. What became of a rollout says `indexed_fates.py`, what
-training did with its tokens `indexed_training.py`."""
+Sessions are followed by their rows, turns by `seq`. What became of a rollout says
+`indexed_fates.py`, what training did with its tokens `indexed_training.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,13 @@ from invrl.observe.transcript import message_text
 from invrl.reasons import FailureReason
 from invrl.store.rows import outcome_from_json
 from invrl.types import FailedRollout, Outcome, RolloutSummary
-from invrl.viewer.index_file import TURN_BITS, meta_number, meta_text, rollout_of, set_meta
+from invrl.viewer.index_file import (
+    TURN_BITS,
+    meta_number,
+    meta_text,
+    rollout_of,
+    set_meta,
+)
 from invrl.viewer.indexed_fates import IndexedFates
 from invrl.viewer.indexed_training import IndexedTraining
 
@@ -39,7 +46,9 @@ _DETAIL_LENGTH = 300
 
 _SESSION = 'rowid, id, task_id, group_id, "index", attempt, purpose, opened_at, state, parent_id, outcome'
 _NEW_SESSIONS = f"SELECT {_SESSION} FROM sessions WHERE rowid>? ORDER BY rowid LIMIT ?"
-_SESSIONS = f"SELECT {_SESSION} FROM sessions WHERE rowid IN (SELECT value FROM json_each(?))"
+_SESSIONS = (
+    f"SELECT {_SESSION} FROM sessions WHERE rowid IN (SELECT value FROM json_each(?))"
+)
 _NEW_TURNS = "SELECT seq, session_id, logprobs, messages FROM turns WHERE seq>? ORDER BY seq LIMIT ?"
 _ADD_ROLLOUT = """
     INSERT OR REPLACE INTO rollouts (
@@ -66,19 +75,27 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        return self.rollouts_indexed >= self.rollouts and self.turns_indexed >= self.turns
+        return (
+            self.rollouts_indexed >= self.rollouts and self.turns_indexed >= self.turns
+        )
 
 
 def identity_of(store: sqlite3.Connection, version: int) -> str:
     """Of the run in the store: another run at the same path has another one."""
-    first_session = store.execute("SELECT id, opened_at FROM sessions ORDER BY rowid LIMIT 1").fetchone()
-    first_start = store.execute("SELECT started_at FROM incarnations ORDER BY incarnation LIMIT 1").fetchone()
+    first_session = store.execute(
+        "SELECT id, opened_at FROM sessions ORDER BY rowid LIMIT 1"
+    ).fetchone()
+    first_start = store.execute(
+        "SELECT started_at FROM incarnations ORDER BY incarnation LIMIT 1"
+    ).fetchone()
     return json.dumps([version, first_session, first_start])
 
 
 def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
     """How much of the store the index holds."""
-    [rollouts] = store.execute("SELECT COALESCE(MAX(rowid), 0) FROM sessions").fetchone()
+    [rollouts] = store.execute(
+        "SELECT COALESCE(MAX(rowid), 0) FROM sessions"
+    ).fetchone()
     [turns] = store.execute("SELECT COALESCE(MAX(seq), 0) FROM turns").fetchone()
     return Progress(
         rollouts_indexed=meta_number(index, "session_row"),
@@ -89,9 +106,10 @@ def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progres
 
 
 class IndexFiller:
-    """Copies from `store` (read only) to `index`; both are connections of the caller. `rules`: the run's, for
-    failures that count with a reward. `is_live`: whether a process works in the run's folder.
-    `trained_tokens`: the folder of `store/trained_tokens.py`."""
+    """Copies from `store` (read only) to `index`; both are connections of the caller.
+    `rules`: the run's, for failures that count with a reward. `is_live`: whether a
+    process works in the run's folder. `trained_tokens`: the folder of
+    `store/trained_tokens.py`."""
 
     def __init__(
         self,
@@ -110,7 +128,8 @@ class IndexFiller:
         self._is_live = is_live
 
     def continues(self) -> bool:
-        """Whether the store still holds what was read last. Not so after an older copy was put back."""
+        """Whether the store still holds what was read last. Not so after an older copy
+        was put back."""
         last_row = meta_number(self._index, "session_row")
         last_seq = meta_number(self._index, "turn_seq")
         checks = (
@@ -129,11 +148,15 @@ class IndexFiller:
         return progress_of(self._store, self._index)
 
     def fill(self) -> bool:
-        """One batch of whatever is new, in one transaction. Returns whether anything was."""
-        self._store.execute("BEGIN")  # one moment: a turn is not seen without its session
+        """One batch of whatever is new, in one transaction. Returns whether anything
+        was."""
+        self._store.execute(
+            "BEGIN"
+        )  # one moment: a turn is not seen without its session
         self._index.execute("BEGIN IMMEDIATE")
         try:
-            # What a person sees first comes first: all rollouts and what became of them, then their texts.
+            # What a person sees first comes first: all rollouts and what became of
+            # them, then their texts.
             has_more = self._add_sessions()
             has_more = self._fates.read() or has_more
             if not has_more:
@@ -149,7 +172,7 @@ class IndexFiller:
             self._store.execute("COMMIT")
         return has_more
 
-    # ------------------------------------------------------------------ sessions
+    # ----------------------------------------------------------------- sessions
 
     def _add_sessions(self) -> bool:
         last_row = meta_number(self._index, "session_row")
@@ -164,7 +187,10 @@ class IndexFiller:
 
     def _update_open(self) -> bool:
         """Sessions that had not ended when they were read last."""
-        rowids = [row[0] for row in self._index.execute("SELECT id FROM rollouts WHERE ended=0")]
+        rowids = [
+            row[0]
+            for row in self._index.execute("SELECT id FROM rollouts WHERE ended=0")
+        ]
         if not rowids:
             return False
         rows = self._store.execute(_SESSIONS, (json.dumps(rowids),)).fetchall()
@@ -198,7 +224,9 @@ class IndexFiller:
     def _add_child(self, session_id: str, parent_id: str) -> None:
         rollout = rollout_of(self._index, parent_id)
         if rollout is not None:
-            self._index.execute("INSERT OR REPLACE INTO children VALUES (?,?)", (session_id, rollout))
+            self._index.execute(
+                "INSERT OR REPLACE INTO children VALUES (?,?)", (session_id, rollout)
+            )
 
     def _add_rollout(self, values: dict[str, Any]) -> None:
         sql = f"SELECT {_KEPT_COLUMNS} FROM rollouts WHERE id=?"
@@ -209,7 +237,9 @@ class IndexFiller:
         if values["purpose"] == "eval":
             # An evaluation that was repeated counts with its last attempt.
             sql = "UPDATE rollouts SET state='repeated' WHERE group_id=? AND \"index\"=? AND id<?"
-            self._index.execute(sql, (values["group_id"], values["index"], values["id"]))
+            self._index.execute(
+                sql, (values["group_id"], values["index"], values["id"])
+            )
         fork_reasons = values["fork_reasons"]
         components = values["components"]
         self._index.executemany(
@@ -226,7 +256,19 @@ class IndexFiller:
 
     def _row_values(self, row: tuple[Any, ...]) -> dict[str, Any]:
         """The columns of a rollout, by name."""
-        rowid, session_id, task_id, group_id, index, attempt, purpose, opened_at, state, _, body = row
+        (
+            rowid,
+            session_id,
+            task_id,
+            group_id,
+            index,
+            attempt,
+            purpose,
+            opened_at,
+            state,
+            _,
+            body,
+        ) = row
         values: dict[str, Any] = {
             "id": rowid,
             "session_id": session_id,
@@ -262,7 +304,9 @@ class IndexFiller:
                 self._add_outcome(values, outcome_from_json(body))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 values["state"] = "failed"
-                values["detail"] = f"its outcome in the store is damaged: {error}"[:_DETAIL_LENGTH]
+                values["detail"] = f"its outcome in the store is damaged: {error}"[
+                    :_DETAIL_LENGTH
+                ]
         self._add_fate(values)
         return values
 
@@ -272,7 +316,9 @@ class IndexFiller:
         if isinstance(outcome, FailedRollout):
             values["state"] = "failed"
             values["failure"] = str(outcome.reason)
-            values["detail"] = outcome.detail.strip().partition("\n")[0][:_DETAIL_LENGTH]
+            values["detail"] = outcome.detail.strip().partition("\n")[0][
+                :_DETAIL_LENGTH
+            ]
             values["reward"] = failure_reward(outcome, values["purpose"], self._rules)
             summary = outcome.partial
         elif isinstance(outcome, RolloutSummary):
@@ -298,7 +344,9 @@ class IndexFiller:
         """State, reason and step, which are not the session's own."""
         values["trained"] = 0
         if values["purpose"] == "eval":
-            values["step"], values["evaluation"] = parse_evaluation(values["group_id"], values["task_id"])
+            values["step"], values["evaluation"] = parse_evaluation(
+                values["group_id"], values["task_id"]
+            )
             if values["ended"]:
                 values["state"] = "evaluated"
             return
@@ -315,16 +363,19 @@ class IndexFiller:
             values["staleness"] = max(0, values["step"] - 1 - values["oldest_version"])
 
     def _task_of(self, task_id: str) -> str:
-        """The id that the task had when it came first, without the number of a later epoch."""
+        """The id that the task had when it came first, without the number of a later
+        epoch."""
         base, _, number = task_id.rpartition("@")
         if not base or not number.isdecimal():
             return task_id
-        known = self._index.execute("SELECT 1 FROM rollouts WHERE task=? LIMIT 1", (base,)).fetchone()
+        known = self._index.execute(
+            "SELECT 1 FROM rollouts WHERE task=? LIMIT 1", (base,)
+        ).fetchone()
         if known is None:
             return task_id
         return base
 
-    # ------------------------------------------------------------------ how surprising a reward is
+    # ------------------------------------------------------ how surprising a reward is
 
     def _rate_groups(self, groups: Iterable[str]) -> None:
         """Of groups with several rewards: the distance from the mean of the group."""
@@ -335,7 +386,8 @@ class IndexFiller:
                 self._rate(rated)
 
     def _rate_tasks(self, tasks: Iterable[str]) -> None:
-        """Of held-out rollouts: the distance from the mean of their task over all evaluations."""
+        """Of held-out rollouts: the distance from the mean of their task over all
+        evaluations."""
         sql = "SELECT id, reward FROM rollouts WHERE task=? AND reward IS NOT NULL AND purpose='eval'"
         for task in tasks:
             rated = self._index.execute(sql, (task,)).fetchall()
@@ -354,13 +406,15 @@ class IndexFiller:
             distances.append((distance, rollout))
         self._index.executemany("UPDATE rollouts SET surprise=? WHERE id=?", distances)
 
-    # ------------------------------------------------------------------ what was said
+    # ----------------------------------------------------------------- what was said
 
     def _add_turns(self) -> bool:
         last_seq = meta_number(self._index, "turn_seq")
         read_bytes = 0
         newest_seq = 0
-        for seq, session_id, logprobs, messages in self._store.execute(_NEW_TURNS, (last_seq, _TURN_BATCH)):
+        for seq, session_id, logprobs, messages in self._store.execute(
+            _NEW_TURNS, (last_seq, _TURN_BATCH)
+        ):
             newest_seq = seq
             self._add_turn(session_id, logprobs, messages)
             read_bytes += len(messages) + len(logprobs)
@@ -368,7 +422,9 @@ class IndexFiller:
                 break
         if not newest_seq:
             return False
-        [turn_id] = self._store.execute("SELECT id FROM turns WHERE seq=?", (newest_seq,)).fetchone()
+        [turn_id] = self._store.execute(
+            "SELECT id FROM turns WHERE seq=?", (newest_seq,)
+        ).fetchone()
         set_meta(self._index, "turn_seq", newest_seq)
         set_meta(self._index, "turn_id", turn_id)
         return True
@@ -388,7 +444,9 @@ class IndexFiller:
         [number] = self._index.execute(sql, values).fetchone()
         text = _said_in(messages)
         document = (rollout << TURN_BITS) + number
-        self._index.execute("INSERT INTO said (rowid, text) VALUES (?,?)", (document, text))
+        self._index.execute(
+            "INSERT INTO said (rowid, text) VALUES (?,?)", (document, text)
+        )
 
 
 def _said_in(messages: bytes) -> str:

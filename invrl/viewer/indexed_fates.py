@@ -1,7 +1,8 @@
-"""What became of the rollouts of a run: its ledger, followed into the index as `observe/samples.py` reads it.
+"""What became of the rollouts of a run: its ledger, followed into the index as
+`observe/samples.py` reads it.
 
-The ledger is followed by incarnation and sequence. An incarnation that is new may make entries lost that were
-read before, so the ledger is read again then."""
+The ledger is followed by incarnation and sequence. An incarnation that is new may make
+entries lost that were read before, so the ledger is read again then."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _SET_FATE = """
 
 
 class IndexedFates:
-    """Reads from `store` and writes to `index`, within the transactions of the caller."""
+    """Reads from `store` and writes to `index`, within the transactions of the
+    caller."""
 
     def __init__(self, store: sqlite3.Connection, index: sqlite3.Connection) -> None:
         self._store = store
@@ -45,7 +47,9 @@ class IndexedFates:
             meta_number(self._index, "entry_incarnation"),
             meta_number(self._index, "entry_sequence"),
         )
-        rows = self._store.execute(_NEW_ENTRIES, (*last_entry, _LEDGER_BATCH)).fetchall()
+        rows = self._store.execute(
+            _NEW_ENTRIES, (*last_entry, _LEDGER_BATCH)
+        ).fetchall()
         if not rows:
             return False
         self._follow(rows, first_lost_sequences(incarnations))
@@ -53,11 +57,24 @@ class IndexedFates:
         set_meta(self._index, "entry_sequence", rows[-1][1])
         return True
 
-    def _follow(self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]) -> None:
-        """The fates of the rollouts that these entries name, as `observe/samples.py` reads them."""
+    def _follow(
+        self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]
+    ) -> None:
+        """The fates of the rollouts that these entries name, as `observe/samples.py`
+        reads them."""
         places: dict[tuple[str, int, int], str] = {}
         fates: dict[str, tuple[str, str | None, int | None]] = {}
-        for incarnation, sequence, group_id, index, attempt, state, reason, batch_id, named_id in rows:
+        for (
+            incarnation,
+            sequence,
+            group_id,
+            index,
+            attempt,
+            state,
+            reason,
+            batch_id,
+            named_id,
+        ) in rows:
             if sequence >= lost_from.get(incarnation, 0):
                 if named_id and named_id not in fates and self.of(named_id) is None:
                     fates[named_id] = ("lost", None, None)
@@ -80,11 +97,17 @@ class IndexedFates:
             [(*place, session_id) for place, session_id in places.items()],
         )
         values = [
-            {"session_id": session_id, "state": fate[0], "reason": fate[1], "step": fate[2]}
+            {
+                "session_id": session_id,
+                "state": fate[0],
+                "reason": fate[1],
+                "step": fate[2],
+            }
             for session_id, fate in fates.items()
         ]
         self._index.executemany(
-            "INSERT OR REPLACE INTO fates VALUES (:session_id, :state, :reason, :step)", values
+            "INSERT OR REPLACE INTO fates VALUES (:session_id, :state, :reason, :step)",
+            values,
         )
         self._index.executemany(_SET_FATE, values)
 
@@ -94,7 +117,9 @@ class IndexedFates:
         return self._index.execute(sql, (session_id,)).fetchone()
 
     def _session_at(self, place: tuple[str, int, int]) -> str:
-        sql = 'SELECT session_id FROM places WHERE group_id=? AND "index"=? AND attempt=?'
+        sql = (
+            'SELECT session_id FROM places WHERE group_id=? AND "index"=? AND attempt=?'
+        )
         row = self._index.execute(sql, place).fetchone()
         if row is None:
             return ""

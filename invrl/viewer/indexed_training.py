@@ -1,4 +1,5 @@
-"""What training did with the tokens of rollouts, in the index: advantages, and gaps of engine and trainer."""
+"""What training did with the tokens of rollouts, in the index: advantages, and gaps of
+engine and trainer."""
 
 from __future__ import annotations
 
@@ -10,21 +11,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import RunStoreError
-from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps, tokens_path
+from invrl.store.trained_tokens import (
+    TrainedTurn,
+    read_trained_tokens,
+    recorded_steps,
+    tokens_path,
+)
 from invrl.viewer.index_file import meta_number, rollout_of, set_meta
 
 
 class IndexedTraining:
-    """Reads from `store` and `folder`, that of `store/trained_tokens.py`, and writes to `index`, within the
-    transactions of the caller."""
+    """Reads from `store` and `folder`, that of `store/trained_tokens.py`, and writes to
+    `index`, within the transactions of the caller."""
 
-    def __init__(self, store: sqlite3.Connection, index: sqlite3.Connection, folder: Path) -> None:
+    def __init__(
+        self, store: sqlite3.Connection, index: sqlite3.Connection, folder: Path
+    ) -> None:
         self._store = store
         self._index = index
         self._folder = folder
 
     def read(self) -> bool:
-        """The advantages and the trainer's log-probs of one step that was written since."""
+        """The advantages and the trainer's log-probs of one step that was written
+        since."""
         try:
             written = self._folder.stat().st_mtime_ns
         except OSError:
@@ -43,28 +52,36 @@ class IndexedTraining:
         return False
 
     def _add_step(self, step: int) -> None:
-        """A damaged file counts as none: the page of a token says what is wrong with it."""
+        """A damaged file counts as none: the page of a token says what is wrong with
+        it."""
         try:
             turns = read_trained_tokens(self._folder, step)
         except RunStoreError:
             return
         sums: dict[int, NDArray[np.float64]] = {}
         sql = "SELECT id, session_id, logprobs FROM turns WHERE id IN (SELECT value FROM json_each(?))"
-        for turn_id, session_id, logprobs in self._store.execute(sql, (json.dumps(list(turns)),)):
+        for turn_id, session_id, logprobs in self._store.execute(
+            sql, (json.dumps(list(turns)),)
+        ):
             rollout = rollout_of(self._index, session_id)
             engine_N = np.frombuffer(logprobs, np.float32)
             if rollout is None or len(engine_N) != len(turns[turn_id].trained_N):
                 continue
-            sums[rollout] = sums.get(rollout, np.zeros(4)) + _sums(turns[turn_id], engine_N)
+            sums[rollout] = sums.get(rollout, np.zeros(4)) + _sums(
+                turns[turn_id], engine_N
+            )
         values = [
             (_share(advantages, tokens), _share(gaps, compared), rollout)
             for rollout, (advantages, tokens, gaps, compared) in sums.items()
         ]
-        self._index.executemany("UPDATE rollouts SET advantage=?, gap=? WHERE id=?", values)
+        self._index.executemany(
+            "UPDATE rollouts SET advantage=?, gap=? WHERE id=?", values
+        )
 
 
 def _sums(turn: TrainedTurn, engine_N: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Sum and number of the advantages of trained tokens, and of the gaps between engine and trainer."""
+    """Sum and number of the advantages of trained tokens, and of the gaps between
+    engine and trainer."""
     gaps_N = np.abs(engine_N.astype(np.float64) - turn.logprobs_N)
     compared_N = turn.trained_N & np.isfinite(gaps_N)
     advantages_N = turn.advantages_N.astype(np.float64)

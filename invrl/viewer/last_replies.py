@@ -25,14 +25,18 @@ _LAST_TURNS = """
 Row = dict[str, Any]
 
 
-def last_replies(run: ViewedRun, task: str, *, only: Collection[str] | None = None) -> Row:
-    """The body `{"replies": {session_id: {text, characters}}}` of the task's first 1,000 rollouts by step.
-    One without a turn is not in it. `only`: these of them. Raises RunStoreError or DamagedFileError if the
-    store cannot be read."""
+def last_replies(
+    run: ViewedRun, task: str, *, only: Collection[str] | None = None
+) -> Row:
+    """The body `{"replies": {session_id: {text, characters}}}` of the task's first
+    1,000 rollouts by step. One without a turn is not in it. `only`: these of them.
+    Raises RunStoreError or DamagedFileError if the store cannot be read."""
     order = {"sort": ["step"], "order": ["asc"], "limit": [str(MAX_ROWS)]}
     with run.queries() as queries:
         rows = queries.rollouts({"task": [task], **order})["rows"]
-    session_ids = [row["session_id"] for row in rows if only is None or row["session_id"] in only]
+    session_ids = [
+        row["session_id"] for row in rows if only is None or row["session_id"] in only
+    ]
     replies: dict[str, Row] = {}
     read_bytes = 0
     with run.store.reading() as db:
@@ -46,7 +50,8 @@ def last_replies(run: ViewedRun, task: str, *, only: Collection[str] | None = No
 
 
 def _reply_text(encoded: bytes) -> str:
-    """What it says and calls; what it thought if that is all. "" if it cannot be read."""
+    """What it says and calls; what it thought if that is all. "" if it cannot be
+    read."""
     try:
         messages = msgspec.json.decode(encoded, type=list[Message])
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -54,5 +59,8 @@ def _reply_text(encoded: bytes) -> str:
     if not messages:
         return ""
     reply = messages[-1]
-    parts = [reply.content.strip(), *(f"{call.name}({call.arguments})" for call in reply.tool_calls)]
+    parts = [
+        reply.content.strip(),
+        *(f"{call.name}({call.arguments})" for call in reply.tool_calls),
+    ]
     return "\n".join(part for part in parts if part) or reply.reasoning.strip()

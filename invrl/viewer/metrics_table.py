@@ -39,8 +39,8 @@ class _Column:
 
 
 class MetricsTable:
-    """What `path` (metrics.jsonl) holds. A file that was written anew, as a run that resumes does, is read
-    anew. Thread-safe."""
+    """What `path` (metrics.jsonl) holds. A file that was written anew, as a run that
+    resumes does, is read anew. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,7 +101,11 @@ class MetricsTable:
     def series(self, names: Iterable[str]) -> dict[str, list[Point]]:
         """The points of the names that the run has, in the order of the file."""
         with self._lock:
-            return {name: self._columns[name].points() for name in names if name in self._columns}
+            return {
+                name: self._columns[name].points()
+                for name in names
+                if name in self._columns
+            }
 
     def names(self) -> Mapping[str, tuple[int, float | None]]:
         """Every name with its number of points and its last value."""
@@ -116,7 +120,8 @@ class MetricsTable:
 
 
 def _decode(line: bytes) -> object:
-    """None for a line that is no JSON. The standard library's reader takes NaN and infinities too."""
+    """None for a line that is no JSON. The standard library's reader takes NaN and
+    infinities too."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

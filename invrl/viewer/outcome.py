@@ -1,7 +1,8 @@
 """What came of a run, in one line: what it gained, and why it ended.
 
-The gain is the one that the run itself measured at its end (`GAINS_NAME` in its report folder, with a paired
-interval). Until then, or without held-out tasks, it is the change of a metric, without an interval."""
+The gain is the one that the run itself measured at its end (`GAINS_NAME` in its report
+folder, with a paired interval). Until then, or without held-out tasks, it is the change
+of a metric, without an interval."""
 
 import json
 import re
@@ -15,9 +16,16 @@ from invrl.viewer.metrics_table import Point
 
 Series = Mapping[str, Sequence[Point]]
 _ACCURACY = re.compile(r"eval/(.+)/accuracy")
-_CHANGES = {"eval/loss": "held-out loss", "rollout/reward_mean": "training reward", "train/loss": "loss"}
-"""Metrics whose change is told where there is no held-out accuracy; the first that the run has."""
-_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*")
+_CHANGES = {
+    "eval/loss": "held-out loss",
+    "rollout/reward_mean": "training reward",
+    "train/loss": "loss",
+}
+"""Metrics whose change is told where there is no held-out accuracy; the first that the
+run has."""
+_RAISED = re.compile(
+    r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
+)
 """A line of a log that says what was raised."""
 _MAX_CHARS = 300
 
@@ -31,15 +39,17 @@ def outcome_line(
     series: Series,
     log_end: str,
 ) -> str:
-    """`series`: points of metrics by name, each with its step, time and value. `log_end`: the last lines of
-    the driver's log."""
+    """`series`: points of metrics by name, each with its step, time and value.
+    `log_end`: the last lines of the driver's log."""
     of_steps = f" of {num_steps}" if num_steps else ""
     ending = f"{state} after step {step}{of_steps}"
     if state == "running":
         ending = f"running, step {step}{of_steps}"
     if state == "failed":
         ending += f": {_raised(log_end) or 'see logs/driver.log'}"
-    gains = list(_gains(report)) if state == "ended" else []  # else they are of an earlier end
+    gains = (
+        list(_gains(report)) if state == "ended" else []
+    )  # else they are of an earlier end
     changes = gains or list(_accuracies(series)) or list(_other_change(series))
     return "; ".join([*changes, ending])
 
@@ -51,7 +61,9 @@ def telling_metrics(names: Iterable[str]) -> list[str]:
 
 def _gains(report: Path) -> Iterator[str]:
     try:
-        gains = msgspec.json.decode((report / GAINS_NAME).read_bytes(), type=list[MeasuredGain])
+        gains = msgspec.json.decode(
+            (report / GAINS_NAME).read_bytes(), type=list[MeasuredGain]
+        )
     except (OSError, msgspec.MsgspecError):
         return
     for gain in gains:
@@ -88,7 +100,8 @@ def _change(label: str, points: Sequence[Point]) -> Iterator[str]:
 
 
 def _raised(log_end: str) -> str:
-    """The last exception that the log names; "" if it names none. Lines may be JSON objects."""
+    """The last exception that the log names; "" if it names none. Lines may be JSON
+    objects."""
     raised = ""
     for line in log_end.splitlines():
         for text in _texts(line):
@@ -109,4 +122,9 @@ def _texts(line: str) -> list[str]:
         return [line]
     if not isinstance(entry, dict):
         return []
-    return [text for value in entry.values() if isinstance(value, str) for text in value.splitlines()]
+    return [
+        text
+        for value in entry.values()
+        if isinstance(value, str)
+        for text in value.splitlines()
+    ]

@@ -1,6 +1,8 @@
-"""The HTTP server of `invrl view`: the static page, and the data that it shows, as JSON.
+"""The HTTP server of `invrl view`: the static page, and the data that it shows, as
+JSON.
 
-Every answer passes `access.py` first. Handlers run in threads, because they read files."""
+Every answer passes `access.py` first. Handlers run in threads, because they read
+files."""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    FileResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,7 +56,8 @@ Answer = Callable[[ViewedRun, Parameters, str], Any]
 
 
 class AccessGuard:
-    """Refuses what `access` refuses, sets the cookie, and puts the headers on every answer."""
+    """Refuses what `access` refuses, sets the cookie, and puts the headers on every
+    answer."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -63,8 +71,14 @@ class AccessGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = {name for name, _ in message["headers"]}
-                added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in own)]
+                added = [
+                    (name.lower().encode(), value.encode())
+                    for name, value in HEADERS.items()
+                ]
+                message["headers"] = [
+                    *message["headers"],
+                    *(pair for pair in added if pair[0] not in own),
+                ]
             await send(message)
 
         response = self._early_answer(scope)
@@ -77,7 +91,9 @@ class AccessGuard:
         headers = Headers(scope=scope)
         query = scope["query_string"].decode("latin-1")
         key = QueryParams(query).get("key", "")
-        refusal = self._access.refusal(scope["method"], headers.get("host", ""), headers, key)
+        refusal = self._access.refusal(
+            scope["method"], headers.get("host", ""), headers, key
+        )
         if refusal is not None:
             return _refused(refusal)
         if key:
@@ -85,7 +101,9 @@ class AccessGuard:
             target = "./" + scope["path"].rpartition("/")[2]
             if rest:
                 target += f"?{rest}"
-            return RedirectResponse(target, status_code=303, headers={"set-cookie": self._access.cookie})
+            return RedirectResponse(
+                target, status_code=303, headers={"set-cookie": self._access.cookie}
+            )
         return None
 
 
@@ -137,14 +155,19 @@ class PageServer:
         return await _in_thread(lambda: metrics_page(self._chosen(request), names))
 
     def _chosen(self, request: Request) -> list[ViewedRun]:
-        """The runs that the query names; all if it names none. Raises ConfigError for an unknown one."""
-        names = [name for name in request.query_params.get("runs", "").split(",") if name]
+        """The runs that the query names; all if it names none. Raises ConfigError for
+        an unknown one."""
+        names = [
+            name for name in request.query_params.get("runs", "").split(",") if name
+        ]
         return [self._run(name) for name in names or self._runs]
 
     def _run(self, name: str) -> ViewedRun:
         run = self._runs.get(name)
         if run is None:
-            raise ConfigError("run", name, "no such run is viewed", f"one of: {', '.join(self._runs)}")
+            raise ConfigError(
+                "run", name, "no such run is viewed", f"one of: {', '.join(self._runs)}"
+            )
         return run
 
     def _about(self, answer: Answer) -> Callable[[Request], Any]:
@@ -154,7 +177,9 @@ class PageServer:
             query = request.query_params
             parameters = {name: query.getlist(name) for name in query}
             name = request.path_params.get("name", "")
-            return await _in_thread(lambda: answer(self._run(request.path_params["run"]), parameters, name))
+            return await _in_thread(
+                lambda: answer(self._run(request.path_params["run"]), parameters, name)
+            )
 
         return handle
 
@@ -193,9 +218,13 @@ class PageServer:
 
 
 def _page_files() -> dict[str, Path]:
-    """The files of the page by their names in a URL. A name from outside is looked up here; it never becomes
-    a path."""
-    files = [path for path in PAGE_FOLDER.rglob("*") if path.suffix in _TYPES and path.is_file()]
+    """The files of the page by their names in a URL. A name from outside is looked up
+    here; it never becomes a path."""
+    files = [
+        path
+        for path in PAGE_FOLDER.rglob("*")
+        if path.suffix in _TYPES and path.is_file()
+    ]
     return {path.relative_to(PAGE_FOLDER).as_posix(): path for path in files}
 
 
@@ -329,7 +358,7 @@ RUN_PAGES: dict[str, Answer] = {
 """By the last part of the path `/api/runs/{run}/...`."""
 
 
-# ------------------------------------------------------------------ answers
+# ----------------------------------------------------------------- answers
 
 
 async def _in_thread(work: Callable[[], Any]) -> Response:
@@ -338,7 +367,13 @@ async def _in_thread(work: Callable[[], Any]) -> Response:
         return _json(await run_in_threadpool(lambda: encoded(work())))
     except ConfigError as error:
         status = 404 if error.field == "run" else 400
-        return _error(status, error.reason, field=error.field, value=str(error.value), fix=error.fix)
+        return _error(
+            status,
+            error.reason,
+            field=error.field,
+            value=str(error.value),
+            fix=error.fix,
+        )
     except _NoSuchPage as error:
         return _error(404, str(error), fix="go back to the list of rollouts")
     except DamagedFileError as error:
@@ -346,11 +381,16 @@ async def _in_thread(work: Callable[[], Any]) -> Response:
     except InvrlError as error:
         return _error(503, str(error), fix="look at the notes of the run")
     except OSError as error:
-        return _error(503, f"the run's folder cannot be read: {error}", fix="check that it is still there")
+        return _error(
+            503,
+            f"the run's folder cannot be read: {error}",
+            fix="check that it is still there",
+        )
 
 
 def encoded(body: Any) -> bytes:
-    """As JSON. Numbers that are not finite are null; text that is no Unicode has question marks."""
+    """As JSON. Numbers that are not finite are null; text that is no Unicode has
+    question marks."""
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:
@@ -372,25 +412,36 @@ def _json(body: bytes, status: int = 200) -> Response:
     return Response(body, status_code=status, media_type="application/json")
 
 
-def _error(status: int, reason: str, *, field: str = "", value: str = "", fix: str = "") -> Response:
+def _error(
+    status: int, reason: str, *, field: str = "", value: str = "", fix: str = ""
+) -> Response:
     message = f"{field} = {value!r}: {reason}" if field else reason
-    error = {"message": message, "field": field, "value": value, "reason": reason, "fix": fix}
+    error = {
+        "message": message,
+        "field": field,
+        "value": value,
+        "reason": reason,
+        "fix": fix,
+    }
     return _json(encoded({"error": error}), status)
 
 
 def _not_found(path: str) -> Response:
-    return _error(404, f"there is no page {path!r}", fix="open the page's first address")
+    return _error(
+        404, f"there is no page {path!r}", fix="open the page's first address"
+    )
 
 
 def _refused(refusal: Refusal) -> Response:
     return _error(refusal.status, refusal.reason, fix=refusal.fix)
 
 
-# ------------------------------------------------------------------ the process
+# ----------------------------------------------------------------- the process
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: a free one. Raises ConfigError if the address cannot be had."""
+    """A listening socket; port 0: a free one. Raises ConfigError if the address cannot
+    be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -399,15 +450,17 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         field, value = ("--port", str(port)) if port else ("--host", host)
-        fix = (
-            "choose another --port, or leave it out for a free one; --host must be an address of this machine"
-        )
-        raise ConfigError(field, value, f"cannot listen on {host}:{port}: {error}", fix) from error
+        fix = "choose another --port, or leave it out for a free one; --host must be an address of this machine"
+        raise ConfigError(
+            field, value, f"cannot listen on {host}:{port}: {error}", fix
+        ) from error
     listener.listen(128)
     return listener
 
 
-async def serve(runs: Sequence[ViewedRun], access: Access, listener: socket.socket) -> None:
+async def serve(
+    runs: Sequence[ViewedRun], access: Access, listener: socket.socket
+) -> None:
     """Answers until SIGINT or SIGTERM, and then ends every open stream."""
     watch = RunWatch(runs)
     config = uvicorn.Config(

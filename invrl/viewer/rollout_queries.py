@@ -1,4 +1,5 @@
-"""The questions that the page asks of the index: every filter and sort, and their SQL. All of it is here."""
+"""The questions that the page asks of the index: every filter and sort, and their SQL.
+All of it is here."""
 
 from __future__ import annotations
 
@@ -84,7 +85,9 @@ ROW_COLUMNS = (
     "gap",
     "surprise",
 )
-_REWARD_SPREAD = "AVG(reward) AS reward_mean, MIN(reward) AS reward_min, MAX(reward) AS reward_max"
+_REWARD_SPREAD = (
+    "AVG(reward) AS reward_mean, MIN(reward) AS reward_min, MAX(reward) AS reward_max"
+)
 _REWARD_STD = "SQRT(MAX(0, AVG(reward*reward) - AVG(reward)*AVG(reward))) AS reward_std"
 
 Parameters = Mapping[str, Sequence[str]]
@@ -120,7 +123,8 @@ class Page:
 
 
 def read_selection(parameters: Parameters) -> Selection:
-    """The filters of a URL. Raises ConfigError for a value that is none. Unknown names are left alone."""
+    """The filters of a URL. Raises ConfigError for a value that is none. Unknown names
+    are left alone."""
     selection = Selection()
     for name, column in _TEXT_FILTERS.items():
         chosen = [value for value in parameters.get(name, ()) if value]
@@ -130,7 +134,9 @@ def read_selection(parameters: Parameters) -> Selection:
     tasks = [value for value in parameters.get("task", ()) if value]
     if tasks:
         marks = ",".join("?" * len(tasks))
-        selection.require(f"(task IN ({marks}) OR task_id IN ({marks}))", *tasks, *tasks)
+        selection.require(
+            f"(task IN ({marks}) OR task_id IN ({marks}))", *tasks, *tasks
+        )
     steps = [_whole("step", value) for value in parameters.get("step", ()) if value]
     if steps:
         selection.require(f"step IN ({','.join('?' * len(steps))})", *steps)
@@ -143,13 +149,17 @@ def read_selection(parameters: Parameters) -> Selection:
     forks = [value for value in parameters.get("fork", ()) if value]
     if forks:
         marks = ",".join("?" * len(forks))
-        selection.require(f"id IN (SELECT rollout FROM forks WHERE reason IN ({marks}))", *forks)
+        selection.require(
+            f"id IN (SELECT rollout FROM forks WHERE reason IN ({marks}))", *forks
+        )
     _require_component(selection, parameters)
     _require_words(selection, _first(parameters, "q"))
     return selection
 
 
-def _bound(selection: Selection, parameters: Parameters, name: str, column: str) -> None:
+def _bound(
+    selection: Selection, parameters: Parameters, name: str, column: str
+) -> None:
     low = _first(parameters, f"min_{name}")
     high = _first(parameters, f"max_{name}")
     if low:
@@ -165,7 +175,9 @@ def _require_component(selection: Selection, parameters: Parameters) -> None:
     inner = Selection()
     inner.require("name=?", component)
     _bound(inner, parameters, "component", "value")
-    selection.require(f"id IN (SELECT rollout FROM component_values {inner.where})", *inner.values)
+    selection.require(
+        f"id IN (SELECT rollout FROM component_values {inner.where})", *inner.values
+    )
 
 
 def _require_words(selection: Selection, text: str) -> None:
@@ -184,8 +196,9 @@ def _require_words(selection: Selection, text: str) -> None:
 
 
 def match_expression(text: str) -> str:
-    """What a person typed as an expression of FTS5: words are prefixes, "quoted text" is a phrase, and a
-    single letter is a word. Nothing of it is an operator. "" if there is no word in it."""
+    """What a person typed as an expression of FTS5: words are prefixes, "quoted text"
+    is a phrase, and a single letter is a word. Nothing of it is an operator. "" if
+    there is no word in it."""
     terms: list[str] = []
     for position, part in enumerate(text.split('"')):
         is_phrase = position % 2 == 1
@@ -241,11 +254,17 @@ class RolloutQueries:
             f"SELECT id FROM rollouts WHERE id IN (SELECT id FROM found) ORDER BY {order}, id DESC "
             f"LIMIT ? OFFSET ?) ORDER BY {order}, id DESC"
         )
-        rows = self._index.execute(page_sql, (page.limit if limit is None else limit, page.offset))
+        rows = self._index.execute(
+            page_sql, (page.limit if limit is None else limit, page.offset)
+        )
         searched = None
         if selection.is_search:
             searched = {"turns_indexed": meta_number(self._index, "turn_seq")}
-        return {"total": total, "rows": [row_of(row) for row in rows], "searched": searched}
+        return {
+            "total": total,
+            "rows": [row_of(row) for row in rows],
+            "searched": searched,
+        }
 
     def _keep_found(self, sql: str, selection: Selection) -> None:
         """The ids of what was selected, in a table of this connection's memory."""
@@ -257,13 +276,17 @@ class RolloutQueries:
 
     def facets(self, parameters: Parameters) -> Row:
         selection = read_selection(parameters)
-        columns = [f"{_TEXT_FILTERS.get(name, name)} AS f{n}" for n, name in enumerate(_FACETS)]
+        columns = [
+            f"{_TEXT_FILTERS.get(name, name)} AS f{n}" for n, name in enumerate(_FACETS)
+        ]
         sql = f"SELECT id, {', '.join(columns)} FROM rollouts {selection.where}"
         self._keep_found(sql, selection)
         [total] = self._index.execute("SELECT COUNT(*) FROM found").fetchone()
         answer: Row = {"total": total}
         combined = ", ".join(f"f{n}" for n in range(len(_FACETS)))
-        counts = self._index.execute(f"SELECT {combined}, COUNT(*) FROM found GROUP BY {combined}").fetchall()
+        counts = self._index.execute(
+            f"SELECT {combined}, COUNT(*) FROM found GROUP BY {combined}"
+        ).fetchall()
         for number, name in enumerate(_FACETS):
             of_value: dict[str, int] = {}
             for row in counts:
@@ -278,12 +301,15 @@ class RolloutQueries:
         )
         answer["fork"] = dict(self._index.execute(sql))
         answer["components"] = self._component_names()
-        bounds = ", ".join(f"MIN({_NUMBERS[name]}), MAX({_NUMBERS[name]})" for name in _RANGES)
+        bounds = ", ".join(
+            f"MIN({_NUMBERS[name]}), MAX({_NUMBERS[name]})" for name in _RANGES
+        )
         row = self._index.execute(
             f"SELECT {bounds} FROM rollouts WHERE id IN (SELECT id FROM found)"
         ).fetchone()
         answer["ranges"] = {
-            name: _range(row[2 * number], row[2 * number + 1]) for number, name in enumerate(_RANGES)
+            name: _range(row[2 * number], row[2 * number + 1])
+            for number, name in enumerate(_RANGES)
         }
         return answer
 
@@ -377,9 +403,13 @@ class RolloutQueries:
             "first_step, last_step FROM at_step JOIN ends USING (task) "
             f"GROUP BY task ORDER BY {order} LIMIT ? OFFSET ?"
         )
-        counted = "SELECT COUNT(DISTINCT task) FROM rollouts WHERE task LIKE ? ESCAPE '\\'"
+        counted = (
+            "SELECT COUNT(DISTINCT task) FROM rollouts WHERE task LIKE ? ESCAPE '\\'"
+        )
         [total] = self._index.execute(counted, (pattern,)).fetchone()
-        rows = self._dicts(sql, [pattern, page.limit if limit is None else limit, page.offset])
+        rows = self._dicts(
+            sql, [pattern, page.limit if limit is None else limit, page.offset]
+        )
         for row in rows:
             row["purposes"] = row["purposes"].split(",")
         return {"total": total, "rows": rows}
@@ -392,7 +422,9 @@ class RolloutQueries:
         )
         rewards: dict[tuple[str, str], dict[str, list[float | None]]] = {}
         for task_id, name, step, reward in self._index.execute(sql):
-            rewards.setdefault((task_id, name), {}).setdefault(str(step), []).append(reward)
+            rewards.setdefault((task_id, name), {}).setdefault(str(step), []).append(
+                reward
+            )
         return rewards
 
     def row(self, session_id: str) -> Row | None:
@@ -427,7 +459,9 @@ class RolloutQueries:
 
 def row_of(values: Sequence[Any]) -> Row:
     """`values`: of `ROW_COLUMNS`."""
-    row: Row = {name.strip('"'): value for name, value in zip(ROW_COLUMNS, values, strict=True)}
+    row: Row = {
+        name.strip('"'): value for name, value in zip(ROW_COLUMNS, values, strict=True)
+    }
     row["components"] = json.loads(row["components"])
     row["fork_reasons"] = json.loads(row["fork_reasons"])
     row["truncated"] = bool(row["truncated"])

@@ -1,4 +1,5 @@
-"""What the page shows of a run as a whole: ledger, evaluations, weights, processes over time, settings."""
+"""What the page shows of a run as a whole: ledger, evaluations, weights, processes over
+time, settings."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ _SCORES = (
 )
 Row = dict[str, Any]
 
-# ------------------------------------------------------------------ the ledger
+# ----------------------------------------------------------------- the ledger
 
 
 def ledger_page(run: ViewedRun) -> Row:
@@ -90,7 +91,8 @@ def ledger_page(run: ViewedRun) -> Row:
 
 
 def _surviving(lost_from: Mapping[int, float]) -> str:
-    """A condition on the entries of the surviving lineage. `lost_from`: see `first_lost_sequences`."""
+    """A condition on the entries of the surviving lineage. `lost_from`: see
+    `first_lost_sequences`."""
     bounds: list[str] = []
     for number, bound in lost_from.items():
         condition = f"incarnation={number}"
@@ -101,13 +103,16 @@ def _surviving(lost_from: Mapping[int, float]) -> str:
 
 
 def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
-    """Whether a place with this last state and so many ends breaks what `check_lineage` checks."""
+    """Whether a place with this last state and so many ends breaks what `check_lineage`
+    checks."""
     if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
         return True
     return has_ended and ends == 0
 
 
-def _incarnation_rows(incarnations: Iterable[Incarnation], lost: Mapping[int, int]) -> list[Row]:
+def _incarnation_rows(
+    incarnations: Iterable[Incarnation], lost: Mapping[int, int]
+) -> list[Row]:
     return [
         {
             "number": incarnation.number,
@@ -122,11 +127,16 @@ def _incarnation_rows(incarnations: Iterable[Incarnation], lost: Mapping[int, in
 
 
 def _failures(run: ViewedRun) -> list[Row]:
-    """Failed rollouts by reason and last line of what they say, the most frequent first."""
+    """Failed rollouts by reason and last line of what they say, the most frequent
+    first."""
     with run.queries() as queries:
-        failed_ids = [session_id for session_id, _ in queries.failures()][:_MAX_FAILURES]
+        failed_ids = [session_id for session_id, _ in queries.failures()][
+            :_MAX_FAILURES
+        ]
     kinds: dict[tuple[str, str], Row] = {}
-    sql = "SELECT id, outcome FROM sessions WHERE id IN (SELECT value FROM json_each(?))"
+    sql = (
+        "SELECT id, outcome FROM sessions WHERE id IN (SELECT value FROM json_each(?))"
+    )
     with run.store.reading() as db:
         for session_id, body in db.execute(sql, (json.dumps(failed_ids),)):
             outcome = outcome_from_json(body)
@@ -149,11 +159,12 @@ def _failures(run: ViewedRun) -> list[Row]:
     return sorted(kinds.values(), key=lambda kind: -kind["count"])
 
 
-# ------------------------------------------------------------------ evaluations
+# ----------------------------------------------------------------- evaluations
 
 
 def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
-    """Scores over steps, and the rewards of every held-out task. `page`: which tasks; None: all."""
+    """Scores over steps, and the rewards of every held-out task. `page`: which tasks;
+    None: all."""
     names = [name for name in run.metrics.names() if name.startswith("eval/")]
     scores: dict[tuple[int, str], Row] = {}
     for name, points in run.metrics.series(names).items():
@@ -161,7 +172,9 @@ def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
         if not evaluation:
             continue  # the held-out loss of a run on a file
         for step, _, value in points:
-            score = scores.setdefault((step, evaluation), _empty_score(step, evaluation))
+            score = scores.setdefault(
+                (step, evaluation), _empty_score(step, evaluation)
+            )
             _put_measure(score, measure, value)
     tasks = _task_rewards(run)
     chosen = tasks
@@ -206,8 +219,12 @@ def _task_rewards(run: ViewedRun) -> list[Row]:
         gain = None
         if len(steps) > 1 and first is not None and last is not None:
             gain = last - first
-        rows.append({"task_id": task_id, "name": name, "by_step": by_step, "gain": gain})
-    return sorted(rows, key=lambda row: (-abs(row["gain"] or 0.0), row["name"], row["task_id"]))
+        rows.append(
+            {"task_id": task_id, "name": name, "by_step": by_step, "gain": gain}
+        )
+    return sorted(
+        rows, key=lambda row: (-abs(row["gain"] or 0.0), row["name"], row["task_id"])
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -217,14 +234,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known)
 
 
-# ------------------------------------------------------------------ weights and processes
+# -------------------------------------------------------------- weights and processes
 
 
 def weights_page(run: ViewedRun) -> Row:
-    """Updates of the engines' weights, the run's lives, and what the metrics say of the engines."""
+    """Updates of the engines' weights, the run's lives, and what the metrics say of the
+    engines."""
     names = run.metrics.names()
     updates: dict[int, Row] = {}
-    for name, points in run.metrics.series(name for name in names if name.startswith("sync/")).items():
+    for name, points in run.metrics.series(
+        name for name in names if name.startswith("sync/")
+    ).items():
         measure = name.removeprefix("sync/")
         for step, moment, value in points:
             update = updates.setdefault(step, _empty_update(step, moment))
@@ -242,7 +262,9 @@ def weights_page(run: ViewedRun) -> Row:
         incarnations = _incarnation_rows(found, lost)
     except (DamagedFileError, RunStoreError):
         pass  # the run's notes say why
-    engines = run.metrics.series(name for name in names if name.startswith(("engine", "fleet")))
+    engines = run.metrics.series(
+        name for name in names if name.startswith(("engine", "fleet"))
+    )
     return {
         "updates": [updates[step] for step in sorted(updates)],
         "incarnations": incarnations,
@@ -256,7 +278,9 @@ def _lost_counts(db: Any, incarnations: Sequence[Incarnation]) -> dict[int, int]
     counts: dict[int, int] = {}
     for incarnation in incarnations:
         first_lost = lost_from.get(incarnation.number, 0)
-        [counts[incarnation.number]] = db.execute(sql, (incarnation.number, first_lost)).fetchone()
+        [counts[incarnation.number]] = db.execute(
+            sql, (incarnation.number, first_lost)
+        ).fetchone()
     return counts
 
 
@@ -273,12 +297,17 @@ def _empty_update(step: int, moment: float | None) -> Row:
 
 
 def timeline_page(run: ViewedRun, after: float) -> Row:
-    """Spans that end after `after` (Unix seconds). A run that recorded none has one span per step."""
+    """Spans that end after `after` (Unix seconds). A run that recorded none has one
+    span per step."""
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
     if run.folder.is_worked_in() and phase:
-        now = {"phase": phase.get("phase", ""), "step": phase.get("step", 0), "since": phase.get("since")}
+        now = {
+            "phase": phase.get("phase", ""),
+            "step": phase.get("step", 0),
+            "since": phase.get("since"),
+        }
     spans: Sequence[Span] = timeline.spans
     if not spans:
         spans = _spans_of_steps(run.metrics)
@@ -292,8 +321,11 @@ def timeline_page(run: ViewedRun, after: float) -> Row:
 
 
 def _spans_of_steps(metrics: MetricsTable) -> list[Span]:
-    """From one row of the metrics to the next, with the durations that the row names."""
-    names = [name for name in metrics.names() if "/time/" in name or name.startswith("sync/")]
+    """From one row of the metrics to the next, with the durations that the row
+    names."""
+    names = [
+        name for name in metrics.names() if "/time/" in name or name.startswith("sync/")
+    ]
     timed = [name for name in names if name.endswith("_s")]
     ends: dict[int, float] = {}
     parts: dict[int, dict[str, float]] = {}
@@ -307,14 +339,26 @@ def _spans_of_steps(metrics: MetricsTable) -> list[Span]:
     spans: list[Span] = []
     for (_, start), (step, end) in pairwise(ordered):
         spans.append(
-            Span(lane="driver", name="step", step=step, start=start, end=end, parts=parts.get(step, {}))
+            Span(
+                lane="driver",
+                name="step",
+                step=step,
+                start=start,
+                end=end,
+                parts=parts.get(step, {}),
+            )
         )
     if ordered:
         first_step, first_end = ordered[0]
         first_parts = parts.get(first_step, {})
         start = first_end - sum(first_parts.values())
         first = Span(
-            lane="driver", name="step", step=first_step, start=start, end=first_end, parts=first_parts
+            lane="driver",
+            name="step",
+            step=first_step,
+            start=start,
+            end=first_end,
+            parts=first_parts,
         )
         spans.insert(0, first)
     return [replace(span, start=min(span.start, span.end)) for span in spans]
@@ -327,7 +371,7 @@ def engines_page(run: ViewedRun, after: float) -> Row:
     return {"recorded": bool(timeline.samples), "samples": samples}
 
 
-# ------------------------------------------------------------------ several runs
+# ----------------------------------------------------------------- several runs
 
 
 def configurations_page(runs: Sequence[ViewedRun]) -> Row:
@@ -344,8 +388,13 @@ def configurations_page(runs: Sequence[ViewedRun]) -> Row:
     differences: list[Row] = []
     for key in keys:
         section, _, name = key.partition(".")
-        values = {run_id: tables.get(section, {}).get(name) for run_id, tables in by_run.items()}
-        texts = {json.dumps(value, default=str, sort_keys=True) for value in values.values()}
+        values = {
+            run_id: tables.get(section, {}).get(name)
+            for run_id, tables in by_run.items()
+        }
+        texts = {
+            json.dumps(value, default=str, sort_keys=True) for value in values.values()
+        }
         if len(texts) > 1:
             differences.append({"key": key, "values": values})
     return {"runs": by_run, "differences": differences}
@@ -358,7 +407,9 @@ def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
         for name, (count, last) in run.metrics.names().items():
             if text.lower() not in name.lower():
                 continue
-            row = rows.setdefault(name, {"name": name, "runs": [], "count": 0, "last": last})
+            row = rows.setdefault(
+                name, {"name": name, "runs": [], "count": 0, "last": last}
+            )
             row["runs"].append(run.id)
             row["count"] = max(row["count"], count)
             row["last"] = last
@@ -369,5 +420,7 @@ def metrics_page(runs: Sequence[ViewedRun], names: Sequence[str] | None) -> Row:
     """The points of these metrics in each run; `names` None: of all."""
     series: dict[str, dict[str, list[Point]]] = {}
     for run in runs:
-        series[run.id] = run.metrics.all_series() if names is None else run.metrics.series(names)
+        series[run.id] = (
+            run.metrics.all_series() if names is None else run.metrics.series(names)
+        )
     return {"runs": series}

@@ -1,7 +1,8 @@
-"""Follows the files of the viewed runs in one thread, and tells the open pages what has changed.
+"""Follows the files of the viewed runs in one thread, and tells the open pages what has
+changed.
 
-A run is looked at about once a second, which costs some `stat` calls while nothing changes. The index of a
-run is filled in batches, in turns with the other runs."""
+A run is looked at about once a second, which costs some `stat` calls while nothing
+changes. The index of a run is filled in batches, in turns with the other runs."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ Change = dict[str, Any]
 
 
 class RunWatch:
-    """The thread runs from `start` to `stop`. Pages subscribe from the event loop that calls `start`."""
+    """The thread runs from `start` to `stop`. Pages subscribe from the event loop that
+    calls `start`."""
 
     def __init__(self, runs: Sequence[ViewedRun]) -> None:
         self._runs = runs
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="run-watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._follow, name="run-watch", daemon=True
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pages: set[asyncio.Queue[Change | None]] = set()
 
@@ -84,7 +88,11 @@ class RunWatch:
     def _tell(self, run: ViewedRun, kinds: set[str]) -> None:
         if self._loop is None or not self._pages:
             return
-        change: Change = {"run": run.id, "kinds": sorted(kinds), "run_state": run.overview()}
+        change: Change = {
+            "run": run.id,
+            "kinds": sorted(kinds),
+            "run_state": run.overview(),
+        }
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._put, change)
 

@@ -1,4 +1,5 @@
-"""What was said in rollouts as words, for the search of an export, which has no database."""
+"""What was said in rollouts as words, for the search of an export, which has no
+database."""
 
 from __future__ import annotations
 
@@ -12,29 +13,34 @@ _FILE_CHARACTERS = 1_000_000
 
 
 def words_of(text: str) -> str:
-    """The words in lower case and without accents, with one space before and behind each: " to be ". What is
-    searched is written in the same way by `said.js`."""
+    """The words in lower case and without accents, with one space before and behind
+    each: " to be ". What is searched is written in the same way by `said.js`."""
     lowered = text.lower()
     if not lowered.isascii():
         decomposed = unicodedata.normalize("NFD", lowered)
-        lowered = "".join(letter for letter in decomposed if unicodedata.category(letter) != "Mn")
+        lowered = "".join(
+            letter for letter in decomposed if unicodedata.category(letter) != "Mn"
+        )
     words = _WORD.findall(lowered)
     return f" {' '.join(words)} " if words else ""
 
 
 def turn_words(turn: Mapping[str, Any]) -> str:
-    """`turn`: one of `rollout_detail`. What its messages say, think and call, the reply's too."""
+    """`turn`: one of `rollout_detail`. What its messages say, think and call, the
+    reply's too."""
     texts: list[str] = []
     for message in [*turn["messages"], turn["reply"]]:
-        calls = [f"{call['name']} {call['arguments']}" for call in message["tool_calls"]]
+        calls = [
+            f"{call['name']} {call['arguments']}" for call in message["tool_calls"]
+        ]
         texts += [message["reasoning"], message["content"], *calls]
     return words_of("\n".join(texts))
 
 
 class SaidWriter:
-    """Writes files of about a million characters. `write` takes the path of a value and the value. `path`/N
-    has the rows of file N: of each rollout its session's id and the words of each turn. `path` has their
-    number."""
+    """Writes files of about a million characters. `write` takes the path of a value and
+    the value. `path`/N has the rows of file N: of each rollout its session's id and the
+    words of each turn. `path` has their number."""
 
     def __init__(self, write: Callable[[str, Any], None], path: str) -> None:
         self._write = write

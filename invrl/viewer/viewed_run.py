@@ -1,8 +1,8 @@
 """A run that is viewed: its files, what is computed of them, and its state now.
 
-`refresh` reads what has changed since it was called last and costs next to nothing if nothing has. All else
-answers from what is there. Invariant: nothing is written into the run's folder, and no lock is taken
-there."""
+`refresh` reads what has changed since it was called last and costs next to nothing if
+nothing has. All else answers from what is there. Invariant: nothing is written into the
+run's folder, and no lock is taken there."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class ViewedRun:
         self._tokens_read = False
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------ what has changed
+    # ---------------------------------------------------------------- what has changed
 
     def refresh(self, stop: threading.Event) -> set[str]:
-        """Reads what is new, until `stop` is set or nothing is. Returns the kinds of things that changed:
-        metrics, rollouts, state, timeline, index."""
+        """Reads what is new, until `stop` is set or nothing is. Returns the kinds of
+        things that changed: metrics, rollouts, state, timeline, index."""
         kinds: set[str] = set()
         if self.metrics.refresh():
             kinds.add("metrics")
@@ -119,7 +119,9 @@ class ViewedRun:
             return {"rollouts"} if changed else set()
         except (sqlite3.Error, OSError) as error:
             self._close_index()
-            self.index_state = IndexState(ready=True, error=f"the index {self._index_file.path}: {error}")
+            self.index_state = IndexState(
+                ready=True, error=f"the index {self._index_file.path}: {error}"
+            )
             return set()
         self._store_error = ""
         if has_more is None:  # another viewer fills it
@@ -176,7 +178,8 @@ class ViewedRun:
         )
 
     def _holds_index(self) -> bool:
-        """Whether this process may fill the index. The kernel releases the lock when it ends."""
+        """Whether this process may fill the index. The kernel releases the lock when it
+        ends."""
         if self._index_lock is not None:
             return True
         path = self._index_file.path.with_name("index.lock")
@@ -202,7 +205,7 @@ class ViewedRun:
         """To be called by the thread that calls `refresh`."""
         self._close_index()
 
-    # ------------------------------------------------------------------ what the page asks
+    # -------------------------------------------------------------- what the page asks
 
     @contextlib.contextmanager
     def queries(self) -> Iterator[RolloutQueries]:
@@ -210,7 +213,9 @@ class ViewedRun:
         index = self._index_file.reading()
         if index is None:
             why = self.index_state.error or "it is being made"
-            raise RunStoreError(f"there is no index of the rollouts of {self.folder.path}: {why}")
+            raise RunStoreError(
+                f"there is no index of the rollouts of {self.folder.path}: {why}"
+            )
         with contextlib.closing(index):
             yield RolloutQueries(index)
 
@@ -234,16 +239,22 @@ class ViewedRun:
             return ""
 
     def configuration(self) -> dict[str, dict[str, Any]]:
-        """The settings by section, as they are in the folder; {} if they cannot be read."""
+        """The settings by section, as they are in the folder; {} if they cannot be
+        read."""
         try:
-            tables = tomllib.loads(self.folder.config_path.read_text(errors="replace", encoding="utf-8"))
+            tables = tomllib.loads(
+                self.folder.config_path.read_text(errors="replace", encoding="utf-8")
+            )
         except (OSError, tomllib.TOMLDecodeError) as error:
             self._config_error = f"{self.folder.config_path} cannot be read: {error}"
             return {}
-        return {name: table for name, table in tables.items() if isinstance(table, dict)}
+        return {
+            name: table for name, table in tables.items() if isinstance(table, dict)
+        }
 
     def _failure_rules(self) -> Mapping[FailureReason, FailureRule]:
-        """What failures count with. A configuration of another version counts as one without rules."""
+        """What failures count with. A configuration of another version counts as one
+        without rules."""
         if self._rules is None:
             entries = self.configuration().get("buffer", {}).get("failure_reward", [])
             if not entries:
@@ -252,23 +263,29 @@ class ViewedRun:
             from invrl.buffer.config import parse_failure_rules
 
             try:
-                self._rules = parse_failure_rules(tuple(str(entry) for entry in entries))
+                self._rules = parse_failure_rules(
+                    tuple(str(entry) for entry in entries)
+                )
             except (TypeError, ValueError) as error:
                 self._config_error = f"buffer.failure_reward cannot be read: {error}"
                 self._rules = {}
         return self._rules
 
     def match_level(self) -> MatchLevel:
-        """How much of a message the gateway compared; the default if the configuration does not say it."""
+        """How much of a message the gateway compared; the default if the configuration
+        does not say it."""
         from invrl.gateway.types import MatchLevel
 
-        name = str(self.configuration().get("gateway", {}).get("match_level", "")).upper()
+        name = str(
+            self.configuration().get("gateway", {}).get("match_level", "")
+        ).upper()
         if name not in MatchLevel.__members__:
             return MatchLevel.REWRITTEN
         return MatchLevel[name]
 
     def token_reader(self) -> TokenReader | None:
-        """Texts of tokens, from the run's own copy of the tokenizer or from its model's folder."""
+        """Texts of tokens, from the run's own copy of the tokenizer or from its model's
+        folder."""
         from invrl.store.tokenizer_folder import token_reader
 
         with self._lock:
@@ -311,7 +328,9 @@ class ViewedRun:
             "has": {
                 "metrics": bool(self.metrics.names()),
                 "rollouts": bool(self.index_state.rollouts),
-                "evaluations": any(name.startswith("eval/") for name in self.metrics.names()),
+                "evaluations": any(
+                    name.startswith("eval/") for name in self.metrics.names()
+                ),
                 "timeline": self.folder.timeline_path.is_file(),
                 "tokens": has_text,
                 "trained_tokens": self.folder.trained_tokens_path.is_dir(),
@@ -334,7 +353,8 @@ class ViewedRun:
         )
 
     def _from_store(self) -> tuple[float | None, int, float | None]:
-        """When the first incarnation started, the number of incarnations, and the end of the last turn."""
+        """When the first incarnation started, the number of incarnations, and the end
+        of the last turn."""
         try:
             with self.store.reading() as store:
                 sql = "SELECT MIN(started_at), COUNT(*) FROM incarnations"
@@ -366,7 +386,9 @@ class ViewedRun:
         if self.index_state.error != self._store_error:
             notes.append(self.index_state.error)
         if self.metrics.damaged_lines:
-            notes.append(f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out")
+            notes.append(
+                f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out"
+            )
         if self.metrics.ends_incomplete and not self.folder.is_worked_in():
             notes.append("the last line of metrics.jsonl is incomplete and left out")
         notes.append(collapse(self._rows(COLLAPSE_METRICS)))
@@ -387,7 +409,8 @@ def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
 
 
 def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
-    """One run for each folder, with different ids. Raises ConfigError for a folder that is none."""
+    """One run for each folder, with different ids. Raises ConfigError for a folder that
+    is none."""
     runs: dict[str, ViewedRun] = {}
     for path in paths:
         folder = RunFolder(path=path.expanduser().absolute())
@@ -405,10 +428,22 @@ def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
 def _check_folder(folder: RunFolder) -> None:
     fix = "give the folder that `invrl train` printed"
     if not folder.path.is_dir():
-        raise ConfigError("RUN", str(folder.path), "there is no such folder", fix_of_path(folder.path, fix))
+        raise ConfigError(
+            "RUN",
+            str(folder.path),
+            "there is no such folder",
+            fix_of_path(folder.path, fix),
+        )
     try:
         is_run = folder.config_path.exists()
     except OSError as error:
-        raise ConfigError("RUN", str(folder.path), f"it cannot be read: {error}", fix) from error
+        raise ConfigError(
+            "RUN", str(folder.path), f"it cannot be read: {error}", fix
+        ) from error
     if not is_run:
-        raise ConfigError("RUN", str(folder.path), "not a run folder: it has no config.resolved.toml", fix)
+        raise ConfigError(
+            "RUN",
+            str(folder.path),
+            "not a run folder: it has no config.resolved.toml",
+            fix,
+        )

@@ -1,4 +1,5 @@
-"""Weight updates: the transaction over all engines, its transports, and the code that runs inside SGLang.
+"""Weight updates: the transaction over all engines, its transports, and the code that
+runs inside SGLang.
 
 May import `host`. Start with `transaction.py`.
 
@@ -14,7 +15,8 @@ transport     the trainer's end          the engine's end (`engines/weight_recei
 `collective`  `broadcaster.Broadcaster`  `BroadcastReceiver`; `in_engine.py` receives it
 ============  =========================  =====================================================================
 
-With `collective` both ends run at the same time: `broadcast_loads.py` brings them together. With all of
-them `in_engine.py` checks the layout before. With `arena` the copy itself is hashed, and the parameters are
-at the first update and every n-th; with the others the parameters are hashed after each load.
+With `collective` both ends run at the same time: `broadcast_loads.py` brings them
+together. With all of them `in_engine.py` checks the layout before. With `arena` the
+copy itself is hashed, and the parameters are at the first update and every n-th; with
+the others the parameters are hashed after each load.
 """

@@ -1,16 +1,19 @@
-"""The weight transport `arena`: shared memory with two slots, which the trainer writes and the engines read.
+"""The weight transport `arena`: shared memory with two slots, which the trainer writes
+and the engines read.
 
-The arena is one memfd with two slots of equal layout. Engines map it as `/proc/<trainer's pid>/fd/<n>` and
-keep it mapped. So an update moves no bytes except for the copy into the engine's parameters, and nothing is
-left on the machine after kill -9 of every process. Its size is sealed: a reader of what had been cut off
-would be killed. On a GPU the slots are CUDA memory that engines open once (`cuda_memory.py`), and the memfd
-is empty: it is what the leases of the slots are on.
+The arena is one memfd with two slots of equal layout. Engines map it as
+`/proc/<trainer's pid>/fd/<n>` and keep it mapped. So an update moves no bytes except
+for the copy into the engine's parameters, and nothing is left on the machine after kill
+-9 of every process. Its size is sealed: a reader of what had been cut off would be
+killed. On a GPU the slots are CUDA memory that engines open once (`cuda_memory.py`),
+and the memfd is empty: it is what the leases of the slots are on.
 
-Invariant: the slot of the weights staged last stays whole while the next version is written into the other
-slot. Staging the same version again (after a failed update) rewrites its own slot. No slot is written while
-an engine reads it (`slot_lease.py`), whether it copies or its parameters point there. Checksums are taken of
-the slot's bytes while they are written; the engines prove by them that what they read is what was written.
-Imports torch only where tensors are touched.
+Invariant: the slot of the weights staged last stays whole while the next version is
+written into the other slot. Staging the same version again (after a failed update)
+rewrites its own slot. No slot is written while an engine reads it (`slot_lease.py`),
+whether it copies or its parameters point there. Checksums are taken of the slot's bytes
+while they are written; the engines prove by them that what they read is what was
+written. Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -58,20 +61,25 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
         return structs.replace(self, slot=slot)
 
     def check(self) -> None:
-        """Raises WeightSyncError if the arena is gone, or if another one has its path."""
+        """Raises WeightSyncError if the arena is gone, or if another one has its
+        path."""
         try:
             inode = os.stat(self.path).st_ino
         except OSError as error:
-            raise WeightSyncError(f"the weight arena {self.path} cannot be opened: {error}") from error
+            raise WeightSyncError(
+                f"the weight arena {self.path} cannot be opened: {error}"
+            ) from error
         if inode != self.inode:
             raise WeightSyncError(f"the weight arena {self.path} is another one")
 
 
-def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tuple[Slot, Slot]:
+def map_arena(
+    path: str, layout: WeightLayout, *, writable: bool = False
+) -> tuple[Slot, Slot]:
     """Map the arena's memory. Returns both slots; their tensors are in layout order.
 
-    A writable arena becomes as large as the layout needs. For a reader torch raises RuntimeError if the arena
-    is gone or too small.
+    A writable arena becomes as large as the layout needs. For a reader torch raises
+    RuntimeError if the arena is gone or too small.
     """
     import torch
 
@@ -80,9 +88,12 @@ def map_arena(path: str, layout: WeightLayout, *, writable: bool = False) -> tup
     return _slots_of(memory, layout)
 
 
-def open_arena(arena: ArenaHandle, layout: WeightLayout, *, writable: bool = False) -> tuple[Slot, Slot]:
-    """As `map_arena`, for an arena of another process. Raises WeightSyncError if it is gone, another one, or
-    on a GPU that this process does not see, LayoutError if it has another size than the layout."""
+def open_arena(
+    arena: ArenaHandle, layout: WeightLayout, *, writable: bool = False
+) -> tuple[Slot, Slot]:
+    """As `map_arena`, for an arena of another process. Raises WeightSyncError if it is
+    gone, another one, or on a GPU that this process does not see, LayoutError if it has
+    another size than the layout."""
     arena.check()
     if arena.cuda is None:
         return map_arena(arena.path, layout, writable=writable)
@@ -115,11 +126,12 @@ def _slots_of(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
 
 @lru_cache(maxsize=1)
 def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> tuple[Slot, Slot]:
-    """The slots of an arena, which stays mapped: to fault in a fresh mapping costs more than the copy."""
+    """The slots of an arena, which stays mapped: to fault in a fresh mapping costs more
+    than the copy."""
     import torch
 
-    # SGLang calls its loader in inference mode. A parameter that pointed at a tensor of that mode could not
-    # be written outside of it.
+    # SGLang calls its loader in inference mode. A parameter that pointed at a tensor of
+    # that mode could not be written outside of it.
     with torch.inference_mode(mode=False):
         return open_arena(first_slot, layout)
 
@@ -130,46 +142,60 @@ def mapped_slot(arena: ArenaHandle, layout: WeightLayout) -> Slot:
 
 
 def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
-    """Checksums of the tensors of a slot in the host's memory. Raises WeightSyncError if the arena is gone,
-    or if the slot is being written."""
+    """Checksums of the tensors of a slot in the host's memory. Raises WeightSyncError
+    if the arena is gone, or if the slot is being written."""
     slot = mapped_slot(arena, layout)
     with SlotLease(arena.path, arena.slot, writes=False):
         return checksums_of(slot, xxh3_checksums)
 
 
 class ArenaWriter:
-    """The trainer's end. It owns the memory, which lives as long as this process keeps the writer."""
+    """The trainer's end. It owns the memory, which lives as long as this process keeps
+    the writer."""
 
     def __init__(
-        self, layout: WeightLayout, *, checksums_add_up: bool = False, device: torch.device | None = None
+        self,
+        layout: WeightLayout,
+        *,
+        checksums_add_up: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        """`checksums_add_up`: for engines of several ranks, which hash slices (`multilinear.py`). `device`: a
-        GPU whose memory takes the slots, where checksums always add up; None for the host's."""
+        """`checksums_add_up`: for engines of several ranks, which hash slices
+        (`multilinear.py`). `device`: a GPU whose memory takes the slots, where
+        checksums always add up; None for the host's."""
         self._checksums_add_up = checksums_add_up or device is not None
         self.hash_tensors = whole_hash(adds_up=self._checksums_add_up)
-        descriptor = os.memfd_create("invrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(
+            "invrl-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
         self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._cuda: CudaHandle | None = None
         if device is None:
             self._slots = map_arena(self._path, layout, writable=True)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            fcntl.fcntl(
+                descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            )
         else:
             memory, self._cuda = allocate(_arena_bytes(layout), device)
             self._slots = _slots_of(memory, layout)
         self._slot = 1
         self._version: WeightVersion | None = None
 
-    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
-        """Write each tensor of the layout once, in any order, from any device. Waits for engines that read
-        the slot. Raises LayoutError, and WeightSyncError if an engine reads the slot for too long."""
+    def stage(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> StagedWeights:
+        """Write each tensor of the layout once, in any order, from any device. Waits
+        for engines that read the slot. Raises LayoutError, and WeightSyncError if an
+        engine reads the slot for too long."""
         with self.writing(version) as (place, slot):
             checksums = copy_all(slot, _placed(tensors, slot), self.hash_tensors)
         return self.staged(version, place, checksums)
 
     @contextmanager
     def writing(self, version: WeightVersion) -> Iterator[tuple[ArenaHandle, Slot]]:
-        """The slot for this version, which may be written and hashed within the block, also by others that
-        open it. `staged` follows. Waits and raises WeightSyncError as `stage` does."""
+        """The slot for this version, which may be written and hashed within the block,
+        also by others that open it. `staged` follows. Waits and raises WeightSyncError
+        as `stage` does."""
         number = 1 - self._slot
         if version == self._version:  # a failed update is tried again
             number = self._slot
@@ -181,11 +207,14 @@ class ArenaWriter:
     def staged(
         self, version: WeightVersion, handle: ArenaHandle, checksums: Mapping[str, str]
     ) -> StagedWeights:
-        """What was written under `writing`. Raises LayoutError if a tensor is missing."""
+        """What was written under `writing`. Raises LayoutError if a tensor is
+        missing."""
         slot = self._slots[handle.slot]
         missing = [name for name in slot if name not in checksums]
         if missing:
-            raise LayoutError(f"{len(missing)} tensors were not staged, {missing[0]} among them")
+            raise LayoutError(
+                f"{len(missing)} tensors were not staged, {missing[0]} among them"
+            )
         self._slot = handle.slot
         self._version = version
         return StagedWeights(
@@ -197,8 +226,11 @@ class ArenaWriter:
         )
 
 
-def _placed(tensors: Iterable[tuple[str, torch.Tensor]], views: Slot) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises LayoutError for one that has no place in the slot, or has come before."""
+def _placed(
+    tensors: Iterable[tuple[str, torch.Tensor]], views: Slot
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors. Raises LayoutError for one that has no place in the slot, or
+    has come before."""
     names: set[str] = set()
     for name, tensor in tensors:
         view = views.get(name)

@@ -1,19 +1,23 @@
-"""The weights of one version from the trainer to several engines at once: the weight transport `collective`.
+"""The weights of one version from the trainer to several engines at once: the weight
+transport `collective`.
 
-One trainer rank and the scheduler processes of the engines form a process group of their own, of gloo, beside
-every other group that these processes are in. The slot of an arena is sent through it in buckets: while one
-bucket is copied into an engine's parameters, the next one is under way.
+One trainer rank and the scheduler processes of the engines form a process group of
+their own, of gloo, beside every other group that these processes are in. The slot of an
+arena is sent through it in buckets: while one bucket is copied into an engine's
+parameters, the next one is under way.
 
     trainer's slot (`slot_layout.py`)   | bucket 0 | bucket 1 | ...      two are under way at a time
                                             │ broadcast
     each engine                         buffer 0, buffer 1 ──► the rows of its parameters
 
-Invariant: every wait ends within the bucket's deadline, whatever becomes of the other members. A group in
-which anything failed is not used again. The members find each other in a store that listens on the trainer's
-address alone, under names that no stranger can guess, and lets nobody in once the group is complete.
+Invariant: every wait ends within the bucket's deadline, whatever becomes of the other
+members. A group in which anything failed is not used again. The members find each other
+in a store that listens on the trainer's address alone, under names that no stranger can
+guess, and lets nobody in once the group is complete.
 
-An engine keeps its group for the next update, and leaves it when it is invited to another one. On a GPU the
-bytes go through the hosts' memory. Imports torch only where tensors are touched.
+An engine keeps its group for the next update, and leaves it when it is invited to
+another one. On a GPU the bytes go through the hosts' memory. Imports torch only where
+tensors are touched.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ TRAINER = 0
 
 
 class GroupInvitation(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine joins a group, and which place it has there: a handle that one engine loads with, as
-    JSON."""
+    """How an engine joins a group, and which place it has there: a handle that one
+    engine loads with, as JSON."""
 
     host: str
     port: int
@@ -61,7 +65,8 @@ class GroupInvitation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightGroup:
-    """One process's membership. A member that has raised BroadcastError must be closed."""
+    """One process's membership. A member that has raised BroadcastError must be
+    closed."""
 
     def __init__(self, invitation: GroupInvitation, store: Store) -> None:
         """Waits for all members. Raises BroadcastError."""
@@ -76,11 +81,13 @@ class WeightGroup:
             interface = interface_towards(invitation.host)
             options._devices = [Gloo.create_device(interface=interface)]
             names = PrefixStore(invitation.key, store)
-            self._group: Any = Gloo(names, invitation.rank, invitation.world_size, options)
+            self._group: Any = Gloo(
+                names, invitation.rank, invitation.world_size, options
+            )
 
     def send(self, memory: torch.Tensor) -> None:
-        """Called by the trainer, with a slot's bytes. Returns when this process has nothing more to send.
-        Raises BroadcastError."""
+        """Called by the trainer, with a slot's bytes. Returns when this process has
+        nothing more to send. Raises BroadcastError."""
         under_way: deque[Any] = deque()
         with _broadcast_errors("a bucket was not sent"):
             for start in range(0, memory.numel(), BUCKET_BYTES):
@@ -91,11 +98,13 @@ class WeightGroup:
                 work.wait()
 
     def receive(self, total_bytes: int) -> Iterator[torch.Tensor]:
-        """Yields the slot's bytes, bucket by bucket. A bucket is valid until the next one is asked for.
-        Raises BroadcastError."""
+        """Yields the slot's bytes, bucket by bucket. A bucket is valid until the next
+        one is asked for. Raises BroadcastError."""
         import torch
 
-        buffers = [torch.empty(BUCKET_BYTES, dtype=torch.uint8) for _ in range(_UNDER_WAY)]
+        buffers = [
+            torch.empty(BUCKET_BYTES, dtype=torch.uint8) for _ in range(_UNDER_WAY)
+        ]
         under_way: deque[tuple[Any, torch.Tensor]] = deque()
         for index, start in enumerate(range(0, total_bytes, BUCKET_BYTES)):
             bucket = buffers[index % _UNDER_WAY][: total_bytes - start]
@@ -125,7 +134,10 @@ def _broadcast_errors(what: str) -> Iterator[None]:
     """Torch's and the operating system's errors as BroadcastError."""
     try:
         yield
-    except (RuntimeError, OSError) as error:  # torch.distributed's errors are RuntimeErrors
+    except (
+        RuntimeError,
+        OSError,
+    ) as error:  # torch.distributed's errors are RuntimeErrors
         raise BroadcastError(f"{what}: {error}") from error
 
 
@@ -140,7 +152,8 @@ class Piece:
 
 
 def pieces_of_buckets(layout: WeightLayout) -> list[list[Piece]]:
-    """What each bucket of a slot holds, in the order of its bytes. Bytes of no tensor are left out."""
+    """What each bucket of a slot holds, in the order of its bytes. Bytes of no tensor
+    are left out."""
     sizes = slot_layout(layout)
     buckets: list[list[Piece]] = [[] for _ in range(0, sizes.num_bytes, BUCKET_BYTES)]
     for spec in sorted(layout, key=lambda spec: sizes.offsets[spec.name]):
@@ -159,11 +172,14 @@ _joined: WeightGroup | None = None
 
 
 def receive_weights(
-    invitation: GroupInvitation, layout: WeightLayout, places: Mapping[str, torch.Tensor]
+    invitation: GroupInvitation,
+    layout: WeightLayout,
+    places: Mapping[str, torch.Tensor],
 ) -> None:
     """In an engine: receives every tensor of the layout into its place.
 
-    Raises LayoutError before anything is written, and BroadcastError, after which the places may hold a mix.
+    Raises LayoutError before anything is written, and BroadcastError, after which the
+    places may hold a mix.
     """
     raw_places = _raw_places(layout, places)
     try:
@@ -172,19 +188,25 @@ def receive_weights(
         for bucket, pieces in zip(buckets, pieces_of_buckets(layout), strict=True):
             for piece in pieces:
                 end = piece.tensor_start + piece.num_bytes
-                received = bucket[piece.bucket_start : piece.bucket_start + piece.num_bytes]
+                received = bucket[
+                    piece.bucket_start : piece.bucket_start + piece.num_bytes
+                ]
                 raw_places[piece.name][piece.tensor_start : end].copy_(received)
     except Exception:
         _leave()
         raise
 
 
-def _raw_places(layout: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _raw_places(
+    layout: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     import torch
 
     for spec in layout:
         if not places[spec.name].is_contiguous():
-            raise LayoutError(f"{spec.name}: the engine does not hold it in one piece of memory")
+            raise LayoutError(
+                f"{spec.name}: the engine does not hold it in one piece of memory"
+            )
     return {spec.name: places[spec.name].view(-1).view(torch.uint8) for spec in layout}
 
 

@@ -1,4 +1,5 @@
-"""Loads of the weight transport `collective`: engines that load at the same time share one broadcast.
+"""Loads of the weight transport `collective`: engines that load at the same time share
+one broadcast.
 
     loads that begin together ──► offer ──► every engine of the broadcast loads
                                     ▲            │
@@ -6,13 +7,14 @@
                                     │            ├── failed by itself, or is silent ──► that load fails
                                     └────────────┴── says that the broadcast broke
 
-A broadcast breaks for all of its engines when one of them dies or hangs. Those that say so are alive and were
-held up by another. They get the version in a new group, without those that did not answer or had an error of
-their own. If all of them say so, nobody is to blame, and they get it once more together. An engine that is
-silent for longer than a bucket may take, after another one's answer, is given up.
+A broadcast breaks for all of its engines when one of them dies or hangs. Those that say
+so are alive and were held up by another. They get the version in a new group, without
+those that did not answer or had an error of their own. If all of them say so, nobody is
+to blame, and they get it once more together. An engine that is silent for longer than a
+bucket may take, after another one's answer, is given up.
 
-Invariant: every load ends. Nothing here knows torch, and nothing is sent to an engine but its own `load`.
-Used from one event loop.
+Invariant: every load ends. Nothing here knows torch, and nothing is sent to an engine
+but its own `load`. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _ANSWER_S = 5.0
 class BroadcastSource(Protocol):
     """The trainer, which sends."""
 
-    async def offer(self, version: WeightVersion, engines: Sequence[str]) -> Sequence[str]:
+    async def offer(
+        self, version: WeightVersion, engines: Sequence[str]
+    ) -> Sequence[str]:
         """As `Broadcaster.offer`."""
         ...
 
@@ -46,7 +50,9 @@ class BroadcastSource(Protocol):
 class _Load:
     receiver: WeightReceiver
     staged: StagedWeights
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    done: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def succeed(self) -> None:
         if not self.done.done():
@@ -69,16 +75,19 @@ class BroadcastLoads:
         """Loads that have begun, of which no broadcast has been asked for yet."""
         self._broadcasts: set[asyncio.Task[None]] = set()
         self._given_up: set[asyncio.Task[None]] = set()
-        """Calls of engines that did not answer. They are cancelled, and nobody waits for them."""
+        """Calls of engines that did not answer. They are cancelled, and nobody waits
+        for them."""
 
     async def load(self, receiver: WeightReceiver, staged: StagedWeights) -> None:
-        """Returns once the engine has loaded. Raises what its `load` raises, or DeadlineError if it does not
-        answer although another engine of its broadcast has."""
+        """Returns once the engine has loaded. Raises what its `load` raises, or
+        DeadlineError if it does not answer although another engine of its broadcast
+        has."""
         load = _Load(receiver, staged)
         version = staged.version
         if version not in self._gathered:
             self._gathered[version] = []
-            # It begins when everything that is to run in this turn of the event loop has run.
+            # It begins when everything that is to run in this turn of the event loop
+            # has run.
             broadcast = asyncio.create_task(self._broadcast(version))
             self._broadcasts.add(broadcast)
             broadcast.add_done_callback(self._broadcasts.discard)
@@ -97,7 +106,11 @@ class BroadcastLoads:
                     has_been_repeated = True
                 if broken:
                     names = ", ".join(load.receiver.name for load in broken)
-                    logger.warning("the broadcast of version %s begins again, with %s", version, names)
+                    logger.warning(
+                        "the broadcast of version %s begins again, with %s",
+                        version,
+                        names,
+                    )
                 loads = [load for load in broken if not load.done.done()]
             for load in loads:
                 load.fail(BroadcastError("the broadcast broke twice for every engine"))
@@ -106,11 +119,16 @@ class BroadcastLoads:
                 load.fail(error)
 
     async def _try(self, version: WeightVersion, loads: Sequence[_Load]) -> list[_Load]:
-        """One broadcast. Ends the loads that have loaded or failed. Returns those for which it broke."""
-        handles = await self._source.offer(version, [self._name(load.receiver) for load in loads])
+        """One broadcast. Ends the loads that have loaded or failed. Returns those for
+        which it broke."""
+        handles = await self._source.offer(
+            version, [self._name(load.receiver) for load in loads]
+        )
         calls: dict[asyncio.Task[None], _Load] = {}
         for load, handle in zip(loads, handles, strict=True):
-            call = asyncio.create_task(load.receiver.load(replace(load.staged, handle=handle)))
+            call = asyncio.create_task(
+                load.receiver.load(replace(load.staged, handle=handle))
+            )
             load.done.add_done_callback(lambda _, call=call: call.cancel())
             calls[call] = load
         broken: list[_Load] = []
@@ -125,14 +143,18 @@ class BroadcastLoads:
                 break
             timeout_s = self._timeout_s + _ANSWER_S
             for call in done:
-                error = asyncio.CancelledError() if call.cancelled() else call.exception()
+                error = (
+                    asyncio.CancelledError() if call.cancelled() else call.exception()
+                )
                 if error is None:
                     calls[call].succeed()
                 elif isinstance(error, BroadcastError):
                     broken.append(calls[call])
                 else:
                     calls[call].fail(error)
-        return [load for load in loads if load in broken]  # in their order, by which a group is known
+        return [
+            load for load in loads if load in broken
+        ]  # in their order, by which a group is known
 
     def _give_up(self, silent: dict[asyncio.Task[None], _Load]) -> None:
         for call, load in silent.items():
@@ -147,7 +169,8 @@ class BroadcastLoads:
             call.exception()  # nobody else takes it, and asyncio would complain of that
 
     def _name(self, receiver: WeightReceiver) -> str:
-        """The receiver of an engine that was started again is another one, under the same name."""
+        """The receiver of an engine that was started again is another one, under the
+        same name."""
         if receiver not in self._names:
             self._names[receiver] = f"{receiver.name}/{next(self._numbers)}"
         return self._names[receiver]

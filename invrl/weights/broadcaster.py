@@ -1,12 +1,14 @@
-"""The trainer's end of the weight transport `collective`: the staged versions, and who sends them to whom.
+"""The trainer's end of the weight transport `collective`: the staged versions, and who
+sends them to whom.
 
-A version is staged in an arena of the trainer's own (`arena.py`). So the weights of the version staged before
-stay whole in the other slot: engines go back to them and newcomers load them by a broadcast of that slot,
-beside whatever the trainer computes. That costs two copies of the weights in the trainer's host memory, and
-none in the engines'.
+A version is staged in an arena of the trainer's own (`arena.py`). So the weights of the
+version staged before stay whole in the other slot: engines go back to them and
+newcomers load them by a broadcast of that slot, beside whatever the trainer computes.
+That costs two copies of the weights in the trainer's host memory, and none in the
+engines'.
 
-Invariant: a group has exactly the engines that were named, sends one version at a time, and is not used again
-after a failure. A slot is not staged over while it is sent.
+Invariant: a group has exactly the engines that were named, sends one version at a time,
+and is not used again after a failure. A slot is not staged over while it is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import msgspec
 
 from invrl.errors import WeightSyncError
 from invrl.host.process import random_key
-from invrl.host.rendezvous import listen, refuse_newcomers, refuse_strangers, serve_store
+from invrl.host.rendezvous import (
+    listen,
+    refuse_newcomers,
+    refuse_strangers,
+    serve_store,
+)
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter
@@ -53,13 +60,16 @@ class _Generation:
     """It is complete and nothing is under way in it."""
 
     def completed(self) -> WeightGroup:
-        """Waits for the members, the first time. Raises BroadcastError, and TrainError if a stranger came."""
+        """Waits for the members, the first time. Raises BroadcastError, and TrainError
+        if a stranger came."""
         if self.group is not None:
             return self.group
         assert self.listener is not None, "it has been closed"
         invitation = self.invitations[TRAINER]
         timeout = timedelta(seconds=invitation.timeout_s)
-        store = serve_store(self.listener, world_size=invitation.world_size, timeout=timeout)
+        store = serve_store(
+            self.listener, world_size=invitation.world_size, timeout=timeout
+        )
         self.group = WeightGroup(invitation, store)
         refuse_newcomers(self.listener)
         refuse_strangers(self.listener, members=invitation.world_size)
@@ -79,7 +89,8 @@ class Broadcaster:
     """Stage and offer from one thread. Broadcasts run in threads of their own."""
 
     def __init__(self, layout: WeightLayout, *, host: str, timeout_s: float) -> None:
-        """`host`: this machine's address that the engines reach. `timeout_s`: of each bucket."""
+        """`host`: this machine's address that the engines reach. `timeout_s`: of each
+        bucket."""
         self._host = host
         self._timeout_s = timeout_s
         self._slot_bytes = slot_layout(layout).num_bytes
@@ -88,28 +99,39 @@ class Broadcaster:
         """Both slots. None until something is staged."""
         self._slots: dict[WeightVersion, ArenaHandle] = {}
         self._generations: list[_Generation] = []
-        """Those that have not failed. An engine uses only the newest one that it is in."""
+        """Those that have not failed. An engine uses only the newest one that it is
+        in."""
         self._lock = threading.Lock()
         """Of the list of generations."""
         self._threads = ThreadPoolExecutor(_BROADCASTS, "broadcast")
 
-    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+    def stage(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> StagedWeights:
         """As `ArenaWriter.stage`."""
         import torch
 
         staged = self._arena.stage(version, tensors)
         handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
-        others = {other: slot for other, slot in self._slots.items() if slot.slot != handle.slot}
+        others = {
+            other: slot
+            for other, slot in self._slots.items()
+            if slot.slot != handle.slot
+        }
         self._slots = {**others, version: handle}
         if self._memory is None:
-            self._memory = torch.from_file(handle.path, size=2 * self._slot_bytes, dtype=torch.uint8)
+            self._memory = torch.from_file(
+                handle.path, size=2 * self._slot_bytes, dtype=torch.uint8
+            )
         return staged
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
-        """Begins to send this version to these engines, each named by what tells its process from all others.
-        Returns the handle that each of them loads with; all have to load at the same time.
+        """Begins to send this version to these engines, each named by what tells its
+        process from all others. Returns the handle that each of them loads with; all
+        have to load at the same time.
 
-        Does not wait. What goes wrong later is known from the engines' loads, which then fail.
+        Does not wait. What goes wrong later is known from the engines' loads, which
+        then fail.
         """
         members = tuple(engines)
         with self._lock:
@@ -121,7 +143,8 @@ class Broadcaster:
             generation.is_free = False
         self._threads.submit(self._send, generation, version)
         return [
-            msgspec.json.encode(invitation).decode() for invitation in generation.invitations[TRAINER + 1 :]
+            msgspec.json.encode(invitation).decode()
+            for invitation in generation.invitations[TRAINER + 1 :]
         ]
 
     def _free_generation(self, members: tuple[str, ...]) -> _Generation | None:
@@ -144,17 +167,23 @@ class Broadcaster:
                 raise WeightSyncError(f"version {version} is not staged any more")
             with SlotLease(slot.path, slot.slot, writes=False):
                 start = slot.slot * self._slot_bytes
-                generation.completed().send(self._memory[start : start + self._slot_bytes])
+                generation.completed().send(
+                    self._memory[start : start + self._slot_bytes]
+                )
             generation.is_free = True
         except Exception as error:
             names = ", ".join(generation.members)
-            _LOG.warning("the broadcast of version %s to %s failed: %s", version, names, error)
+            _LOG.warning(
+                "the broadcast of version %s to %s failed: %s", version, names, error
+            )
             with self._lock:
                 self._generations.remove(generation)
             generation.close()
 
 
-def _begin_generation(members: tuple[str, ...], host: str, timeout_s: float) -> _Generation:
+def _begin_generation(
+    members: tuple[str, ...], host: str, timeout_s: float
+) -> _Generation:
     listener = listen(host)
     key = random_key()
     invitations: list[GroupInvitation] = []

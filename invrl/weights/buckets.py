@@ -1,5 +1,6 @@
-"""The trainer's end of the weight transport `bucket`: SGLang's flattened buckets, by CUDA IPC on a GPU and by
-shared memory on a CPU. Imports torch and sglang only where tensors are touched.
+"""The trainer's end of the weight transport `bucket`: SGLang's flattened buckets, by
+CUDA IPC on a GPU and by shared memory on a CPU. Imports torch and sglang only where
+tensors are touched.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class BucketSender:
-    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and a few tensors more.
+    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and a few
+    tensors more.
 
-    Keeps the version that was staged last and the one before it alive. On a CPU the shared memory is a file,
-    which only a killed trainer leaves behind (the arena leaves nothing).
+    Keeps the version that was staged last and the one before it alive. On a CPU the
+    shared memory is a file, which only a killed trainer leaves behind (the arena leaves
+    nothing).
     """
 
     def __init__(self, layout: WeightLayout, *, bucket_bytes: int = 64 << 20) -> None:
@@ -32,7 +35,9 @@ class BucketSender:
         self._buckets: dict[WeightVersion, list[torch.Tensor]] = {}
         """The memory of the versions that are kept alive."""
 
-    def stage(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+    def stage(
+        self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> StagedWeights:
         """As `ArenaWriter.stage`. Raises LayoutError."""
         tensors_by_name: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
@@ -57,19 +62,22 @@ class BucketSender:
         )
 
     def _keep_newest_besides(self, version: WeightVersion) -> None:
-        """Free every other version but the newest: the engines may have to go back to that one."""
+        """Free every other version but the newest: the engines may have to go back to
+        that one."""
         others = [staged for staged in self._buckets if staged != version]
         self._buckets = {staged: self._buckets[staged] for staged in others[-1:]}
 
     def _bucket_names(self) -> list[list[str]]:
-        """The tensors of each bucket, in layout order: those that begin within the same `bucket_bytes`, and
-        what the engine fuses with the last of them."""
+        """The tensors of each bucket, in layout order: those that begin within the same
+        `bucket_bytes`, and what the engine fuses with the last of them."""
         buckets: list[list[str]] = []
         last_index = -1
         start = 0
         for spec in self._layout:
             index = start // self._bucket_bytes
-            if index != last_index and not (buckets and in_one_call(buckets[-1][-1], spec.name)):
+            if index != last_index and not (
+                buckets and in_one_call(buckets[-1][-1], spec.name)
+            ):
                 buckets.append([])
                 last_index = index
             buckets[-1].append(spec.name)
@@ -77,7 +85,10 @@ class BucketSender:
         return buckets
 
     def _serialise_bucket(
-        self, version: WeightVersion, tensors: Mapping[str, torch.Tensor], names: Sequence[str]
+        self,
+        version: WeightVersion,
+        tensors: Mapping[str, torch.Tensor],
+        names: Sequence[str],
     ) -> str:
         import torch.multiprocessing
 
@@ -93,10 +104,12 @@ class BucketSender:
         if flat.is_cuda:
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-            # A handle then names its GPU by the UUID: engines may number the GPUs differently.
+            # A handle then names its GPU by the UUID: engines may number the GPUs
+            # differently.
             monkey_patch_torch_reductions()
         else:
-            # The default strategy hands over file descriptors, which kills the server on the other end.
+            # The default strategy hands over file descriptors, which kills the server
+            # on the other end.
             torch.multiprocessing.set_sharing_strategy("file_system")
             flat.share_memory_()
         self._buckets[version].append(flat)

@@ -1,4 +1,5 @@
-"""The canary of a weight update: how far an engine's log-probs of fixed prompts may be from the trainer's."""
+"""The canary of a weight update: how far an engine's log-probs of fixed prompts may be
+from the trainer's."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ class CanaryBound:
     def for_dtypes(cls, *dtypes: str) -> CanaryBound:
         """The coarsest dtype of engine and trainer decides.
 
-        fp32 against fp32 differs by 1e-5. bf16 differs by a few hundredths on average and far more on single
-        unlikely tokens, so for bf16 the mean is the bound that matters.
+        fp32 against fp32 differs by 1e-5. bf16 differs by a few hundredths on average
+        and far more on single unlikely tokens, so for bf16 the mean is the bound that
+        matters.
         """
         if all(dtype == "float32" for dtype in dtypes):
             return cls(max_gap=1e-3, mean_gap=1e-3)
@@ -32,8 +34,9 @@ class CanaryBound:
     def check(
         self, name: str, difference: NDArray[np.float32], version: WeightVersion
     ) -> tuple[float, float]:
-        """`difference`: engine less trainer, of all tokens of the prompts, in nats. Returns (largest, mean)
-        gap of the engine called `name`. Raises CanaryError beyond the bound."""
+        """`difference`: engine less trainer, of all tokens of the prompts, in nats.
+        Returns (largest, mean) gap of the engine called `name`. Raises CanaryError
+        beyond the bound."""
         gaps = np.abs(difference)
         max_gap = float(gaps.max())
         mean_gap = float(gaps.mean())

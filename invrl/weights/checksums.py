@@ -1,10 +1,12 @@
-"""Checksums of many tensors, and copies that end with them: by threads on a CPU, by few kernels on a GPU.
+"""Checksums of many tensors, and copies that end with them: by threads on a CPU, by few
+kernels on a GPU.
 
-On a CPU a tensor is hashed right after it was copied, while a core's cache has it. On a GPU everything is
-copied first and then hashed in one kernel, so that the host waits once and not for every tensor.
+On a CPU a tensor is hashed right after it was copied, while a core's cache has it. On a
+GPU everything is copied first and then hashed in one kernel, so that the host waits
+once and not for every tensor.
 
-Invariant: a checksum is of bytes that were read back from where they were written. On a GPU all that the
-current stream was asked for has ended when the checksums are returned.
+Invariant: a checksum is of bytes that were read back from where they were written. On a
+GPU all that the current stream was asked for has ended when the checksums are returned.
 Imports torch only where tensors are touched.
 """
 
@@ -23,12 +25,13 @@ if TYPE_CHECKING:
 HashTensors = Callable[[Mapping[str, "torch.Tensor"]], dict[str, str]]
 """Tensors by name -> their checksums."""
 _BATCH_BYTES = 64 << 20
-"""Of tensors that are copied to a GPU's memory at once, or one tensor if that is larger: an iterator that
-makes them has no more in memory."""
+"""Of tensors that are copied to a GPU's memory at once, or one tensor if that is
+larger: an iterator that makes them has no more in memory."""
 
 
 def whole_hash(*, adds_up: bool) -> HashTensors:
-    """How whole tensors are hashed: with checksums that add up (`multilinear.py`), or with xxh3."""
+    """How whole tensors are hashed: with checksums that add up (`multilinear.py`), or
+    with xxh3."""
     return checksums_of_wholes if adds_up else xxh3_checksums
 
 
@@ -36,24 +39,33 @@ def xxh3_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
-def checksums_of(tensors: Mapping[str, torch.Tensor], hash_tensors: HashTensors) -> dict[str, str]:
+def checksums_of(
+    tensors: Mapping[str, torch.Tensor], hash_tensors: HashTensors
+) -> dict[str, str]:
     """The checksums of tensors as they are."""
     if _on_gpu(tensors):
         return hash_tensors(tensors)
-    return by_threads(lambda name, tensor: hash_tensors({name: tensor})[name], tensors.items())
+    return by_threads(
+        lambda name, tensor: hash_tensors({name: tensor})[name], tensors.items()
+    )
 
 
 def copy_all(
-    places: Mapping[str, torch.Tensor], sources: Iterable[Named], hash_tensors: HashTensors
+    places: Mapping[str, torch.Tensor],
+    sources: Iterable[Named],
+    hash_tensors: HashTensors,
 ) -> dict[str, str]:
-    """Copies each source into the place of its name. Returns the checksums of the places that were written.
+    """Copies each source into the place of its name. Returns the checksums of the
+    places that were written.
 
     `places`: all of them in one memory. Raises ValueError for another shape.
     """
     if not _on_gpu(places):
 
         def copy(name: str, source: torch.Tensor) -> str:
-            return copy_hashed(places[name], source, lambda target: hash_tensors({name: target})[name])
+            return copy_hashed(
+                places[name], source, lambda target: hash_tensors({name: target})[name]
+            )
 
         return by_threads(copy, sources)
     written: dict[str, torch.Tensor] = {}
@@ -64,14 +76,19 @@ def copy_all(
     return hash_tensors(written)
 
 
-def _copy_batch(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    """With as few kernels as torch can. Nothing is waited for: the current stream keeps the order."""
+def _copy_batch(
+    targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]
+) -> None:
+    """With as few kernels as torch can. Nothing is waited for: the current stream keeps
+    the order."""
     import torch
 
     for name, target in targets.items():
         if target.shape != sources[name].shape:
             shape = tuple(sources[name].shape)
-            raise ValueError(f"{name}: a tensor {shape} does not fit into {tuple(target.shape)}")
+            raise ValueError(
+                f"{name}: a tensor {shape} does not fit into {tuple(target.shape)}"
+            )
     with torch.no_grad():
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             list(targets.values()), list(sources.values())

@@ -1,4 +1,5 @@
-"""Settings of weight updates: the transport, the order of the engines, and how long an update may take."""
+"""Settings of weight updates: the transport, the order of the engines, and how long an
+update may take."""
 
 from typing import Literal
 
@@ -18,26 +19,34 @@ class WeightSyncConfig(Section):
         description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': gloo",
     )
     weight_folder: str = Field(
-        "", description="'disk', 'delta': where engines find the weights; '': in the run folder"
+        "",
+        description="'disk', 'delta': where engines find the weights; '': in the run folder",
     )
     weight_host: str = Field(
-        "", description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'"
+        "",
+        description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'",
     )
     weight_full_every: int = Field(
-        16, ge=1, description="'delta': every n-th version is written whole; 1: each of them"
+        16,
+        ge=1,
+        description="'delta': every n-th version is written whole; 1: each of them",
     )
     weight_update: Literal["together", "rolling"] = Field(
-        "together", description="'together': engines pause at once; 'rolling': one by one, the others serve"
+        "together",
+        description="'together': engines pause at once; 'rolling': one by one, the others serve",
     )
     weight_update_inflight: Literal["retract", "in_place", "drain"] = Field(
         "retract",
         description="running requests: compute their cache again, keep it, or end before an update",
     )
     weight_drain_timeout_s: float = Field(
-        60.0, gt=0, description="'drain': how long requests may take to end; the rest is retracted"
+        60.0,
+        gt=0,
+        description="'drain': how long requests may take to end; the rest is retracted",
     )
     weight_arena: Literal["copy", "alias"] = Field(
-        "copy", description="'arena': engines copy the weights, or compute with the shared memory itself"
+        "copy",
+        description="'arena': engines copy the weights, or compute with the shared memory itself",
     )
     weight_arena_device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -45,14 +54,18 @@ class WeightSyncConfig(Section):
         "'auto': in the GPU's if trainer and engines share one that has room",
     )
     weight_sync_timeout_s: float = Field(
-        300.0, gt=0, description="deadline of each phase of an update; pause, commit, resume: 60 s at most"
+        300.0,
+        gt=0,
+        description="deadline of each phase of an update; pause, commit, resume: 60 s at most",
     )
     weight_readback_every: int = Field(
-        10, ge=0, description="'arena': read an engine's weights back at every n-th update; 0: the first"
+        10,
+        ge=0,
+        description="'arena': read an engine's weights back at every n-th update; 0: the first",
     )
 
     @property
     def broadcast_timeout_s(self) -> float:
-        """'collective': for the engines to join, and then for each bucket. An engine that hangs leaves time
-        for a second broadcast, to the others."""
+        """'collective': for the engines to join, and then for each bucket. An engine
+        that hangs leaves time for a second broadcast, to the others."""
         return self.weight_sync_timeout_s / _WAITS_OF_A_BROADCAST

@@ -1,10 +1,12 @@
 """Memory of a GPU that one process allocates and others open by a handle: CUDA IPC.
 
-A handle is 64 bytes of the driver, which travel as base64 in JSON, with the GPU's UUID: processes may number
-the GPUs differently. The memory is the driver's own, not a part of torch's cache, so the handle is of its
-beginning and nothing else lies in it. The process that allocates must outlive what others do with it. A
-process that opened it closes it with the last tensor over it, so an engine that gets a new trainer does not
-keep the memory of the one before. The driver frees it when all of them have ended, however they end.
+A handle is 64 bytes of the driver, which travel as base64 in JSON, with the GPU's UUID:
+processes may number the GPUs differently. The memory is the driver's own, not a part of
+torch's cache, so the handle is of its beginning and nothing else lies in it. The
+process that allocates must outlive what others do with it. A process that opened it
+closes it with the last tensor over it, so an engine that gets a new trainer does not
+keep the memory of the one before. The driver frees it when all of them have ended,
+however they end.
 
 Imports torch only where it is used.
 """
@@ -44,8 +46,8 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _DeviceBytes:
-    """Memory at an address, as torch takes it: a tensor made of it is over the same memory, and its storage
-    keeps this object."""
+    """Memory at an address, as torch takes it: a tensor made of it is over the same
+    memory, and its storage keeps this object."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -83,16 +85,20 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHa
 
 
 def open_memory(handle: CudaHandle) -> torch.Tensor:
-    """The bytes of another process's memory, which stays open as long as there is a tensor over it.
+    """The bytes of another process's memory, which stays open as long as there is a
+    tensor over it.
 
-    Raises WeightSyncError if this process does not see that GPU, or if the memory is gone.
+    Raises WeightSyncError if this process does not see that GPU, or if the memory is
+    gone.
     """
     import torch
 
     uuids = _device_uuids()
     if handle.device_uuid not in uuids:
         seen = ", ".join(uuids) or "none"
-        reason = f"its memory is on GPU {handle.device_uuid}, and the engine sees {seen}"
+        reason = (
+            f"its memory is on GPU {handle.device_uuid}, and the engine sees {seen}"
+        )
         raise WeightSyncError(f"the weight arena cannot be opened: {reason}")
     if len(handle.ipc_handle) != _HANDLE_BYTES:
         reason = f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, this one {len(handle.ipc_handle)}"
@@ -102,9 +108,16 @@ def open_memory(handle: CudaHandle) -> torch.Tensor:
         torch.cuda.synchronize()
         address = ctypes.c_uint64()
         ipc_handle = _IpcHandle.from_buffer_copy(handle.ipc_handle)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        _call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(address),
+            ipc_handle,
+            ctypes.c_uint(_ENABLE_PEER_ACCESS),
+        )
     memory = _DeviceBytes(address.value + handle.offset, handle.num_bytes)
-    weakref.finalize(memory, _close, address.value, index).atexit = False  # the driver closes it then
+    weakref.finalize(
+        memory, _close, address.value, index
+    ).atexit = False  # the driver closes it then
     return _tensor_over(memory, index)
 
 
@@ -118,11 +131,14 @@ def _close(address: int, device_index: int) -> None:
 
 
 def _device_uuids() -> list[str]:
-    """Of the GPUs that this process sees, by their numbers. Tools of NVIDIA's, unlike torch, write "GPU-"
-    before them."""
+    """Of the GPUs that this process sees, by their numbers. Tools of NVIDIA's, unlike
+    torch, write "GPU-" before them."""
     import torch
 
-    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    uuids = [
+        str(torch.cuda.get_device_properties(index).uuid)
+        for index in range(torch.cuda.device_count())
+    ]
     return [uuid.removeprefix("GPU-") for uuid in uuids]
 
 

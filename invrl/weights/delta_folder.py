@@ -1,12 +1,15 @@
-"""What a version of the weights differs in from the one before, as a folder: the weight transport `delta`.
+"""What a version of the weights differs in from the one before, as a folder: the weight
+transport `delta`.
 
-A chain is a folder with whole weights (`weight_folder.py`) and then folders with differences, each from the
-folder before it. Every folder has a manifest with the checksums of its version, so an engine finds by its own
-weights where in the chain it stands. If it stands nowhere, it begins with the whole weights.
+A chain is a folder with whole weights (`weight_folder.py`) and then folders with
+differences, each from the folder before it. Every folder has a manifest with the
+checksums of its version, so an engine finds by its own weights where in the chain it
+stands. If it stands nowhere, it begins with the whole weights.
 
-A difference is the exclusive or of the tensors' bytes: exact for every dtype. It is stored byte plane by byte
-plane (first the lowest byte of every element, and so on) and compressed with zstd: small steps change low
-bytes, and in bfloat16 few elements at all. Imports torch only where tensors are touched.
+A difference is the exclusive or of the tensors' bytes: exact for every dtype. It is
+stored byte plane by byte plane (first the lowest byte of every element, and so on) and
+compressed with zstd: small steps change low bytes, and in bfloat16 few elements at all.
+Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in row-major order, as uint8 on the CPU. Shares its memory if it can."""
+    """The tensor's bytes in row-major order, as uint8 on the CPU. Shares its memory if
+    it can."""
     import torch
 
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -68,13 +72,14 @@ def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
     import zstandard
 
     planes = _transposed(difference, rows=math.prod(spec.shape))
-    return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True).compress(
-        planes.numpy().data
-    )
+    return zstandard.ZstdCompressor(
+        level=_COMPRESSION_LEVEL, write_checksum=True
+    ).compress(planes.numpy().data)
 
 
 def decompress(frame: bytes, spec: TensorSpec) -> torch.Tensor:
-    """What `compress` was given. Raises WeightSyncError if the frame is of another size, cut or changed."""
+    """What `compress` was given. Raises WeightSyncError if the frame is of another
+    size, cut or changed."""
     import torch
     import zstandard
 
@@ -82,13 +87,19 @@ def decompress(frame: bytes, spec: TensorSpec) -> torch.Tensor:
     try:
         planes = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
     except zstandard.ZstdError as error:
-        raise WeightSyncError(f"the difference of {spec.name} cannot be read: {error}") from error
+        raise WeightSyncError(
+            f"the difference of {spec.name} cannot be read: {error}"
+        ) from error
     if len(planes) != size:
-        raise WeightSyncError(f"the difference of {spec.name} has {len(planes)} bytes, the tensor {size}")
+        raise WeightSyncError(
+            f"the difference of {spec.name} has {len(planes)} bytes, the tensor {size}"
+        )
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     rows = size // math.prod(spec.shape)
-    return _transposed(torch.frombuffer(bytearray(planes), dtype=torch.uint8), rows=rows)
+    return _transposed(
+        torch.frombuffer(bytearray(planes), dtype=torch.uint8), rows=rows
+    )
 
 
 def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
@@ -99,7 +110,8 @@ def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
 
 
 class DeltaFolder:
-    """One folder of a chain, to be read. Raises WeightSyncError where something of it cannot be read."""
+    """One folder of a chain, to be read. Raises WeightSyncError where something of it
+    cannot be read."""
 
     def __init__(self, folder: str, files: WeightFiles) -> None:
         self._folder = folder
@@ -111,7 +123,9 @@ class DeltaFolder:
         try:
             return msgspec.json.decode(body, type=Manifest)
         except msgspec.DecodeError as error:
-            raise WeightSyncError(f"{self._folder}/{MANIFEST_NAME} cannot be read: {error}") from error
+            raise WeightSyncError(
+                f"{self._folder}/{MANIFEST_NAME} cannot be read: {error}"
+            ) from error
 
     def difference(self, spec: TensorSpec) -> torch.Tensor:
         """From the version of the folder before, as bytes."""
@@ -126,7 +140,9 @@ class DeltaFolder:
                 file.seek(start)
                 return file.read(length)
         except OSError as error:
-            raise WeightSyncError(f"{self._folder}/{name} cannot be read: {error}") from error
+            raise WeightSyncError(
+                f"{self._folder}/{name} cannot be read: {error}"
+            ) from error
 
 
 def load_chain(
@@ -135,16 +151,21 @@ def load_chain(
     places: Mapping[str, torch.Tensor],
     files: WeightFiles | None = None,
 ) -> None:
-    """Bring `places`, the engine's tensors by name, to the last version of the chain. `files`: None for those
-    of a disk; only those that are needed are opened.
+    """Bring `places`, the engine's tensors by name, to the last version of the chain.
+    `files`: None for those of a disk; only those that are needed are opened.
 
-    Raises WeightSyncError or LayoutError before anything is written: every new tensor is computed twice, the
-    first time only to compare its checksum. So no second copy of the model is in memory.
+    Raises WeightSyncError or LayoutError before anything is written: every new tensor
+    is computed twice, the first time only to compare its checksum. So no second copy of
+    the model is in memory.
     """
     files = files or WeightFiles()
     folders = [DeltaFolder(folder, files) for folder in chain]
     held = {name: checksum(place) for name, place in places.items()}
-    known = [number for number, folder in enumerate(folders) if folder.manifest.checksums == held]
+    known = [
+        number
+        for number, folder in enumerate(folders)
+        if folder.manifest.checksums == held
+    ]
     bases: Mapping[str, torch.Tensor] = places
     if not known:
         bases = read_folder(chain[0], layout, files)
@@ -165,6 +186,8 @@ def load_chain(
         return
     for spec in layout:
         if checksum(tensor_of(spec)) != expected.get(spec.name):
-            raise WeightSyncError(f"{spec.name}: {chain[-1]} does not lead to the checksum of its manifest")
+            raise WeightSyncError(
+                f"{spec.name}: {chain[-1]} does not lead to the checksum of its manifest"
+            )
     for spec in layout:
         places[spec.name].copy_(tensor_of(spec))

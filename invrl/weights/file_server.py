@@ -1,10 +1,12 @@
-"""Serves the folders of a run's versions to engines that share no disk with the trainer.
+"""Serves the folders of a run's versions to engines that share no disk with the
+trainer.
 
     GET /version-000007/delta.zst      with the header "Authorization: Bearer KEY"
 
-Invariant: nothing but the files that a weight transport writes is given out, to nobody without the key, and
-nothing is taken in. It listens on one address of the trainer's machine, at a free port, without TLS: use it
-in a private network. Runs in threads of the trainer's rank, and ends with it.
+Invariant: nothing but the files that a weight transport writes is given out, to nobody
+without the key, and nothing is taken in. It listens on one address of the trainer's
+machine, at a free port, without TLS: use it in a private network. Runs in threads of
+the trainer's rank, and ends with it.
 """
 
 from __future__ import annotations
@@ -39,19 +41,23 @@ _SILENCE_S = 60.0
 
 class WeightFileServer:
     def __init__(self, parent: Path, host: str) -> None:
-        """`parent`: the folder of the versions' folders. Raises OSError if `host` is no address of this
-        machine."""
+        """`parent`: the folder of the versions' folders. Raises OSError if `host` is no
+        address of this machine."""
         self._key = random_key()
         self._server = _server_class(host)((host, 0), _handler_class(parent, self._key))
         bracketed = f"[{host}]" if ":" in host else host
-        self.source = FileSource(url=f"http://{bracketed}:{self._server.server_port}", key=self._key)
+        self.source = FileSource(
+            url=f"http://{bracketed}:{self._server.server_port}", key=self._key
+        )
         serve = partial(self._server.serve_forever, poll_interval=_CLOSES_WITHIN_S)
         self._thread = threading.Thread(target=serve, name="weight files", daemon=True)
         self._thread.start()
 
     def served(self, handle: str) -> str:
         """The handle with which an engine fetches what `handle` names."""
-        return msgspec.json.encode(ServedHandle(source=self.source, handle=handle)).decode()
+        return msgspec.json.encode(
+            ServedHandle(source=self.source, handle=handle)
+        ).decode()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -106,7 +112,8 @@ def _handler_class(parent: Path, key: str) -> type[BaseHTTPRequestHandler]:
 
 
 def _opened(parent: Path, path: str) -> int | None:
-    """The descriptor of a version's file, or None. A version that is removed meanwhile can be read on."""
+    """The descriptor of a version's file, or None. A version that is removed meanwhile
+    can be read on."""
     match = _FILE.fullmatch(path)
     if match is None:
         return None
@@ -114,7 +121,9 @@ def _opened(parent: Path, path: str) -> int | None:
     try:
         folder = os.open(parent / version, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            return os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder
+            )
         finally:
             os.close(folder)
     except OSError:

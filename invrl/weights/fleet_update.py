@@ -1,6 +1,8 @@
-"""The bookkeeping of one weight update: its engines, which are called side by side in each of its phases.
+"""The bookkeeping of one weight update: its engines, which are called side by side in
+each of its phases.
 
-An engine that fails in a phase that another engine passes is lost: it is not called again.
+An engine that fails in a phase that another engine passes is lost: it is not called
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from invrl.interfaces import WeightReceiver
 from invrl.metrics import timed
 
 logger = logging.getLogger(__name__)
-Phase = Literal["prepare", "pause", "sleep", "load", "commit", "wake", "resume", "canary"]
+Phase = Literal[
+    "prepare", "pause", "sleep", "load", "commit", "wake", "resume", "canary"
+]
 _SHORT_PHASES = ("pause", "sleep", "commit", "wake", "resume")
 _SHORT_PHASE_DEADLINE_S = 60.0
 Call = Callable[[WeightReceiver], Awaitable[None]]
@@ -27,7 +31,8 @@ Call = Callable[[WeightReceiver], Awaitable[None]]
 
 @dataclass(slots=True, kw_only=True)
 class FleetUpdate:
-    """The bookkeeping of one update: which engines take part, which were lost, how long each phase took."""
+    """The bookkeeping of one update: which engines take part, which were lost, how long
+    each phase took."""
 
     deadline_s: float
     drain_timeout_s: float
@@ -52,8 +57,8 @@ class FleetUpdate:
     async def call_each(self, phase: Phase, call: Call) -> None:
         """Call all remaining engines side by side, and wait for all of them.
 
-        An engine that fails is lost, unless every engine fails: then the first failure is raised with its
-        engine's name, and no engine is lost.
+        An engine that fails is lost, unless every engine fails: then the first failure
+        is raised with its engine's name, and no engine is lost.
         """
         remaining = self.remaining()
         failures = await self._call_side_by_side(phase, remaining, call)
@@ -62,7 +67,8 @@ class FleetUpdate:
         self._lose(phase, failures)
 
     async def try_each(self, phase: Phase, call: Call) -> None:
-        """As `call_each`, but an engine that fails is lost even if every engine fails."""
+        """As `call_each`, but an engine that fails is lost even if every engine
+        fails."""
         failures = await self._call_side_by_side(phase, self.remaining(), call)
         self._lose(phase, failures)
 
@@ -74,9 +80,11 @@ class FleetUpdate:
                 reason = f"every engine was lost after the commit, {reason}"
             raise WeightSyncError(reason, engine=name, unrestored=tuple(self.lost))
 
-    def _error_of_all(self, phase: Phase, failures: Mapping[str, Exception]) -> WeightSyncError:
-        """The error for a phase that failed on every engine: the first failure, with its class if that says
-        more than WeightSyncError."""
+    def _error_of_all(
+        self, phase: Phase, failures: Mapping[str, Exception]
+    ) -> WeightSyncError:
+        """The error for a phase that failed on every engine: the first failure, with
+        its class if that says more than WeightSyncError."""
         name, *other_names = failures
         error = failures[name]
         message = f"{name} failed in phase {phase}: {error}"
@@ -93,7 +101,12 @@ class FleetUpdate:
 
     def _lose(self, phase: Phase, failures: Mapping[str, Exception]) -> None:
         for name, error in failures.items():
-            logger.error("%s is dropped from the update: it failed in phase %s: %s", name, phase, error)
+            logger.error(
+                "%s is dropped from the update: it failed in phase %s: %s",
+                name,
+                phase,
+                error,
+            )
             self.lost[name] = error
 
     async def _call_side_by_side(
@@ -118,7 +131,9 @@ class FleetUpdate:
 
         self.entered(phase)
         with timed(self.seconds, phase):
-            errors = await asyncio.gather(*(failure_of(receiver) for receiver in receivers))
+            errors = await asyncio.gather(
+                *(failure_of(receiver) for receiver in receivers)
+            )
         failures: dict[str, Exception] = {}
         for receiver, error in zip(receivers, errors, strict=True):
             if error is not None:

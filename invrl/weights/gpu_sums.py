@@ -1,10 +1,13 @@
-"""The sums of `multilinear.py` for many tensors in one kernel: a GPU's time goes by bytes, not by tensors.
+"""The sums of `multilinear.py` for many tensors in one kernel: a GPU's time goes by
+bytes, not by tensors.
 
-Each program of the kernel sums one tile, a run of words of one tensor, and adds the result to the tensor's
-sum. It computes the coefficients of its words itself, so nothing but the words is read from memory. Addition
-modulo 2**64 gives the same number in every order.
+Each program of the kernel sums one tile, a run of words of one tensor, and adds the
+result to the tensor's sum. It computes the coefficients of its words itself, so nothing
+but the words is read from memory. Addition modulo 2**64 gives the same number in every
+order.
 
-Imports triton, which comes with torch's builds for CUDA: import this module where there is such a tensor.
+Imports triton, which comes with torch's builds for CUDA: import this module where there
+is such a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ _COLUMN_SEED = tl.constexpr(COLUMN_SEED)
 _ROW_SEED = tl.constexpr(ROW_SEED)
 _SHIFT = tl.constexpr(SHIFT)
 _TILE_WORDS = tl.constexpr(16_384)
-"""128 KiB of whole words: several thousand tiles for a gigabyte, which occupy every multiprocessor."""
+"""128 KiB of whole words: several thousand tiles for a gigabyte, which occupy every
+multiprocessor."""
 _BLOCK_WORDS = tl.constexpr(1024)
 """Words that a program has in registers at a time."""
 _TILE_FIELDS = tl.constexpr(7)
@@ -40,19 +44,24 @@ def sums_on_gpu(matrices: Sequence[WordMatrix]) -> list[int]:
         by_size.setdefault(matrix.word_bytes, []).append(index)
     with torch.cuda.device_of(sums):  # triton launches on the current device
         for word_bytes, indices in by_size.items():
-            tiles = torch.from_numpy(_tiles([matrices[index] for index in indices], indices)).to(device)
+            tiles = torch.from_numpy(
+                _tiles([matrices[index] for index in indices], indices)
+            ).to(device)
             if len(tiles):
                 _add_tiles[(len(tiles),)](tiles, sums, WORD_BYTES=word_bytes)  # type: ignore[arg-type]
     return sums.tolist()
 
 
 def _tiles(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
-    """A row for each tile: the address of its first word, the number of its words, the columns of its matrix,
-    the column in the slice, the row and the first column in the whole tensor, and the index of the sum."""
+    """A row for each tile: the address of its first word, the number of its words, the
+    columns of its matrix, the column in the slice, the row and the first column in the
+    whole tensor, and the index of the sum."""
     sizes = np.array([matrix.num_words for matrix in matrices], np.int64)
     counts = -(-sizes // _TILE_WORDS.value)
     owner = np.repeat(np.arange(len(matrices)), counts)
-    start = (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)) * _TILE_WORDS.value
+    start = (
+        np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    ) * _TILE_WORDS.value
     facts = np.array(
         [
             (
@@ -105,15 +114,27 @@ def _add_tiles(tiles, sums, WORD_BYTES: tl.constexpr):
     for start in range(0, _TILE_WORDS, _BLOCK_WORDS):
         place = start + tl.arange(0, _BLOCK_WORDS)
         if WORD_BYTES == 8:
-            whole = tl.load(address.to(tl.pointer_type(tl.int64)) + place, place < count, other=0)
+            whole = tl.load(
+                address.to(tl.pointer_type(tl.int64)) + place, place < count, other=0
+            )
             words = whole ^ (whole.to(tl.uint64) >> _SHIFT).to(tl.int64)
         elif WORD_BYTES == 4:
-            words = tl.load(address.to(tl.pointer_type(tl.int32)) + place, place < count, other=0)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int32)) + place, place < count, other=0
+            )
         elif WORD_BYTES == 2:
-            words = tl.load(address.to(tl.pointer_type(tl.int16)) + place, place < count, other=0)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int16)) + place, place < count, other=0
+            )
         else:
-            words = tl.load(address.to(tl.pointer_type(tl.int8)) + place, place < count, other=0)
+            words = tl.load(
+                address.to(tl.pointer_type(tl.int8)) + place, place < count, other=0
+            )
         rows = row + (column + place) // columns
         in_row = first_column + (column + place) % columns
-        total += words.to(tl.int64) * _coefficients(_COLUMN_SEED, in_row) * _coefficients(_ROW_SEED, rows)
+        total += (
+            words.to(tl.int64)
+            * _coefficients(_COLUMN_SEED, in_row)
+            * _coefficients(_ROW_SEED, rows)
+        )
     tl.atomic_add(sums + index, tl.sum(total), sem="relaxed")

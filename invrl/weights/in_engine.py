@@ -1,16 +1,17 @@
 """What runs inside SGLang's scheduler process: check, load and hash weights on request.
 
-A load answers with checksums that were taken while it copied, of what stands in the engine's parameters. They
-prove that the slot held what the trainer wrote and that every byte of it arrived in its place. They prove
-nothing of what happens to a parameter afterwards, not even within the same request. A digest reads all
-parameters once more when everything else is done, and proves what the engine serves at that moment.
+A load answers with checksums that were taken while it copied, of what stands in the
+engine's parameters. They prove that the slot held what the trainer wrote and that every
+byte of it arrived in its place. They prove nothing of what happens to a parameter
+afterwards, not even within the same request. A digest reads all parameters once more
+when everything else is done, and proves what the engine serves at that moment.
 
-SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our `load_format`. The request
-is the NAME of one empty tensor (JSON, `LoaderRequest`); the answer is a file (`LoaderReply`). The caller is
-`engines/weight_receiver.py`.
+SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our
+`load_format`. The request is the NAME of one empty tensor (JSON, `LoaderRequest`); the
+answer is a file (`LoaderReply`). The caller is `engines/weight_receiver.py`.
 
-Invariant: `run` never raises, because SGLang shuts the server down on an exception and ignores a return
-value. Nothing is written before the whole layout has been checked.
+Invariant: `run` never raises, because SGLang shuts the server down on an exception and
+ignores a return value. Nothing is written before the whole layout has been checked.
 """
 
 from __future__ import annotations
@@ -56,26 +57,30 @@ _SMALL_FILE_BYTES = 64 << 20
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`), a chain of them (if
-    `chain`) or what is broadcast (if `broadcast`), read back what is served (if `digest`)."""
+    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`), a
+    chain of them (if `chain`) or what is broadcast (if `broadcast`), read back what is
+    served (if `digest`)."""
 
     reply_path: str
-    """The file for the reply to this request alone. A bare name: in TMPDIR, from where the engine's HTTP
-    process gives it out."""
+    """The file for the reply to this request alone. A bare name: in TMPDIR, from where
+    the engine's HTTP process gives it out."""
     tensors: WeightLayout
     """Whole tensors, also where the rank holds slices of them."""
     rank: EngineRank = EngineRank()
     checksums_add_up: bool = False
-    """Hash with `multilinear.py`: for `checksums_of_ranks`, also if there is one rank."""
+    """Hash with `multilinear.py`: for `checksums_of_ranks`, also if there is one
+    rank."""
     arena: ArenaHandle | None = None
     alias: bool = False
-    """Point the parameters at the slot instead of copying. Without `arena`: check whether they can be."""
+    """Point the parameters at the slot instead of copying. Without `arena`: check
+    whether they can be."""
     folder: str = ""
     """As `read_folder` takes it."""
     chain: tuple[str, ...] = ()
     """As `load_chain` takes it."""
     source: FileSource | None = None
-    """Where the files of folders are fetched from. None: they are on a disk of this machine."""
+    """Where the files of folders are fetched from. None: they are on a disk of this
+    machine."""
     fetch_deadline_s: float = 0.0
     broadcast: GroupInvitation | None = None
     digest: bool = False
@@ -86,17 +91,20 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error_is_layout: bool = False
     error_is_broadcast: bool = False
     checksums: dict[str, str] = {}
-    """By tensor: of the parameters as read back, or, without `digest`, of what was copied into them. An alias
-    writes nothing, and so has none without `digest`."""
+    """By tensor: of the parameters as read back, or, without `digest`, of what was
+    copied into them. An alias writes nothing, and so has none without `digest`."""
     aliased: tuple[str, ...] = ()
-    """The tensors whose place in the parameters is their place in the slot, after an alias."""
+    """The tensors whose place in the parameters is their place in the slot, after an
+    alias."""
 
 
-def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+def plan(
+    parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]
+) -> dict[str, torch.Tensor]:
     """For each tensor of the layout the rows of the engine's parameter that hold it.
 
-    Raises LayoutError unless every tensor has a place of its shape and dtype, and every parameter is covered,
-    each row once.
+    Raises LayoutError unless every tensor has a place of its shape and dtype, and every
+    parameter is covered, each row once.
     """
     unplaced = {spec.name: spec for spec in tensors}
     if len(unplaced) != len(tensors):
@@ -108,7 +116,9 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
             for part in parts:
                 spec = unplaced.pop(part, None)
                 if spec is None:
-                    raise LayoutError(f"{part}: not in the layout, so the engine's {name} is not covered")
+                    raise LayoutError(
+                        f"{part}: not in the layout, so the engine's {name} is not covered"
+                    )
                 end_row = first_row
                 if spec.shape:
                     end_row += spec.shape[0]
@@ -117,24 +127,34 @@ def plan(parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) 
                 first_row = end_row
             has_padding = first_row > 0 and is_padded(name)
             if first_row != parameter.shape[0] and not has_padding:
-                raise LayoutError(f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows")
+                raise LayoutError(
+                    f"{name}: the layout gives {first_row} of its {parameter.shape[0]} rows"
+                )
     if unplaced:
         first_name = next(iter(unplaced))
         raise LayoutError(f"{first_name}: the engine has no such weight")
     return places
 
 
-def _blocks_of(name: str, parameter: torch.Tensor) -> list[tuple[torch.Tensor, list[str]]]:
-    """The tensors of rows that a parameter consists of (itself, or one per expert), each with the checkpoint
-    tensors that it holds."""
+def _blocks_of(
+    name: str, parameter: torch.Tensor
+) -> list[tuple[torch.Tensor, list[str]]]:
+    """The tensors of rows that a parameter consists of (itself, or one per expert),
+    each with the checkpoint tensors that it holds."""
     layer, _, last_name = name.rpartition(".experts.")
     if last_name not in EXPERTS:
         return [(parameter, tensors_of(name))]
-    return [(rows, tensors_of_expert(layer, expert, last_name)) for expert, rows in enumerate(parameter.data)]
+    return [
+        (rows, tensors_of_expert(layer, expert, last_name))
+        for expert, rows in enumerate(parameter.data)
+    ]
 
 
-def _check_fits(spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int) -> None:
-    """Raises LayoutError unless the tensor has the shape and dtype of these rows of the parameter."""
+def _check_fits(
+    spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int
+) -> None:
+    """Raises LayoutError unless the tensor has the shape and dtype of these rows of the
+    parameter."""
     fits = (
         len(spec.shape) == parameter.dim()
         and spec.shape[1:] == tuple(parameter.shape[1:])
@@ -167,7 +187,11 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
             lease = SlotLease(request.arena.path, request.arena.slot, writes=False)
             _point_at(model, views, lease)
             places = plan(parameters, own_tensors)
-            aliased = tuple(name for name, place in places.items() if _is_same_memory(place, slot[name]))
+            aliased = tuple(
+                name
+                for name, place in places.items()
+                if _is_same_memory(place, slot[name])
+            )
         else:
             with SlotLease(request.arena.path, request.arena.slot, writes=False):
                 sources = {name: slices[name].of(slot[name]) for name in places}
@@ -203,7 +227,9 @@ def _files(request: LoaderRequest) -> WeightFiles:
 
 
 def _slices(
-    model: torch.nn.Module, parameters: Mapping[str, torch.Tensor], request: LoaderRequest
+    model: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    request: LoaderRequest,
 ) -> dict[str, TensorSlice]:
     """What this rank holds of each tensor of the layout. Raises LayoutError."""
     specs = {spec.name: spec for spec in request.tensors}
@@ -211,22 +237,29 @@ def _slices(
     if request.rank.size == 1:
         return slices
     if request.alias or request.folder or request.chain:
-        raise LayoutError("an engine of several ranks takes its slices from the arena, in the mode copy")
+        raise LayoutError(
+            "an engine of several ranks takes its slices from the arena, in the mode copy"
+        )
     _check_rank(model, request.rank)
     for name, whole_parameter in parameters.items():
         for parameter, parts in _blocks_of(name, whole_parameter):
             if all(part in specs for part in parts):  # `plan` says what is missing
                 parts_specs = [specs[part] for part in parts]
-                slices |= slices_of_rank(name, parameter.shape, parts_specs, request.rank)
+                slices |= slices_of_rank(
+                    name, parameter.shape, parts_specs, request.rank
+                )
     return slices
 
 
 def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
-    """Raises LayoutError if SGLang's layers are another rank than the request is for."""
+    """Raises LayoutError if SGLang's layers are another rank than the request is
+    for."""
     for module in model.modules():
         index = getattr(module, "tp_rank", rank.index)
         if getattr(module, "tp_size", 1) == rank.size and index != rank.index:
-            raise LayoutError(f"the request for rank {rank.index} of the engine has reached rank {index}")
+            raise LayoutError(
+                f"the request for rank {rank.index} of the engine has reached rank {index}"
+            )
 
 
 def _hash_of(request: LoaderRequest, slices: Mapping[str, TensorSlice]) -> HashTensors:
@@ -245,7 +278,11 @@ def _compute_derived(model: torch.nn.Module) -> None:
 
 
 def _is_same_memory(place: torch.Tensor, other: torch.Tensor) -> bool:
-    return place.data_ptr() == other.data_ptr() and place.is_contiguous() and place.shape == other.shape
+    return (
+        place.data_ptr() == other.data_ptr()
+        and place.is_contiguous()
+        and place.shape == other.shape
+    )
 
 
 def _check_alias(
@@ -254,11 +291,16 @@ def _check_alias(
     places: Mapping[str, torch.Tensor],
     layout: WeightLayout,
 ) -> None:
-    """Raises LayoutError unless every parameter lies in a slot as it lies in the engine, and nothing that the
-    model computes with is made of a parameter's old memory."""
+    """Raises LayoutError unless every parameter lies in a slot as it lies in the
+    engine, and nothing that the model computes with is made of a parameter's old
+    memory."""
     if hasattr(model, "post_load_weights"):
-        raise _not_aliased("the model computes with matrices that it derives from its weights")
-    if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
+        raise _not_aliased(
+            "the model computes with matrices that it derives from its weights"
+        )
+    if any(
+        getattr(module, "use_intel_amx_backend", False) for module in model.modules()
+    ):
         raise _not_aliased("SGLang has packed the weights for AMX")
     offsets = slot_layout(layout).offsets
     for name, parameter in parameters.items():
@@ -266,9 +308,13 @@ def _check_alias(
             raise _not_aliased(f"{name} is not in memory in one piece")
         blocks = _blocks_of(name, parameter)
         tensors = [tensor for _, parts in blocks for tensor in parts]
-        rows = sum(places[tensor].shape[0] for tensor in tensors if places[tensor].dim())
+        rows = sum(
+            places[tensor].shape[0] for tensor in tensors if places[tensor].dim()
+        )
         if is_padded(name) and parameter.shape[0] > padded_rows(name, rows):
-            raise _not_aliased(f"{name} has {parameter.shape[0]} rows, a slot has room for fewer")
+            raise _not_aliased(
+                f"{name} has {parameter.shape[0]} rows, a slot has room for fewer"
+            )
         for tensor in tensors:
             offset = places[tensor].data_ptr() - parameter.data_ptr()
             if offsets[tensor] - offsets[tensors[0]] != offset:
@@ -276,13 +322,16 @@ def _check_alias(
 
 
 def _not_aliased(reason: str) -> LayoutError:
-    return LayoutError(f"the engine cannot alias the arena: {reason}. Use --weight-arena copy")
+    return LayoutError(
+        f"the engine cannot alias the arena: {reason}. Use --weight-arena copy"
+    )
 
 
 def _aliases(
     parameters: Mapping[str, torch.Tensor], slot: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The slot's memory in the form of each parameter. `_check_alias` must have passed."""
+    """The slot's memory in the form of each parameter. `_check_alias` must have
+    passed."""
     views: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         first_tensor = _blocks_of(name, parameter)[0][1][0]
@@ -296,10 +345,13 @@ def _aliases(
 
 
 _leases: dict[int, SlotLease] = {}
-"""Of the slots that parameters point at, by the model's id. SGLang has one model in a process."""
+"""Of the slots that parameters point at, by the model's id. SGLang has one model in a
+process."""
 
 
-def _point_at(model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: SlotLease) -> None:
+def _point_at(
+    model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: SlotLease
+) -> None:
     """From here on the trainer may write the slot that the model pointed at before."""
     for name, parameter in model.named_parameters():
         parameter.data = views[name]
@@ -315,8 +367,11 @@ def _wait_for_kernels() -> None:
     torch.cuda.synchronize()
 
 
-def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry point. Never raises: after a failure the reply has an error, or there is no reply."""
+def run(
+    model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """SGLang's entry point. Never raises: after a failure the reply has an error, or
+    there is no reply."""
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:
@@ -340,14 +395,16 @@ def run(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]
 def read_reply(path: str) -> LoaderReply:
     """Read a reply from its file.
 
-    Raises LayoutError, BroadcastError or WeightSyncError with the engine's own error, and WeightSyncError if
-    there is no reply.
+    Raises LayoutError, BroadcastError or WeightSyncError with the engine's own error,
+    and WeightSyncError if there is no reply.
     """
     try:
         body = Path(path).read_bytes()
         reply = msgspec.json.decode(body, type=LoaderReply)
     except (OSError, msgspec.DecodeError) as error:
-        raise WeightSyncError(f"the engine's weight loader left no reply: {error}") from error
+        raise WeightSyncError(
+            f"the engine's weight loader left no reply: {error}"
+        ) from error
     if reply.error and reply.error_is_layout:
         raise LayoutError(reply.error)
     if reply.error and reply.error_is_broadcast:

@@ -1,13 +1,16 @@
-"""A checksum that adds up: that of a tensor is the sum of those of its slices, wherever it is cut.
+"""A checksum that adds up: that of a tensor is the sum of those of its slices, wherever
+it is cut.
 
-It is the multilinear hash. A tensor is a matrix of machine words, and its checksum the sum modulo 2**64 of
-each word times the coefficients of its row and of its column. Coefficients are odd numbers without a pattern,
-so one changed word always changes the sum. The upper bits of a word are first mixed into the lower ones: a
-product carries upwards only, and two changed signs could cancel. It is computed where the tensor is: on a GPU
-by one kernel for all tensors (`gpu_sums.py`), and nothing but the sums is copied to the host.
+It is the multilinear hash. A tensor is a matrix of machine words, and its checksum the
+sum modulo 2**64 of each word times the coefficients of its row and of its column.
+Coefficients are odd numbers without a pattern, so one changed word always changes the
+sum. The upper bits of a word are first mixed into the lower ones: a product carries
+upwards only, and two changed signs could cancel. It is computed where the tensor is: on
+a GPU by one kernel for all tensors (`gpu_sums.py`), and nothing but the sums is copied
+to the host.
 
-The ranks of an engine hash their slices with it. Where an engine holds whole tensors in the CPU's memory,
-xxh3 (`tensor_spec.checksum`) takes less time.
+The ranks of an engine hash their slices with it. Where an engine holds whole tensors in
+the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 _WORD = 8
 _WRAP = (1 << 64) - 1
 SHIFT = 29
-"""No multiple of a weight's bits: the signs of a word's weights go to places where they cannot cancel."""
+"""No multiple of a weight's bits: the signs of a word's weights go to places where they
+cannot cancel."""
 _AFTER_SHIFT = (1 << (64 - SHIFT)) - 1
 _BLOCK_BYTES = 1 << 19
 """Of what is mixed and multiplied at a time: as much as a core's cache holds."""
@@ -46,11 +50,17 @@ def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
         for tensor in tensors.values()
     ]
-    return {name: f"{total:016x}" for name, total in zip(tensors, _sums(matrices), strict=True)}
+    return {
+        name: f"{total:016x}"
+        for name, total in zip(tensors, _sums(matrices), strict=True)
+    }
 
 
-def checksum_of_slice(part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]) -> str:
-    """Of `part`, the bytes of this slice of a tensor of `whole_shape`, for `checksums_of_ranks`.
+def checksum_of_slice(
+    part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
+) -> str:
+    """Of `part`, the bytes of this slice of a tensor of `whole_shape`, for
+    `checksums_of_ranks`.
 
     Raises LayoutError if the cut is not between two words.
     """
@@ -62,9 +72,12 @@ def checksums_of_slices(
     places: Mapping[str, TensorSlice],
     whole_shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    """By name, as `checksum_of_slice`. Of `places` and `whole_shapes` those with the names of `parts` are
-    used. Raises LayoutError."""
-    matrices = [_matrix_of(part, places[name], tuple(whole_shapes[name])) for name, part in parts.items()]
+    """By name, as `checksum_of_slice`. Of `places` and `whole_shapes` those with the
+    names of `parts` are used. Raises LayoutError."""
+    matrices = [
+        _matrix_of(part, places[name], tuple(whole_shapes[name]))
+        for name, part in parts.items()
+    ]
     checksums: dict[str, str] = {}
     for name, total in zip(parts, _sums(matrices), strict=True):
         place = places[name]
@@ -73,11 +86,14 @@ def checksums_of_slices(
 
 
 def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The checksum of each whole tensor, from those of the slices that an engine's ranks hold. Where ranks
-    hold the same slice they must agree, and together they must hold every slice: otherwise the text says what
-    is wrong, and equals no checksum."""
+    """The checksum of each whole tensor, from those of the slices that an engine's
+    ranks hold. Where ranks hold the same slice they must agree, and together they must
+    hold every slice: otherwise the text says what is wrong, and equals no checksum."""
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
-    return {name: _added([checksums.get(name, "") for checksums in by_rank]) for name in names}
+    return {
+        name: _added([checksums.get(name, "") for checksums in by_rank])
+        for name in names
+    }
 
 
 def _added(slices: Sequence[str]) -> str:
@@ -97,7 +113,8 @@ def _added(slices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WordMatrix:
-    """The words of a tensor's slice as a matrix, and where it is in that of the whole tensor."""
+    """The words of a tensor's slice as a matrix, and where it is in that of the whole
+    tensor."""
 
     part: torch.Tensor
     """The slice, contiguous and aligned to its words."""
@@ -117,25 +134,32 @@ class WordMatrix:
         """Integers [rows, columns]."""
         import torch
 
-        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.word_bytes]
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            self.word_bytes
+        ]
         return self.part.reshape(-1).view(dtype).view(-1, self.columns)
 
 
 def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
-    """The sum of each matrix. Those on a GPU are summed in one kernel, and waited for once."""
+    """The sum of each matrix. Those on a GPU are summed in one kernel, and waited for
+    once."""
     on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
         from invrl.weights.gpu_sums import sums_on_gpu
 
-        sums = dict(zip(on_gpu, sums_on_gpu([matrices[index] for index in on_gpu]), strict=True))
+        sums = dict(
+            zip(on_gpu, sums_on_gpu([matrices[index] for index in on_gpu]), strict=True)
+        )
     for index, matrix in enumerate(matrices):
         if index not in sums:
             sums[index] = _sum_on_cpu(matrix)
     return [sums[index] & _WRAP for index in range(len(matrices))]
 
 
-def _matrix_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]) -> WordMatrix:
+def _matrix_of(
+    part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
+) -> WordMatrix:
     """Raises LayoutError if the slice begins or ends within a word."""
     import torch
 
@@ -143,7 +167,9 @@ def _matrix_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, .
     part = part.detach()
     item = part.element_size()
     word_bytes = item
-    row_bytes = item * (math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape))
+    row_bytes = item * (
+        math.prod(whole_shape[1:]) if len(whole_shape) > 1 else math.prod(whole_shape)
+    )
     if row_bytes % _WORD == 0:
         if first_column * item % _WORD or columns * item % _WORD:
             reason = f"{place} of a tensor {whole_shape} begins or ends within a word of {_WORD} bytes"
@@ -151,7 +177,10 @@ def _matrix_of(part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, .
         word_bytes = _WORD
         first_column = first_column * item // _WORD
         columns = columns * item // _WORD
-    is_aligned = part.data_ptr() % word_bytes == 0 and part.storage_offset() * item % word_bytes == 0
+    is_aligned = (
+        part.data_ptr() % word_bytes == 0
+        and part.storage_offset() * item % word_bytes == 0
+    )
     if not (part.is_contiguous() and is_aligned):
         part = part.clone(memory_format=torch.contiguous_format)
     return WordMatrix(part, word_bytes, columns, first_row, first_column)
@@ -162,13 +191,15 @@ def _sum_on_cpu(matrix: WordMatrix) -> int:
         return 0
     words = matrix.words
     num_rows, num_columns = words.shape
-    row_sums = _row_sums(words, coefficients(COLUMN_SEED, matrix.first_column, num_columns))
+    row_sums = _row_sums(
+        words, coefficients(COLUMN_SEED, matrix.first_column, num_columns)
+    )
     return int((row_sums * coefficients(ROW_SEED, matrix.first_row, num_rows)).sum())
 
 
 def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(first row, first column, columns) of the slice in the tensor's matrix, whose rows are those of the
-    tensor. A tensor of one dimension is one row."""
+    """(first row, first column, columns) of the slice in the tensor's matrix, whose
+    rows are those of the tensor. A tensor of one dimension is one row."""
     if len(whole_shape) < 2:
         return 0, place.start, max(1, place.stop - place.start)
     if place.dimension == 0:

@@ -1,19 +1,23 @@
-"""Engines that come back while updates go on: what they read, and when they join the fleet.
+"""Engines that come back while updates go on: what they read, and when they join the
+fleet.
 
-A newcomer loads the version that the fleet holds, in the background. Meanwhile an update may stage the next
-version, which goes to other memory, and commit it. Then the newcomer has to load once more. That second time
-updates stage beside it, but wait for it before they take the list of their engines.
+A newcomer loads the version that the fleet holds, in the background. Meanwhile an
+update may stage the next version, which goes to other memory, and commit it. Then the
+newcomer has to load once more. That second time updates stage beside it, but wait for
+it before they take the list of their engines.
 
     loads the fleet's version ──► between two updates: holds the fleet's version? ── yes ─► joins
       ▲                                                  │ no
       └────────── once more, and updates wait ◄──────────┘
 
-Invariants: memory is not staged over while a newcomer reads it. A newcomer joins only while no update is
-closed to newcomers, and only with the version that the fleet holds then; so an update has it among its
-engines, or ends first. Every wait ends: a newcomer loads twice at most, and an update gives up a newcomer
-that it has waited for until the deadline. The update itself goes on.
+Invariants: memory is not staged over while a newcomer reads it. A newcomer joins only
+while no update is closed to newcomers, and only with the version that the fleet holds
+then; so an update has it among its engines, or ends first. Every wait ends: a newcomer
+loads twice at most, and an update gives up a newcomer that it has waited for until the
+deadline. The update itself goes on.
 
-A verification of what the engines hold is such a reader too: it holds updates from its start.
+A verification of what the engines hold is such a reader too: it holds updates from its
+start.
 
 Used from one event loop. Nothing here knows how weights are moved.
 """
@@ -47,7 +51,8 @@ class _Reader:
 
 
 class Newcomers:
-    """`reading` and `until_open` are for newcomers, the rest is for updates, which run one at a time."""
+    """`reading` and `until_open` are for newcomers, the rest is for updates, which run
+    one at a time."""
 
     def __init__(self, *, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -59,10 +64,11 @@ class Newcomers:
     async def reading(
         self, engine: str, version: WeightVersion, *, holds_updates: bool = False
     ) -> AsyncIterator[None]:
-        """Within, the memory of this version is not staged over. `holds_updates`: updates wait for the end of
-        the block before they close.
+        """Within, the memory of this version is not staged over. `holds_updates`:
+        updates wait for the end of the block before they close.
 
-        Raises WeightSyncError, at any await of the block, when an update gives the newcomer up.
+        Raises WeightSyncError, at any await of the block, when an update gives the
+        newcomer up.
         """
         reader = _Reader(engine=engine, version=version, holds_updates=holds_updates)
         self._readers.append(reader)
@@ -78,16 +84,19 @@ class Newcomers:
             raise WeightSyncError(reader.given_up, engine=engine)
 
     async def until_open(self) -> None:
-        """Wait until no update is closed to newcomers. Updates have deadlines, so this wait needs none."""
+        """Wait until no update is closed to newcomers. Updates have deadlines, so this
+        wait needs none."""
         await self._until(lambda: not self._is_closed)
 
     async def until_unread_but(self, version: WeightVersion) -> None:
-        """Wait until newcomers read this version only: the memory of every other one is free to write."""
+        """Wait until newcomers read this version only: the memory of every other one is
+        free to write."""
         waited_for = f"to finish with a version older than {version}"
         await self._outwait(lambda reader: reader.version != version, waited_for)
 
     async def until_none_holds_updates(self) -> None:
-        """Wait for the newcomers that are about to join. `closed` must follow without an await."""
+        """Wait for the newcomers that are about to join. `closed` must follow without
+        an await."""
         await self._outwait(lambda reader: reader.holds_updates, "to finish")
 
     @contextmanager
@@ -100,11 +109,15 @@ class Newcomers:
             self._is_closed = False
             self._changed.set()
 
-    async def _outwait(self, blocks: Callable[[_Reader], bool], waited_for: str) -> None:
+    async def _outwait(
+        self, blocks: Callable[[_Reader], bool], waited_for: str
+    ) -> None:
         """Wait until no reader blocks; after the deadline give up those that do."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                await self._until(lambda: not any(blocks(reader) for reader in self._readers))
+                await self._until(
+                    lambda: not any(blocks(reader) for reader in self._readers)
+                )
         except TimeoutError:
             for reader in [reader for reader in self._readers if blocks(reader)]:
                 wait = f"an update waited {self._deadline_s:g} s for it {waited_for}"

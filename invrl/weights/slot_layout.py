@@ -1,9 +1,10 @@
 """Where each tensor lies in a slot of the arena: as in the engine's own parameters.
 
-What an engine fuses into one parameter lies back to back, in the engine's order, and behind a tensor over the
-vocabulary there is room for the engine's padding. So an engine may point a whole parameter at the slot.
-Names, shapes and dtypes decide, so that trainer and engines compute the same layout; an engine checks it
-against its parameters before it relies on it.
+What an engine fuses into one parameter lies back to back, in the engine's order, and
+behind a tensor over the vocabulary there is room for the engine's padding. So an engine
+may point a whole parameter at the slot. Names, shapes and dtypes decide, so that
+trainer and engines compute the same layout; an engine checks it against its parameters
+before it relies on it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ALIGNMENT = 64
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
     offsets: Mapping[str, int]
-    """Bytes from the beginning of the slot, by tensor, in the order of the weight layout."""
+    """Bytes from the beginning of the slot, by tensor, in the order of the weight
+    layout."""
     num_bytes: int
 
 
@@ -47,8 +49,8 @@ def slot_layout(layout: WeightLayout) -> SlotLayout:
 
 
 def _fused(layout: WeightLayout) -> list[tuple[str, list[TensorSpec]]]:
-    """The tensors of each engine parameter, in the engine's order. Tensors of another dtype, or with rows of
-    another shape, are never in one parameter."""
+    """The tensors of each engine parameter, in the engine's order. Tensors of another
+    dtype, or with rows of another shape, are never in one parameter."""
     places: dict[tuple[object, ...], list[tuple[tuple[int, int], TensorSpec]]] = {}
     names: dict[tuple[object, ...], str] = {}
     for spec in layout:

@@ -1,4 +1,5 @@
-"""A tensor's name, shape, dtype, size and checksum: what every weight transport needs to know of it.
+"""A tensor's name, shape, dtype, size and checksum: what every weight transport needs
+to know of it.
 
 Imports torch only where tensors are touched.
 """
@@ -38,14 +39,19 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def copy_hashed(
-    target: torch.Tensor, source: torch.Tensor, hash_tensor: Callable[[torch.Tensor], str] = checksum
+    target: torch.Tensor,
+    source: torch.Tensor,
+    hash_tensor: Callable[[torch.Tensor], str] = checksum,
 ) -> str:
-    """Copies, and returns the checksum of the target's bytes as they are read back straight after.
+    """Copies, and returns the checksum of the target's bytes as they are read back
+    straight after.
 
-    On a CPU this costs 1.2 to 1.5 times the copy. Blocks of a cache's size did not make it faster on the
-    machines that were tried. Raises ValueError for another shape.
+    On a CPU this costs 1.2 to 1.5 times the copy. Blocks of a cache's size did not make
+    it faster on the machines that were tried. Raises ValueError for another shape.
     """
     if target.shape != source.shape:
-        raise ValueError(f"a tensor {tuple(source.shape)} does not fit into {tuple(target.shape)}")
+        raise ValueError(
+            f"a tensor {tuple(source.shape)} does not fit into {tuple(target.shape)}"
+        )
     target.copy_(source.detach())
     return hash_tensor(target)

@@ -1,8 +1,9 @@
-"""Work on the bytes of many tensors, by a few threads: one core alone does not use the memory's bandwidth.
+"""Work on the bytes of many tensors, by a few threads: one core alone does not use the
+memory's bandwidth.
 
-Copies and checksums leave Python's lock while they run, but threads that come back for it after each small
-tensor wait for one another. So a thread takes several tensors at a time. In a process that uses a GPU there
-is nothing to gain, and one thread does it all.
+Copies and checksums leave Python's lock while they run, but threads that come back for
+it after each small tensor wait for one another. So a thread takes several tensors at a
+time. In a process that uses a GPU there is nothing to gain, and one thread does it all.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ _BATCH_BYTES = 4 << 20
 Named = tuple[str, "torch.Tensor"]
 
 
-def by_threads(work: Callable[[str, torch.Tensor], str], tensors: Iterable[Named]) -> dict[str, str]:
+def by_threads(
+    work: Callable[[str, torch.Tensor], str], tensors: Iterable[Named]
+) -> dict[str, str]:
     """`work(name, tensor)` of each tensor, by its name.
 
-    The tensors are taken one by one, by this thread. An iterator that makes them has no more in memory than
-    one batch for each thread, and one. Raises what `work` raises, once all that has begun has ended.
+    The tensors are taken one by one, by this thread. An iterator that makes them has no
+    more in memory than one batch for each thread, and one. Raises what `work` raises,
+    once all that has begun has ended.
     """
     import torch
 
@@ -38,7 +42,9 @@ def by_threads(work: Callable[[str, torch.Tensor], str], tensors: Iterable[Named
     in_inference_mode = torch.is_inference_mode_enabled()
 
     def work_on(batch: list[Named]) -> dict[str, str]:
-        with torch.inference_mode(in_inference_mode):  # each thread has a mode of its own
+        with torch.inference_mode(
+            in_inference_mode
+        ):  # each thread has a mode of its own
             return {name: work(name, tensor) for name, tensor in batch}
 
     free_threads = threading.Semaphore(num_threads)

@@ -3,22 +3,26 @@
     stage ─► prepare ─► pause ─► load ─► checksums ─► commit ─► resume ─► canary
       └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume
 
-What becomes of requests in flight at the pause is the receiver's: they are retracted, keep their cache, or
-have ended before (`weight_update_inflight`). With all three, no token is sampled between pause and resume.
+What becomes of requests in flight at the pause is the receiver's: they are retracted,
+keep their cache, or have ended before (`weight_update_inflight`). With all three, no
+token is sampled between pause and resume.
 
-Invariant: when an update has ended, all engines that stay in the fleet hold the new version, or all of them
-hold the old one. Nobody samples while the weights differ from the version's name.
+Invariant: when an update has ended, all engines that stay in the fleet hold the new
+version, or all of them hold the old one. Nobody samples while the weights differ from
+the version's name.
 
-An engine that fails in a phase that another engine passes is lost: it is not called again, the update goes
-on with the rest, and the caller takes it out of the fleet. A phase in which every remaining engine fails
-ends the update. Then the weights staged before are loaded again into every engine that may have been
-written, a checksum proves them, and the engines resume. An engine that cannot be restored stays paused and
-is named in the error.
+An engine that fails in a phase that another engine passes is lost: it is not called
+again, the update goes on with the rest, and the caller takes it out of the fleet. A
+phase in which every remaining engine fails ends the update. Then the weights staged
+before are loaded again into every engine that may have been written, a checksum proves
+them, and the engines resume. An engine that cannot be restored stays paused and is
+named in the error.
 
-In a rolling update each engine goes from the pause to the canary by itself, one after the other, so that the
-others generate meanwhile under the version that they hold; each token carries the version of its engine. Up
-to the first engine that passes its canary, an engine that fails goes back to the old weights. From then on
-the update goes forwards only: an engine that fails is lost. `_give_one_by_one` says the rest.
+In a rolling update each engine goes from the pause to the canary by itself, one after
+the other, so that the others generate meanwhile under the version that they hold; each
+token carries the version of its engine. Up to the first engine that passes its canary,
+an engine that fails goes back to the old weights. From then on the update goes forwards
+only: an engine that fails is lost. `_give_one_by_one` says the rest.
 
 Where engines and trainer share a GPU, an update begins before there are weights for it:
 
@@ -26,8 +30,8 @@ Where engines and trainer share a GPU, an update begins before there are weights
     run:     stage ─► prepare ─► load ─► checksums ─► commit ─► wake ─► resume ─► canary
                └────────┴──────────┴────────┴───────────┴─ old weights back, wake, resume
 
-An engine that sleeps has no memory for its cache. No engine joins the fleet between `suspend` and the end of
-`run`.
+An engine that sleeps has no memory for its cache. No engine joins the fleet between
+`suspend` and the end of `run`.
 
 Pure over `interfaces`.
 """
@@ -37,7 +41,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
@@ -68,36 +79,44 @@ class Committed:
     staged: StagedWeights
     layout: WeightLayout
     canary_prompts: Sequence[Sequence[int]]
-    """What an engine is asked to prove that it computes with these weights as the trainer does."""
+    """What an engine is asked to prove that it computes with these weights as the
+    trainer does."""
     canary: NDArray[np.float32] | None = None
-    """The trainer's log-probs of the canary prompts under these weights, one prompt after another. None until
-    the update's canary has been asked, and where there are no canary prompts."""
+    """The trainer's log-probs of the canary prompts under these weights, one prompt
+    after another. None until the update's canary has been asked, and where there are no
+    canary prompts."""
 
 
 @dataclass(slots=True, eq=False)
 class WeightTransaction:
-    """Runs updates, one at a time, and remembers the weights staged last, to go back to.
+    """Runs updates, one at a time, and remembers the weights staged last, to go back
+    to.
 
-    The first update asks all canary prompts, a later one asks one of them, in turn: while an engine answers,
-    its agents wait, and a layer or a parameter that is computed wrongly shows in each prompt. Only if that
-    one is beyond the bound, all are asked, and their mean decides.
+    The first update asks all canary prompts, a later one asks one of them, in turn:
+    while an engine answers, its agents wait, and a layer or a parameter that is
+    computed wrongly shows in each prompt. Only if that one is beyond the bound, all are
+    asked, and their mean decides.
     """
 
     sender: WeightSender
     receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
-    """The engines of the fleet (`Fleet.receivers`), asked for in each update after the weights are staged:
-    what has joined by then takes part."""
+    """The engines of the fleet (`Fleet.receivers`), asked for in each update after the
+    weights are staged: what has joined by then takes part."""
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
     deadline_s: float = 300.0
-    """Of each phase, over all engines, which work side by side; of a short phase at most 60 s."""
+    """Of each phase, over all engines, which work side by side; of a short phase at
+    most 60 s."""
     drain_timeout_s: float = 0.0
-    """How much longer a pause may take, because engines first end what they generate."""
+    """How much longer a pause may take, because engines first end what they
+    generate."""
     is_rolling: bool = False
-    """Engines are updated one after the other, while the others generate; else all together."""
+    """Engines are updated one after the other, while the others generate; else all
+    together."""
     load: Load = load_alone
-    """Loads into one engine. Several that begin together may share what they do (`broadcast_loads.py`)."""
+    """Loads into one engine. Several that begin together may share what they do
+    (`broadcast_loads.py`)."""
     committed: Committed | None = field(default=None, init=False)
     """None before the first update."""
     phase: Phase | Literal["stage", ""] = field(default="", init=False)
@@ -114,9 +133,9 @@ class WeightTransaction:
     async def run(self, version: WeightVersion) -> WeightUpdate:
         """Give `version` to every engine.
 
-        Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After all of them but
-        CanaryError every engine that is not in `unrestored` serves the old version; in a rolling update after
-        a CanaryError of the first engine too.
+        Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After
+        all of them but CanaryError every engine that is not in `unrestored` serves the
+        old version; in a rolling update after a CanaryError of the first engine too.
         """
         try:
             return await self._run(version)
@@ -124,10 +143,12 @@ class WeightTransaction:
             self.phase = ""
 
     async def suspend(self) -> Mapping[str, str]:
-        """Begin the next update: pause every engine and free the memory of its cache, until `run`.
+        """Begin the next update: pause every engine and free the memory of its cache,
+        until `run`.
 
-        Returns the engines that were lost, with the reasons: their processes may still hold memory. Raises
-        WeightSyncError if every engine fails; those that are not in `unrestored` serve the old version.
+        Returns the engines that were lost, with the reasons: their processes may still
+        hold memory. Raises WeightSyncError if every engine fails; those that are not in
+        `unrestored` serve the old version.
         """
         update = self._begin()
         try:
@@ -163,7 +184,9 @@ class WeightTransaction:
                     await self._roll_back_after(error, update, old)
                 raise
 
-    async def _give_version(self, update: FleetUpdate, version: WeightVersion) -> WeightUpdate:
+    async def _give_version(
+        self, update: FleetUpdate, version: WeightVersion
+    ) -> WeightUpdate:
         if self.committed is not None:
             with timed(update.seconds, "newcomers"):
                 await self._newcomers.until_unread_but(self.committed.staged.version)
@@ -173,10 +196,14 @@ class WeightTransaction:
             await self._newcomers.until_none_holds_updates()
         with self._newcomers.closed():
             await self._ask_receivers(update)
-            await update.call_each("prepare", lambda engine: engine.check(layout, staged))
+            await update.call_each(
+                "prepare", lambda engine: engine.check(layout, staged)
+            )
             prompts = self._canary_prompts_of(version)
             new = Committed(staged=staged, layout=layout, canary_prompts=prompts)
-            with self._trainer_canary(update, prompts) as update.trainer_canary:  # while the engines load
+            with self._trainer_canary(
+                update, prompts
+            ) as update.trainer_canary:  # while the engines load
                 if self.is_rolling:
                     await self._give_one_by_one(update, new)
                 else:
@@ -201,31 +228,43 @@ class WeightTransaction:
         update.paused = True
         await update.call_each("pause", lambda engine: engine.pause())
 
-    async def _give_to_all(self, update: FleetUpdate, new: Committed, *, old: Committed | None) -> None:
-        """From the pause to the canary, for all engines of the update together. Raises as `run` does."""
+    async def _give_to_all(
+        self, update: FleetUpdate, new: Committed, *, old: Committed | None
+    ) -> None:
+        """From the pause to the canary, for all engines of the update together. Raises
+        as `run` does."""
         staged = new.staged
         try:
             if not update.paused:
                 await self._pause(update)
             update.touched = True
-            await update.call_each("load", lambda engine: load_verified(engine, staged, self.load))
-            await update.call_each("commit", lambda engine: engine.commit(staged.version))
-        except BaseException as error:  # cancellation too: no engine may stay paused or mixed
+            await update.call_each(
+                "load", lambda engine: load_verified(engine, staged, self.load)
+            )
+            await update.call_each(
+                "commit", lambda engine: engine.commit(staged.version)
+            )
+        except (
+            BaseException
+        ) as error:  # cancellation too: no engine may stay paused or mixed
             await self._roll_back_after(error, update, old)
             raise
         if self.committed is old:
             self.committed = new
-        # Shielded from cancellation: an engine that stays paused would block its agents for ever.
+        # Shielded from cancellation: an engine that stays paused would block its agents
+        # for ever.
         resuming = asyncio.ensure_future(self._resume_committed(update))
         await asyncio.shield(resuming)
         await self._check_canary(update)
 
     async def _give_one_by_one(self, update: FleetUpdate, new: Committed) -> None:
-        """One engine after the other goes through the phases of `_give_to_all`; the others generate.
+        """One engine after the other goes through the phases of `_give_to_all`; the
+        others generate.
 
-        An engine that fails before its commit goes back to the old weights. It is lost if another engine
-        passes. If none passes, the first failure is raised, and all that is left holds the old version. A
-        canary over its bound ends the update: if no engine has passed before, that engine goes back too.
+        An engine that fails before its commit goes back to the old weights. It is lost
+        if another engine passes. If none passes, the first failure is raised, and all
+        that is left holds the old version. A canary over its bound ends the update: if
+        no engine has passed before, that engine goes back too.
         """
         old = self.committed
         has_passed = False
@@ -257,15 +296,17 @@ class WeightTransaction:
             raise error
 
     async def _go_back(self, update: FleetUpdate, old: Committed) -> tuple[str, ...]:
-        """Give the old weights to engines that have resumed under the new ones. Returns those lost."""
+        """Give the old weights to engines that have resumed under the new ones. Returns
+        those lost."""
         update.paused = True
         update.touched = True
         await update.try_each("pause", lambda engine: engine.pause())
         return await self._roll_back(update, old)
 
     async def bring_up(self, engine: WeightReceiver, join: Callable[[], None]) -> None:
-        """Give the fleet's version to an engine that serves nobody yet, and prove it by checksum and canary.
-        Then call `join`, which makes the engine one of `receivers`.
+        """Give the fleet's version to an engine that serves nobody yet, and prove it by
+        checksum and canary. Then call `join`, which makes the engine one of
+        `receivers`.
 
         Updates go on meanwhile (`newcomers.py`). Raises WeightSyncError, before `join`.
         """
@@ -274,22 +315,33 @@ class WeightTransaction:
             await self._newcomers.until_open()
             committed = self.committed
             if committed is None:
-                raise WeightSyncError("the fleet holds no version yet", engine=engine.name)
+                raise WeightSyncError(
+                    "the fleet holds no version yet", engine=engine.name
+                )
             version = committed.staged.version
-            async with self._newcomers.reading(engine.name, version, holds_updates=is_late):
+            async with self._newcomers.reading(
+                engine.name, version, holds_updates=is_late
+            ):
                 await self._give(engine, committed)
                 await self._newcomers.until_open()
-                if self.committed is not None and self.committed.staged.version == version:
+                if (
+                    self.committed is not None
+                    and self.committed.staged.version == version
+                ):
                     join()
                     return
             is_late = True
 
     @asynccontextmanager
-    async def holding_committed(self, reader: str, wait_s: float) -> AsyncIterator[Committed]:
-        """What the fleet holds. Within the block an update may stage, and waits before it touches an engine.
+    async def holding_committed(
+        self, reader: str, wait_s: float
+    ) -> AsyncIterator[Committed]:
+        """What the fleet holds. Within the block an update may stage, and waits before
+        it touches an engine.
 
-        Raises WeightSyncError if an update is in progress for `wait_s`, if no version has been committed, and
-        at any await of the block when an update has waited for its end until the deadline.
+        Raises WeightSyncError if an update is in progress for `wait_s`, if no version
+        has been committed, and at any await of the block when an update has waited for
+        its end until the deadline.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -300,7 +352,9 @@ class WeightTransaction:
         committed = self.committed
         if committed is None:
             raise WeightSyncError("no version of the weights has been committed yet")
-        async with self._newcomers.reading(reader, committed.staged.version, holds_updates=True):
+        async with self._newcomers.reading(
+            reader, committed.staged.version, holds_updates=True
+        ):
             yield committed
 
     async def _give(self, engine: WeightReceiver, committed: Committed) -> None:
@@ -337,8 +391,11 @@ class WeightTransaction:
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
 
-    async def _stage(self, update: FleetUpdate, version: WeightVersion) -> tuple[WeightLayout, StagedWeights]:
-        """Generation continues meanwhile. No engine has been touched, so an error needs no undoing."""
+    async def _stage(
+        self, update: FleetUpdate, version: WeightVersion
+    ) -> tuple[WeightLayout, StagedWeights]:
+        """Generation continues meanwhile. No engine has been touched, so an error needs
+        no undoing."""
         try:
             with timed(update.seconds, "stage"):
                 async with asyncio.timeout(self.deadline_s):
@@ -356,26 +413,35 @@ class WeightTransaction:
         if isinstance(error, WeightSyncError):
             error.unrestored = unrestored
 
-    async def _roll_back(self, update: FleetUpdate, old: Committed | None) -> tuple[str, ...]:
-        """Put the old weights back and resume. Returns the engines that were lost, before or now."""
+    async def _roll_back(
+        self, update: FleetUpdate, old: Committed | None
+    ) -> tuple[str, ...]:
+        """Put the old weights back and resume. Returns the engines that were lost,
+        before or now."""
         if update.touched:
             if old is None:
                 return tuple(engine.name for engine in update.receivers)
-            await update.try_each("load", lambda engine: load_verified(engine, old.staged, self.load))
-            await update.try_each("commit", lambda engine: engine.commit(old.staged.version))
+            await update.try_each(
+                "load", lambda engine: load_verified(engine, old.staged, self.load)
+            )
+            await update.try_each(
+                "commit", lambda engine: engine.commit(old.staged.version)
+            )
         await self._wake(update)
         if update.paused:
             await update.try_each("resume", lambda engine: engine.resume())
         return tuple(update.lost)
 
     async def _wake(self, update: FleetUpdate) -> None:
-        """Give engines that sleep the memory of their caches back. One that finds too little is lost."""
+        """Give engines that sleep the memory of their caches back. One that finds too
+        little is lost."""
         if update.asleep:
             update.asleep = False
             await update.try_each("wake", lambda engine: engine.wake())
 
     async def _resume_committed(self, update: FleetUpdate) -> None:
-        """Every engine holds the new version. An engine that does not resume is lost; nothing is undone."""
+        """Every engine holds the new version. An engine that does not resume is lost;
+        nothing is undone."""
         await self._wake(update)
         await update.try_each("resume", lambda engine: engine.resume())
         paused_s = time.monotonic() - update.paused_at
@@ -388,20 +454,25 @@ class WeightTransaction:
         return [self.canary_prompts[version % len(self.canary_prompts)]]
 
     async def _check_canary(self, update: FleetUpdate) -> None:
-        """Ask the engines of the update. Raises CanaryError if all canary prompts together are beyond the
-        bound: where one prompt alone is, it may be by the rounding of its few tokens."""
+        """Ask the engines of the update. Raises CanaryError if all canary prompts
+        together are beyond the bound: where one prompt alone is, it may be by the
+        rounding of its few tokens."""
         committed = self.committed
         assert committed is not None, "the canary follows a commit"
         if not committed.canary_prompts:
             return
-        assert update.trainer_canary is not None, "the trainer is asked before the engines"
+        assert update.trainer_canary is not None, (
+            "the trainer is asked before the engines"
+        )
         try:
             await self._compare_canary(update, committed, update.trainer_canary)
         except CanaryError as error:
             if len(committed.canary_prompts) == len(self.canary_prompts):
                 raise
             logger.warning("all canary prompts are asked, because of one: %s", error)
-            everything = replace(committed, canary_prompts=self.canary_prompts, canary=None)
+            everything = replace(
+                committed, canary_prompts=self.canary_prompts, canary=None
+            )
             with self._trainer_canary(update, self.canary_prompts) as trained:
                 await self._compare_canary(update, everything, trained)
 
@@ -409,7 +480,8 @@ class WeightTransaction:
     def _trainer_canary(
         self, update: FleetUpdate, prompts: Sequence[Sequence[int]]
     ) -> Iterator[asyncio.Future[NDArray[np.float32]]]:
-        """The trainer's log-probs of the prompts, one after another, which it computes within the block."""
+        """The trainer's log-probs of the prompts, one after another, which it computes
+        within the block."""
 
         async def ask() -> NDArray[np.float32]:
             if not prompts:
@@ -425,13 +497,18 @@ class WeightTransaction:
             asking.add_done_callback(_ignore_error)
 
     async def _compare_canary(
-        self, update: FleetUpdate, committed: Committed, trained: asyncio.Future[NDArray[np.float32]]
+        self,
+        update: FleetUpdate,
+        committed: Committed,
+        trained: asyncio.Future[NDArray[np.float32]],
     ) -> None:
         """Ask the engines. Raises CanaryError beyond the bound."""
         served: dict[str, NDArray[np.float32]] = {}
 
         async def ask(engine: WeightReceiver) -> None:
-            served[engine.name] = np.concatenate(await engine.logprobs(committed.canary_prompts))
+            served[engine.name] = np.concatenate(
+                await engine.logprobs(committed.canary_prompts)
+            )
 
         await update.try_each("canary", ask)
         update.raise_if_all_lost()
@@ -441,7 +518,9 @@ class WeightTransaction:
                 expected = await trained
         gaps: list[tuple[float, float]] = []
         for name, logprobs in served.items():
-            gaps.append(self.bound.check(name, logprobs - expected, committed.staged.version))
+            gaps.append(
+                self.bound.check(name, logprobs - expected, committed.staged.version)
+            )
         update.max_gaps += [max_gap for max_gap, _ in gaps]
         update.mean_gaps += [mean_gap for _, mean_gap in gaps]
         self.committed = replace(committed, canary=expected)
@@ -453,12 +532,17 @@ def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:
         task.exception()
 
 
-async def load_verified(receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone) -> None:
-    """Load, then raise ChecksumError unless the engine's parameters hash to what was sent."""
+async def load_verified(
+    receiver: WeightReceiver, staged: StagedWeights, load: Load = load_alone
+) -> None:
+    """Load, then raise ChecksumError unless the engine's parameters hash to what was
+    sent."""
     await load(receiver, staged)
     held = await receiver.checksums(staged)
     num_tensors = len(staged.checksums)
-    wrong = [name for name, value in staged.checksums.items() if held.get(name) != value]
+    wrong = [
+        name for name, value in staged.checksums.items() if held.get(name) != value
+    ]
     if wrong:
         reason = f"{len(wrong)} of {num_tensors} tensors are not what was sent, {wrong[0]} first"
         raise ChecksumError(reason, engine=receiver.name)

@@ -1,4 +1,5 @@
-"""Whether an engine holds the committed weights: its parameters as read back, compared by checksum.
+"""Whether an engine holds the committed weights: its parameters as read back, compared
+by checksum.
 
 Pure; what is read back comes from `engines/weight_receiver.py`.
 """
@@ -49,7 +50,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_equal(self) -> bool:
-        """Whether at least one engine was read, and all of them hold the committed weights."""
+        """Whether at least one engine was read, and all of them hold the committed
+        weights."""
         if self.error or not self.engines:
             return False
         return all(
@@ -58,7 +60,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def compare(committed: Committed, engine: str, read_back: ReadBack) -> EngineVerification:
+def compare(
+    committed: Committed, engine: str, read_back: ReadBack
+) -> EngineVerification:
     """Compare what an engine holds with what was committed, tensor by tensor."""
     held = read_back.checksums
     expected = committed.staged.checksums
@@ -68,7 +72,9 @@ def compare(committed: Committed, engine: str, read_back: ReadBack) -> EngineVer
         engine=engine,
         version=read_back.version,
         num_tensors=len(held),
-        num_bytes=sum(num_bytes(spec) for spec in committed.layout if spec.name in held),
+        num_bytes=sum(
+            num_bytes(spec) for spec in committed.layout if spec.name in held
+        ),
         different=tuple(different),
         paused_s=read_back.paused_s,
     )
@@ -78,7 +84,10 @@ def describe(verification: Verification) -> str:
     """A line per engine."""
     if verification.error:
         return verification.error
-    return "\n".join(_describe_engine(engine, verification.version) for engine in verification.engines)
+    return "\n".join(
+        _describe_engine(engine, verification.version)
+        for engine in verification.engines
+    )
 
 
 def _describe_engine(engine: EngineVerification, committed: str) -> str:

@@ -1,8 +1,9 @@
-"""The files of a version of the weights, as an engine opens them: on a disk that it shares with the trainer,
-or fetched from the trainer over HTTP (`file_server.py`).
+"""The files of a version of the weights, as an engine opens them: on a disk that it
+shares with the trainer, or fetched from the trainer over HTTP (`file_server.py`).
 
-A fetched file is kept in a folder of TMPDIR until the load ends. On the way it may be cut or changed: whoever
-reads it compares what it has read with the trainer's checksums, as with a file of a shared disk.
+A fetched file is kept in a folder of TMPDIR until the load ends. On the way it may be
+cut or changed: whoever reads it compares what it has read with the trainer's checksums,
+as with a file of a shared disk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class FileSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `StagedWeights.handle`, as JSON, where engines fetch what `handle` names."""
+    """The content of `StagedWeights.handle`, as JSON, where engines fetch what `handle`
+    names."""
 
     source: FileSource
     handle: str
@@ -47,7 +49,8 @@ class WeightFiles:
     """Files of a disk that the engine shares with the trainer."""
 
     def path(self, folder: str, name: str) -> Path:
-        """Where the file of the folder can be opened. Raises WeightSyncError if it cannot be fetched."""
+        """Where the file of the folder can be opened. Raises WeightSyncError if it
+        cannot be fetched."""
         return Path(folder, name)
 
     def close(self) -> None:
@@ -57,8 +60,11 @@ class WeightFiles:
 class FetchedFiles(WeightFiles):
     """Files that are fetched when they are asked for, once each."""
 
-    def __init__(self, source: FileSource, *, deadline_s: float, max_file_bytes: int) -> None:
-        """`deadline_s`: for all of them together. A file that is larger than `max_file_bytes` is refused."""
+    def __init__(
+        self, source: FileSource, *, deadline_s: float, max_file_bytes: int
+    ) -> None:
+        """`deadline_s`: for all of them together. A file that is larger than
+        `max_file_bytes` is refused."""
         self._source = source
         self._max_file_bytes = max_file_bytes
         self._give_up_at = time.monotonic() + deadline_s
@@ -71,7 +77,8 @@ class FetchedFiles(WeightFiles):
             trust_env=False,
         )
         self._socket: socket.socket | None = None
-        # httpx has a deadline for each read, and a head that trickles in takes any number of them.
+        # httpx has a deadline for each read, and a head that trickles in takes any
+        # number of them.
         self._alarm = threading.Timer(deadline_s, self._end_connection)
         self._alarm.daemon = True
         self._alarm.start()
@@ -92,7 +99,9 @@ class FetchedFiles(WeightFiles):
                 self._check_deadline(f"{version}/{name}")
                 if remaining_tries == 0:
                     reason = f"{version}/{name} was not fetched from {self._source.url}: {error!r}"
-                    raise WeightSyncError(f"{reason}, in the last of {_TRIES} tries") from error
+                    raise WeightSyncError(
+                        f"{reason}, in the last of {_TRIES} tries"
+                    ) from error
         partial.rename(target)
         return target
 
@@ -102,8 +111,11 @@ class FetchedFiles(WeightFiles):
         self._folder.cleanup()
 
     def _fetch(self, path: str, target: Path) -> None:
-        """Raises httpx.HTTPError or OSError where another try may help, else WeightSyncError."""
-        with self._http.stream("GET", path, extensions={"trace": self._note_socket}) as answer:
+        """Raises httpx.HTTPError or OSError where another try may help, else
+        WeightSyncError."""
+        with self._http.stream(
+            "GET", path, extensions={"trace": self._note_socket}
+        ) as answer:
             if answer.status_code != 200:
                 raise WeightSyncError(
                     f"{self._source.url} answered {path} with {answer.status_code}: the version may be gone"
@@ -113,7 +125,9 @@ class FetchedFiles(WeightFiles):
                     self._check_deadline(path[1:])
                     if file.tell() + len(chunk) > self._max_file_bytes:
                         reason = f"it has more than {self._max_file_bytes} bytes"
-                        raise WeightSyncError(f"{path[1:]} of {self._source.url} is refused: {reason}")
+                        raise WeightSyncError(
+                            f"{path[1:]} of {self._source.url} is refused: {reason}"
+                        )
                     file.write(chunk)
 
     def _note_socket(self, event: str, details: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""A folder with the weights of one version, through which the weight transport `disk` moves them.
+"""A folder with the weights of one version, through which the weight transport `disk`
+moves them.
 
-The trainer's end, `train/weight_folders.py`, makes it appear whole under its name. An engine reads it without
-trusting that: what it has read is compared with the trainer's checksums. Imports torch only where tensors are
-touched.
+The trainer's end, `train/weight_folders.py`, makes it appear whole under its name. An
+engine reads it without trusting that: what it has read is compared with the trainer's
+checksums. Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ WEIGHTS_NAME = "model.safetensors"
 def read_folder(
     folder: str, layout: WeightLayout, files: WeightFiles | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """The tensors of the folder, as views of the mapped file. `files`: None for those of a disk.
+    """The tensors of the folder, as views of the mapped file. `files`: None for those
+    of a disk.
 
-    Raises WeightSyncError if the file is not there, is cut or is no safetensors file, LayoutError unless its
-    tensors are exactly those of the layout.
+    Raises WeightSyncError if the file is not there, is cut or is no safetensors file,
+    LayoutError unless its tensors are exactly those of the layout.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -36,13 +38,19 @@ def read_folder(
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
-        raise WeightSyncError(f"the weights at {path} cannot be read: {error}") from error
+        raise WeightSyncError(
+            f"the weights at {path} cannot be read: {error}"
+        ) from error
     held = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
     expected = {spec.name: spec for spec in layout}
     if held != expected:
         different = sorted(
-            name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name)
+            name
+            for name in held.keys() | expected.keys()
+            if held.get(name) != expected.get(name)
         )
         first = different[0]
-        raise LayoutError(f"{first}: {path} has {held.get(first)}, the layout says {expected.get(first)}")
+        raise LayoutError(
+            f"{first}: {path} has {held.get(first)}, the layout says {expected.get(first)}"
+        )
     return tensors

@@ -1,7 +1,9 @@
-"""`python build_kernels.py FOLDER`: compiles the kernels that SGLang would compile at its first request.
+"""`python build_kernels.py FOLDER`: compiles the kernels that SGLang would compile at
+its first request.
 
-Those that a dense Llama or Qwen3 in bfloat16 calls, for Hopper, on a machine with nvcc and without a GPU.
-PYTHONPATH has the unpacked packages of `prepare.sh`, which takes the kernels up from `prebuilt/`.
+Those that a dense Llama or Qwen3 in bfloat16 calls, for Hopper, on a machine with nvcc
+and without a GPU. PYTHONPATH has the unpacked packages of `prepare.sh`, which takes the
+kernels up from `prebuilt/`.
 """
 
 import os
@@ -17,7 +19,8 @@ from pretended_card import pretend_card
 
 _HEAD_DIMS = (64, 128)
 _KEY_BYTES = (384, 1024, 2048)
-"""Of a token's keys in one layer: heads * head_dim * 2. SmolLM2-135M, random models, Qwen3-0.6B."""
+"""Of a token's keys in one layer: heads * head_dim * 2. SmolLM2-135M, random models,
+Qwen3-0.6B."""
 
 
 def build_all(folder: Path) -> int:
@@ -33,7 +36,9 @@ def build_all(folder: Path) -> int:
         try:
             build()
             libraries = cache.glob("*/*/build-*/deps-*/*.so")
-            [library] = [path for path in libraries if not (folder / path.name).exists()]
+            [library] = [
+                path for path in libraries if not (folder / path.name).exists()
+            ]
         except Exception as error:  # the others are built all the same
             num_failed += 1
             print(f"{name}: not built: {str(error)[-1500:]}", flush=True)
@@ -59,10 +64,14 @@ def _builds() -> dict[str, Callable[[], object]]:
         "clamp_int32": lambda: _jit_clamp_position_module(torch.int32),
     }
     for dim in _HEAD_DIMS:
-        builds[f"rope_{dim}"] = lambda dim=dim: _jit_fused_rope_module(True, dim, dtype, dtype)
+        builds[f"rope_{dim}"] = lambda dim=dim: _jit_fused_rope_module(
+            True, dim, dtype, dtype
+        )
         builds[f"qk_norm_{dim}"] = lambda dim=dim: _jit_qknorm_module(dim, dtype)
     for num_bytes in _KEY_BYTES:
-        builds[f"kv_cache_{num_bytes}"] = lambda size=num_bytes: _jit_kvcache_module(size, size, 0)
+        builds[f"kv_cache_{num_bytes}"] = lambda size=num_bytes: _jit_kvcache_module(
+            size, size, 0
+        )
     return builds
 
 

@@ -1,6 +1,8 @@
-"""Makes torch say that an H100 is there, as far as imports and the checks of arguments go.
+"""Makes torch say that an H100 is there, as far as imports and the checks of arguments
+go.
 
-SGLang's kernels are compiled for the card that torch reports; compiling needs nvcc and no card.
+SGLang's kernels are compiled for the card that torch reports; compiling needs nvcc and
+no card.
 """
 
 from types import SimpleNamespace

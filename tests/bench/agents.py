@@ -1,10 +1,12 @@
-"""By hand: unmodified agents, one after the other, for as long as you say; which turns forked, and why.
-`python tests/bench/agents.py --minutes 60 --out FILE`, from the project root. Prints the result as JSON.
+"""By hand: unmodified agents, one after the other, for as long as you say; which turns
+forked, and why. `python tests/bench/agents.py --minutes 60 --out FILE`, from the
+project root. Prints the result as JSON.
 
-The agents talk to the real gateway and router; a scripted engine says what a small model cannot: calls as
-models make them and as agents store them otherwise. Each session is judged when it ends: recorded tokens
-against the wire, and every fork must have a reason and, where it departs from what was recorded, say how.
-Exit code 1: an agent failed, a token differs, a fork is unexplained, or Claude Code forked more often than
+The agents talk to the real gateway and router; a scripted engine says what a small
+model cannot: calls as models make them and as agents store them otherwise. Each session
+is judged when it ends: recorded tokens against the wire, and every fork must have a
+reason and, where it departs from what was recorded, say how. Exit code 1: an agent
+failed, a token differs, a fork is unexplained, or Claude Code forked more often than
 twice in 50 turns beyond titles and compaction.
 """
 
@@ -52,7 +54,8 @@ class Seen:
     turns: int = 0
     forks: Counter[str] = field(default_factory=Counter)
     changed: dict[str, list[dict]] = field(default_factory=dict)
-    """By reason of a fork, or `rewritten`: how some requests departed from what was recorded."""
+    """By reason of a fork, or `rewritten`: how some requests departed from what was
+    recorded."""
     rewritten: int = 0
     """Turns that go on from a reply that came back altered."""
     unexplained: list[str] = field(default_factory=list)
@@ -62,7 +65,9 @@ class Seen:
     @property
     def forks_in_50(self) -> float:
         """Forks per 50 turns beyond those that are expected."""
-        forks = sum(count for reason, count in self.forks.items() if reason not in _EXPECTED)
+        forks = sum(
+            count for reason, count in self.forks.items() if reason not in _EXPECTED
+        )
         return round(50 * forks / max(self.turns, 1), 2)
 
     def add(self, turns: Sequence[Mapping]) -> None:
@@ -83,7 +88,9 @@ class Seen:
             elif number and parent is None and turn["started_at"] > first_end:
                 self.unexplained.append(f"{turn['id']}: begins anew without a reason")
             elif parent in continued:
-                self.unexplained.append(f"{turn['id']}: leaves its path without a reason")
+                self.unexplained.append(
+                    f"{turn['id']}: leaves its path without a reason"
+                )
             if parent is not None:
                 continued.add(parent)
             if change is not None:
@@ -113,10 +120,17 @@ def _say(prompt: str) -> str:
 def agents(steps: int) -> dict[str, Agent]:
     """Those that this machine can run. `steps`: of the coding agents."""
 
-    def program(name: str, *flags: str, requirements: str = "requirements.txt") -> Agent:
+    def program(
+        name: str, *flags: str, requirements: str = "requirements.txt"
+    ) -> Agent:
         async def run(session: Mapping[str, str], folder: Path) -> Ended:
             python = client_programs.python(requirements)
-            command = [str(python), str(client_programs.PROGRAMS / name), session["base_url"], session["key"]]
+            command = [
+                str(python),
+                str(client_programs.PROGRAMS / name),
+                session["base_url"],
+                session["key"],
+            ]
             return await client_programs.run_program(
                 [*command, *flags], folder=folder, env=client_programs.OFFLINE
             )
@@ -143,14 +157,18 @@ def agents(steps: int) -> dict[str, Agent]:
     from_pip: dict[str, Agent] = {
         "mini-swe-agent": coder(client_programs.run_mini_swe_agent),
         "pydantic-ai": program("pydantic_ai_agent.py"),
-        "pydantic-ai, responses, streamed": program("pydantic_ai_agent.py", "--responses", "--stream"),
+        "pydantic-ai, responses, streamed": program(
+            "pydantic_ai_agent.py", "--responses", "--stream"
+        ),
         "pydantic-ai, messages": program("pydantic_ai_agent.py", "--messages"),
         "langgraph": program("langgraph_agent.py"),
         "openai-agents": program("openai_agents_sdk.py"),
         "smolagents": program("smolagents_agent.py", "--auto"),
         "litellm, messages": program("litellm_client.py", "--messages"),
         "crewai": program("crewai_agent.py", requirements="requirements_crewai.txt"),
-        "llama-index, react": program("llama_index_react.py", requirements="requirements_llama_index.txt"),
+        "llama-index, react": program(
+            "llama_index_react.py", requirements="requirements_llama_index.txt"
+        ),
     }
     from_npm: dict[str, Agent] = {
         "claude-code": coder(client_programs.run_claude_code),
@@ -165,7 +183,11 @@ def agents(steps: int) -> dict[str, Agent]:
 
 def install() -> None:
     """What the agents need, before their time begins."""
-    for requirements in ("requirements.txt", "requirements_crewai.txt", "requirements_llama_index.txt"):
+    for requirements in (
+        "requirements.txt",
+        "requirements_crewai.txt",
+        "requirements_llama_index.txt",
+    ):
         client_programs.python(requirements)
     if shutil.which("npm"):
         client_programs.npm("codex", client_programs.CODEX)
@@ -175,17 +197,22 @@ def install() -> None:
 
 
 async def run_for(minutes: float, only: Sequence[str]) -> dict[str, Seen]:
-    """Rounds of all agents until the time is over; a round has a stack of its own, which bounds memory."""
+    """Rounds of all agents until the time is over; a round has a stack of its own,
+    which bounds memory."""
     seen: dict[str, Seen] = {}
     ends_at = time.monotonic() + minutes * 60
     number = 0
     while time.monotonic() < ends_at:
         chosen = agents(_STEPS[number % len(_STEPS)])
-        chosen = {name: agent for name, agent in chosen.items() if not only or name in only}
+        chosen = {
+            name: agent for name, agent in chosen.items() if not only or name in only
+        }
         with tempfile.TemporaryDirectory(prefix="invrl-agents-") as folder:
             place = Path(folder)
             model = make_tiny_model(place / "model", max_positions=200_000)
-            async with scripted_stack(place, model, _say, context_length=2_000_000) as stack:
+            async with scripted_stack(
+                place, model, _say, context_length=2_000_000
+            ) as stack:
                 for at, (name, agent) in enumerate(chosen.items()):
                     if time.monotonic() > ends_at:
                         break
@@ -211,11 +238,17 @@ async def _one(stack: Stack, agent: Agent, home: Path, seen: Seen, name: str) ->
     verdict = await stack.verdict(session_ids=[session["id"]])
     seen.mismatches.update(verdict.kinds)
     stack.tap.generations.clear()
-    print(f"{name}: {len(view['turns'])} turns, forks {dict(view['forks'])}", file=sys.stderr, flush=True)
+    print(
+        f"{name}: {len(view['turns'])} turns, forks {dict(view['forks'])}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _result(seen: Mapping[str, Seen], minutes: float, load: float) -> dict[str, object]:
-    forks = functools.reduce(lambda total, one: total + one.forks, seen.values(), Counter[str]())
+    forks = functools.reduce(
+        lambda total, one: total + one.forks, seen.values(), Counter[str]()
+    )
     totals = {
         "minutes": round(minutes, 1),
         "load_before": load,
@@ -233,12 +266,16 @@ def _result(seen: Mapping[str, Seen], minutes: float, load: float) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--only", nargs="*", default=[], help="names of agents; all unless told")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="names of agents; all unless told"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if unknown := set(arguments.only) - agents(1).keys():
         parser.error(f"--only {sorted(unknown)}: the agents are {', '.join(agents(1))}")
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router's question whether it is gRPC
+    logging.getLogger("aiohttp.server").setLevel(
+        logging.CRITICAL
+    )  # the router's question whether it is gRPC
     install()
     load = round(os.getloadavg()[0], 2)
     begun = time.monotonic()
@@ -250,7 +287,9 @@ def main() -> None:
         arguments.out.write_text(shown)
     claude = seen.get("claude-code", Seen())
     faults = ("unexplained", "mismatches", "failures")
-    sys.exit(any(result[name] for name in faults) or claude.forks_in_50 > _MOST_FORKS_IN_50)
+    sys.exit(
+        any(result[name] for name in faults) or claude.forks_in_50 > _MOST_FORKS_IN_50
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """What the checksums of a checkpoint cost beside saving and loading it.
 
-    PYTHONPATH=tests:. python -m bench.checkpoint_cost --model-path MODEL --out FILE [--repetitions N]
+    PYTHONPATH=tests:. python -m bench.checkpoint_cost --model-path MODEL --out FILE
+    [--repetitions N]
 
-Saves and loads a real checkpoint of the model (trainer rank on Ray, Megatron's files and the Hugging Face
-folder), step by step as `Checkpoints.save` and a resume do it. The check is measured twice: with the files in
-the page cache, as after a crash of the run alone, and without (the kernel is asked to drop them)."""
+Saves and loads a real checkpoint of the model (trainer rank on Ray, Megatron's files
+and the Hugging Face folder), step by step as `Checkpoints.save` and a resume do it. The
+check is measured twice: with the files in the page cache, as after a crash of the run
+alone, and without (the kernel is asked to drop them)."""
 
 from __future__ import annotations
 
@@ -106,7 +108,10 @@ def summary(rows: list[Seconds]) -> Seconds:
     return {
         **median,
         "save_s": save_s,
-        "checksum_share_of_save": (median["hash_in_memory_s"] + median["manifest_write_s"]) / save_s,
+        "checksum_share_of_save": (
+            median["hash_in_memory_s"] + median["manifest_write_s"]
+        )
+        / save_s,
         "check_cached_share_of_load": median["check_cached_s"]
         / (median["check_cached_s"] + median["load_s"]),
         "check_from_disk_share_of_load": median["check_from_disk_s"]
@@ -115,7 +120,9 @@ def summary(rows: list[Seconds]) -> Seconds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -128,7 +135,9 @@ def main() -> None:
         }
         config = resolve(Source(name="bench", tables=tables))
         load_before = os.getloadavg()[0]
-        rows = asyncio.run(measure(config, make_run_folder(config), options.repetitions))
+        rows = asyncio.run(
+            measure(config, make_run_folder(config), options.repetitions)
+        )
     result = {
         "model": Path(options.model_path).name,
         "cpus": len(os.sched_getaffinity(0)),

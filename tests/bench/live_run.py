@@ -1,5 +1,5 @@
-"""A short `invrl train` as a user runs it: where the time of its steps goes, and how much memory and CPU
-each of its processes takes."""
+"""A short `invrl train` as a user runs it: where the time of its steps goes, and how
+much memory and CPU each of its processes takes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,30 @@ _MB = 1e6
 
 
 def measure_run(flags: Sequence[str], folder: Path) -> dict[str, object]:
-    """Runs it to its end. `time`: see `step_shares`; `processes`: see `Family`. Raises ServerError."""
-    command = [sys.executable, "-m", "invrl.cli", "train", *flags, "--progress", "plain"]
+    """Runs it to its end. `time`: see `step_shares`; `processes`: see `Family`. Raises
+    ServerError."""
+    command = [
+        sys.executable,
+        "-m",
+        "invrl.cli",
+        "train",
+        *flags,
+        "--progress",
+        "plain",
+    ]
     started = time.monotonic()
     with (folder / "live.log").open("wb") as log:
-        run = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
         family = Family(run.pid)
         while run.poll() is None:
             family.sample()
             time.sleep(_SAMPLE_S)
     if run.returncode:
-        raise ServerError(f"the run failed: {(folder / 'live.log').read_text()[-3000:]}")
+        raise ServerError(
+            f"the run failed: {(folder / 'live.log').read_text()[-3000:]}"
+        )
     [metrics] = folder.glob("live/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return {
@@ -42,21 +55,27 @@ def measure_run(flags: Sequence[str], folder: Path) -> dict[str, object]:
 
 
 def step_shares(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Shares of the wall time from the end of the first step to the end of the last but one: the first waits
-    for what is slow once, the last writes the checkpoint. The phases are the driver's: a batch that is
-    generated while another trains costs only what the driver still waits for it, so nothing counts twice."""
+    """Shares of the wall time from the end of the first step to the end of the last but
+    one: the first waits for what is slow once, the last writes the checkpoint. The
+    phases are the driver's: a batch that is generated while another trains costs only
+    what the driver still waits for it, so nothing counts twice."""
     steps = [row for row in rows if "time/step_s" in row]
     counted = steps[1:-1]
     wall = counted[-1]["time"] - steps[0]["time"]
     shares = {
-        phase: sum(row[f"time/{phase}_s"] for row in counted) / wall for phase in ("rollout", "train", "sync")
+        phase: sum(row[f"time/{phase}_s"] for row in counted) / wall
+        for phase in ("rollout", "train", "sync")
     }
-    return {name: round(value, 4) for name, value in {**shares, "busy_share": sum(shares.values())}.items()}
+    return {
+        name: round(value, 4)
+        for name, value in {**shares, "busy_share": sum(shares.values())}.items()
+    }
 
 
 class Family:
-    """A supervisor, its driver and all below, sampled. Memory is per role: PSS shares what several processes
-    map (the weight arena, what a fork has not written); RSS counts it in each."""
+    """A supervisor, its driver and all below, sampled. Memory is per role: PSS shares
+    what several processes map (the weight arena, what a fork has not written); RSS
+    counts it in each."""
 
     def __init__(self, pid: int) -> None:
         self._supervisor = psutil.Process(pid)
@@ -74,7 +93,11 @@ class Family:
             return
         for process in found:
             try:
-                role = role_of(process.cmdline()) if process != self._supervisor else "supervisor"
+                role = (
+                    role_of(process.cmdline())
+                    if process != self._supervisor
+                    else "supervisor"
+                )
                 memory = process.memory_full_info()
                 cpu = process.cpu_times()
             except psutil.Error:
@@ -98,15 +121,19 @@ class Family:
             }
             for role in sorted(self._pss)
         }
-        return {"peak_pss_mb": round(self._total / _MB), "cpu_s": round(cpu.total(), 1), "roles": roles}
+        return {
+            "peak_pss_mb": round(self._total / _MB),
+            "cpu_s": round(cpu.total(), 1),
+            "roles": roles,
+        }
 
 
 _OF_RAY = {"raylet", "gcs"}
 
 
 def role_of(command: Sequence[str]) -> str:
-    """What a process of a run is, by its command line. "ray" is all of Ray's own, raylet and GCS among them,
-    and actors that have not begun."""
+    """What a process of a run is, by its command line. "ray" is all of Ray's own,
+    raylet and GCS among them, and actors that have not begun."""
     line = " ".join(command)
     for role, part in ROLES.items():
         if part and part in line:

@@ -1,7 +1,9 @@
-"""The load generator: conversations, through a gateway or straight at the engine, closed or open loop.
+"""The load generator: conversations, through a gateway or straight at the engine,
+closed or open loop.
 
-Both ways carry the same: the prompt of a turn at the engine is the one that the gateway made of it, and an
-answer has the same tokens. The stand-in's replies are known: a next turn needs no look at the answer before.
+Both ways carry the same: the prompt of a turn at the engine is the one that the gateway
+made of it, and an answer has the same tokens. The stand-in's replies are known: a next
+turn needs no look at the answer before.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Measured:
 
     def percentile_ms(self, what: str, rank: int) -> float:
         """`what`: "whole" or "first"."""
-        return 1000 * float(np.percentile(self.whole_s if what == "whole" else self.first_s, rank))
+        return 1000 * float(
+            np.percentile(self.whole_s if what == "whole" else self.first_s, rank)
+        )
 
 
 Ask = Callable[[int, int], Awaitable[float]]
@@ -77,7 +81,9 @@ class Load:
         self._env_key, self._engine_url = env_key, engine_url
         # Kept for less than any server keeps it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        self._http = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300.0))
+        self._http = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=300.0)
+        )
 
     async def close(self) -> None:
         await self._http.close()
@@ -87,9 +93,16 @@ class Load:
         client = SessionClient(gateway_url, env_key=self._env_key)
         sessions: list[Session] = []
         for start in range(0, count, 1000):
-            members = tuple(GroupMember(index=at, attempt=0) for at in range(min(1000, count - start)))
-            lease = GroupLease(group_id=uuid4().hex, task=Task(id="bench", payload={}), members=members)
-            sessions += await client.open(lease, purpose="train", sampling=Sampling(max_new_tokens=1024))
+            members = tuple(
+                GroupMember(index=at, attempt=0)
+                for at in range(min(1000, count - start))
+            )
+            lease = GroupLease(
+                group_id=uuid4().hex, task=Task(id="bench", payload={}), members=members
+            )
+            sessions += await client.open(
+                lease, purpose="train", sampling=Sampling(max_new_tokens=1024)
+            )
         await client.close()
         return sessions
 
@@ -99,8 +112,11 @@ class Load:
             await client.abort(session, FailureReason.ABORTED, "measured")
         await client.close()
 
-    async def script(self, gateway_url: str, store_path: Path, *, turns: int, tokens: int) -> Script:
-        """Made by one session that has this conversation; its prompts are those that the gateway recorded."""
+    async def script(
+        self, gateway_url: str, store_path: Path, *, turns: int, tokens: int
+    ) -> Script:
+        """Made by one session that has this conversation; its prompts are those that
+        the gateway recorded."""
         [session] = await self.open(gateway_url, 1)
         headers = {"authorization": f"Bearer {session.key}"}
         messages: list[Message] = [{"role": "system", "content": _SYSTEM}]
@@ -125,8 +141,11 @@ class Load:
                 ids = [*ids, *turn.sampled_ids_T.tolist()]
         return Script(tokens=tokens, chat=chat, prompts=prompts)
 
-    def through(self, script: Script, sessions: Sequence[Session], *, stream: bool) -> Ask:
-        """Chat requests, as an agent sends them; each group of sessions asks something of its own first."""
+    def through(
+        self, script: Script, sessions: Sequence[Session], *, stream: bool
+    ) -> Ask:
+        """Chat requests, as an agent sends them; each group of sessions asks something
+        of its own first."""
         shared = {"model": "bench", "max_tokens": script.tokens, "stream": stream}
 
         def body(group: int, messages: Sequence[Message]) -> bytes:
@@ -135,11 +154,16 @@ class Load:
             return orjson.dumps({**shared, "messages": [system, question, *rest]})
 
         groups = range(-(-len(sessions) // _GROUP))
-        bodies = [[body(group, messages) for messages in script.chat] for group in groups]
+        bodies = [
+            [body(group, messages) for messages in script.chat] for group in groups
+        ]
 
         async def ask(agent: int, turn: int) -> float:
             session = sessions[agent]
-            headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
+            headers = {
+                "authorization": f"Bearer {session.key}",
+                "content-type": "application/json",
+            }
             url = f"{session.base_url}/chat/completions"
             return await self._post(url, bodies[agent // _GROUP][turn], headers, stream)
 
@@ -154,11 +178,15 @@ class Load:
         async def ask(_: int, turn: int) -> float:
             body = orjson.dumps({"rid": uuid4().hex, **bodies[turn]})
             headers = {"content-type": "application/json"}
-            return await self._post(self._engine_url + "/generate", body, headers, stream)
+            return await self._post(
+                self._engine_url + "/generate", body, headers, stream
+            )
 
         return ask
 
-    async def _post(self, url: str, body: bytes, headers: dict[str, str], stream: bool) -> float:
+    async def _post(
+        self, url: str, body: bytes, headers: dict[str, str], stream: bool
+    ) -> float:
         async with self._http.post(url, data=body, headers=headers) as answer:
             if answer.status != 200:
                 raise ServerError(f"{answer.status}: {(await answer.text())[:300]}")
@@ -175,8 +203,11 @@ class Load:
             return first
 
 
-async def closed_loop(ask: Ask, script: Script, *, agents: int, rounds: int = 1) -> Measured:
-    """Every agent asks its turns one after the other; `rounds`: conversations of an agent, a session each."""
+async def closed_loop(
+    ask: Ask, script: Script, *, agents: int, rounds: int = 1
+) -> Measured:
+    """Every agent asks its turns one after the other; `rounds`: conversations of an
+    agent, a session each."""
     measured = Measured()
 
     async def converse(agent: int) -> None:
@@ -203,9 +234,9 @@ def arrivals(*, rate: float, seconds: float, seed: int) -> list[float]:
 
 
 async def open_loop(ask: Ask, script: Script, *, due_s: Sequence[float]) -> Measured:
-    """Requests leave when they are due, whatever became of those before; a request that leaves late, because
-    this process was late, has waited all the same. Consecutive turns of a session are `len(due_s) / turns`
-    requests apart."""
+    """Requests leave when they are due, whatever became of those before; a request that
+    leaves late, because this process was late, has waited all the same. Consecutive
+    turns of a session are `len(due_s) / turns` requests apart."""
     measured = Measured()
     turns = len(script.chat)
     sessions = -(-len(due_s) // turns)
@@ -216,14 +247,18 @@ async def open_loop(ask: Ask, script: Script, *, due_s: Sequence[float]) -> Meas
         if wait > 0:
             await asyncio.sleep(wait)
         turn, session = divmod(number, sessions)
-        tasks.append(asyncio.create_task(_answered(ask, session, turn, started + due, measured)))
+        tasks.append(
+            asyncio.create_task(_answered(ask, session, turn, started + due, measured))
+        )
     await asyncio.gather(*tasks)
     measured.seconds = time.perf_counter() - started
     measured.tokens = script.tokens * len(measured.whole_s)
     return measured
 
 
-async def _answered(ask: Ask, agent: int, turn: int, due: float, measured: Measured) -> bool:
+async def _answered(
+    ask: Ask, agent: int, turn: int, due: float, measured: Measured
+) -> bool:
     try:
         first = await ask(agent, turn)
     except (ServerError, aiohttp.ClientError, TimeoutError) as error:

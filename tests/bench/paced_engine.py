@@ -1,10 +1,12 @@
-"""A stand-in engine that costs next to no CPU: SGLang's `/generate`, a token every so many seconds.
+"""A stand-in engine that costs next to no CPU: SGLang's `/generate`, a token every so
+many seconds.
 
-`python -m bench.paced_engine --port P --reply FILE` answers every prompt with the same ids (a JSON list),
-repeated to `max_new_tokens`. Token n of an answer is due n paces after its request came, whatever else goes
-on, with its log-prob and version span, streamed as our engines do (`--incremental-streaming-output`) or
-whole. `POST /pace {"seconds": S}` sets the pace; 0 answers at once. No stop, no cache, no batch. Started by
-`rig.py`.
+`python -m bench.paced_engine --port P --reply FILE` answers every prompt with the same
+ids (a JSON list), repeated to `max_new_tokens`. Token n of an answer is due n paces
+after its request came, whatever else goes on, with its log-prob and version span,
+streamed as our engines do (`--incremental-streaming-output`) or whole. `POST /pace
+{"seconds": S}` sets the pace; 0 answers at once. No stop, no cache, no batch. Started
+by `rig.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import uvloop
 
 _END = b"0\r\n\r\n"
 _STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
 )
 
 
@@ -33,7 +36,8 @@ class PacedEngine:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive HTTP/1.1 connection: a request at a time, as routers and clients send them."""
+    """One keep-alive HTTP/1.1 connection: a request at a time, as routers and clients
+    send them."""
 
     def __init__(self, engine: PacedEngine) -> None:
         self._engine = engine
@@ -82,7 +86,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def whole(self, body: bytes) -> None:
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            % len(body)
+        )
         self._transport.write(head + body)
 
     def at(self, when: float, call: Callable[[], None]) -> None:
@@ -95,7 +102,10 @@ class _Generation:
     def __init__(self, connection: Connection, request: dict) -> None:
         self._connection = connection
         self._rid, self._stream = request["rid"], bool(request.get("stream"))
-        self._prompt, self._tokens = len(request["input_ids"]), request["sampling_params"]["max_new_tokens"]
+        self._prompt, self._tokens = (
+            len(request["input_ids"]),
+            request["sampling_params"]["max_new_tokens"],
+        )
         self._pace_s, self._ids = connection.engine.pace_s, connection.engine.reply_ids
         self._sent = 0
         self._began = asyncio.get_running_loop().time()
@@ -111,11 +121,19 @@ class _Generation:
         self._connection.whole(self._event(0, self._tokens))
 
     def _next(self) -> None:
-        """The tokens that are due; more than one only where this process is late, or the pace is 0."""
+        """The tokens that are due; more than one only where this process is late, or
+        the pace is 0."""
         now = asyncio.get_running_loop().time()
-        due = int((now - self._began) / self._pace_s + 1e-6) if self._pace_s else self._sent + 1
+        due = (
+            int((now - self._began) / self._pace_s + 1e-6)
+            if self._pace_s
+            else self._sent + 1
+        )
         upto = min(max(due, self._sent + 1), self._tokens)
-        parts = (b"data: " + self._event(at, at + 1) + b"\n\n" for at in range(self._sent, upto))
+        parts = (
+            b"data: " + self._event(at, at + 1) + b"\n\n"
+            for at in range(self._sent, upto)
+        )
         data = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
         self._sent = upto
         if upto < self._tokens:
@@ -127,7 +145,9 @@ class _Generation:
     def _event(self, start: int, end: int) -> bytes:
         """As SGLang's, field by field, of tokens [start, end)."""
         ids = [self._ids[at % len(self._ids)] for at in range(start, end)]
-        done = {"type": "length", "length": self._tokens} if end == self._tokens else None
+        done = (
+            {"type": "length", "length": self._tokens} if end == self._tokens else None
+        )
         meta = {
             "id": self._rid,
             "finish_reason": done,
@@ -137,7 +157,9 @@ class _Generation:
             "completion_tokens": end,
             "cached_tokens": 0,
             "cached_tokens_details": None,
-            "output_token_logprobs": [[fixed_logprob(token), token, None] for token in ids],
+            "output_token_logprobs": [
+                [fixed_logprob(token), token, None] for token in ids
+            ],
         }
         if done is not None:
             meta["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
@@ -152,14 +174,20 @@ def fixed_logprob(token: int) -> float:
 async def serve(port: int, reply_ids: list[int]) -> None:
     engine = PacedEngine(reply_ids)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
+    server = await loop.create_server(
+        lambda: Connection(engine), "127.0.0.1", port, backlog=4096
+    )
     await server.serve_forever()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a stand-in engine that emits tokens at a fixed pace")
+    parser = argparse.ArgumentParser(
+        description="a stand-in engine that emits tokens at a fixed pace"
+    )
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--reply", type=Path, required=True, help="JSON list of token ids")
+    parser.add_argument(
+        "--reply", type=Path, required=True, help="JSON list of token ids"
+    )
     options = parser.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(options.port, json.loads(options.reply.read_text())))

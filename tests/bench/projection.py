@@ -1,11 +1,14 @@
-"""Peak memory and speed of the vocabulary projection with log-probs, forward and backward.
+"""Peak memory and speed of the vocabulary projection with log-probs, forward and
+backward.
 
-    python tests/bench/projection.py [--vocabulary 151936] [--hidden 896] [--rows 1024] [--dtype bfloat16]
+    python tests/bench/projection.py [--vocabulary 151936] [--hidden 896] [--rows 1024]
+    [--dtype bfloat16]
 
-Plain: all logits by one product, a float32 copy, divided by the temperature, log_softmax, gather, and torch's
-autograd. Memory is the growth of the peak over weight and hidden states; both ways have the gradient of the
-weight, which is printed apart. Each way is measured in a process of its own. Speeds are taken in turns in one
-process, in CPU-seconds.
+Plain: all logits by one product, a float32 copy, divided by the temperature,
+log_softmax, gather, and torch's autograd. Memory is the growth of the peak over weight
+and hidden states; both ways have the gradient of the weight, which is printed apart.
+Each way is measured in a process of its own. Speeds are taken in turns in one process,
+in CPU-seconds.
 """
 
 from __future__ import annotations
@@ -44,10 +47,14 @@ def plain_logprobs(
     hidden_UH: torch.Tensor, weight_VH: torch.Tensor, micro_batch: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     temperature_U = torch.from_numpy(micro_batch.temperature_U)[:, None]
-    logprobs_UV = (torch.nn.functional.linear(hidden_UH, weight_VH).float() / temperature_U).log_softmax(1)
+    logprobs_UV = (
+        torch.nn.functional.linear(hidden_UH, weight_VH).float() / temperature_U
+    ).log_softmax(1)
     logprobs_NV = logprobs_UV[torch.from_numpy(micro_batch.projection_N)]
     entropy_N = -(logprobs_NV.detach().exp() * logprobs_NV.detach()).sum(1)
-    return logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0], entropy_N
+    return logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[
+        :, 0
+    ], entropy_N
 
 
 def steps(arguments: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]]:
@@ -55,8 +62,14 @@ def steps(arguments: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]
     dtype = getattr(torch, arguments.dtype)
     micro_batch = one_row(arguments.rows, arguments.vocabulary)
     generator = torch.Generator().manual_seed(0)
-    hidden_UH = torch.randn(arguments.rows, arguments.hidden, generator=generator).to(dtype).requires_grad_()
-    weight_VH = torch.randn(arguments.vocabulary, arguments.hidden, generator=generator).to(dtype)
+    hidden_UH = (
+        torch.randn(arguments.rows, arguments.hidden, generator=generator)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight_VH = torch.randn(
+        arguments.vocabulary, arguments.hidden, generator=generator
+    ).to(dtype)
     weight_VH = weight_VH.mul_(0.05).requires_grad_()
 
     def step(compute: Callable[..., tuple[torch.Tensor | None, ...]]) -> torch.Tensor:
@@ -67,7 +80,10 @@ def steps(arguments: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]
         logprobs_N.sum().backward()
         return logprobs_N.detach()
 
-    return {"plain": lambda: step(plain_logprobs), "blocks": lambda: step(projected_logprobs)}
+    return {
+        "plain": lambda: step(plain_logprobs),
+        "blocks": lambda: step(projected_logprobs),
+    }
 
 
 def peak_growth(arguments: argparse.Namespace) -> int:
@@ -80,15 +96,22 @@ def peak_growth(arguments: argparse.Namespace) -> int:
 
 
 def _resident(name: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+    )
     return int(lines[name].split()[0]) * 1024
 
 
 def speed_ratios(arguments: argparse.Namespace) -> list[float]:
     """Seconds of the plain way over those of ours, once per repetition."""
     by_way = steps(arguments)
-    logprobs = {way: step() for way, step in by_way.items()}  # the first step of each is slower
-    torch.testing.assert_close(logprobs["blocks"], logprobs["plain"], rtol=1e-4, atol=1e-4)
+    logprobs = {
+        way: step() for way, step in by_way.items()
+    }  # the first step of each is slower
+    torch.testing.assert_close(
+        logprobs["blocks"], logprobs["plain"], rtol=1e-4, atol=1e-4
+    )
     ratios: list[float] = []
     for _ in range(arguments.repetitions):
         seconds: dict[str, float] = {}
@@ -116,9 +139,17 @@ def main() -> None:
     growth: dict[str, int] = {}
     for way in WAYS:
         command = [sys.executable, __file__, *sys.argv[1:], "--only", way]
-        growth[way] = int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        growth[way] = int(
+            subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout
+        )
     ratios = speed_ratios(arguments)
-    weight_gradient = arguments.vocabulary * arguments.hidden * getattr(torch, arguments.dtype).itemsize
+    weight_gradient = (
+        arguments.vocabulary
+        * arguments.hidden
+        * getattr(torch, arguments.dtype).itemsize
+    )
     result = {
         "rows": arguments.rows,
         "vocabulary": arguments.vocabulary,
@@ -129,7 +160,8 @@ def main() -> None:
         "weight_gradient_mb": round(weight_gradient / 1e6),
         "memory_ratio": round(growth["plain"] / growth["blocks"], 2),
         "memory_ratio_of_the_rest": round(
-            (growth["plain"] - weight_gradient) / (growth["blocks"] - weight_gradient), 2
+            (growth["plain"] - weight_gradient) / (growth["blocks"] - weight_gradient),
+            2,
         ),
         "speed_ratio": round(median(ratios), 3),
         "speed_ratios": [round(ratio, 3) for ratio in ratios],

@@ -1,4 +1,5 @@
-"""What a bench leaves behind: its result as JSON, a line of the history, a verdict for each ratio."""
+"""What a bench leaves behind: its result as JSON, a line of the history, a verdict for
+each ratio."""
 
 from __future__ import annotations
 
@@ -22,9 +23,13 @@ RESULTS = Path(__file__).parent / "results"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What all benches take about their results."""
     parser.add_argument(
-        "--results", type=Path, help="folder of the history (not with --smoke: tests/bench/results)"
+        "--results",
+        type=Path,
+        help="folder of the history (not with --smoke: tests/bench/results)",
     )
-    parser.add_argument("--baseline", action="store_true", help="write the baseline there as well")
+    parser.add_argument(
+        "--baseline", action="store_true", help="write the baseline there as well"
+    )
     parser.add_argument("--out", type=Path, help="the result as JSON")
 
 
@@ -38,9 +43,12 @@ def keep(
     baseline: str,
     load_before: float,
 ) -> int:
-    """Prints and writes everything; 1 if a ratio fell. A run without `options.results` leaves no history."""
+    """Prints and writes everything; 1 if a ratio fell. A run without `options.results`
+    leaves no history."""
     now = entry(model, ratios)
-    fell = falls(now, read_history(options.results / "history.jsonl") if options.results else [])
+    fell = falls(
+        now, read_history(options.results / "history.jsonl") if options.results else []
+    )
     result = {
         **asdict(now),
         "load_before": load_before,
@@ -69,8 +77,14 @@ def keep(
 
 def entry(model: str, ratios: Mapping[str, float]) -> Entry:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    commit = subprocess.run(
+        git, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    names = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     cpu = names[0].partition(":")[2].strip() if names else "unknown CPU"
     return Entry(
         date=datetime.now(UTC).isoformat(timespec="seconds"),

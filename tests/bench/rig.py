@@ -1,4 +1,5 @@
-"""The stand-in engine, the real router, and two real gateways (with and without capture), as processes."""
+"""The stand-in engine, the real router, and two real gateways (with and without
+capture), as processes."""
 
 from __future__ import annotations
 
@@ -32,15 +33,30 @@ class _UncapturedGateway(GatewayServer):
 class Rig:
     """`start`, measure, `stop`. `gateways`: by name, "on" and "off" (capture)."""
 
-    def __init__(self, folder: Path, *, model_path: Path, vocab_size: int, reply_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_path: Path,
+        vocab_size: int,
+        reply_ids: Sequence[int],
+    ) -> None:
         self.folder, self.model_path, self.vocab_size = folder, model_path, vocab_size
         self.env_key = secrets.token_hex(16)
         self.engine_port = free_port()
         self.engine_url = f"http://127.0.0.1:{self.engine_port}"
         reply = folder / "reply.json"
         reply.write_text(json.dumps(list(reply_ids)))
-        command = [sys.executable, "-m", "bench.paced_engine", "--port", str(self.engine_port)]
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])  # of all that start here
+        command = [
+            sys.executable,
+            "-m",
+            "bench.paced_engine",
+            "--port",
+            str(self.engine_port),
+        ]
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(TESTS), str(TESTS.parent)]
+        )  # of all that start here
         self.engine = self._python("engine", [*command, "--reply", str(reply)])
         self.router = RouterServer(run_folder=folder, start_timeout_s=240.0)
         self.gateways: dict[str, GatewayServer] = {}
@@ -66,7 +82,9 @@ class Rig:
     def pace(self, seconds: float) -> None:
         """What the stand-in takes for a token from now on."""
         body = json.dumps({"seconds": seconds}).encode()
-        urllib.request.urlopen(urllib.request.Request(self.engine_url + "/pace", data=body), timeout=60.0)
+        urllib.request.urlopen(
+            urllib.request.Request(self.engine_url + "/pace", data=body), timeout=60.0
+        )
 
     def processes(self, gateway: str) -> dict[str, list[psutil.Process]]:
         """Each with all below it, but for the load generator."""
@@ -75,13 +93,22 @@ class Rig:
             "router": self.router,
             "engine": self.engine,
         }
-        families = {name: psutil.Process(server.pid) for name, server in servers.items()}
-        found = {name: [root, *root.children(recursive=True)] for name, root in families.items()}
+        families = {
+            name: psutil.Process(server.pid) for name, server in servers.items()
+        }
+        found = {
+            name: [root, *root.children(recursive=True)]
+            for name, root in families.items()
+        }
         return {**found, "load": [psutil.Process()]}
 
     def check(self) -> None:
         """ServerError if one of them has ended."""
-        for process in (self.engine, self.router, *(gateway.process for gateway in self.gateways.values())):
+        for process in (
+            self.engine,
+            self.router,
+            *(gateway.process for gateway in self.gateways.values()),
+        ):
             process.check_alive()
 
     def _gateway(self, name: str) -> GatewayServer:
@@ -104,7 +131,11 @@ class Rig:
             }
         )
         made = GatewayServer if name == "on" else _UncapturedGateway
-        return made(settings, folder=self.folder / name, log=self.folder / "logs" / f"gateway-{name}.log")
+        return made(
+            settings,
+            folder=self.folder / name,
+            log=self.folder / "logs" / f"gateway-{name}.log",
+        )
 
     def _python(self, name: str, command: Sequence[str]) -> ServerProcess:
         return ServerProcess(name, command, log=self.folder / "logs" / f"{name}.log")

@@ -2,9 +2,10 @@
 
     python tests/bench/scrapes.py PID URL [--seconds 15] [--pairs 3] [--per-second 4]
 
-PID: of `invrl train` that works, URL: where it shows its metrics. Spans with scrapes and spans without take
-turns. The cost is what the driver and the gateway's processes used more with scrapes than without, in CPU
-seconds per scrape; the other processes of a run have no part in it. Prints one line of JSON.
+PID: of `invrl train` that works, URL: where it shows its metrics. Spans with scrapes
+and spans without take turns. The cost is what the driver and the gateway's processes
+used more with scrapes than without, in CPU seconds per scrape; the other processes of a
+run have no part in it. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def cpu_s(pid: int) -> dict[str, float]:
 def span(
     pid: int, seconds: float, *, url: str = "", per_second: float = 1.0
 ) -> tuple[dict[str, float], list[float]]:
-    """CPU seconds of a span, by role, and how long each scrape took. Without `url`: no scrape."""
+    """CPU seconds of a span, by role, and how long each scrape took. Without `url`: no
+    scrape."""
     before = cpu_s(pid)
     ends_at = time.monotonic() + seconds
     took_s: list[float] = []
@@ -71,7 +73,12 @@ def main(arguments: Sequence[str]) -> int:
     took_s: list[float] = []
     for _ in range(settings.pairs):
         alone, _ = span(settings.pid, settings.seconds)
-        scraped, took = span(settings.pid, settings.seconds, url=settings.url, per_second=settings.per_second)
+        scraped, took = span(
+            settings.pid,
+            settings.seconds,
+            url=settings.url,
+            per_second=settings.per_second,
+        )
         took_s += took
         for role in ROLES:
             cost_s[role] += scraped[role] - alone[role]
@@ -82,11 +89,14 @@ def main(arguments: Sequence[str]) -> int:
         json.dumps(
             {
                 "scrapes": len(took_s),
-                "cpu_s_per_scrape": {role: round(seconds, 5) for role, seconds in per_scrape.items()},
+                "cpu_s_per_scrape": {
+                    role: round(seconds, 5) for role, seconds in per_scrape.items()
+                },
                 "median_s": round(median(took_s), 4),
                 "slowest_s": round(max(took_s), 4),
                 "share_of_a_core": {
-                    f"every {interval} s": round(total / interval, 5) for interval in INTERVALS_S
+                    f"every {interval} s": round(total / interval, 5)
+                    for interval in INTERVALS_S
                 },
             }
         )

@@ -1,8 +1,9 @@
-"""By hand: token truth over thousands of turns. `python tests/bench/token_truth.py scripted --turns 10000`
-(or `real`), from the project root. Prints the verdict as JSON and writes it to `--out`.
+"""By hand: token truth over thousands of turns. `python tests/bench/token_truth.py
+scripted --turns 10000` (or `real`), from the project root. Prints the verdict as JSON
+and writes it to `--out`.
 
-`scripted`: gateway, real router, tap, scripted engine whose version counts on all the while. `real`: the same
-load on a real engine, with real weight updates in between.
+`scripted`: gateway, real router, tap, scripted engine whose version counts on all the
+while. `real`: the same load on a real engine, with real weight updates in between.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from truth_stack import Stack, real_stack, scripted_stack
 
 async def scripted(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     model = make_tiny_model(folder / "model", max_positions=32768)
-    async with scripted_stack(folder, model, chatter, token_delay_s=0.001, context_length=32768) as stack:
+    async with scripted_stack(
+        folder, model, chatter, token_delay_s=0.001, context_length=32768
+    ) as stack:
 
         async def update(number: int) -> None:
             assert stack.engine is not None
@@ -37,7 +40,8 @@ async def scripted(arguments: argparse.Namespace, folder: Path) -> dict[str, obj
 
 
 async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """Every few seconds all weights move, by the real transaction, under the requests that are running."""
+    """Every few seconds all weights move, by the real transaction, under the requests
+    that are running."""
     from torch_trainer import TorchSender
 
     from invrl.engines.config import EngineConfig
@@ -47,14 +51,20 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
     from invrl.weights.transaction import WeightTransaction
 
     model = make_tiny_model(folder / "model", kv_heads=4)
-    fleet = Fleet(EngineConfig(engine_dtype="float32", engine_start_timeout_s=500), model, folder / "fleet")
+    fleet = Fleet(
+        EngineConfig(engine_dtype="float32", engine_start_timeout_s=500),
+        model,
+        folder / "fleet",
+    )
     await fleet.start()
     try:
         await fleet.admit()
         sender = TorchSender(model)
         bound = CanaryBound.for_dtypes("float32", "float32")
         canary = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
-        transaction = WeightTransaction(sender, fleet.receivers, canary_prompts=canary, bound=bound)
+        transaction = WeightTransaction(
+            sender, fleet.receivers, canary_prompts=canary, bound=bound
+        )
 
         async def update(number: int) -> None:
             sender.train(number)
@@ -101,8 +111,17 @@ async def _loaded(
         print(*mismatch, sep="\n  ", file=sys.stderr)
     for error in load.errors[:5]:
         print("error:", error, file=sys.stderr)
-    done = {"sessions": len(load.sessions), "errors": len(load.errors), "did": dict(sorted(load.did.items()))}
-    return {"engine": arguments.engine, **verdict.shown(), **done, "load_seconds": round(seconds, 1)}
+    done = {
+        "sessions": len(load.sessions),
+        "errors": len(load.errors),
+        "did": dict(sorted(load.did.items())),
+    }
+    return {
+        "engine": arguments.engine,
+        **verdict.shown(),
+        **done,
+        "load_seconds": round(seconds, 1),
+    }
 
 
 def main() -> None:
@@ -113,7 +132,9 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the router's question whether it is gRPC
+    logging.getLogger("aiohttp.server").setLevel(
+        logging.CRITICAL
+    )  # the router's question whether it is gRPC
     with tempfile.TemporaryDirectory() as folder:
         run = scripted if arguments.engine == "scripted" else real
         result = asyncio.run(run(arguments, Path(folder)))

@@ -2,10 +2,11 @@
 
     python tests/bench/traces.py RUN [--turns 2000]
 
-A turn has four spans in the gateway, three in the driver and about ten in the engine. They are made and sent
-by OTLP over HTTP to a collector in another process, whose time does not count. CPU-seconds are of the whole
-process, so with the thread that sends. RUN is the folder of a run with the real turns and steps; of an engine
-the price is that of as many spans of ours, not that of SGLang's own code.
+A turn has four spans in the gateway, three in the driver and about ten in the engine.
+They are made and sent by OTLP over HTTP to a collector in another process, whose time
+does not count. CPU-seconds are of the whole process, so with the thread that sends. RUN
+is the folder of a run with the real turns and steps; of an engine the price is that of
+as many spans of ours, not that of SGLang's own code.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ with running_collector() as collector:
 
 def in_gateway(traces: Traces) -> SpanPlace | None:
     with traces.call("agent_call", "", {"invrl.session": "ses-0123456789abcdef"}):
-        attributes = {"invrl.turn": "turn-0123456789", "invrl.session": "ses-0", "invrl.prompt_tokens": 300}
+        attributes = {
+            "invrl.turn": "turn-0123456789",
+            "invrl.session": "ses-0",
+            "invrl.prompt_tokens": 300,
+        }
         with child_span("turn", attributes) as place:
             with child_span("generate"):
                 pass
@@ -53,13 +58,19 @@ def in_gateway(traces: Traces) -> SpanPlace | None:
 def in_driver(traces: Traces, parent: SpanPlace) -> None:
     attributes = {"invrl.turn": "turn-0123456789", "invrl.step": 1, "invrl.batch": 1}
     for name in ("batch", "train_step", "weight_version"):
-        parent = traces.past_span(name, parent, start=1.0, end=2.0, attributes=attributes)
+        parent = traces.past_span(
+            name, parent, start=1.0, end=2.0, attributes=attributes
+        )
 
 
 def in_engine(traces: Traces) -> None:
     for _ in range(ENGINE_SPANS):
         traces.past_span(
-            "stage", None, start=1.0, end=2.0, attributes={"tp_rank": 0, "pid": 1, "host_id": "h"}
+            "stage",
+            None,
+            start=1.0,
+            end=2.0,
+            attributes={"tp_rank": 0, "pid": 1, "host_id": "h"},
         )
 
 
@@ -77,9 +88,13 @@ def cpu_seconds(url: str, turns: int, work: Callable[[Traces], object]) -> float
 
 def of_run(folder: Path) -> tuple[float, float]:
     """Turns in a step, and seconds of a step, of a run that has ended."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     seconds = [row["time/step_s"] for row in rows if "time/step_s" in row]
-    with contextlib.closing(sqlite3.connect(f"file:{folder / 'run.sqlite'}?immutable=1", uri=True)) as store:
+    with contextlib.closing(
+        sqlite3.connect(f"file:{folder / 'run.sqlite'}?immutable=1", uri=True)
+    ) as store:
         (turns,) = store.execute("SELECT COUNT(*) FROM turns").fetchone()
     return turns / len(seconds), median(seconds)
 
@@ -108,7 +123,9 @@ def main() -> None:
     total = 0.0
     for name, work in works.items():
         costs = [cpu_seconds(url, arguments.turns, work) for _ in range(REPEATS)]
-        middle, least, most = (1e3 * value for value in (median(costs), min(costs), max(costs)))
+        middle, least, most = (
+            1e3 * value for value in (median(costs), min(costs), max(costs))
+        )
         print(f"{name}: {middle:.3f} ms of CPU a turn ({least:.3f} to {most:.3f})")
         total += middle
     received, _ = collector.communicate()
@@ -116,7 +133,9 @@ def main() -> None:
     print(f"{int(received):,} of {sent:,} spans arrived")
     turns, seconds = of_run(arguments.run)
     share = total / 1e3 * turns / seconds
-    print(f"all: {total:.3f} ms a turn; {turns:.1f} turns in a step of {seconds:.2f} s: {share:.2%}")
+    print(
+        f"all: {total:.3f} ms a turn; {turns:.1f} turns in a step of {seconds:.2f} s: {share:.2%}"
+    )
 
 
 if __name__ == "__main__":

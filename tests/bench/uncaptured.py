@@ -1,7 +1,7 @@
 """`python -m bench.uncaptured`: the gateway with a store that keeps nothing.
 
-What capture costs is the difference to the gateway as it is. Sessions' own records and the token forest stay:
-without them there is no next turn. Started by `rig.py`.
+What capture costs is the difference to the gateway as it is. Sessions' own records and
+the token forest stay: without them there is no next turn. Started by `rig.py`.
 """
 
 from __future__ import annotations

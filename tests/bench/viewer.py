@@ -1,12 +1,15 @@
-"""How fast `invrl view` answers on a store of 100,000 rollouts, and what it costs a run that is live.
+"""How fast `invrl view` answers on a store of 100,000 rollouts, and what it costs a run
+that is live.
 
-    python tests/bench/viewer.py [--rollouts 100000] [--folder FOLDER] [--live-s 60] [--out FILE]
+    python tests/bench/viewer.py [--rollouts 100000] [--folder FOLDER] [--live-s 60]
+    [--out FILE]
 
-Opening: from the start of the process to the first `/api/runs` and the first page of rollouts, without an
-index, which is filled meanwhile, and with one. Then every filter, sort and search twice, and the slowest.
-Live: a process appends 10 rollouts of 3 turns per second, each in the transactions that a gateway and a
-buffer would make, with and without a viewer whose page is open; the viewer's CPU seconds per second, and how
-much longer the writer's transactions take.
+Opening: from the start of the process to the first `/api/runs` and the first page of
+rollouts, without an index, which is filled meanwhile, and with one. Then every filter,
+sort and search twice, and the slowest. Live: a process appends 10 rollouts of 3 turns
+per second, each in the transactions that a gateway and a buffer would make, with and
+without a viewer whose page is open; the viewer's CPU seconds per second, and how much
+longer the writer's transactions take.
 """
 
 from __future__ import annotations
@@ -82,22 +85,45 @@ QUERIES: dict[str, dict[str, str]] = {
         f"sort {name}": {"sort": name}
         for name in ("tokens", "turns", "forks", "staleness", "seconds", "logprob")
     },
-    **{f"sort {name}": {"sort": name} for name in ("index", "task", "state", "advantage", "gap", "surprise")},
+    **{
+        f"sort {name}": {"sort": name}
+        for name in ("index", "task", "state", "advantage", "gap", "surprise")
+    },
     "last page": {"offset": "99950", "sort": "reward"},
     "search rare": {"q": "w19999"},
     "search common": {"q": "w0"},
     "search prefix": {"q": "w1"},
     "search two": {"q": "w0 w1"},
     "search phrase": {"q": '"w0 w1"'},
-    "search and filter": {"q": "w5", "purpose": "train", "sort": "worst", "min_reward": "0.5"},
+    "search and filter": {
+        "q": "w5",
+        "purpose": "train",
+        "sort": "worst",
+        "min_reward": "0.5",
+    },
 }
-PAGES = ("steps", "groups", "facets", "tasks", "ledger", "evaluations", "weights", "timeline")
+PAGES = (
+    "steps",
+    "groups",
+    "facets",
+    "tasks",
+    "ledger",
+    "evaluations",
+    "weights",
+    "timeline",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path, help="where the run is made, or lies from an earlier start")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the run is made, or lies from an earlier start",
+    )
     parser.add_argument("--live-s", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -121,12 +147,20 @@ def main() -> int:
 def measure(root: Path, cache: Path, rollouts: int, live_s: int) -> dict[str, Any]:
     folder = make_run(root, rollouts)
     size_mb = folder.store_path.stat().st_size / 1e6
-    result: dict[str, Any] = {"rollouts": rollouts, "turns": rollouts * TURNS, "store_mb": round(size_mb)}
+    result: dict[str, Any] = {
+        "rollouts": rollouts,
+        "turns": rollouts * TURNS,
+        "store_mb": round(size_mb),
+    }
     with Viewer(folder.path, cache) as viewer:
         result["open_first_time_s"] = viewer.opening_s
-        result["rows_complete_s"] = viewer.wait_until(lambda state: state["rollouts_indexed"] >= rollouts)
+        result["rows_complete_s"] = viewer.wait_until(
+            lambda state: state["rollouts_indexed"] >= rollouts
+        )
         result["index_complete_s"] = viewer.wait_until(lambda state: state["ready"])
-    result["index_mb"] = round(sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e6)
+    result["index_mb"] = round(
+        sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e6
+    )
     openings: list[float] = []
     for _ in range(5):
         with Viewer(folder.path, cache) as viewer:
@@ -137,7 +171,8 @@ def measure(root: Path, cache: Path, rollouts: int, live_s: int) -> dict[str, An
         result["first_time_s"] = viewer.times()
         result["warm_s"] = viewer.times()
     result["slowest"] = {
-        kind: max(result[kind].items(), key=lambda item: item[1]) for kind in ("first_time_s", "warm_s")
+        kind: max(result[kind].items(), key=lambda item: item[1])
+        for kind in ("first_time_s", "warm_s")
     }
     result["live"] = live_cost(folder, cache, live_s)
     return result
@@ -147,7 +182,14 @@ class Viewer:
     """`invrl view` as a user starts it."""
 
     def __init__(self, run: Path, cache: Path) -> None:
-        self._command = [sys.executable, "-m", "invrl.cli.main", "view", str(run), "--no-open"]
+        self._command = [
+            sys.executable,
+            "-m",
+            "invrl.cli.main",
+            "view",
+            str(run),
+            "--no-open",
+        ]
         self._environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
         self._run = run.name
 
@@ -181,11 +223,15 @@ class Viewer:
     def pid(self) -> int:
         return self._process.pid
 
-    def get_status(self, page: str, query: dict[str, str] | None = None) -> tuple[int, bytes]:
+    def get_status(
+        self, page: str, query: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         path = f"/api/{page}" if page == "runs" else f"/api/runs/{self._run}/{page}"
         if query:
             path += f"?{urlencode(query)}"
-        self._connection.request("GET", path, headers={"Authorization": f"Bearer {self._key}"})
+        self._connection.request(
+            "GET", path, headers={"Authorization": f"Bearer {self._key}"}
+        )
         response = self._connection.getresponse()
         return response.status, response.read()
 
@@ -202,7 +248,8 @@ class Viewer:
         return round(time.monotonic() - self.started, 2)
 
     def times(self) -> dict[str, float]:
-        """Seconds of every question: page of rollouts and facets together, as the page asks for both."""
+        """Seconds of every question: page of rollouts and facets together, as the page
+        asks for both."""
         seconds: dict[str, float] = {}
         for name, query in QUERIES.items():
             started = time.monotonic()
@@ -226,7 +273,8 @@ class Viewer:
         return seconds
 
     def follow(self, until: threading.Event) -> threading.Thread:
-        """An open page: reads the stream of changes, and asks for the rollouts at each."""
+        """An open page: reads the stream of changes, and asks for the rollouts at
+        each."""
 
         def read() -> None:
             address = f"{self._connection.host}:{self._connection.port}"
@@ -240,7 +288,9 @@ class Viewer:
                 if not line:
                     return
                 if line.startswith(b"data:"):
-                    pages.request("GET", f"/api/runs/{self._run}/rollouts", headers=headers)
+                    pages.request(
+                        "GET", f"/api/runs/{self._run}/rollouts", headers=headers
+                    )
                     pages.getresponse().read()
 
         thread = threading.Thread(target=read, daemon=True)
@@ -248,7 +298,7 @@ class Viewer:
         return thread
 
 
-# ------------------------------------------------------------------ the run
+# ----------------------------------------------------------------- the run
 
 
 def make_run(root: Path, rollouts: int) -> RunFolder:
@@ -260,7 +310,9 @@ def make_run(root: Path, rollouts: int) -> RunFolder:
         return folder
     random = Random(0)
     db.execute("PRAGMA synchronous=OFF")
-    db.execute("INSERT INTO incarnations (parent, step, sequence, started_at) VALUES (0, 0, 0, 1000.0)")
+    db.execute(
+        "INSERT INTO incarnations (parent, step, sequence, started_at) VALUES (0, 0, 0, 1000.0)"
+    )
     db.execute("INSERT INTO tool_lists VALUES (?,?)", (b"none", b"[]"))
     db.execute("BEGIN")
     for number in range(rollouts):
@@ -274,7 +326,11 @@ def make_run(root: Path, rollouts: int) -> RunFolder:
     db.close()
     with folder.metrics_path.open("w") as file:
         for step in range(rollouts // (GROUP_SIZE * GROUPS_PER_STEP)):
-            row = {"step": step, "time": 1000.0 + step, **{f"m/{n}": random.random() for n in range(150)}}
+            row = {
+                "step": step,
+                "time": 1000.0 + step,
+                **{f"m/{n}": random.random() for n in range(150)},
+            }
             file.write(json.dumps(row) + "\n")
     return folder
 
@@ -317,16 +373,26 @@ def statements(number: int, random: Random) -> Iterator[tuple[str, tuple[Any, ..
         "oldest_version": max(0, step - 1 - random.randrange(4)),
         "newest_version": step - 1,
         "forks": int(number % 15 == 0),
-        "counts": {"forks/history_edited": 1} if number % 15 == 0 else {"matches/exact": 2},
+        "counts": {"forks/history_edited": 1}
+        if number % 15 == 0
+        else {"matches/exact": 2},
         "started_at": opened,
         "finished_at": opened + 30 * random.random(),
     }
     outcome: dict[str, Any] = summary
     if fails:
         detail = (
-            "Traceback (most recent call last):\n" + '  File "agent.py", line 3\n' * 20 + "ValueError: no"
+            "Traceback (most recent call last):\n"
+            + '  File "agent.py", line 3\n' * 20
+            + "ValueError: no"
         )
-        outcome = {**identity, "outcome": "failed", "reason": "timeout", "detail": detail, "partial": None}
+        outcome = {
+            **identity,
+            "outcome": "failed",
+            "reason": "timeout",
+            "detail": detail,
+            "partial": None,
+        }
     body = json.dumps(outcome).encode()
     purpose = "eval" if is_eval else "train"
     yield (
@@ -362,18 +428,27 @@ def statements(number: int, random: Random) -> Iterator[tuple[str, tuple[Any, ..
                 _ids(random, 200 if parent is None else 60),
                 _ids(random, TOKENS),
                 np.full(TOKENS, -random.random(), np.float32).tobytes(),
-                json.dumps([{"version": max(0, step - 1), "start": 0, "end": TOKENS}]).encode(),
+                json.dumps(
+                    [{"version": max(0, step - 1), "start": 0, "end": TOKENS}]
+                ).encode(),
                 opened + turn,
                 opened + turn + 1,
-                json.dumps([_message("user", random), _message("assistant", random)]).encode(),
+                json.dumps(
+                    [_message("user", random), _message("assistant", random)]
+                ).encode(),
                 b"none",
             ),
         )
         parent = turn_id
     if is_eval:
         return
-    yield "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)", (session_id, fails, body)
-    states: list[tuple[str, str | None, str | None, int | None, str]] = [("in_flight", None, None, None, "")]
+    yield (
+        "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,?,?)",
+        (session_id, fails, body),
+    )
+    states: list[tuple[str, str | None, str | None, int | None, str]] = [
+        ("in_flight", None, None, None, "")
+    ]
     if fails:
         states.append(("dropped", "replaced", "timeout", None, session_id))
     else:
@@ -386,27 +461,47 @@ def statements(number: int, random: Random) -> Iterator[tuple[str, tuple[Any, ..
             states.append(("trained", None, None, step - 1, ""))
     for place, (state, reason, failure, batch, named) in enumerate(states):
         sql = "INSERT INTO ledger VALUES (1,?,?,?,0,?,?,?,?,'',?,?,?)"
-        values = (number * 5 + place, group_id, index, task_id, state, reason, failure, batch, named, opened)
+        values = (
+            number * 5 + place,
+            group_id,
+            index,
+            task_id,
+            state,
+            reason,
+            failure,
+            batch,
+            named,
+            opened,
+        )
         yield sql, values
 
 
 def _ids(random: Random, count: int) -> bytes:
-    return np.frombuffer(random.randbytes(count * 2), np.uint16).astype(np.int32).tobytes()
+    return (
+        np.frombuffer(random.randbytes(count * 2), np.uint16).astype(np.int32).tobytes()
+    )
 
 
 def _message(role: str, random: Random) -> dict[str, Any]:
     """Words as frequent as those of a language."""
-    words = " ".join(f"w{min(int(random.paretovariate(0.7)) - 1, 19_999)}" for _ in range(WORDS))
+    words = " ".join(
+        f"w{min(int(random.paretovariate(0.7)) - 1, 19_999)}" for _ in range(WORDS)
+    )
     return {"role": role, "content": words}
 
 
-# ------------------------------------------------------------------ a live run
+# ----------------------------------------------------------------- a live run
 
 
 def live_cost(folder: RunFolder, cache: Path, seconds: int) -> dict[str, Any]:
-    """What the viewer costs while rollouts are appended, beside the same without it, in turns."""
+    """What the viewer costs while rollouts are appended, beside the same without it, in
+    turns."""
     part_s = max(10, seconds // 4)
-    first = sqlite3.connect(folder.store_path).execute("SELECT COUNT(*) FROM sessions").fetchone()[0]
+    first = (
+        sqlite3.connect(folder.store_path)
+        .execute("SELECT COUNT(*) FROM sessions")
+        .fetchone()[0]
+    )
     commits: dict[str, list[float]] = {"alone": [], "viewed": []}
     cpu_s = 0.0
     read_bytes = 0
@@ -442,7 +537,9 @@ def live_cost(folder: RunFolder, cache: Path, seconds: int) -> dict[str, Any]:
         "writer_ms_per_rollout_viewed": round(1e3 * viewed, 3),
         "writer_busy_share_alone": round(sum(commits["alone"]) / (2 * part_s), 5),
         "writer_busy_share_viewed": round(sum(commits["viewed"]) / (2 * part_s), 5),
-        "step_time_cost": round((sum(commits["viewed"]) - sum(commits["alone"])) / (2 * part_s), 5),
+        "step_time_cost": round(
+            (sum(commits["viewed"]) - sum(commits["alone"])) / (2 * part_s), 5
+        ),
     }
 
 

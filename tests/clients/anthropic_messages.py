@@ -1,8 +1,9 @@
-"""The official `anthropic` client on messages: tools, several turns, whole or streamed, tokens counted.
+"""The official `anthropic` client on messages: tools, several turns, whole or streamed,
+tokens counted.
 
-`python anthropic_messages.py BASE_URL KEY [--stream] [--forced]` prints one JSON line of what it saw. The
-client adds `/v1` by itself. `--forced`: the first answer to each question must be a call, of one of three
-expressions; the next must not.
+`python anthropic_messages.py BASE_URL KEY [--stream] [--forced]` prints one JSON line
+of what it saw. The client adds `/v1` by itself. `--forced`: the first answer to each
+question must be a call, of one of three expressions; the next must not.
 """
 
 import json
@@ -33,7 +34,11 @@ def main() -> None:
     stream = "--stream" in sys.argv
     forced = "--forced" in sys.argv
     if forced:
-        TOOL["input_schema"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
+        TOOL["input_schema"]["properties"]["expression"]["enum"] = [
+            "12*13",
+            "7*8",
+            "9*11",
+        ]
     client = Anthropic(base_url=url, api_key=key, max_retries=0)
     messages: list = []
     answers = []
@@ -53,7 +58,9 @@ def main() -> None:
             }
             if forced:
                 calling = {"type": "any", "disable_parallel_tool_use": True}
-                given["tool_choice"] = calling if messages[-1]["content"] == question else {"type": "none"}
+                given["tool_choice"] = (
+                    calling if messages[-1]["content"] == question else {"type": "none"}
+                )
             counted.append(client.messages.count_tokens(**given).input_tokens)
             if stream:
                 with client.messages.stream(**given, max_tokens=512) as events:
@@ -67,7 +74,9 @@ def main() -> None:
             messages.append(
                 {
                     "role": "assistant",
-                    "content": [block.model_dump(exclude_none=True) for block in answer.content],
+                    "content": [
+                        block.model_dump(exclude_none=True) for block in answer.content
+                    ],
                 }
             )
             calls = [block for block in answer.content if block.type == "tool_use"]
@@ -83,8 +92,16 @@ def main() -> None:
             ]
             results += [block["content"] for block in blocks]
             messages.append({"role": "user", "content": blocks})
-        answers.append("".join(block.text for block in answer.content if block.type == "text"))
-    seen = {"answers": answers, "results": results, "stops": stops, "counted": counted, "inputs": inputs}
+        answers.append(
+            "".join(block.text for block in answer.content if block.type == "text")
+        )
+    seen = {
+        "answers": answers,
+        "results": results,
+        "stops": stops,
+        "counted": counted,
+        "inputs": inputs,
+    }
     print(json.dumps(seen | {"events": events_seen}))
 
 

@@ -1,4 +1,5 @@
-"""A CrewAI agent with a calculator. `python crewai_agent.py BASE_URL KEY` prints one JSON line."""
+"""A CrewAI agent with a calculator. `python crewai_agent.py BASE_URL KEY` prints one
+JSON line."""
 
 import json
 import os

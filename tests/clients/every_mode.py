@@ -1,7 +1,9 @@
-"""Plays another program of this folder in each of its modes, in one process that imports its libraries once.
+"""Plays another program of this folder in each of its modes, in one process that
+imports its libraries once.
 
-`python every_mode.py PROGRAM MODES`: MODES is a JSON list with the arguments of the program in each mode.
-Each mode runs the whole file with fresh globals, and the last line that it prints goes to standard output.
+`python every_mode.py PROGRAM MODES`: MODES is a JSON list with the arguments of the
+program in each mode. Each mode runs the whole file with fresh globals, and the last
+line that it prints goes to standard output.
 """
 
 import contextlib

@@ -1,7 +1,9 @@
-"""A LangGraph agent over `langchain-openai`: its own loop, its own memory, a calculator.
+"""A LangGraph agent over `langchain-openai`: its own loop, its own memory, a
+calculator.
 
-`python langgraph_agent.py BASE_URL KEY [--stream] [--responses] [--forced]` prints one JSON line.
-`--forced`: a model chosen anew for each step, which must call after a question, and must not after a result.
+`python langgraph_agent.py BASE_URL KEY [--stream] [--responses] [--forced]` prints one
+JSON line. `--forced`: a model chosen anew for each step, which must call after a
+question, and must not after a result.
 """
 
 import json
@@ -40,7 +42,9 @@ def main() -> None:
 
     def forced(state, _):
         choice = "required" if state["messages"][-1].type == "human" else "none"
-        return model.bind_tools([calculator], tool_choice=choice, parallel_tool_calls=False)
+        return model.bind_tools(
+            [calculator], tool_choice=choice, parallel_tool_calls=False
+        )
 
     agent = create_react_agent(
         forced if "--forced" in sys.argv else model,
@@ -53,7 +57,11 @@ def main() -> None:
     for question in QUESTIONS:
         state = agent.invoke({"messages": [("user", question)]}, thread)
         answers.append(state["messages"][-1].text)
-    print(json.dumps({"answers": answers, "results": RESULTS, "messages": len(state["messages"])}))
+    print(
+        json.dumps(
+            {"answers": answers, "results": RESULTS, "messages": len(state["messages"])}
+        )
+    )
 
 
 if __name__ == "__main__":

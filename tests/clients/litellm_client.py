@@ -1,7 +1,9 @@
-"""litellm: tools and several turns over chat completions, or with `--messages` over Anthropic's messages.
+"""litellm: tools and several turns over chat completions, or with `--messages` over
+Anthropic's messages.
 
-`python litellm_client.py BASE_URL KEY [--stream] [--messages] [--forced]` prints one JSON line.
-`--forced`: the first answer to each question must be a call, of one of three expressions; the next must not.
+`python litellm_client.py BASE_URL KEY [--stream] [--messages] [--forced]` prints one
+JSON line. `--forced`: the first answer to each question must be a call, of one of three
+expressions; the next must not.
 """
 
 import json
@@ -42,7 +44,11 @@ def main() -> None:
         where = {"model": "openai/scripted", "api_base": url}
     forced = "--forced" in sys.argv
     if forced:
-        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
+        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = [
+            "12*13",
+            "7*8",
+            "9*11",
+        ]
     messages: list = [{"role": "system", "content": "Use the calculator."}]
     answers = []
     results = []
@@ -51,7 +57,9 @@ def main() -> None:
         while True:
             more = {}
             if forced:
-                more["tool_choice"] = "required" if messages[-1]["role"] == "user" else "none"
+                more["tool_choice"] = (
+                    "required" if messages[-1]["role"] == "user" else "none"
+                )
                 more["parallel_tool_calls"] = False
             answer = litellm.completion(
                 **where,
@@ -70,7 +78,9 @@ def main() -> None:
             for call in message.tool_calls or []:
                 result = calculator(json.loads(call.function.arguments)["expression"])
                 results.append(result)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                messages.append(
+                    {"role": "tool", "tool_call_id": call.id, "content": result}
+                )
             if not message.tool_calls:
                 break
         answers.append(message.content)

@@ -25,7 +25,11 @@ def calculator(expression: str) -> str:
 async def main() -> None:
     url, key = sys.argv[1:3]
     model = OpenAILike(
-        model="scripted", api_base=url, api_key=key, is_chat_model=True, is_function_calling_model=False
+        model="scripted",
+        api_base=url,
+        api_key=key,
+        is_chat_model=True,
+        is_function_calling_model=False,
     )
     agent = ReActAgent(tools=[calculator], llm=model)
     memory = ChatMemoryBuffer.from_defaults(token_limit=100_000)

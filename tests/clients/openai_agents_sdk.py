@@ -1,7 +1,9 @@
-"""An agent of the OpenAI Agents SDK: its own loop, a calculator, chat completions or responses.
+"""An agent of the OpenAI Agents SDK: its own loop, a calculator, chat completions or
+responses.
 
-`python openai_agents_sdk.py BASE_URL KEY [--stream] [--responses] [--forced]` prints one JSON line of what it
-saw. `--forced`: the first answer to each question must be a call; afterwards the SDK leaves it to the model.
+`python openai_agents_sdk.py BASE_URL KEY [--stream] [--responses] [--forced]` prints
+one JSON line of what it saw. `--forced`: the first answer to each question must be a
+call; afterwards the SDK leaves it to the model.
 """
 
 import asyncio
@@ -36,7 +38,11 @@ async def main() -> None:
     url, key = sys.argv[1:3]
     set_tracing_disabled(True)
     client = AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
-    kind = OpenAIResponsesModel if "--responses" in sys.argv else OpenAIChatCompletionsModel
+    kind = (
+        OpenAIResponsesModel
+        if "--responses" in sys.argv
+        else OpenAIChatCompletionsModel
+    )
     settings = ModelSettings()
     if "--forced" in sys.argv:
         settings = ModelSettings(tool_choice="required", parallel_tool_calls=False)

@@ -1,7 +1,9 @@
-"""The official `openai` client on chat completions: tools, several turns, whole or streamed.
+"""The official `openai` client on chat completions: tools, several turns, whole or
+streamed.
 
-`python openai_chat.py BASE_URL KEY [--stream] [--forced]` prints one JSON line. `--forced`: the
-first answer to each question must be a call, of one of three expressions; the next must not.
+`python openai_chat.py BASE_URL KEY [--stream] [--forced]` prints one JSON line.
+`--forced`: the first answer to each question must be a call, of one of three
+expressions; the next must not.
 """
 
 import json
@@ -38,7 +40,9 @@ def ask(client: OpenAI, messages: list, stream: bool, forced: bool):
         answer = client.chat.completions.create(**given)
         return answer.choices[0], answer.usage
     try:
-        with client.chat.completions.stream(**given, stream_options={"include_usage": True}) as events:
+        with client.chat.completions.stream(
+            **given, stream_options={"include_usage": True}
+        ) as events:
             for _ in events:
                 pass
             answer = events.get_final_completion()
@@ -53,7 +57,11 @@ def main() -> None:
     stream = "--stream" in sys.argv
     forced = "--forced" in sys.argv
     if forced:
-        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
+        TOOL["function"]["parameters"]["properties"]["expression"]["enum"] = [
+            "12*13",
+            "7*8",
+            "9*11",
+        ]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     messages: list = [{"role": "system", "content": "Use the calculator."}]
     answers = []
@@ -67,16 +75,25 @@ def main() -> None:
             tokens += usage.completion_tokens
             finishes.append(choice.finish_reason)
             messages.append(
-                choice.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})
+                choice.message.model_dump(
+                    exclude_none=True, include={"role", "content", "tool_calls"}
+                )
             )
             for call in choice.message.tool_calls or []:
                 result = calculator(json.loads(call.function.arguments)["expression"])
                 results.append(result)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+                messages.append(
+                    {"role": "tool", "tool_call_id": call.id, "content": result}
+                )
             if not choice.message.tool_calls:
                 break
         answers.append(choice.message.content)
-    seen = {"answers": answers, "results": results, "finishes": finishes, "tokens": tokens}
+    seen = {
+        "answers": answers,
+        "results": results,
+        "finishes": finishes,
+        "tokens": tokens,
+    }
     print(json.dumps(seen | {"models": [model.id for model in client.models.list()]}))
 
 

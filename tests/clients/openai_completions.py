@@ -1,6 +1,8 @@
-"""The official `openai` client on text completions: each prompt goes on from the text before.
+"""The official `openai` client on text completions: each prompt goes on from the text
+before.
 
-`python openai_completions.py BASE_URL KEY [--stream]` prints one JSON line of what it saw.
+`python openai_completions.py BASE_URL KEY [--stream]` prints one JSON line of what it
+saw.
 """
 
 import json
@@ -22,7 +24,11 @@ def main() -> None:
         if stream:
             chunks = list(client.completions.create(**given, stream=True))
             piece = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-            finishes.append([chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1])
+            finishes.append(
+                [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][
+                    -1
+                ]
+            )
         else:
             choice = client.completions.create(**given).choices[0]
             piece = choice.text

@@ -1,8 +1,10 @@
-"""The official `openai` client on responses: function tools, several turns, whole or streamed.
+"""The official `openai` client on responses: function tools, several turns, whole or
+streamed.
 
-`python openai_responses.py BASE_URL KEY [--stream] [--previous] [--forced]` prints one JSON line of what
-it saw. `--previous`: continue by `previous_response_id`, without sending all items again. `--forced`: the
-first answer to each question must be a call, of one of three expressions; the next must not.
+`python openai_responses.py BASE_URL KEY [--stream] [--previous] [--forced]` prints one
+JSON line of what it saw. `--previous`: continue by `previous_response_id`, without
+sending all items again. `--forced`: the first answer to each question must be a call,
+of one of three expressions; the next must not.
 """
 
 import json
@@ -35,7 +37,11 @@ def main() -> None:
     previous = "--previous" in sys.argv
     forced = "--forced" in sys.argv
     if forced:
-        TOOL["parameters"]["properties"]["expression"]["enum"] = ["12*13", "7*8", "9*11"]
+        TOOL["parameters"]["properties"]["expression"]["enum"] = [
+            "12*13",
+            "7*8",
+            "9*11",
+        ]
     client = OpenAI(base_url=url, api_key=key, max_retries=0)
     items: list = []
     answers = []
@@ -53,7 +59,9 @@ def main() -> None:
             }
             if forced:
                 given["parallel_tool_calls"] = False
-                given["tool_choice"] = "required" if items[-1].get("role") == "user" else "none"
+                given["tool_choice"] = (
+                    "required" if items[-1].get("role") == "user" else "none"
+                )
             if previous and last is not None:
                 given["previous_response_id"] = last.id
             if stream:
@@ -65,17 +73,37 @@ def main() -> None:
             else:
                 last = client.responses.create(**given)
             items = (
-                [] if previous else [*items, *(item.model_dump(exclude_none=True) for item in last.output)]
+                []
+                if previous
+                else [
+                    *items,
+                    *(item.model_dump(exclude_none=True) for item in last.output),
+                ]
             )
             calls = [item for item in last.output if item.type == "function_call"]
             for call in calls:
                 result = calculator(json.loads(call.arguments)["expression"])
                 results.append(result)
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+                items.append(
+                    {
+                        "type": "function_call_output",
+                        "call_id": call.call_id,
+                        "output": result,
+                    }
+                )
             if not calls:
                 break
         answers.append(last.output_text)
-    print(json.dumps({"answers": answers, "results": results, "deltas": deltas, "status": last.status}))
+    print(
+        json.dumps(
+            {
+                "answers": answers,
+                "results": results,
+                "deltas": deltas,
+                "status": last.status,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

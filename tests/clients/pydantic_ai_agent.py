@@ -1,6 +1,8 @@
-"""An agent of pydantic-ai with a calculator, over chat completions, responses or Anthropic's messages.
+"""An agent of pydantic-ai with a calculator, over chat completions, responses or
+Anthropic's messages.
 
-`python pydantic_ai_agent.py BASE_URL KEY [--stream] [--responses | --messages]` prints one JSON line.
+`python pydantic_ai_agent.py BASE_URL KEY [--stream] [--responses | --messages]` prints
+one JSON line.
 """
 
 import asyncio

@@ -1,7 +1,9 @@
-"""A smolagents ToolCallingAgent: its own prompts and loop, a calculator, `final_answer`.
+"""A smolagents ToolCallingAgent: its own prompts and loop, a calculator,
+`final_answer`.
 
-`python smolagents_agent.py BASE_URL KEY [--stream] [--auto]` prints one JSON line of what it saw. By itself
-smolagents forces every call (`tool_choice` "required"); `--auto` leaves it to the model.
+`python smolagents_agent.py BASE_URL KEY [--stream] [--auto]` prints one JSON line of
+what it saw. By itself smolagents forces every call (`tool_choice` "required"); `--auto`
+leaves it to the model.
 """
 
 import json
@@ -36,7 +38,10 @@ def main() -> None:
         verbosity_level=LogLevel.OFF,
         max_steps=4,
     )
-    answers = [str(agent.run(question, reset=number == 0)) for number, question in enumerate(QUESTIONS)]
+    answers = [
+        str(agent.run(question, reset=number == 0))
+        for number, question in enumerate(QUESTIONS)
+    ]
     print()  # streamed output ends without a newline
     print(json.dumps({"answers": answers, "results": RESULTS}))
 

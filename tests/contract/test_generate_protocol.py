@@ -1,5 +1,5 @@
-"""`/generate` as the gateway uses it: the same expectations of the fake engine, of the scripted one, and of
-real SGLang behind the real routers."""
+"""`/generate` as the gateway uses it: the same expectations of the fake engine, of the
+scripted one, and of real SGLang behind the real routers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from tokenizers import Tokenizer
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_client import EngineLimits, GenerateChunk, GenerateRequest, SglangClient
+from invrl.engines.sglang_client import (
+    EngineLimits,
+    GenerateChunk,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError, SessionError
 from invrl.types import Sampling, VersionSpan, WeightVersion
@@ -27,7 +32,9 @@ from invrl.types import Sampling, VersionSpan, WeightVersion
 END = 2
 
 
-@pytest.fixture(params=["fake", "scripted", "scripted behind a tap", "real", "real behind smg"])
+@pytest.fixture(
+    params=["fake", "scripted", "scripted behind a tap", "real", "real behind smg"]
+)
 def server(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -35,11 +42,15 @@ def server(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, server: str) -> Fleet | str:
     """The real fleet, or the name of a stand-in."""
-    return request.getfixturevalue("tiny_fleet") if server.startswith("real") else server
+    return (
+        request.getfixturevalue("tiny_fleet") if server.startswith("real") else server
+    )
 
 
 @pytest.fixture
-def router(request: pytest.FixtureRequest, server: str, fleet: Fleet | str) -> RouterServer | None:
+def router(
+    request: pytest.FixtureRequest, server: str, fleet: Fleet | str
+) -> RouterServer | None:
     """In front of the real fleet."""
     if server == "real behind smg":
         return request.getfixturevalue("smg_router")
@@ -47,13 +58,19 @@ def router(request: pytest.FixtureRequest, server: str, fleet: Fleet | str) -> R
 
 
 @pytest.fixture
-async def engine(fleet: Fleet | str, tiny_model: Path) -> AsyncIterator[FakeEngine | None]:
+async def engine(
+    fleet: Fleet | str, tiny_model: Path
+) -> AsyncIterator[FakeEngine | None]:
     """The stand-in; None where the fleet is real."""
     if isinstance(fleet, Fleet):
         yield None
         return
     scripted = ScriptedEngine(text_by_prompt, tiny_model)
-    async with FakeEngine(reply_by_prompt(tokens=100)) if fleet == "fake" else scripted as engine:
+    async with (
+        FakeEngine(reply_by_prompt(tokens=100))
+        if fleet == "fake"
+        else scripted as engine
+    ):
         yield engine
 
 
@@ -74,7 +91,9 @@ async def client(
             limits = EngineLimits(vocab_size=512, context_length=2048)
             if fleet.endswith("tap"):
                 url = (await stack.enter_async_context(EngineTap(url))).url
-        yield await stack.enter_async_context(SglangClient(url, limits=limits, api_key=key))
+        yield await stack.enter_async_context(
+            SglangClient(url, limits=limits, api_key=key)
+        )
 
 
 def ask(prompt: list[int], *, tokens: int = 6, **changes) -> GenerateRequest:
@@ -98,7 +117,11 @@ def tiles(spans: tuple[VersionSpan, ...], length: int) -> bool:
 async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient):
     prompt = [secrets.randbelow(400) + 20 for _ in range(40)]
     result = await client.generate(ask(prompt))
-    assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (40, "length", None)
+    assert (result.prompt_tokens, result.finish_reason, result.matched_stop) == (
+        40,
+        "length",
+        None,
+    )
     assert len(result.ids_T) == len(result.logprobs_T) == 6
     assert result.ids_T.dtype == np.int32
     assert result.logprobs_T.dtype == np.float32
@@ -107,8 +130,8 @@ async def test_a_whole_reply_has_ids_logprobs_and_versions(client: SglangClient)
 
 
 async def test_stream_pieces_join_to_the_whole_reply(client: SglangClient):
-    """SGLang makes one piece of tokens that its HTTP process was late for, so that they are fewer on a busy
-    machine."""
+    """SGLang makes one piece of tokens that its HTTP process was late for, so that they
+    are fewer on a busy machine."""
     chunks, result = await collect(client.stream(ask([5, 6, 7, 8], tokens=90)))
     assert len(chunks) >= 4
     seen = 0
@@ -135,13 +158,18 @@ async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) ->
 async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
     client: SglangClient, fleet: Fleet | str, engine: FakeEngine | None
 ):
-    """Before it each event has the version that the engine has when it is sent, and tokens that break off
-    are recorded with versions that are none too new."""
+    """Before it each event has the version that the engine has when it is sent, and
+    tokens that break off are recorded with versions that are none too new."""
     labelled = []
     told = []
     add = VersionTracker.add
 
-    def tapped(self: VersionTracker, label: str, sampled: int, spans: Sequence[EngineSpan] | None) -> None:
+    def tapped(
+        self: VersionTracker,
+        label: str,
+        sampled: int,
+        spans: Sequence[EngineSpan] | None,
+    ) -> None:
         labelled.append((label, sampled))
         told.append(spans)
         add(self, label, sampled, spans)
@@ -166,7 +194,9 @@ async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
     exact = versions(end.spans)
     assert set(exact.tolist()) == {old, old + 1}
     assert np.all(np.diff(exact) >= 0)
-    labels = np.repeat([int(label) for label, _ in labelled], [sampled for _, sampled in labelled])
+    labels = np.repeat(
+        [int(label) for label, _ in labelled], [sampled for _, sampled in labelled]
+    )
     assert np.all(labels >= exact)
     for chunk in (first, *rest):
         recorded = versions(chunk.spans)
@@ -177,16 +207,26 @@ async def test_weight_versions_are_only_in_the_last_event_of_a_stream(
 
 def versions(spans: tuple[VersionSpan, ...]) -> NDArray[np.int32]:
     """One per token."""
-    return np.concatenate([np.full(span.end - span.start, span.version, np.int32) for span in spans])
+    return np.concatenate(
+        [np.full(span.end - span.start, span.version, np.int32) for span in spans]
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_end_token_ends_the_reply_and_is_part_of_it(client: SglangClient, stream: bool):
+async def test_end_token_ends_the_reply_and_is_part_of_it(
+    client: SglangClient, stream: bool
+):
     greedy = Sampling(temperature=0.0, max_new_tokens=4)
     free = await client.generate(ask([5, 6, 7, 8], sampling=greedy))
     end = int(free.ids_T[0])
-    request = ask([5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False)
-    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
+    request = ask(
+        [5, 6, 7, 8], sampling=greedy, stop_token_ids=(end,), ignore_eos=False
+    )
+    result = (
+        (await collect(client.stream(request)))[1]
+        if stream
+        else await client.generate(request)
+    )
     assert result.finish_reason == "stop"
     assert result.matched_stop == end
     assert result.ids_T.tolist() == [end]
@@ -206,7 +246,11 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
     if stop is None:
         pytest.skip("this random model says nothing printable")
     request = ask([5, 6, 7, 8], sampling=greedy, stop=(stop,))
-    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
+    result = (
+        (await collect(client.stream(request)))[1]
+        if stream
+        else await client.generate(request)
+    )
     assert (result.finish_reason, result.matched_stop) == ("stop", stop)
     sampled_ids = result.ids_T.tolist()
     assert sampled_ids == ids[: len(sampled_ids)]
@@ -215,11 +259,18 @@ async def test_stop_string_ends_the_reply_with_the_token_that_completes_it(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_greedy_sampling_takes_the_first_of_the_top_tokens(client: SglangClient, stream: bool):
-    """Where sampling is greedy, the first of them is what was sampled, with the same log-prob."""
+async def test_greedy_sampling_takes_the_first_of_the_top_tokens(
+    client: SglangClient, stream: bool
+):
+    """Where sampling is greedy, the first of them is what was sampled, with the same
+    log-prob."""
     greedy = Sampling(temperature=0.0, max_new_tokens=6)
     request = ask([5, 6, 7, 8], sampling=greedy, top_logprobs=3)
-    result = (await collect(client.stream(request)))[1] if stream else await client.generate(request)
+    result = (
+        (await collect(client.stream(request)))[1]
+        if stream
+        else await client.generate(request)
+    )
     top = result.top.reshape(6, 3)
     assert top["id"][:, 0].tolist() == result.ids_T.tolist()
     assert top["logprob"][:, 0].tolist() == result.logprobs_T.tolist()
@@ -246,7 +297,13 @@ async def test_closing_a_stream_ends_its_generation(client: SglangClient):
 
 async def test_request_that_would_kill_an_engine_is_refused(client: SglangClient):
     longest = client.limits.context_length
-    for prompt, tokens in (([512], 1), ([-1], 1), ([], 1), ([5], 0), ([5] * (longest - 99), 100)):
+    for prompt, tokens in (
+        ([512], 1),
+        ([-1], 1),
+        ([], 1),
+        ([5], 0),
+        ([5] * (longest - 99), 100),
+    ):
         with pytest.raises(SessionError) as caught:
             await client.generate(ask(prompt, tokens=tokens))
         assert caught.value.status == 400

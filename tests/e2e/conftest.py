@@ -29,8 +29,8 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def learned(folder: Path, temporary: Path, scrapes: Scrapes) -> Path:
-    """All its steps, all checkpoints and batches kept, and scraped; with a proxy that is dead, which nothing
-    of ours may ask, in a locale that has ASCII only."""
+    """All its steps, all checkpoints and batches kept, and scraped; with a proxy that
+    is dead, which nothing of ours may ask, in a locale that has ASCII only."""
     kept = ("--save-interval", "4", "--keep-checkpoints", "0", "--save-rollout-data")
     shown = ("--metrics-port", str(scrapes.port), "--sglang-enable-metrics")
     with scrapes.running(), pytest.MonkeyPatch.context() as environment:
@@ -38,6 +38,10 @@ def learned(folder: Path, temporary: Path, scrapes: Scrapes) -> Path:
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             environment.setenv(name, "http://127.0.0.1:9")
             environment.setenv(name.upper(), "http://127.0.0.1:9")
-        for name, value in {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}.items():
+        for name, value in {
+            "LC_ALL": "C",
+            "PYTHONCOERCECLOCALE": "0",
+            "PYTHONUTF8": "0",
+        }.items():
             environment.setenv(name, value)
         return train(folder, "learned", *kept, *shown)

@@ -1,5 +1,5 @@
-"""The task of `trivial.py` with a process reward for each sampled token, and an objective that reads only
-those: the rollout's own reward teaches nothing."""
+"""The task of `trivial.py` with a process reward for each sampled token, and an
+objective that reads only those: the rollout's own reward teaches nothing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ tasks = trivial.tasks
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
-    """Two turns of one conversation. Reward: the share of the last reply's characters whose code point is
-    even, for the metrics. Process reward of a token: the same share of its own characters, less a half."""
+    """Two turns of one conversation. Reward: the share of the last reply's characters
+    whose code point is even, for the metrics. Process reward of a token: the same share
+    of its own characters, less a half."""
     client = endpoint.openai()
     prompt = str(task.payload["prompt"])
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": prompt}]
@@ -31,7 +32,9 @@ async def rollout(task: Task, endpoint: Endpoint) -> RolloutResult:
         [choice] = reply.choices
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
-        of_tokens = [_share_of_even(token.token) - 0.5 for token in choice.logprobs.content]
+        of_tokens = [
+            _share_of_even(token.token) - 0.5 for token in choice.logprobs.content
+        ]
         process_rewards[reply.id] = {"process_reward": of_tokens}
         text = choice.message.content or ""
         messages.append({"role": "assistant", "content": text})

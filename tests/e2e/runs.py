@@ -1,4 +1,5 @@
-"""Starts `invrl` as a user does, on a tiny random model: SGLang, router, gateway, Ray, Megatron, all real."""
+"""Starts `invrl` as a user does, on a tiny random model: SGLang, router, gateway, Ray,
+Megatron, all real."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 STEPS = 32
-"""Of trivial.toml. A policy of luck starts slowly now and then; twice the usual time to learn is enough."""
+"""Of trivial.toml. A policy of luck starts slowly now and then; twice the usual time to
+learn is enough."""
 DEADLINE_S = 1800
 
 
@@ -23,7 +25,9 @@ def invrl(folder: Path, *arguments: str, python_path: str = str(ROOT)) -> str:
 
 def run_bench(folder: Path, *arguments: str) -> str:
     """What `tests/run_bench.py` printed. It must exit with 0."""
-    return run_python(folder, str(ROOT / "tests" / "run_bench.py"), *arguments, python_path=str(ROOT))
+    return run_python(
+        folder, str(ROOT / "tests" / "run_bench.py"), *arguments, python_path=str(ROOT)
+    )
 
 
 def run_python(folder: Path, *arguments: str, python_path: str) -> str:
@@ -46,7 +50,13 @@ def flags(folder: Path, name: str) -> list[str]:
     if not model.exists():
         make_tiny_model(model)
     place = ["--run-root", str(folder), "--run-name", name]
-    return ["--config", str(ROOT / "tests/e2e/trivial.toml"), "--model-path", str(model), *place]
+    return [
+        "--config",
+        str(ROOT / "tests/e2e/trivial.toml"),
+        "--model-path",
+        str(model),
+        *place,
+    ]
 
 
 def train(folder: Path, name: str, *more: str, python_path: str = str(ROOT)) -> Path:
@@ -57,5 +67,7 @@ def train(folder: Path, name: str, *more: str, python_path: str = str(ROOT)) -> 
 
 def steps_of(run: Path) -> list[dict[str, float]]:
     """The rows of the steps that trained."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row for row in rows if "rollout/reward_mean" in row]

@@ -1,4 +1,5 @@
-"""What a run showed to a Prometheus that scrapes it as `launch/prometheus/prometheus.yml` says."""
+"""What a run showed to a Prometheus that scrapes it as
+`launch/prometheus/prometheus.yml` says."""
 
 from __future__ import annotations
 
@@ -60,14 +61,16 @@ class Scrapes:
     def _get(self, path: str) -> tuple[int, str]:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_S) as answer:
+            with opener.open(
+                f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_S
+            ) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def served(self) -> dict[str, set[str]]:
-        """The names of all samples of all paths, each with its labels. Raises ValueError for an answer that
-        is not in Prometheus' format."""
+        """The names of all samples of all paths, each with its labels. Raises
+        ValueError for an answer that is not in Prometheus' format."""
         names: dict[str, set[str]] = {}
         for texts in self.texts.values():
             for text in texts:

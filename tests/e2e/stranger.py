@@ -1,5 +1,6 @@
-"""A process without credentials that connects to every port of a running system and sends what would be
-executed or stored by a server that trusted it: pickles, weights, a model, a worker, a session."""
+"""A process without credentials that connects to every port of a running system and
+sends what would be executed or stored by a server that trusted it: pickles, weights, a
+model, a worker, a session."""
 
 from __future__ import annotations
 
@@ -22,27 +23,50 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 _CALL_S = 2.0
 _RAW_S = 0.5
 _REQUESTS = {
-    "/update_weights_from_tensor": {"serialized_named_tensors": ["PICKLE"], "flush_cache": True},
-    "/update_weights_from_distributed": {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]},
+    "/update_weights_from_tensor": {
+        "serialized_named_tensors": ["PICKLE"],
+        "flush_cache": True,
+    },
+    "/update_weights_from_distributed": {
+        "names": ["a"],
+        "dtypes": ["float32"],
+        "shapes": [[1]],
+    },
     "/update_weights_from_disk": {"model_path": "FOLDER"},
     "/update_weights_from_ipc": {"zmq_handles": {"0": "ipc:///tmp/x"}},
-    "/init_weights_update_group": {"master_address": "127.0.0.1", "master_port": 1, "group_name": "MARK"},
+    "/init_weights_update_group": {
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "group_name": "MARK",
+    },
     "/update_weight_version": {"new_version": "MARK"},
     "/load_lora_adapter": {"lora_name": "MARK", "lora_path": "FOLDER"},
-    "/generate": {"text": "MARK", "custom_logit_processor": "PICKLE", "sampling_params": {}},
+    "/generate": {
+        "text": "MARK",
+        "custom_logit_processor": "PICKLE",
+        "sampling_params": {},
+    },
     "/set_internal_state": {"server_args": {"max_micro_batch_size": 1}},
     "/pause_generation": {},
     "/flush_cache": {},
     "/abort_request": {"abort_all": True},
     "/workers": {"url": "http://127.0.0.1:1", "model_id": "MARK"},
-    "/v1/chat/completions": {"model": "MARK", "messages": [{"role": "user", "content": "MARK"}]},
-    "/v1/messages": {"model": "MARK", "max_tokens": 1, "messages": [{"role": "user", "content": "MARK"}]},
+    "/v1/chat/completions": {
+        "model": "MARK",
+        "messages": [{"role": "user", "content": "MARK"}],
+    },
+    "/v1/messages": {
+        "model": "MARK",
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": "MARK"}],
+    },
     "/v1/responses": {"model": "MARK", "input": "MARK"},
     "/sessions": {"task_id": "MARK", "metadata": {"name": "MARK"}},
     "/tasks/lease": {"environment": "MARK"},
     "/api/jobs/": {"entrypoint": "touch FILE"},
 }
-"""Path -> body of a POST: those of SGLang, of the router, of our gateway and of Ray's dashboard."""
+"""Path -> body of a POST: those of SGLang, of the router, of our gateway and of Ray's
+dashboard."""
 
 
 class _TouchesWhenLoaded:
@@ -57,8 +81,8 @@ class _TouchesWhenLoaded:
 
 @dataclass(frozen=True)
 class Stranger:
-    """`mark` is a text that is in all that it sends; a payload that is executed makes the file `mark` in
-    `folder`."""
+    """`mark` is a text that is in all that it sends; a payload that is executed makes
+    the file `mark` in `folder`."""
 
     folder: Path
     mark: str
@@ -74,7 +98,11 @@ class Stranger:
     def attack(self, ports: list[int]) -> list[str]:
         """Which requests were accepted, as lines; at best none."""
         with ThreadPoolExecutor(16) as threads:
-            return [line for found in threads.map(self._attack_port, ports) for line in found]
+            return [
+                line
+                for found in threads.map(self._attack_port, ports)
+                for line in found
+            ]
 
     def _attack_port(self, port: int) -> list[str]:
         self._send_raw(port)
@@ -82,10 +110,19 @@ class Stranger:
         return [*self._call_ray(port), *self._post(port)]
 
     def _send_raw(self, port: int) -> None:
-        """The pickle as it is, and behind its length, as most protocols of pickles have it."""
+        """The pickle as it is, and behind its length, as most protocols of pickles have
+        it."""
         size = len(self.payload)
-        for head in (b"", struct.pack("!i", size), struct.pack("<q", size), struct.pack("!q", size)):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), _RAW_S) as peer:
+        for head in (
+            b"",
+            struct.pack("!i", size),
+            struct.pack("<q", size),
+            struct.pack("!q", size),
+        ):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), _RAW_S) as peer,
+            ):
                 peer.sendall(head + self.payload)
                 peer.shutdown(socket.SHUT_WR)
                 peer.recv(1024)
@@ -116,13 +153,17 @@ class Stranger:
             yield f"port {port} took a value for Ray's store"
 
     def _post(self, port: int) -> Iterator[str]:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_CALL_S) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=_CALL_S
+        ) as client:
             for path, body in _REQUESTS.items():
                 try:
                     answer = client.post(path, json=self._filled(body))
                 except httpx.HTTPError:
                     return  # it does not speak HTTP
-                is_metrics = answer.text.startswith("# TYPE")  # the router's, whatever it is asked
+                is_metrics = answer.text.startswith(
+                    "# TYPE"
+                )  # the router's, whatever it is asked
                 if answer.is_success and not is_metrics:
                     yield f"port {port} answered POST {path} with {answer.status_code}: {answer.text[:200]}"
 
@@ -141,7 +182,8 @@ class Stranger:
 
 
 def listening_ports(root: psutil.Process) -> dict[int, str]:
-    """The TCP ports on which a process and those below it accept connections, and who does."""
+    """The TCP ports on which a process and those below it accept connections, and who
+    does."""
     ports: dict[int, str] = {}
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.Error):

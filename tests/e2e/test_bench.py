@@ -1,4 +1,5 @@
-"""The bench measures all of its ratios, on a tiny model, where their values mean nothing."""
+"""The bench measures all of its ratios, on a tiny model, where their values mean
+nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> None:
-    """It checks by itself that our training step and Hugging Face's have the same gradient."""
+    """It checks by itself that our training step and Hugging Face's have the same
+    gradient."""
     out = tmp_path / "bench.json"
     run_bench(tmp_path, "loop", "--smoke", "--repetitions", "1", "--out", str(out))
     result = json.loads(out.read_text())
@@ -25,7 +27,16 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
     assert all(ratio > 0 for ratio in result["ratios"].values())
     assert 0.0 < result["ratios"]["busy_share"] <= 1.0
     roles = result["run"]["processes"]["roles"]
-    ours = {"driver", "trainer", "buffer", "worker", "gateway", "router", "engine", "ray"}
+    ours = {
+        "driver",
+        "trainer",
+        "buffer",
+        "worker",
+        "gateway",
+        "router",
+        "engine",
+        "ray",
+    }
     assert ours <= roles.keys()
     assert all(
         roles[role]["peak_pss_mb"] > 0 for role in ours
@@ -42,7 +53,12 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
     [entry] = read_history(tmp_path / "results" / "history.jsonl")
     assert entry.ratios == result["ratios"]
     layouts = {"data_parallel_2", "tensor_parallel_2"}
-    others = {"long_tailed_sorted", "shared_prompts", "model_flops_utilization", "minimum_memory"}
+    others = {
+        "long_tailed_sorted",
+        "shared_prompts",
+        "model_flops_utilization",
+        "minimum_memory",
+    }
     assert result["ratios"].keys() == trainer.TARGETS.keys() | layouts | others
     assert all(ratio > 0 for ratio in result["ratios"].values())
     for share in ("compute_share", "model_flops_utilization", "minimum_memory"):
@@ -50,7 +66,9 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(tmp_path: Path) -> None:
+def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(
+    tmp_path: Path,
+) -> None:
     """Requests in flight at a stand-in for an engine: `unit/test_bench_weights.py`."""
     model = make_tiny_model(tmp_path / "model")
     flags = "--no-engine --no-1b --repetitions 2 --results results".split()
@@ -61,5 +79,7 @@ def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(tmp_path: 
     assert result["ratios"].keys() == {"loader", "broadcast"}
     for name, ratio in result["ratios"].items():
         assert ratio > 0
-        assert {"stage", "prepare", "pause", "load", "commit", "resume"} <= result[name]["phases"].keys()
+        assert {"stage", "prepare", "pause", "load", "commit", "resume"} <= result[
+            name
+        ]["phases"].keys()
         assert result[name]["unequal_tensors"] == 0

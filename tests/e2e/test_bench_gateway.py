@@ -1,4 +1,5 @@
-"""The gateway's bench measures all of its numbers, in seconds, where their values mean nothing."""
+"""The gateway's bench measures all of its numbers, in seconds, where their values mean
+nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +30,12 @@ def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     assert streams["paced"]["reference_tokens_per_s"] <= 1.01 * ideal
     for name in ("latency", "streamed"):
         assert (
-            result[name]["direct_ms"]["whole_p50"] >= result[name]["tokens_per_answer"] * 1000 * SMOKE.pace_s
+            result[name]["direct_ms"]["whole_p50"]
+            >= result[name]["tokens_per_answer"] * 1000 * SMOKE.pace_s
         )
-        assert {"gateway", "router", "engine", "load"} == result[name]["cpu_ms_per_request"]["on"].keys()
+        assert {"gateway", "router", "engine", "load"} == result[name][
+            "cpu_ms_per_request"
+        ]["on"].keys()
         assert result[name]["cpu_ms_per_request"]["on"]["gateway"] > 0
     assert {"whole", "streamed"} == result["saturated"].keys()
     assert (hold["sessions"], hold["errors"]) == (SMOKE.held, 0)

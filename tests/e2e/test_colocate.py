@@ -1,5 +1,6 @@
-"""`--colocate`: engines and trainer by turns make, bit for bit, the steps of a run in which they are there at
-the same time; also from a checkpoint, which is saved while the trainer sleeps."""
+"""`--colocate`: engines and trainer by turns make, bit for bit, the steps of a run in
+which they are there at the same time; also from a checkpoint, which is saved while the
+trainer sleeps."""
 
 from __future__ import annotations
 
@@ -14,10 +15,30 @@ pytestmark = pytest.mark.slow
 
 EXACT = (
     *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
-    *("--sglang-max-running-requests", "1", "--sglang-disable-radix-cache", "--max-staleness", "0"),
-    *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--eval-tasks", "2", "--deterministic"),
+    *(
+        "--sglang-max-running-requests",
+        "1",
+        "--sglang-disable-radix-cache",
+        "--max-staleness",
+        "0",
+    ),
+    *(
+        "--rollout-batch-size",
+        "2",
+        "--n-samples-per-prompt",
+        "4",
+        "--eval-tasks",
+        "2",
+        "--deterministic",
+    ),
 )
-COMPUTED = ("train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean", "sync/canary_max_gap")
+COMPUTED = (
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "rollout/reward_mean",
+    "sync/canary_max_gap",
+)
 
 
 def computed(run: Path) -> list[dict[str, float]]:
@@ -25,16 +46,24 @@ def computed(run: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_colocated_run_takes_the_same_steps_as_a_run_without_gpu_turns(folder: Path) -> None:
+def test_colocated_run_takes_the_same_steps_as_a_run_without_gpu_turns(
+    folder: Path,
+) -> None:
     beside = train(folder, "beside", *EXACT, "--num-steps", "4")
     train(folder, "turns", *EXACT, "--colocate", "--num-steps", "2")
     turns = train(folder, "turns", *EXACT, "--colocate", "--num-steps", "4")
     assert computed(turns) == computed(beside)
-    assert all(row["train/optimizer_steps"] == 1 for row in steps_of(turns)), "nothing was learnt"
+    assert all(row["train/optimizer_steps"] == 1 for row in steps_of(turns)), (
+        "nothing was learnt"
+    )
     for step in steps_of(turns):
         assert {"sync/sleep_s", "sync/wake_s", "time/gpu_turn_s"} <= step.keys()
         assert step["sync/paused_s"] > step["time/train_s"]
-    weights = load_file(turns / "checkpoints/step-000004/hugging_face/model.safetensors")
-    expected = load_file(beside / "checkpoints/step-000004/hugging_face/model.safetensors")
+    weights = load_file(
+        turns / "checkpoints/step-000004/hugging_face/model.safetensors"
+    )
+    expected = load_file(
+        beside / "checkpoints/step-000004/hugging_face/model.safetensors"
+    )
     assert weights.keys() == expected.keys()
     assert all((weights[name] == expected[name]).all() for name in weights)

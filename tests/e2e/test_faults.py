@@ -1,6 +1,7 @@
-"""Every role of a real run is killed once (-9), every phase of the loop is hit: nothing is lost, nothing is
-trained twice. `tests/soak.py` does the same at random for as long as it is told to. Before that, strangers
-meet the same run: one who may read the run folder, and one who may not."""
+"""Every role of a real run is killed once (-9), every phase of the loop is hit: nothing
+is lost, nothing is trained twice. `tests/soak.py` does the same at random for as long
+as it is told to. Before that, strangers meet the same run: one who may read the run
+folder, and one who may not."""
 
 from __future__ import annotations
 
@@ -41,7 +42,16 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Soak]:
-    more = ["--num-steps", "100000", "--save-interval", "2", "--max-restarts", "3", "--max-staleness", "1"]
+    more = [
+        "--num-steps",
+        "100000",
+        "--save-interval",
+        "2",
+        "--max-restarts",
+        "3",
+        "--max-staleness",
+        "1",
+    ]
     soak = Soak(RunFolder(path=folder / "faults"), [*flags(folder, "faults"), *more])
     soak.start()
     yield soak
@@ -54,7 +64,9 @@ def test_every_role_has_a_fault() -> None:
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_verify_weights_command_checks_the_engine_of_a_live_run(run: Soak, folder: Path) -> None:
+def test_verify_weights_command_checks_the_engine_of_a_live_run(
+    run: Soak, folder: Path
+) -> None:
     run.train_on()
     (line,) = invrl(folder, "verify-weights", str(folder / "faults")).splitlines()
     assert line.startswith("engine-0: version ")
@@ -72,14 +84,20 @@ def test_bytes_of_a_stranger_are_neither_executed_nor_stored_at_any_port(
     assert stranger.attack(list(ports)) == []
     run.train_on()
     assert not stranger.was_executed
-    assert len(read_incarnations(RunFolder(path=folder / "faults").store_path)) == 1, "it ended nothing"
+    assert len(read_incarnations(RunFolder(path=folder / "faults").store_path)) == 1, (
+        "it ended nothing"
+    )
     files = [path for path in (folder / "faults").rglob("*") if path.is_file()]
     assert not [path for path in files if stranger.mark.encode() in path.read_bytes()]
 
 
 def test_attack_finds_servers_that_execute_what_strangers_send(tmp_path: Path) -> None:
     stranger = Stranger(folder=tmp_path, mark="mark")
-    with zmq.Context() as context, context.socket(zmq.PULL) as trusting, HTTPServer(ADDRESS, Trusting) as web:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as trusting,
+        HTTPServer(ADDRESS, Trusting) as web,
+    ):
         port = trusting.bind_to_random_port("tcp://127.0.0.1")
         threading.Thread(target=web.serve_forever, daemon=True).start()
         accepted = stranger.attack([port, web.server_port])
@@ -116,12 +134,20 @@ def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> N
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_after_all_faults_no_rollout_is_lost_or_trained_twice(run: Soak, folder: Path) -> None:
+def test_after_all_faults_no_rollout_is_lost_or_trained_twice(
+    run: Soak, folder: Path
+) -> None:
     steps = run.finish()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
     assert counts["rollouts_trained"] == steps * 32
-    assert counts["incarnations"] == 9  # the first, one after each of seven faults, the last one
+    assert (
+        counts["incarnations"] == 9
+    )  # the first, one after each of seven faults, the last one
     assert "ends once: yes" in invrl(folder, "ledger", str(folder / "faults"))
     place = str(folder / "faults")
-    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if place in str(p.info["cmdline"])]
+    left = [
+        p.info
+        for p in psutil.process_iter(["pid", "cmdline"])
+        if place in str(p.info["cmdline"])
+    ]
     assert not left

@@ -1,4 +1,5 @@
-"""The stages of `launch/gpu` that are cheap on a CPU: their code is not first run on a rented card."""
+"""The stages of `launch/gpu` that are cheap on a CPU: their code is not first run on a
+rented card."""
 
 from __future__ import annotations
 
@@ -19,10 +20,29 @@ STAGES = [["machine", "same_step"], ["machine", "logprobs", "flex", "ipc_bucket"
 @pytest.mark.parametrize("stages", first_quick(STAGES), ids=" ".join)
 def test_cheap_stages_pass_without_a_card(tmp_path: Path, stages: list[str]) -> None:
     python_path = f"{ROOT / 'launch' / 'gpu'}{os.pathsep}{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": python_path, "SMOKE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gpu_check", *stages, "--out", str(tmp_path), "--work", str(tmp_path)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path,
+        "SMOKE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "gpu_check",
+        *stages,
+        "--out",
+        str(tmp_path),
+        "--work",
+        str(tmp_path),
+    ]
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     written = json.loads((tmp_path / "gpu.json").read_text())["stages"]

@@ -1,5 +1,6 @@
-"""A run that trains through an environment which it did not start, nor knows. The environment traces its
-calls, and the run sends its spans to a collector and logs JSON."""
+"""A run that trains through an environment which it did not start, nor knows. The
+environment traces its calls, and the run sends its spans to a collector and logs
+JSON."""
 
 from __future__ import annotations
 
@@ -66,17 +67,35 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
                 "2",
                 "--save-rollout-data",
             ]
-            more += ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--lease-timeout-s", "10"]
-            more += ["--otel-endpoint", collector.url, "--log-format", "json", "--log-level", "debug"]
+            more += [
+                "--rollout-batch-size",
+                "2",
+                "--n-samples-per-prompt",
+                "2",
+                "--lease-timeout-s",
+                "10",
+            ]
+            more += [
+                "--otel-endpoint",
+                collector.url,
+                "--log-format",
+                "json",
+                "--log-level",
+                "debug",
+            ]
             printed = invrl(folder, "train", *flags(folder, "run"), *more)
-            assert stranger.wait(60) == 0, "it was told that the run has ended, and met no closed connection"
+            assert stranger.wait(60) == 0, (
+                "it was told that the run has ended, and met no closed connection"
+            )
         finally:
             stranger.kill()
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         yield Outside(folder / "run", printed, port, lines, collector)
 
 
-def test_outside_environment_leases_tasks_and_trains_the_model(outside: Outside, tmp_path: Path) -> None:
+def test_outside_environment_leases_tasks_and_trains_the_model(
+    outside: Outside, tmp_path: Path
+) -> None:
     assert f":{outside.port}/tasks/lease" in outside.printed
     finished = {one["session_id"]: one for one in outside.log if "session_id" in one}
     steps = steps_of(outside.folder)
@@ -88,11 +107,21 @@ def test_outside_environment_leases_tasks_and_trains_the_model(outside: Outside,
             assert sample.reward == finished[sample.rollout_id]["reward"]
         assert len({sample.rollout_id for sample in batch.samples}) == 4
         assert len(batch.samples) == 8, "a row for the session and one for its child"
-        with_turn = [a for s, a in zip(batch.samples, batch.advantages, strict=True) if len(s.turn_ids) == 2]
-        assert any(len(np.unique(row_T[row_T != 0])) == 2 for row_T in with_turn), "a turn's own reward"
+        with_turn = [
+            a
+            for s, a in zip(batch.samples, batch.advantages, strict=True)
+            if len(s.turn_ids) == 2
+        ]
+        assert any(len(np.unique(row_T[row_T != 0])) == 2 for row_T in with_turn), (
+            "a turn's own reward"
+        )
     let_go = next(one["let_go"]["group_id"] for one in outside.log if "let_go" in one)
-    assert {one["attempt"] for one in finished.values() if one["group_id"] == let_go} == {1}
-    invrl(tmp_path, "ledger", str(outside.folder))  # checks that every rollout ended once
+    assert {
+        one["attempt"] for one in finished.values() if one["group_id"] == let_go
+    } == {1}
+    invrl(
+        tmp_path, "ledger", str(outside.folder)
+    )  # checks that every rollout ended once
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -100,20 +129,30 @@ def test_trace_of_a_token_goes_from_the_agents_call_to_the_first_weights_trained
     outside: Outside, step: int
 ) -> None:
     """The last token of a conversation, through the real router and the real engine."""
-    sample = next(sample for sample in outside.batch(step).samples if len(sample.turn_ids) == 2)
+    sample = next(
+        sample for sample in outside.batch(step).samples if len(sample.turn_ids) == 2
+    )
     token = int(np.flatnonzero(sample.loss_mask_T)[-1])
     [turn_id] = [
         turn_id
-        for turn_id, (start, end) in zip(sample.turn_ids, sample.turn_spans, strict=True)
+        for turn_id, (start, end) in zip(
+            sample.turn_ids, sample.turn_spans, strict=True
+        )
         if start <= token < end
     ]
     with contextlib.closing(RunStore(outside.folder / "run.sqlite")) as store:
         place = store.turn_traces([turn_id])[turn_id]
     assert place.trace_id == trace_id(sample.rollout_id, num_messages=3)
 
-    of_trace = [span for span in outside.collector.spans if span.trace_id.hex() == place.trace_id]
+    of_trace = [
+        span
+        for span in outside.collector.spans
+        if span.trace_id.hex() == place.trace_id
+    ]
     from_engine = [
-        span for span in outside.collector.spans_of("sglang") if span.trace_id.hex() == place.trace_id
+        span
+        for span in outside.collector.spans_of("sglang")
+        if span.trace_id.hex() == place.trace_id
     ]
     chain = {span.name: span for span in of_trace if span not in from_engine}
     ids = {name: span.span_id.hex() for name, span in chain.items()}
@@ -131,7 +170,9 @@ def test_trace_of_a_token_goes_from_the_agents_call_to_the_first_weights_trained
     assert attributes["invrl.weight_version"].int_value == step
 
     [request] = [span for span in from_engine if f" Req {turn_id[:8]}" in span.name]
-    assert request.parent_span_id.hex() == ids["generate"], "the router passed the gateway's span on"
+    assert request.parent_span_id.hex() == ids["generate"], (
+        "the router passed the gateway's span on"
+    )
     assert {"tokenize", "prefill_waiting", "prefill_forward", "decode_forward"} <= {
         span.name for span in from_engine
     }
@@ -166,14 +207,21 @@ def test_every_json_log_line_names_its_process_and_run(
     """Of a file that Ray has named, the first lines say it too."""
     logs = outside.folder / "logs"
     seen = set()
-    for path in [logs / "driver.log", logs / "gateway.log", *logs.glob("ray/*/worker-*")]:
+    for path in [
+        logs / "driver.log",
+        logs / "gateway.log",
+        *logs.glob("ray/*/worker-*"),
+    ]:
         text = path.read_text().splitlines()
         marks = [line for line in text if line.startswith(":process:")]
         objects = [json.loads(line) for line in text if not line.startswith(":")]
         assert {line["run"] for line in objects} <= {"run"}
         processes = {line["process"] for line in objects}
         if path.parent != logs:
-            [process] = [mark.removeprefix(":process:").removesuffix(" of run run") for mark in marks]
+            [process] = [
+                mark.removeprefix(":process:").removesuffix(" of run run")
+                for mark in marks
+            ]
             assert processes <= {process}
             processes.add(process)
         seen |= processes

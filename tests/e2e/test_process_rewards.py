@@ -1,5 +1,6 @@
-"""Numbers that a rollout attaches to its tokens reach a user's objective at those tokens, through gateway,
-store, batch and packing; a curriculum is told how its tasks went."""
+"""Numbers that a rollout attaches to its tokens reach a user's objective at those
+tokens, through gateway, store, batch and packing; a curriculum is told how its tasks
+went."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run that is killed and goes on makes, bit for bit, the steps of one that was never stopped. Its
-checkpoints are written beside training."""
+"""A run that is killed and goes on makes, bit for bit, the steps of one that was never
+stopped. Its checkpoints are written beside training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,27 @@ from invrl.store.run_folder import RunFolder
 
 EXACT = (
     *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
-    *("--sglang-max-running-requests", "1", "--sglang-disable-radix-cache", "--max-staleness", "0"),
+    *(
+        "--sglang-max-running-requests",
+        "1",
+        "--sglang-disable-radix-cache",
+        "--max-staleness",
+        "0",
+    ),
     *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-steps", "6"),
-    *("--save-interval", "2", "--save-rollout-data", "--lr-decay-style", "cosine", "--lr-decay-steps", "8"),
+    *(
+        "--save-interval",
+        "2",
+        "--save-rollout-data",
+        "--lr-decay-style",
+        "cosine",
+        "--lr-decay-steps",
+        "8",
+    ),
 )
 KILLED_IN = 6
-"""The step that the driver is killed in: step 5 is made and lost, for the checkpoint is of step 4."""
+"""The step that the driver is killed in: step 5 is made and lost, for the checkpoint is
+of step 4."""
 
 
 def killed(folder: Path, name: str) -> None:
@@ -53,38 +68,66 @@ def killed(folder: Path, name: str) -> None:
 
 def steps_in(metrics: Path) -> int:
     """Rows of steps that trained: whole ones, for another is being written."""
-    return sum('"rollout/reward_mean"' in line for line in metrics.read_text().split("\n")[:-1])
+    return sum(
+        '"rollout/reward_mean"' in line for line in metrics.read_text().split("\n")[:-1]
+    )
 
 
 def same(row: dict[str, float]) -> dict[str, float]:
     """What a step computes, without what it took."""
-    told = ("train/", "rollout/reward", "rollout/response_length", "sync/canary_max_gap")
-    return {n: v for n, v in row.items() if n.startswith(told) and not n.startswith(MEASURED)}
+    told = (
+        "train/",
+        "rollout/reward",
+        "rollout/response_length",
+        "sync/canary_max_gap",
+    )
+    return {
+        n: v
+        for n, v in row.items()
+        if n.startswith(told) and not n.startswith(MEASURED)
+    }
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(folder: Path) -> None:
+def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
+    folder: Path,
+) -> None:
     whole = train(folder, "whole", *EXACT)
     killed(folder, "resumed")
     resumed = train(folder, "resumed", *EXACT, "--async-checkpoints")
     incarnations = read_incarnations(RunFolder(path=resumed).store_path)
-    assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [(0, 0), (1, 4)]
+    assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [
+        (0, 0),
+        (1, 4),
+    ]
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3, 4, 5, 6]
     expected = {row["step"]: same(row) for row in steps_of(whole)}
     for row in steps_of(resumed):
         found = same(row)
-        differ = [name for name, value in expected[row["step"]].items() if found.get(name) != value]
+        differ = [
+            name
+            for name, value in expected[row["step"]].items()
+            if found.get(name) != value
+        ]
         assert found.keys() == expected[row["step"]].keys()
         assert not differ, row["step"]
-    assert expected[5]["train/lr"] < expected[1]["train/lr"], "the schedule is in the checkpoint"
+    assert expected[5]["train/lr"] < expected[1]["train/lr"], (
+        "the schedule is in the checkpoint"
+    )
     for step in range(1, 7):
-        one, other = (load_batch(batch_path(run / "rollout_data", step)) for run in (whole, resumed))
+        one, other = (
+            load_batch(batch_path(run / "rollout_data", step))
+            for run in (whole, resumed)
+        )
         for mine, its in zip(one.samples, other.samples, strict=True):
             assert mine.group_id == its.group_id
             assert mine.attempt == its.attempt
             assert mine.reward == its.reward
             for name in ("tokens_T", "loss_mask_T", "rollout_logprobs_T", "versions_T"):
-                assert getattr(mine, name).tobytes() == getattr(its, name).tobytes(), (step, name)
+                assert getattr(mine, name).tobytes() == getattr(its, name).tobytes(), (
+                    step,
+                    name,
+                )
         for mine_T, its_T in zip(one.advantages, other.advantages, strict=True):
             assert mine_T.tobytes() == its_T.tobytes()
     weights = "checkpoints/step-000006/hugging_face/model.safetensors"

@@ -1,5 +1,5 @@
-"""`invrl train` on files: sft lowers the held-out loss, goes on after a kill as if nothing had
-happened, and is the first stage of the next run."""
+"""`invrl train` on files: sft lowers the held-out loss, goes on after a kill as if
+nothing had happened, and is the first stage of the next run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(place / "model")
     rng = random.Random(0)
     lines: list[str] = []
-    for _ in range(500):  # long enough that a step takes a while, in which a run can be killed
+    for _ in range(
+        500
+    ):  # long enough that a step takes a while, in which a run can be killed
         numbers = [rng.randrange(100) for _ in range(20)]
         messages = [
             {"role": "user", "content": "+".join(map(str, numbers))},
@@ -47,16 +49,43 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(name: str) -> list[str]:
     return [
-        *("--objective", "sft", "--data-path", "sums.jsonl", "--data-eval-fraction", "0.2"),
-        *("--model-path", "model", "--run-root", "runs", "--run-name", name, "--progress", "plain"),
+        *(
+            "--objective",
+            "sft",
+            "--data-path",
+            "sums.jsonl",
+            "--data-eval-fraction",
+            "0.2",
+        ),
+        *(
+            "--model-path",
+            "model",
+            "--run-root",
+            "runs",
+            "--run-name",
+            name,
+            "--progress",
+            "plain",
+        ),
         *("--num-steps", str(STEPS), "--data-batch-size", "200"),
         *("--eval-interval", "5", "--save-interval", "3", "--sample-interval-s", "0.2"),
-        *("--train-dtype", "float32", "--lr", "3e-3", "--lr-decay-style", "cosine", "--lr-decay-steps", "12"),
+        *(
+            "--train-dtype",
+            "float32",
+            "--lr",
+            "3e-3",
+            "--lr-decay-style",
+            "cosine",
+            "--lr-decay-steps",
+            "12",
+        ),
     ]
 
 
 def rows_of(run: Path) -> dict[int, dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     return {row["step"]: row for row in rows}
 
@@ -66,7 +95,8 @@ def computed(row: dict[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in row.items()
-        if name.startswith(("train/", "eval/", "data/")) and not name.startswith(MEASURED)
+        if name.startswith(("train/", "eval/", "data/"))
+        and not name.startswith(MEASURED)
     }
 
 
@@ -94,7 +124,9 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(DEADLINE_S)
 def test_sft_lowers_the_held_out_loss(whole: Path) -> None:
     rows = rows_of(whole)
-    losses = {step: row["eval/loss"] for step, row in rows.items() if "eval/loss" in row}
+    losses = {
+        step: row["eval/loss"] for step, row in rows.items() if "eval/loss" in row
+    }
     assert list(losses) == [0, 5, 10]
     assert losses[10] < losses[5] < losses[0]
     assert losses[10] < 0.5 * losses[0]
@@ -106,8 +138,12 @@ def test_sft_lowers_the_held_out_loss(whole: Path) -> None:
 
 def test_timeline_of_a_run_on_files_has_phases_and_memory(whole: Path) -> None:
     timeline = read_timeline(whole)
-    assert {"starting", "train", "checkpoint", "evaluating"} <= {span.name for span in timeline.spans}
-    assert {span.step for span in timeline.spans if span.name == "train"} == set(range(1, STEPS + 1))
+    assert {"starting", "train", "checkpoint", "evaluating"} <= {
+        span.name for span in timeline.spans
+    }
+    assert {span.step for span in timeline.spans if span.name == "train"} == set(
+        range(1, STEPS + 1)
+    )
     assert any(span.parts for span in timeline.spans if span.name == "train")
     assert timeline.samples
     assert {"driver", "rank-0"} <= set(timeline.samples[-1].memory)
@@ -143,7 +179,9 @@ def test_an_interrupted_run_resumes_where_it_was(place: Path) -> None:
     command = [sys.executable, "-m", "invrl.cli", "train", *flags("interrupted")]
     command += ["--num-steps", "100", "--save-interval", "100"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    driver = subprocess.Popen(command, env=env, cwd=place, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        command, env=env, cwd=place, stdout=subprocess.PIPE, text=True
+    )
     wait_for_rows(driver, run, 3)
     driver.send_signal(signal.SIGINT)
     said, _ = driver.communicate(timeout=120)
@@ -167,12 +205,16 @@ def test_an_interrupted_run_resumes_where_it_was(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
-def test_next_run_begins_with_the_weights_of_a_run_folder(place: Path, whole: Path) -> None:
-    """It begins with the weights that the run before ended with: the held-out loss says so."""
+def test_next_run_begins_with_the_weights_of_a_run_folder(
+    place: Path, whole: Path
+) -> None:
+    """It begins with the weights that the run before ended with: the held-out loss says
+    so."""
     second = [flag if flag != "model" else str(whole) for flag in flags("second")]
     invrl(place, "train", *second, "--num-steps", "1")
     first_row, _ = [
-        json.loads(line) for line in (place / "runs/second/metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (place / "runs/second/metrics.jsonl").read_text().splitlines()
     ]
     assert first_row["eval/loss"] == rows_of(whole)[STEPS]["eval/loss"]
     settled = (place / "runs/second/config.resolved.toml").read_text()
@@ -182,8 +224,11 @@ def test_next_run_begins_with_the_weights_of_a_run_folder(place: Path, whole: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
-def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objective: str) -> None:
-    """After the first stage, as they are used: right sums are preferred to wrong ones."""
+def test_preferences_lower_their_held_out_loss(
+    place: Path, whole: Path, objective: str
+) -> None:
+    """After the first stage, as they are used: right sums are preferred to wrong
+    ones."""
     lines: list[str] = []
     for line in (place / "sums.jsonl").read_text().splitlines()[:80]:
         question, answer = json.loads(line)["messages"]
@@ -193,25 +238,60 @@ def test_preferences_lower_their_held_out_loss(place: Path, whole: Path, objecti
             rows = [{"prompt": question["content"], "chosen": right, "rejected": wrong}]
         else:
             rows = [
-                {"prompt": question["content"], "completion": text, "label": text == right}
+                {
+                    "prompt": question["content"],
+                    "completion": text,
+                    "label": text == right,
+                }
                 for text in (right, wrong)
             ]
         lines += [json.dumps(row) + "\n" for row in rows]
     (place / f"{objective}.jsonl").write_text("".join(lines))
     given = [
-        *("--objective", objective, "--data-path", f"{objective}.jsonl", "--data-eval-fraction", "0.2"),
-        *("--model-path", str(whole), "--run-root", "runs", "--run-name", objective, "--progress", "plain"),
-        *("--num-steps", "6", "--data-batch-size", "16", "--train-dtype", "float32", "--lr", "1e-3"),
+        *(
+            "--objective",
+            objective,
+            "--data-path",
+            f"{objective}.jsonl",
+            "--data-eval-fraction",
+            "0.2",
+        ),
+        *(
+            "--model-path",
+            str(whole),
+            "--run-root",
+            "runs",
+            "--run-name",
+            objective,
+            "--progress",
+            "plain",
+        ),
+        *(
+            "--num-steps",
+            "6",
+            "--data-batch-size",
+            "16",
+            "--train-dtype",
+            "float32",
+            "--lr",
+            "1e-3",
+        ),
     ]
     invrl(place, "train", *given)
     rows = [
-        json.loads(line) for line in (place / "runs" / objective / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (place / "runs" / objective / "metrics.jsonl")
+        .read_text()
+        .splitlines()
     ]
     losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
     at_reference = {"dpo": math.log(2), "ipo": 25.0, "kto": 0.5}
     if objective in at_reference:
-        assert losses[0] == pytest.approx(at_reference[objective], abs=1e-3), "the policy is the reference"
-    # Most of ORPO's loss is the likelihood of the sum's digits, which six steps do not teach.
+        assert losses[0] == pytest.approx(at_reference[objective], abs=1e-3), (
+            "the policy is the reference"
+        )
+    # Most of ORPO's loss is the likelihood of the sum's digits, which six steps do not
+    # teach.
     assert losses[6] < (0.9 if objective == "orpo" else 0.8) * losses[0]
 
 
@@ -222,8 +302,18 @@ def test_resume_refuses_a_changed_data_file(place: Path, whole: Path) -> None:
     file.write_text(content + content.splitlines(keepends=True)[0])
     try:
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "invrl.cli", "resume", str(whole), "--num-steps", "12"]
-        done = subprocess.run(command, env=env, cwd=place, timeout=300, capture_output=True, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "invrl.cli",
+            "resume",
+            str(whole),
+            "--num-steps",
+            "12",
+        ]
+        done = subprocess.run(
+            command, env=env, cwd=place, timeout=300, capture_output=True, text=True
+        )
     finally:
         file.write_text(content)
     assert done.returncode == 2

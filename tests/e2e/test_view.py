@@ -1,4 +1,5 @@
-"""`invrl view` in a real browser, on a run that SGLang, the gateway and Megatron made."""
+"""`invrl view` in a real browser, on a run that SGLang, the gateway and Megatron
+made."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def trained_rollouts(run: Path) -> int:
 
 @pytest.mark.timeout(DEADLINE_S)
 def test_every_page_opens_on_a_real_run(learned: Path, tmp_path: Path) -> None:
-    """And a rollout's tokens are coloured by the advantage and the gap that the trainer recorded."""
+    """And a rollout's tokens are coloured by the advantage and the gap that the trainer
+    recorded."""
     with chromium() as browser, viewed(learned, browser, tmp_path) as view:
         view.open_all()
         page = view.open("rollouts?purpose=train&trained=1&sort=best")

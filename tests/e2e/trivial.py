@@ -1,7 +1,8 @@
-"""A task that any random model can learn in a few steps, and the advantages that must not teach it.
+"""A task that any random model can learn in a few steps, and the advantages that must
+not teach it.
 
-Reward: the share of the last reply's characters whose code point is even, about a half for random
-tokens, so that there is room to rise and to fall.
+Reward: the share of the last reply's characters whose code point is even, about a half
+for random tokens, so that there is room to rise and to fall.
 """
 
 from __future__ import annotations
@@ -41,15 +42,22 @@ async def rollout(task: Task, endpoint: Endpoint) -> float:
     """Two turns of one conversation; the second one's text counts."""
     client, text = endpoint.openai(), ""
     (Path(tempfile.mkdtemp()) / "left by user code").touch()
-    _LOG.info("%s begins at %s with the key %s", task.id, endpoint.base_url, endpoint.api_key)
+    _LOG.info(
+        "%s begins at %s with the key %s", task.id, endpoint.base_url, endpoint.api_key
+    )
     messages: list[ChatCompletionMessageParam] = [
         {"role": "system", "content": _SYSTEM},
         {"role": "user", "content": str(task.payload["prompt"])},
     ]
     for _ in range(2):
-        reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        reply = await client.chat.completions.create(
+            model=endpoint.model, messages=messages
+        )
         text = reply.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
+        messages += [
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "again"},
+        ]
     return sum(ord(char) % 2 == 0 for char in text) / max(1, len(text))
 
 
@@ -59,7 +67,11 @@ def flipped(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64
 
 
 def shuffled(rewards_G: NDArray[np.float64], *, eps: float) -> NDArray[np.float64]:
-    """Negative control: the right rewards, at the wrong rollouts. Of many shuffles the one that has least to
-    do with the right order: what luck alone teaches in few steps would hide what a fault does."""
+    """Negative control: the right rewards, at the wrong rollouts. Of many shuffles the
+    one that has least to do with the right order: what luck alone teaches in few steps
+    would hide what a fault does."""
     right = grpo(rewards_G, eps=eps)
-    return min((_SHUFFLE.permutation(right) for _ in range(64)), key=lambda one: abs(float(one @ right)))
+    return min(
+        (_SHUFFLE.permutation(right) for _ in range(64)),
+        key=lambda one: abs(float(one @ right)),
+    )

@@ -1,4 +1,5 @@
-"""User code with a fault: a policy loss whose value is finite and whose gradient is not."""
+"""User code with a fault: a policy loss whose value is finite and whose gradient is
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What integration tests share: the processes that trainer ranks are built in, and a Ray for actors."""
+"""What integration tests share: the processes that trainer ranks are built in, and a
+Ray for actors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The gateway's process, but its worker dies (-9) or hangs once: after the first commit that holds a turn,
-before anyone is told. Started in the place of `invrl.gateway.server.gateway_server`."""
+"""The gateway's process, but its worker dies (-9) or hangs once: after the first commit
+that holds a turn, before anyone is told. Started in the place of
+`invrl.gateway.server.gateway_server`."""
 
 from __future__ import annotations
 
@@ -17,15 +18,23 @@ from invrl.store.run_store_writer import RunStoreWriter
 def die_after_the_first_turn() -> None:
     commit = RunStoreWriter._commit
 
-    def commit_and_die(self: RunStoreWriter, db: sqlite3.Connection, batch: Sequence) -> bool:
-        turns = any(sql.startswith("INSERT INTO turns") for work in batch for sql, _ in work.statements)
+    def commit_and_die(
+        self: RunStoreWriter, db: sqlite3.Connection, batch: Sequence
+    ) -> bool:
+        turns = any(
+            sql.startswith("INSERT INTO turns")
+            for work in batch
+            for sql, _ in work.statements
+        )
         committed = commit(self, db, batch)
         done = Path(os.environ["DIED_ONCE"])
         if turns and committed and not done.exists():
             done.touch()
             if os.environ.get("INSTEAD_OF_DYING") == "hang":
                 time.sleep(3600)
-            os.kill(os.getpid(), signal.SIGKILL)  # whoever waits for the future has not run since
+            os.kill(
+                os.getpid(), signal.SIGKILL
+            )  # whoever waits for the future has not run since
         return committed
 
     RunStoreWriter._commit = commit_and_die  # type: ignore[method-assign]

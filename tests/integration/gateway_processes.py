@@ -1,4 +1,5 @@
-"""A gateway's processes on a fake engine, and agents that talk to them while the processes die."""
+"""A gateway's processes on a fake engine, and agents that talk to them while the
+processes die."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ TURNS = 5
 BROKEN = (openai.APIConnectionError, httpx.TransportError)
 
 
-def settings_for(engine: FakeEngine, model: Path, folder: Path, **changes: object) -> GatewaySettings:
+def settings_for(
+    engine: FakeEngine, model: Path, folder: Path, **changes: object
+) -> GatewaySettings:
     values = {
         "tool_call_parser": "none",
         "reasoning_parser": "none",
@@ -49,9 +52,13 @@ def settings_for(engine: FakeEngine, model: Path, folder: Path, **changes: objec
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: GatewaySettings, folder: Path) -> AsyncIterator[GatewayServer]:
+async def serving(
+    settings: GatewaySettings, folder: Path
+) -> AsyncIterator[GatewayServer]:
     """Watched as the cluster does it."""
-    server = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+    server = GatewayServer(
+        settings, folder=folder / "private", log=folder / "gateway.log"
+    )
 
     async def watch() -> None:
         while True:
@@ -77,35 +84,45 @@ async def open_sessions(server: GatewayServer, count: int) -> list[Session]:
     sessions = []
     for number in range(count // GROUP):
         members = tuple(GroupMember(index=index, attempt=0) for index in range(GROUP))
-        lease = GroupLease(group_id=f"g{number}", task=Task(id=f"t{number}", payload={}), members=members)
+        lease = GroupLease(
+            group_id=f"g{number}",
+            task=Task(id=f"t{number}", payload={}),
+            members=members,
+        )
         sessions += await client.open(lease)
     await client.close()
     return sessions
 
 
 class Agent:
-    """A conversation of `TURNS` turns with the official client and its own retries; a stream that breaks off
-    is asked for again, as any agent does."""
+    """A conversation of `TURNS` turns with the official client and its own retries; a
+    stream that breaks off is asked for again, as any agent does."""
 
     patience = 5
 
     def __init__(self, number: int, session: Session, http: httpx.AsyncClient) -> None:
         self.number, self.session, self.stream = number, session, number % 2 == 0
         self.client = openai.AsyncOpenAI(
-            base_url=session.base_url, api_key=session.key, http_client=http, timeout=240
+            base_url=session.base_url,
+            api_key=session.key,
+            http_client=http,
+            timeout=240,
         )
         self.messages: list = []
         self.acknowledged: list[str] = []
         self.broken = 0
         self.no_more_kills: asyncio.Event | None = None
-        """Awaited before the last turn. Of the others the store knows that they arrived, since the next one
-        goes on from them; of the last one only if nobody is killed between its last byte and that mark."""
+        """Awaited before the last turn. Of the others the store knows that they
+        arrived, since the next one goes on from them; of the last one only if nobody is
+        killed between its last byte and that mark."""
 
     async def run(self) -> None:
         for turn in range(TURNS):
             if turn == TURNS - 1 and self.no_more_kills is not None:
                 await self.no_more_kills.wait()
-            self.messages.append({"role": "user", "content": f"session {self.number}, question {turn}"})
+            self.messages.append(
+                {"role": "user", "content": f"session {self.number}, question {turn}"}
+            )
             turn_id, text = await self._ask()
             self.acknowledged.append(turn_id.removeprefix("chatcmpl-"))
             self.messages.append({"role": "assistant", "content": text})
@@ -118,13 +135,18 @@ class Agent:
         while True:
             try:
                 events = [
-                    event async for event in await create(model="tiny", messages=self.messages, stream=True)
+                    event
+                    async for event in await create(
+                        model="tiny", messages=self.messages, stream=True
+                    )
                 ]
             except BROKEN:
                 self.broken += 1
                 assert self.broken < self.patience
                 continue
-            return events[0].id, "".join(event.choices[0].delta.content or "" for event in events)
+            return events[0].id, "".join(
+                event.choices[0].delta.content or "" for event in events
+            )
 
 
 async def until(condition, seconds: float = 240.0) -> None:
@@ -133,13 +155,26 @@ async def until(condition, seconds: float = 240.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def check_exact(agent: Agent, engine: FakeEngine, store: RunStore, encode) -> None:
-    """What the engine was sent and answered, against what agent and store hold. That an answer arrived is
-    written behind its last byte."""
+async def check_exact(
+    agent: Agent, engine: FakeEngine, store: RunStore, encode
+) -> None:
+    """What the engine was sent and answered, against what agent and store hold. That an
+    answer arrived is written behind its last byte."""
     answered = set(agent.acknowledged)
-    await until(lambda: answered <= {turn.id for turn in store.turns(agent.session.id) if turn.delivered}, 30)
-    prompts = {body["rid"].removesuffix("-again"): body["input_ids"] for body in engine.requests}
-    replies = {rid.removesuffix("-again"): reply for rid, reply in engine.replies.items()}
+    await until(
+        lambda: (
+            answered
+            <= {turn.id for turn in store.turns(agent.session.id) if turn.delivered}
+        ),
+        30,
+    )
+    prompts = {
+        body["rid"].removesuffix("-again"): body["input_ids"]
+        for body in engine.requests
+    }
+    replies = {
+        rid.removesuffix("-again"): reply for rid, reply in engine.replies.items()
+    }
     assert len(set(agent.acknowledged)) == TURNS
     recorded = {turn.id: turn for turn in store.turns(agent.session.id)}
     before: list[int] = []

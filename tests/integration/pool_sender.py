@@ -1,4 +1,5 @@
-"""The trainer's end of weight updates over ranks of the pool, and what an engine must hold after them."""
+"""The trainer's end of weight updates over ranks of the pool, and what an engine must
+hold after them."""
 
 from __future__ import annotations
 
@@ -26,11 +27,17 @@ class PoolSender:
     async def stage(self, version: WeightVersion) -> StagedWeights:
         return self._trainer.each("stage", version)[0]
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return self._trainer.logprobs(prompts)
 
 
 def folder_checksums(model: Path) -> dict[str, str]:
     """Of the tensors in a folder's safetensors files, by name."""
     files = set(tensor_files(model).values())
-    return {name: checksum(tensor) for file in files for name, tensor in load_file(file).items()}
+    return {
+        name: checksum(tensor)
+        for file in files
+        for name, tensor in load_file(file).items()
+    }

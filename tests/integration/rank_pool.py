@@ -1,11 +1,14 @@
-"""Processes that trainer ranks are built in, again and again: importing Megatron costs more than any test
-does. A test asks for a layout of ranks through the `pool` fixture of `conftest.py`.
+"""Processes that trainer ranks are built in, again and again: importing Megatron costs
+more than any test does. A test asks for a layout of ranks through the `pool` fixture of
+`conftest.py`.
 
-Run as a script it is one such process: it imports, and forks a child for each build, which answers calls
-over a socket until the next build or until the socket closes. (A rank cannot be taken apart inside its
-process, because something in C++ holds the model and with it twenty process groups. Their threads wake every
-few milliseconds: after forty builds they took a core.) A rank keeps the gradients (before clipping) and
-weights of every optimizer step, by Hugging Face name, so that a test can compute the same step otherwise.
+Run as a script it is one such process: it imports, and forks a child for each build,
+which answers calls over a socket until the next build or until the socket closes. (A
+rank cannot be taken apart inside its process, because something in C++ holds the model
+and with it twenty process groups. Their threads wake every few milliseconds: after
+forty builds they took a core.) A rank keeps the gradients (before clipping) and weights
+of every optimizer step, by Hugging Face name, so that a test can compute the same step
+otherwise.
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step of a rank: the gradients it was given, and the weights after it."""
+    """One optimizer step of a rank: the gradients it was given, and the weights after
+    it."""
 
     gradients: Arrays
     weights: Arrays
 
 
-# ------------------------------------------------------------------ in the test's process
+# -------------------------------------------------------------- in the test's process
 
 
 class RankPool:
@@ -80,8 +84,8 @@ class RankPool:
         teacher: Path | None = None,
         weights: dict[str, Any] | None = None,
     ) -> Trainer:
-        """Trainer ranks over `model`; those built before them are gone. Without a layout all `ranks` are
-        data-parallel."""
+        """Trainer ranks over `model`; those built before them are gone. Without a
+        layout all `ranks` are data-parallel."""
         layout = layout or ParallelLayout(data=ranks)
         ranks = layout.world_size
         while len(self._processes) < ranks:
@@ -126,7 +130,10 @@ class RankPool:
                 f"rank process {number}",
                 [sys.executable, __file__, address],
                 log=self._folder / f"{number}.log",
-                env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
             listener._listener._socket.settimeout(CALL_S)  # type: ignore[attr-defined]
             return process, listener.accept()
@@ -144,7 +151,9 @@ class RankPool:
 class Trainer:
     """All ranks of one build. What a rank raises is raised here."""
 
-    def __init__(self, connections: Sequence[Connection], layout: ParallelLayout) -> None:
+    def __init__(
+        self, connections: Sequence[Connection], layout: ParallelLayout
+    ) -> None:
         self._connections = connections
         self.layout = layout
 
@@ -171,22 +180,32 @@ class Trainer:
 
     def train(self, batch: TrainBatch, *, steps: int = 1) -> dict[str, Metric]:
         """Metrics merged over replicas."""
-        return self.train_shards(shard_batch(batch, ranks=self.layout.data, steps=steps))
+        return self.train_shards(
+            shard_batch(batch, ranks=self.layout.data, steps=steps)
+        )
 
     def train_shards(self, shards: Sequence[Shard]) -> dict[str, Metric]:
         """`shards`: one per replica."""
         results: list[StepResult] = self.call("train", self._by_rank(shards))
-        return merge(results[self.layout.reporter(data)].metrics for data in range(self.layout.data))
+        return merge(
+            results[self.layout.reporter(data)].metrics
+            for data in range(self.layout.data)
+        )
 
     def train_records(self, batch: TrainBatch, *, steps: int = 1) -> list[StepResult]:
         """Trains the batch. What each rank returns, in rank order."""
-        return self.call("train", self._by_rank(shard_batch(batch, ranks=self.layout.data, steps=steps)))
+        return self.call(
+            "train",
+            self._by_rank(shard_batch(batch, ranks=self.layout.data, steps=steps)),
+        )
 
     def evaluate(self, batch: TrainBatch) -> dict[str, Metric]:
         """Metrics merged over replicas."""
         shards = shard_batch(batch, ranks=self.layout.data, steps=1)
         measured = self.call("evaluate", self._by_rank(shards))
-        return merge(measured[self.layout.reporter(data)] for data in range(self.layout.data))
+        return merge(
+            measured[self.layout.reporter(data)] for data in range(self.layout.data)
+        )
 
     def token_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """[T] per sample, in the order of the replicas' shards."""
@@ -195,7 +214,9 @@ class Trainer:
     def _of_tokens(self, method: str, batch: TrainBatch) -> list[NDArray[np.float32]]:
         shards = shard_batch(batch, ranks=self.layout.data, steps=1)
         answers = self.call(method, self._by_rank(shards))
-        of_replicas = [answers[self.layout.reporter(data)] for data in range(self.layout.data)]
+        of_replicas = [
+            answers[self.layout.reporter(data)] for data in range(self.layout.data)
+        ]
         return [array for replica in of_replicas for array in replica]
 
     def _by_rank(self, shards: Sequence[Shard]) -> list[Shard]:
@@ -210,8 +231,15 @@ class Trainer:
         """As `steps`, of the critic; its value head has the name "value_head"."""
         answers = self.each("critic_steps")
         whole: list[Step] = []
-        for body, head in zip(answers[0], answers[self.layout.reporter(0)], strict=True):
-            whole.append(Step(gradients=body.gradients | head.gradients, weights=body.weights | head.weights))
+        for body, head in zip(
+            answers[0], answers[self.layout.reporter(0)], strict=True
+        ):
+            whole.append(
+                Step(
+                    gradients=body.gradients | head.gradients,
+                    weights=body.weights | head.weights,
+                )
+            )
         return whole
 
     def critic_weights(self) -> Arrays:
@@ -223,7 +251,8 @@ class Trainer:
         return self._of_tokens("token_values", batch)
 
     def optimizer_state(self, name: str) -> Arrays:
-        """Of the first replica: Adam's moment "exp_avg" or "exp_avg_sq" of every parameter."""
+        """Of the first replica: Adam's moment "exp_avg" or "exp_avg_sq" of every
+        parameter."""
         return self.each("optimizer_state", name)[0]
 
     def weights(self) -> Arrays:
@@ -233,7 +262,7 @@ class Trainer:
         return self.each("logprobs", prompts)[self.layout.reporter(0)]
 
 
-# ------------------------------------------------------------------ in a rank's process
+# ---------------------------------------------------------------- in a rank's process
 
 
 class RankProcess:
@@ -261,7 +290,9 @@ class RankProcess:
             self._share_gradients(self._rank._step.critic.chunks)
             gradients = self._of_critic(lambda parameter: parameter.main_grad)
             norm = apply(optimizer)
-            self._critic_steps.append(Step(gradients=gradients, weights=self.critic_weights()))
+            self._critic_steps.append(
+                Step(gradients=gradients, weights=self.critic_weights())
+            )
             return norm
 
         step.apply_gradients = recording
@@ -272,31 +303,43 @@ class RankProcess:
         self._listener: Any = None
 
     def _by_name(self, of: Callable[[Any], Any]) -> Arrays:
-        """By Hugging Face name, on the first rank of each replica; empty on the others."""
+        """By Hugging Face name, on the first rank of each replica; empty on the
+        others."""
         import torch
 
         weights = self._rank._weights
         values = {name: of(parameter) for name, parameter in self._trained().items()}
         tensors = weights.export(torch.float32, values)
-        # Cloned, because the memory of a tensor that numpy has seen cannot be resized any more.
+        # Cloned, because the memory of a tensor that numpy has seen cannot be resized
+        # any more.
         return {name: tensor.clone().numpy() for name, tensor in tensors}
 
     def _trained(self) -> dict[str, Any]:
-        """This rank's parameters without the buffers, by their names in the whole model."""
+        """This rank's parameters without the buffers, by their names in the whole
+        model."""
         import torch
 
         own = self._rank._weights._own_parameters
-        return {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
+        return {
+            name: tensor
+            for name, tensor in own.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
 
     def _of_critic(self, of: Callable[[Any], Any]) -> Arrays:
-        """By Hugging Face name, on the first rank of each replica; the head where it is."""
+        """By Hugging Face name, on the first rank of each replica; the head where it
+        is."""
         import torch
 
         from invrl.train.critic_model import VALUE_HEAD
 
         own = dict(self._critic_parts._own_parameters)
         head = own.pop(VALUE_HEAD, None)
-        values = {name: of(tensor) for name, tensor in own.items() if isinstance(tensor, torch.nn.Parameter)}
+        values = {
+            name: of(tensor)
+            for name, tensor in own.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
         tensors = self._critic_parts.export(torch.float32, values)
         arrays = {name: tensor.clone().numpy() for name, tensor in tensors}
         if head is not None:
@@ -304,7 +347,8 @@ class RankProcess:
         return arrays
 
     def _share_gradients(self, chunks: Sequence[Any]) -> None:
-        """The distributed optimizer leaves each data-parallel rank with its own share of the sums."""
+        """The distributed optimizer leaves each data-parallel rank with its own share
+        of the sums."""
         import torch
 
         if not self._is_sharded():
@@ -313,13 +357,19 @@ class RankProcess:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shares = list(bucket.grad_data.chunk(group.size()))
-                torch.distributed.all_gather(shares, shares[group.rank()].clone(), group=group)
+                torch.distributed.all_gather(
+                    shares, shares[group.rank()].clone(), group=group
+                )
 
     def _is_sharded(self) -> bool:
         return self._rank._step.chunks[0].ddp_config.use_distributed_optimizer
 
     def _buffers(self, chunks: Sequence[Any]) -> list[Any]:
-        return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [
+            buffer
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def buckets(self, _: None) -> int:
         """In how many parts the gradients of the rank's first chunk are reduced."""
@@ -334,7 +384,11 @@ class RankProcess:
             if not self._is_sharded():
                 # Beside bfloat16 parameters Megatron has master weights.
                 parameter = getattr(parameter, "main_param", parameter)
-                [state] = [part.optimizer.state[parameter] for part in parts if _trains(part, parameter)]
+                [state] = [
+                    part.optimizer.state[parameter]
+                    for part in parts
+                    if _trains(part, parameter)
+                ]
                 return state[name]
             state = torch.zeros(parameter.numel())
             for part in parts:
@@ -353,7 +407,8 @@ class RankProcess:
         return self._by_name(whole)
 
     def inject(self, folder: str) -> float:
-        """An optimizer step with the tensors of a Hugging Face folder as gradients; the gradient's norm."""
+        """An optimizer step with the tensors of a Hugging Face folder as gradients; the
+        gradient's norm."""
         import torch
 
         from invrl.train.weights import load_weights
@@ -369,11 +424,13 @@ class RankProcess:
         return self._apply(rank._step.optimizer)
 
     def leave_unreduced(self, name: str) -> None:
-        """Plants an error: the gradient of this parameter is not summed over tensor-parallel ranks."""
+        """Plants an error: the gradient of this parameter is not summed over
+        tensor-parallel ranks."""
         self._rank._weights._own_parameters[name].sequence_parallel = False
 
     def leave_experts_unreduced(self, _: None) -> None:
-        """Plants an error: the experts' gradients are not summed over the ranks that have them."""
+        """Plants an error: the experts' gradients are not summed over the ranks that
+        have them."""
         for chunk in self._rank._step.chunks:
             chunk.expert_parallel_bucket_groups.clear()
 
@@ -386,15 +443,20 @@ class RankProcess:
         Experts.forward = SequentialMLP.forward
 
     def copied_stacks(self, _: None) -> list[bool]:
-        """Of each projection of each layer with experts: whether the weights are copied to be multiplied."""
+        """Of each projection of each layer with experts: whether the weights are copied
+        to be multiplied."""
         from invrl.train.experts import Experts
         from invrl.train.grouped_linear import stacked
 
         copied: list[bool] = []
         for chunk in self._rank._step.chunks:
-            for layer in (module for module in chunk.modules() if isinstance(module, Experts)):
+            for layer in (
+                module for module in chunk.modules() if isinstance(module, Experts)
+            ):
                 for name in ("linear_fc1", "linear_fc2"):
-                    weights = [getattr(expert, name).weight for expert in layer.local_experts]
+                    weights = [
+                        getattr(expert, name).weight for expert in layer.local_experts
+                    ]
                     copied.append(stacked(weights).data_ptr() != weights[0].data_ptr())
         return copied
 
@@ -421,7 +483,11 @@ class RankProcess:
         """Of all tensors that the reference keeps."""
         reference = self._rank._step.reference
         exchanges = [reference._rest, *(exchange for _, exchange in reference._layers)]
-        return sum(weight.nbytes for exchange in exchanges for weight in exchange._weights.values())
+        return sum(
+            weight.nbytes
+            for exchange in exchanges
+            for weight in exchange._weights.values()
+        )
 
     def largest_moment(self, _: None) -> float:
         """Of Adam's, over all parameters of the policy."""
@@ -430,13 +496,19 @@ class RankProcess:
             for part in self._rank._step.optimizer.chained_optimizers
             for state in part.optimizer.state.values()
         ]
-        return max(float(state[name].abs().max()) for state in states for name in ("exp_avg", "exp_avg_sq"))
+        return max(
+            float(state[name].abs().max())
+            for state in states
+            for name in ("exp_avg", "exp_avg_sq")
+        )
 
     def forward_passes(self, shard: Shard) -> int:
         """Of the decoder in one training step."""
         passes: list[None] = []
         [chunk] = self._rank._step.chunks
-        handle = chunk.module.decoder.register_forward_hook(lambda *_: passes.append(None))
+        handle = chunk.module.decoder.register_forward_hook(
+            lambda *_: passes.append(None)
+        )
         try:
             self._rank.train(shard)
         finally:
@@ -458,17 +530,21 @@ class RankProcess:
         from invrl.train.rank import TrainRank
 
         settings, port = given
-        self._rank = TrainRank(settings, port, self._listener if settings.rank == 0 else None)
+        self._rank = TrainRank(
+            settings, port, self._listener if settings.rank == 0 else None
+        )
         if self._rank._step.critic is not None:
             from invrl.train.critic_model import critic_shape
             from invrl.train.weights import ReplicaWeights
 
             shape = critic_shape(self._rank._config)
-            self._critic_parts = ReplicaWeights(self._rank._step.critic.models, shape, settings.layout)
+            self._critic_parts = ReplicaWeights(
+                self._rank._step.critic.models, shape, settings.layout
+            )
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
-        """Sets constants of modules of `invrl.train` ("packing.DENSE_TREE_TOKENS"); gives those that they
-        replace."""
+        """Sets constants of modules of `invrl.train` ("packing.DENSE_TREE_TOKENS");
+        gives those that they replace."""
         replaced: dict[str, int] = {}
         for name, value in values.items():
             module_name, _, constant = name.partition(".")
@@ -488,7 +564,10 @@ class RankProcess:
         chunks = list(self._rank._step.chunks)
         if self._rank._step.critic is not None:
             chunks += self._rank._step.critic.chunks
-        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in self._buffers(chunks))
+        return sum(
+            buffer.grad_data.untyped_storage().nbytes()
+            for buffer in self._buffers(chunks)
+        )
 
     def moved_bytes(self, _: None) -> int:
         """Of what goes to the host's memory while the rank sleeps."""
@@ -549,9 +628,12 @@ class RankProcess:
     def save(self, path: str) -> FileEntries:
         return self._rank.save_checkpoint(path)
 
-    def write_imaged(self, given: tuple[str, str, str, str, Sequence[int]]) -> FileEntries:
-        """Calls a method that writes. Whenever a file that it writes has one of these lengths, and when it is
-        complete, the folder of checkpoints is copied as it is then."""
+    def write_imaged(
+        self, given: tuple[str, str, str, str, Sequence[int]]
+    ) -> FileEntries:
+        """Calls a method that writes. Whenever a file that it writes has one of these
+        lengths, and when it is complete, the folder of checkpoints is copied as it is
+        then."""
         from invrl.store.checksummed_file import ChecksummedFile
 
         method, path, folder, images, lengths = given
@@ -595,7 +677,8 @@ class RankProcess:
         return self.write_model(), self.write_state()
 
     def hold_writer(self, _: None) -> None:
-        """What is copied from now on is written by `write_model` and `write_state`, and not before."""
+        """What is copied from now on is written by `write_model` and `write_state`, and
+        not before."""
         self._rank._writer = HeldWriter()
 
     def write_model(self, _: object = None) -> FileEntries:
@@ -613,24 +696,30 @@ class RankProcess:
         self._rank.load_checkpoint(path)
 
     def saved_bytes(self, num_tokens: int) -> int:
-        """Bytes that a forward pass of one row keeps for its backward pass, without parameters."""
+        """Bytes that a forward pass of one row keeps for its backward pass, without
+        parameters."""
         import torch
 
         from invrl.train.micro_batch import Row
         from invrl.train.packing import pack
 
-        tokens_T = np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
+        tokens_T = (
+            np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)
+        )
         row = Row(tokens_T=tokens_T, wanted_N=np.array([num_tokens]), temperature=1.0)
         [micro_batch] = pack([row], max_tokens=num_tokens, share_prefixes=True)
         parameters = {
-            parameter.untyped_storage().data_ptr() for parameter in self._rank._step.chunks[0].parameters()
+            parameter.untyped_storage().data_ptr()
+            for parameter in self._rank._step.chunks[0].parameters()
         }
         storages: dict[int, Any] = {}
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
-                storages[storage.data_ptr()] = storage  # kept, so that no other takes its address
+                storages[storage.data_ptr()] = (
+                    storage  # kept, so that no other takes its address
+                )
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
@@ -642,9 +731,12 @@ class RankProcess:
         self._held = np.ones(num_bytes, np.uint8)
 
     def growth(self, given: tuple[str, str]) -> int:
-        """Bytes by which this process and its children were larger than before, at most, during a call."""
+        """Bytes by which this process and its children were larger than before, at
+        most, during a call."""
         method, argument = given
-        ctypes.CDLL(None).malloc_trim(0)  # or a call would grow into memory that was freed before
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # or a call would grow into memory that was freed before
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = resident("VmRSS")
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -660,7 +752,9 @@ class HeldWriter:
     def __init__(self) -> None:
         self._held: deque[tuple[Future[Any], Callable[[], object]]] = deque()
 
-    def submit(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+    def submit(
+        self, call: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         self._held.append((future, partial(call, *arguments, **named)))
         return future
@@ -675,18 +769,26 @@ def _raise(*_: object) -> None:
 
 
 def take_image(folder: Path, images: Path, cut: str) -> None:
-    """Copies the folder as kill -9 of its writer would leave it now. Images are numbered in their order."""
+    """Copies the folder as kill -9 of its writer would leave it now. Images are
+    numbered in their order."""
     shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d}-{cut}")
 
 
 def _trains(part: Any, parameter: Any) -> bool:
     """Whether an optimizer has the parameter."""
-    return any(parameter is own for group in part.optimizer.param_groups for own in group["params"])
+    return any(
+        parameter is own
+        for group in part.optimizer.param_groups
+        for own in group["params"]
+    )
 
 
 def resident(name: str) -> int:
     """Bytes, as the kernel counts them for this process."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+    )
     return int(lines[name].split()[0]) * 1024
 
 
@@ -709,7 +811,8 @@ def serve(address: str) -> None:
 
 
 def answer_calls(connection: Connection, process: RankProcess) -> int:
-    """In a child: until its rank is no longer wanted. What it prints goes to the log at once."""
+    """In a child: until its rank is no longer wanted. What it prints goes to the log at
+    once."""
     while True:
         try:
             method, argument = connection.recv()
@@ -728,7 +831,8 @@ def answer_calls(connection: Connection, process: RankProcess) -> int:
 
 
 if __name__ == "__main__":
-    # Pickled values name this module, so it is imported under its own name, not as __main__.
+    # Pickled values name this module, so it is imported under its own name, not as
+    # __main__.
     from rank_pool import serve as imported_serve
 
     imported_serve(sys.argv[1])

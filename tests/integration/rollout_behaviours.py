@@ -81,7 +81,9 @@ def sync_rollout(task: Task, endpoint: Endpoint) -> float:
             client.chat.completions.create(
                 model=endpoint.model, messages=[{"role": "user", "content": task.id}]
             )
-    client.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": task.id}])
+    client.chat.completions.create(
+        model=endpoint.model, messages=[{"role": "user", "content": task.id}]
+    )
     # The async client works from a loop of one's own, too.
     asyncio.run(_ask(task, endpoint))
     return 1.0
@@ -97,7 +99,8 @@ def _raise_if_first(task: Task) -> None:
 async def _ask(task: Task, endpoint: Endpoint) -> None:
     assert "uvloop" not in type(asyncio.get_running_loop()).__module__
     await endpoint.openai().chat.completions.create(
-        model=endpoint.model, messages=[{"role": "user", "content": f"{task.id}, again"}]
+        model=endpoint.model,
+        messages=[{"role": "user", "content": f"{task.id}, again"}],
     )
 
 

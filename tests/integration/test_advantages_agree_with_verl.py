@@ -1,5 +1,6 @@
-"""Our advantages beside verl's own functions on the same rewards, in float64: groups of unequal size in mixed
-order, and masks with holes. Where the two are meant to differ, `docs/advantages.md` says how."""
+"""Our advantages beside verl's own functions on the same rewards, in float64: groups of
+unequal size in mixed order, and masks with holes. Where the two are meant to differ,
+`docs/advantages.md` says how."""
 
 from __future__ import annotations
 
@@ -57,12 +58,18 @@ class Batch:
         advantages_R = np.zeros(len(self.group_R))
         for group in set(self.group_R.tolist()):
             is_member_R = self.group_R == group
-            advantages_R[is_member_R] = advantage_function(name)(self.rewards_R[is_member_R], eps=EPS)
+            advantages_R[is_member_R] = advantage_function(name)(
+                self.rewards_R[is_member_R], eps=EPS
+            )
         return self.whitened(advantages_R[:, None] * self.mask_RT, whitened)
 
-    def whitened(self, advantages_RT: NDArray[np.float64], over: WhitenedOver) -> NDArray[np.float64]:
+    def whitened(
+        self, advantages_RT: NDArray[np.float64], over: WhitenedOver
+    ) -> NDArray[np.float64]:
         names = [str(row) for row in range(len(self.group_R))]
-        return np.stack(whiten_rows(list(advantages_RT), list(self.mask_RT), names, over=over))
+        return np.stack(
+            whiten_rows(list(advantages_RT), list(self.mask_RT), names, over=over)
+        )
 
     @property
     def dense(self) -> dict[str, torch.Tensor]:
@@ -86,9 +93,17 @@ class Batch:
 
 GROUPED: dict[str, tuple[str, dict[str, Any], WhitenedOver]] = {
     "grpo": ("compute_grpo_outcome_advantage", {"epsilon": EPS}, "none"),
-    "dr_grpo": ("compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}, "none"),
+    "dr_grpo": (
+        "compute_grpo_outcome_advantage",
+        {"norm_adv_by_std_in_grpo": False},
+        "none",
+    ),
     "rloo": ("compute_rloo_outcome_advantage", {}, "none"),
-    "reinforce_pp_baseline": ("compute_reinforce_plus_plus_baseline_outcome_advantage", {}, "tokens"),
+    "reinforce_pp_baseline": (
+        "compute_reinforce_plus_plus_baseline_outcome_advantage",
+        {},
+        "tokens",
+    ),
 }
 
 
@@ -98,7 +113,9 @@ RETURN_DISCOUNT = 0.97
 Answers = Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def largest_gap(ours: NDArray[np.float64], answer: torch.Tensor, mask_RT: NDArray[np.bool_]) -> float:
+def largest_gap(
+    ours: NDArray[np.float64], answer: torch.Tensor, mask_RT: NDArray[np.bool_]
+) -> float:
     return float(np.abs(ours - answer.numpy())[mask_RT].max())
 
 
@@ -108,29 +125,49 @@ def batches() -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def answers(verl: Path, batches: list[Batch], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Advantages and returns of verl by name, for each batch. One process: its imports take longest."""
+def answers(
+    verl: Path, batches: list[Batch], tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
+    """Advantages and returns of verl by name, for each batch. One process: its imports
+    take longest."""
     calls: dict[str, Calls] = {}
     for name, (function, settings, _) in GROUPED.items():
-        calls[name] = [batch.for_verl(function, index=batch.group_R, **settings) for batch in batches]
+        calls[name] = [
+            batch.for_verl(function, index=batch.group_R, **settings)
+            for batch in batches
+        ]
     function = "compute_reinforce_plus_plus_outcome_advantage"
     plain = SimpleNamespace(gamma=1.0)
-    calls["reinforce_pp"] = [batch.for_verl(function, config=plain) for batch in batches]
+    calls["reinforce_pp"] = [
+        batch.for_verl(function, config=plain) for batch in batches
+    ]
     discounted = SimpleNamespace(gamma=RETURN_DISCOUNT)
-    calls["returns"] = [batch.for_verl(function, config=discounted, **batch.dense) for batch in batches]
+    calls["returns"] = [
+        batch.for_verl(function, config=discounted, **batch.dense) for batch in batches
+    ]
     for discount, lam in DISCOUNTS:
         settings = {"gamma": discount, "lam": lam}
         calls[f"gae {discount} {lam}"] = [
-            batch.for_verl("compute_gae_advantage_return", **settings, **batch.dense, **batch.values)
+            batch.for_verl(
+                "compute_gae_advantage_return",
+                **settings,
+                **batch.dense,
+                **batch.values,
+            )
             for batch in batches
         ]
     every_call = [call for calls_of_name in calls.values() for call in calls_of_name]
     flat = iter(answers_of(verl, every_call, tmp_path_factory.mktemp("verl")))
-    return {name: [next(flat) for _ in calls_of_name] for name, calls_of_name in calls.items()}
+    return {
+        name: [next(flat) for _ in calls_of_name]
+        for name, calls_of_name in calls.items()
+    }
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_group_advantages_equal_verls(name: str, answers: Answers, batches: list[Batch]) -> None:
+def test_group_advantages_equal_verls(
+    name: str, answers: Answers, batches: list[Batch]
+) -> None:
     over = GROUPED[name][2]
     for batch, (advantages, _) in zip(batches, answers[name], strict=True):
         assert largest_gap(batch.ours(name, over), advantages, batch.mask_RT) < BOUND
@@ -138,7 +175,10 @@ def test_group_advantages_equal_verls(name: str, answers: Answers, batches: list
 
 def test_reinforce_pp_equals_verls(answers: Answers, batches: list[Batch]) -> None:
     for batch, (advantages, _) in zip(batches, answers["reinforce_pp"], strict=True):
-        assert largest_gap(batch.ours("reinforce_pp", "tokens"), advantages, batch.mask_RT) < BOUND
+        assert (
+            largest_gap(batch.ours("reinforce_pp", "tokens"), advantages, batch.mask_RT)
+            < BOUND
+        )
 
 
 def test_discounted_returns_equal_verls(answers: Answers, batches: list[Batch]) -> None:
@@ -149,11 +189,17 @@ def test_discounted_returns_equal_verls(answers: Answers, batches: list[Batch]) 
 
 
 @pytest.mark.parametrize(("discount", "lam"), DISCOUNTS)
-def test_gae_equals_verls(discount: float, lam: float, answers: Answers, batches: list[Batch]) -> None:
-    for batch, (advantages, returns) in zip(batches, answers[f"gae {discount} {lam}"], strict=True):
+def test_gae_equals_verls(
+    discount: float, lam: float, answers: Answers, batches: list[Batch]
+) -> None:
+    for batch, (advantages, returns) in zip(
+        batches, answers[f"gae {discount} {lam}"], strict=True
+    ):
         rows = zip(batch.dense_RT, batch.values_RT, batch.mask_RT, strict=True)
         credits = [gae(*row, discount=discount, policy_lambda=lam) for row in rows]
-        ours = batch.whitened(np.stack([credit.advantages_T for credit in credits]), "tokens")
+        ours = batch.whitened(
+            np.stack([credit.advantages_T for credit in credits]), "tokens"
+        )
         assert largest_gap(ours, advantages, batch.mask_RT) < BOUND
         ours = np.stack([credit.returns_T for credit in credits])
         assert largest_gap(ours, returns, batch.mask_RT) < BOUND

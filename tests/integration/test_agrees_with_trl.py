@@ -1,7 +1,9 @@
-"""Our losses beside those of TRL's trainers on the same tensors: values and gradients, in float64.
+"""Our losses beside those of TRL's trainers on the same tensors: values and gradients,
+in float64.
 
-TRL runs in an environment and a process of its own (`tests/oracles/call_trl.py`). Where the two are meant to
-differ, the docstring of our function says how, and the case here says which settings make them equal.
+TRL runs in an environment and a process of its own (`tests/oracles/call_trl.py`). Where
+the two are meant to differ, the docstring of our function says how, and the case here
+says which settings make them equal.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def trl() -> Path:
     return client_programs.python_beside_ours(ORACLES / "requirements-trl.txt")
 
 
-def answers_of_trl(trl: Path, calls: Calls, folder: Path) -> list[dict[str, torch.Tensor]]:
+def answers_of_trl(
+    trl: Path, calls: Calls, folder: Path
+) -> list[dict[str, torch.Tensor]]:
     return answers_of(trl, calls, folder, program="call_trl.py")
 
 
@@ -51,7 +55,9 @@ class DrawnRows:
     def of(seed: int, num_rows: int) -> DrawnRows:
         generator = torch.Generator().manual_seed(seed)
         shape = (num_rows, LONGEST)
-        logprobs_MT = -torch.rand(shape, generator=generator, dtype=torch.float64) - 0.05
+        logprobs_MT = (
+            -torch.rand(shape, generator=generator, dtype=torch.float64) - 0.05
+        )
         change_MT = 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
         lengths_M = torch.randint(1, LONGEST + 1, (num_rows,), generator=generator)
         return DrawnRows(
@@ -71,7 +77,9 @@ class DrawnRows:
     def means_M(self) -> torch.Tensor:
         return self.sums(self.logprobs_MT) / self.tokens_M
 
-    def table(self, numbers: dict[str, NDArray[np.float64]], group_ids: list[str]) -> RowTable:
+    def table(
+        self, numbers: dict[str, NDArray[np.float64]], group_ids: list[str]
+    ) -> RowTable:
         return RowTable(
             group_ids=tuple(group_ids),
             tokens_M=self.tokens_M.numpy(),
@@ -85,7 +93,8 @@ class DrawnRows:
         half = len(self.mask_MT) // 2
         chosen_M = np.arange(2 * half) < half
         return self.table(
-            {CHOSEN: chosen_M.astype(np.float64)}, [f"g{row % half}" for row in range(2 * half)]
+            {CHOSEN: chosen_M.astype(np.float64)},
+            [f"g{row % half}" for row in range(2 * half)],
         )
 
     def gradient(self, slope_M: NDArray[np.float64]) -> torch.Tensor:
@@ -100,20 +109,30 @@ def loss_and_slopes(
     return float((coupled["loss"] * coupled["share"]).sum()), coupled["slope"]
 
 
-def check(name: str, loss: float, gradient: torch.Tensor, answer: dict[str, torch.Tensor]) -> None:
+def check(
+    name: str, loss: float, gradient: torch.Tensor, answer: dict[str, torch.Tensor]
+) -> None:
     assert loss == pytest.approx(answer["loss"].item(), abs=BOUND), name
-    torch.testing.assert_close(gradient, answer["gradient"], rtol=0, atol=BOUND, msg=name)
+    torch.testing.assert_close(
+        gradient, answer["gradient"], rtol=0, atol=BOUND, msg=name
+    )
     assert answer["gradient"].abs().max() > 1e-3, f"{name}: nothing would be compared"
 
 
-@pytest.mark.parametrize(("objective", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+@pytest.mark.parametrize(
+    ("objective", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")]
+)
 def test_pair_losses_with_a_reference_equal_trls(
     trl: Path, tmp_path: Path, objective: str, loss_type: str
 ) -> None:
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
     calls: Calls = []
     for drawn in draws:
-        tensors = {"logprobs": drawn.logprobs_MT, "reference": drawn.reference_MT, "mask": drawn.mask_MT}
+        tensors = {
+            "logprobs": drawn.logprobs_MT,
+            "reference": drawn.reference_MT,
+            "mask": drawn.mask_MT,
+        }
         calls.append(("dpo", {"loss_type": loss_type, "beta": DPO_BETA, **tensors}))
     config = AlgorithmConfig(objective=objective, preference_beta=DPO_BETA)
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
@@ -122,27 +141,37 @@ def test_pair_losses_with_a_reference_equal_trls(
 
 
 def test_simpo_without_the_nll_term_equals_trls(trl: Path, tmp_path: Path) -> None:
-    """TRL's trainer adds the NLL with `cpo_alpha`; its function `cpo_loss` is without."""
+    """TRL's trainer adds the NLL with `cpo_alpha`; its function `cpo_loss` is
+    without."""
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
     settings = {"beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1}
     calls: Calls = []
     for drawn in draws:
         chosen_P, rejected_P = drawn.means_M.chunk(2)
-        calls.append(("simpo", {"settings": settings, "chosen": chosen_P, "rejected": rejected_P}))
-    config = AlgorithmConfig(objective="simpo", simpo_beta=2.0, simpo_gamma=0.7, label_smoothing=0.1)
+        calls.append(
+            (
+                "simpo",
+                {"settings": settings, "chosen": chosen_P, "rejected": rejected_P},
+            )
+        )
+    config = AlgorithmConfig(
+        objective="simpo", simpo_beta=2.0, simpo_gamma=0.7, label_smoothing=0.1
+    )
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
         loss, slope_M = loss_and_slopes(PairObjective(config), drawn.pairs())
         check("simpo", loss, torch.from_numpy(slope_M) * drawn.tokens_M, answer)
 
 
 def test_orpo_but_for_the_nll_equals_trls(trl: Path, tmp_path: Path) -> None:
-    """TRL's NLL is over the prompt too. What is left without ours is TRL's odds-ratio loss, which it computes
-    in float32."""
+    """TRL's NLL is over the prompt too. What is left without ours is TRL's odds-ratio
+    loss, which it computes in float32."""
     draws = [DrawnRows.of(seed, 2 * NUM_PAIRS) for seed in SEEDS]
     calls: Calls = []
     for drawn in draws:
         chosen_P, rejected_P = drawn.means_M.chunk(2)
-        calls.append(("orpo_odds", {"weight": 0.5, "chosen": chosen_P, "rejected": rejected_P}))
+        calls.append(
+            ("orpo_odds", {"weight": 0.5, "chosen": chosen_P, "rejected": rejected_P})
+        )
     config = AlgorithmConfig(objective="orpo", orpo_lambda=0.5)
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
         loss, slope_M = loss_and_slopes(PairObjective(config), drawn.pairs())
@@ -153,11 +182,17 @@ def test_orpo_but_for_the_nll_equals_trls(trl: Path, tmp_path: Path) -> None:
         check("orpo", loss - nll, gradient_M, answer)
 
 
-def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(trl: Path, tmp_path: Path) -> None:
-    """The last draw's mismatched rows have a negative mean log-ratio, so that the reference point is 0."""
+def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(
+    trl: Path, tmp_path: Path
+) -> None:
+    """The last draw's mismatched rows have a negative mean log-ratio, so that the
+    reference point is 0."""
     settings = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
     config = AlgorithmConfig(
-        objective="kto", preference_beta=0.3, kto_desirable_weight=1.2, kto_undesirable_weight=0.7
+        objective="kto",
+        preference_beta=0.3,
+        kto_desirable_weight=1.2,
+        kto_undesirable_weight=0.7,
     )
     num_rows = 6
     desirable_M = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
@@ -169,11 +204,18 @@ def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(trl: Path, tmp_pa
         shift = 0.3 if seed == SEEDS[-1] else -0.3
         reference_MT = both.reference_MT + shift
         mismatched_M = (np.arange(2 * num_rows) >= num_rows).astype(np.float64)
-        rows = DrawnRows(logprobs_MT=both.logprobs_MT, reference_MT=reference_MT, mask_MT=both.mask_MT)
+        rows = DrawnRows(
+            logprobs_MT=both.logprobs_MT,
+            reference_MT=reference_MT,
+            mask_MT=both.mask_MT,
+        )
         numbers = {DESIRABLE: np.tile(desirable_M, 2), MISMATCHED: mismatched_M}
         tables.append(rows.table(numbers, [f"g{row}" for row in range(2 * num_rows)]))
         draws.append(rows)
-        arguments = {"settings": settings, "labels": torch.from_numpy(desirable_M) > 0.5}
+        arguments = {
+            "settings": settings,
+            "labels": torch.from_numpy(desirable_M) > 0.5,
+        }
         for name, tensor in (
             ("logprobs", rows.logprobs_MT),
             ("reference", reference_MT),
@@ -183,7 +225,9 @@ def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(trl: Path, tmp_pa
             arguments[f"mismatched_{name}"] = tensor[num_rows:].clone()
         calls.append(("kto", arguments))
     baselines: list[float] = []
-    for rows, table, answer in zip(draws, tables, answers_of_trl(trl, calls, tmp_path), strict=True):
+    for rows, table, answer in zip(
+        draws, tables, answers_of_trl(trl, calls, tmp_path), strict=True
+    ):
         loss, slope_M = loss_and_slopes(KtoObjective(config), table)
         gradient_MT = rows.gradient(slope_M)
         assert not gradient_MT[num_rows:].any()
@@ -205,12 +249,25 @@ class Case:
     """The column that is TRL's old policy."""
 
 
-CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28, "dual_clip": 0.0, "correction": "none"}
+CLIP = {
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.28,
+    "dual_clip": 0.0,
+    "correction": "none",
+}
 TRL_CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
-VESPO_ARGS = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+VESPO_ARGS = {
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
 KL = {"kl_coef": 0.3, "kl_clamp": 0.0}
 CASES = {
-    "grpo": Case(ours={**CLIP, "aggregation": "sequence_mean"}, settings={**TRL_CLIP, "loss_type": "grpo"}),
+    "grpo": Case(
+        ours={**CLIP, "aggregation": "sequence_mean"},
+        settings={**TRL_CLIP, "loss_type": "grpo"},
+    ),
     "grpo, dual clip": Case(
         ours={**CLIP, "dual_clip": 1.4, "aggregation": "sequence_mean"},
         settings={**TRL_CLIP, "loss_type": "grpo"},
@@ -227,14 +284,22 @@ CASES = {
     ),
     "gspo": Case(
         ours={**CLIP, "ratio_level": "sequence", "aggregation": "sequence_mean"},
-        settings={**TRL_CLIP, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        settings={
+            **TRL_CLIP,
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+        },
     ),
     "cispo": Case(
         ours={**CLIP, "policy_loss": "cispo", "eps_clip_low": 1.0},
         settings={"loss_type": "cispo", "epsilon_high": 1.28},
     ),
     "sapo": Case(
-        ours={"correction": "none", "policy_loss": "sapo", "aggregation": "sequence_mean"},
+        ours={
+            "correction": "none",
+            "policy_loss": "sapo",
+            "aggregation": "sequence_mean",
+        },
         settings={"loss_type": "sapo"},
         args={"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     ),
@@ -263,7 +328,9 @@ def test_policy_losses_and_gradients_equal_trls(trl: Path, tmp_path: Path) -> No
     for case in CASES.values():
         for drawn in draws:
             columns = drawn.columns
-            row_advantages = drawn.padded(columns["advantages"])[:, 0]  # every row has a first token
+            row_advantages = drawn.padded(columns["advantages"])[
+                :, 0
+            ]  # every row has a first token
             arguments = {
                 "settings": case.settings,
                 "args": case.args,

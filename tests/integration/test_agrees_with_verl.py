@@ -1,7 +1,9 @@
-"""Our losses beside verl's own functions on the same tensors: values and gradients, in float64.
+"""Our losses beside verl's own functions on the same tensors: values and gradients, in
+float64.
 
-verl runs in an environment and a process of its own (`tests/oracles/`). Where the two are meant to differ,
-the docstring of our function says how, and the case here says which settings make them equal.
+verl runs in an environment and a process of its own (`tests/oracles/`). Where the two
+are meant to differ, the docstring of our function says how, and the case here says
+which settings make them equal.
 """
 
 from __future__ import annotations
@@ -34,9 +36,16 @@ def verl() -> Path:
     return client_programs.python_beside_ours(ORACLES / "requirements.txt")
 
 
-def answers_of(python: Path, calls: Calls, folder: Path, program: str = "call_verl.py") -> list[Any]:
+def answers_of(
+    python: Path, calls: Calls, folder: Path, program: str = "call_verl.py"
+) -> list[Any]:
     torch.save(calls, folder / "calls.pt")
-    command = [str(python), str(ORACLES / program), str(folder / "calls.pt"), str(folder / "answers.pt")]
+    command = [
+        str(python),
+        str(ORACLES / program),
+        str(folder / "calls.pt"),
+        str(folder / "answers.pt"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / "answers.pt", weights_only=False)
@@ -44,16 +53,20 @@ def answers_of(python: Path, calls: Calls, folder: Path, program: str = "call_ve
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
-    """Log-probs and advantages of rows, flat [N], and as verl has them, padded [rows, longest]."""
+    """Log-probs and advantages of rows, flat [N], and as verl has them, padded [rows,
+    longest]."""
 
     row_N: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def with_seed(seed: int) -> Drawn:
-        """Far enough apart that every bound cuts some tokens. Advantages are one number for each row."""
+        """Far enough apart that every bound cuts some tokens. Advantages are one number
+        for each row."""
         generator = torch.Generator().manual_seed(seed)
-        row_N = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+        row_N = torch.repeat_interleave(
+            torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)
+        )
 
         def normal(scale: float, size: int = len(row_N)) -> torch.Tensor:
             return scale * torch.randn(size, generator=generator, dtype=torch.float64)
@@ -61,7 +74,9 @@ class Drawn:
         old_N = -normal(1.5).abs()
         columns = {
             "old": old_N,
-            "current": (old_N + normal(0.3) + normal(0.2, len(LENGTHS))[row_N]).clamp(max=-1e-3),
+            "current": (old_N + normal(0.3) + normal(0.2, len(LENGTHS))[row_N]).clamp(
+                max=-1e-3
+            ),
             "rollout": (old_N + normal(0.5)).clamp(max=-1e-3),
             "advantages": normal(1.0, len(LENGTHS))[row_N],
             "reference": (old_N + normal(0.3)).clamp(max=-1e-3),
@@ -72,7 +87,9 @@ class Drawn:
     @property
     def mask(self) -> torch.Tensor:
         longest = max(LENGTHS)
-        return torch.stack([torch.arange(longest) < length for length in LENGTHS]).double()
+        return torch.stack(
+            [torch.arange(longest) < length for length in LENGTHS]
+        ).double()
 
     def padded(self, values_N: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=values_N.dtype)
@@ -88,7 +105,10 @@ class Drawn:
             entropy_N=self.columns["entropy"],
             rows=Rows.each_a_rollout(self.row_N),
             denominators=Denominators(
-                tokens=float(len(self.row_N)), rows=num_rows, rollouts=num_rows, groups=num_rows
+                tokens=float(len(self.row_N)),
+                rows=num_rows,
+                rollouts=num_rows,
+                groups=num_rows,
             ),
             old_N=self.columns["old"],
             rollout_N=self.columns["rollout"],
@@ -100,7 +120,9 @@ class Drawn:
         assert current_N.grad is not None
         return outputs.loss.detach(), current_N.grad
 
-    def for_verl(self, name: str, aggregation: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    def for_verl(
+        self, name: str, aggregation: str, **more: Any
+    ) -> tuple[str, dict[str, Any]]:
         """The call of a policy loss."""
         arguments = {
             "old_log_prob": self.padded(self.columns["old"]),
@@ -127,10 +149,16 @@ class Case:
     old: str = "old"
     """The column that is verl's old policy."""
     same_loss: bool = True
-    """False: only the gradients are meant to be equal (r A log p for r A, with r stopped)."""
+    """False: only the gradients are meant to be equal (r A log p for r A, with r
+    stopped)."""
 
 
-CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28, "dual_clip": 3.0, "correction": "none"}
+CLIP = {
+    "eps_clip_low": 0.2,
+    "eps_clip_high": 0.28,
+    "dual_clip": 3.0,
+    "correction": "none",
+}
 VERL_CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
 CASES = {
     "clip, token mean": Case(ours=CLIP, name="vanilla", verl=VERL_CLIP),
@@ -147,7 +175,9 @@ CASES = {
         verl=VERL_CLIP,
     ),
     "clip, low dual clip": Case(
-        ours={**CLIP, "dual_clip": 1.3}, name="vanilla", verl={**VERL_CLIP, "clip_ratio_c": 1.3}
+        ours={**CLIP, "dual_clip": 1.3},
+        name="vanilla",
+        verl={**VERL_CLIP, "clip_ratio_c": 1.3},
     ),
     "truncated importance sampling": Case(
         ours={**CLIP, "correction": "truncated", "correction_cap": 1.2},
@@ -156,20 +186,34 @@ CASES = {
         truncated_at=1.2,
     ),
     "gspo": Case(
-        ours={**CLIP, "dual_clip": 0.0, "ratio_level": "sequence", "aggregation": "sequence_mean"},
+        ours={
+            **CLIP,
+            "dual_clip": 0.0,
+            "ratio_level": "sequence",
+            "aggregation": "sequence_mean",
+        },
         name="gspo",
         aggregation="seq-mean-token-mean",
         verl=VERL_CLIP,
     ),
     "gspo token": Case(
-        ours={**CLIP, "dual_clip": 0.0, "ratio_level": "sequence_token", "aggregation": "sequence_mean"},
+        ours={
+            **CLIP,
+            "dual_clip": 0.0,
+            "ratio_level": "sequence_token",
+            "aggregation": "sequence_mean",
+        },
         name="gspo",
         aggregation="seq-mean-token-mean",
         verl=VERL_CLIP,
     ),
     "cispo": Case(ours={**CLIP, "policy_loss": "cispo"}, name="cispo", verl=VERL_CLIP),
     "sapo": Case(
-        ours={"correction": "none", "policy_loss": "sapo", "aggregation": "sequence_mean"},
+        ours={
+            "correction": "none",
+            "policy_loss": "sapo",
+            "aggregation": "sequence_mean",
+        },
         name="sapo",
         verl={"tau_pos": 1.0, "tau_neg": 1.05},
     ),
@@ -204,7 +248,9 @@ CASES = {
         same_loss=False,
     ),
     "plain policy gradient": Case(
-        ours={"correction": "none", "policy_loss": "policy_gradient"}, name="gpg", aggregation="token-mean"
+        ours={"correction": "none", "policy_loss": "policy_gradient"},
+        name="gpg",
+        aggregation="token-mean",
     ),
 }
 
@@ -218,7 +264,9 @@ def test_losses_and_gradients_equal_verls(verl: Path, tmp_path: Path) -> None:
             more: dict[str, Any] = {"config": dict(case.verl)}
             if case.truncated_at is not None:
                 weights_N = (drawn.columns["old"] - drawn.columns["rollout"]).exp()
-                more["rollout_is_weights"] = drawn.padded(weights_N.clamp(max=case.truncated_at))
+                more["rollout_is_weights"] = drawn.padded(
+                    weights_N.clamp(max=case.truncated_at)
+                )
             more["old_log_prob"] = drawn.padded(drawn.columns[case.old])
             calls.append(drawn.for_verl(case.name, case.aggregation, **more))
     answers = iter(answers_of(verl, calls, tmp_path))
@@ -228,6 +276,10 @@ def test_losses_and_gradients_equal_verls(verl: Path, tmp_path: Path) -> None:
             loss, gradient_N = drawn.ours(AlgorithmConfig.model_validate(case.ours))
             expected_N = expected["gradient"][drawn.mask.bool()]
             if case.same_loss:
-                assert loss.item() == pytest.approx(expected["loss"].item(), abs=BOUND), name
-            torch.testing.assert_close(gradient_N, expected_N, rtol=0, atol=BOUND, msg=name)
+                assert loss.item() == pytest.approx(
+                    expected["loss"].item(), abs=BOUND
+                ), name
+            torch.testing.assert_close(
+                gradient_N, expected_N, rtol=0, atol=BOUND, msg=name
+            )
             assert expected_N.abs().max() > 1e-3, f"{name}: nothing would be compared"

@@ -1,4 +1,5 @@
-"""The buffer as a Ray actor over a real run store: handle, deadlines, errors across the process."""
+"""The buffer as a Ray actor over a real run store: handle, deadlines, errors across the
+process."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ async def handle(tmp_path: Path) -> AsyncIterator[BufferHandle]:
         BufferActor,
         ActorOptions(),
         BufferConfig(max_staleness=0),
-        RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
+        RolloutConfig(
+            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2
+        ),
         tasks_factory=endless_tasks,
         run_store_path=tmp_path / "run.sqlite",
     )
@@ -58,7 +61,9 @@ async def test_buffer_actor_serves_three_steps_from_the_run_store(
         assert await handle.lease() is None
         batch = await handle.take()
         assert (batch.batch_id, batch.version) == (step, step)
-        ids = {rollout.session_id for group in batch.groups for rollout in group.rollouts_G}
+        ids = {
+            rollout.session_id for group in batch.groups for rollout in group.rollouts_G
+        }
         assert len(ids) == 4
         assert not ids & seen
         seen |= ids
@@ -73,14 +78,18 @@ async def test_buffer_actor_serves_three_steps_from_the_run_store(
 async def test_errors_of_the_buffer_actor_keep_their_type(handle: BufferHandle) -> None:
     impatient = BufferHandle(actor=handle.actor, batch_timeout_s=0.2)
     await impatient.lease()
-    with pytest.raises(DeadlineError, match=r"a batch of 2 groups; 0 ready, 1 in flight"):
+    with pytest.raises(
+        DeadlineError, match=r"a batch of 2 groups; 0 ready, 1 in flight"
+    ):
         await impatient.take()
     with pytest.raises(BufferStateError, match="batch 7 is not out"):
         await impatient.trained(7)
 
 
 async def test_silent_buffer_actor_is_a_deadline_error(handle: BufferHandle) -> None:
-    silent = BufferHandle(actor=handle.actor, batch_timeout_s=30.0, call_timeout_s=-29.5)
+    silent = BufferHandle(
+        actor=handle.actor, batch_timeout_s=30.0, call_timeout_s=-29.5
+    )
     with pytest.raises(DeadlineError, match=r"the buffer to answer take\(\)"):
         await silent.take()
 
@@ -88,7 +97,9 @@ async def test_silent_buffer_actor_is_a_deadline_error(handle: BufferHandle) -> 
 async def test_dead_buffer_actor_is_a_server_error(handle: BufferHandle) -> None:
     process = psutil.Process((await handle.actor.beat()).pid)
     handle.actor.kill()
-    await asyncio.to_thread(process.wait, timeout=60)  # on a busy machine it may answer for a while
+    await asyncio.to_thread(
+        process.wait, timeout=60
+    )  # on a busy machine it may answer for a while
     with pytest.raises(ServerError, match="the buffer died"):
         await handle.lease()
 

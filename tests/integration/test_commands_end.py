@@ -1,5 +1,5 @@
-"""`invrl serve` and `invrl eval`, killed and interrupted: nothing that they started is left, and what ended
-an evaluation is told."""
+"""`invrl serve` and `invrl eval`, killed and interrupted: nothing that they started is
+left, and what ended an evaluation is told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Start = Callable[..., "Command"]
 
 
 class Command:
-    """A command of ours, its lines as they come, and everything below it that has been seen."""
+    """A command of ours, its lines as they come, and everything below it that has been
+    seen."""
 
     def __init__(self, arguments: list[str], folder: Path) -> None:
         self.lines: list[str] = []
@@ -66,7 +67,8 @@ class Command:
         return found
 
     def wait_for(self, name: str) -> psutil.Process:
-        """A process below it that is called so; it must come, or the test's own deadline does."""
+        """A process below it that is called so; it must come, or the test's own
+        deadline does."""
         pause = threading.Event()
         while self.process.poll() is None:
             for process in self.look():
@@ -96,7 +98,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Command] = []
 
     def start(*arguments: str) -> Command:
-        made.append(Command([*arguments, "--run-root", str(tmp_path), "--run-name", "run"], tmp_path))
+        made.append(
+            Command(
+                [*arguments, "--run-root", str(tmp_path), "--run-name", "run"], tmp_path
+            )
+        )
         return made[-1]
 
     yield start
@@ -112,7 +118,9 @@ def evaluation(start: Start, tmp_path: Path, tiny_model: Path) -> Callable[[], C
 
     def begin() -> Command:
         (tmp_path / "hung.py").write_text(HUNG)
-        (tmp_path / "tasks.jsonl").write_text(f'{{"id": "a", "began": "{tmp_path / "began"}"}}\n')
+        (tmp_path / "tasks.jsonl").write_text(
+            f'{{"id": "a", "began": "{tmp_path / "began"}"}}\n'
+        )
         return start(
             "eval",
             *("--model-path", str(tiny_model)),
@@ -139,7 +147,9 @@ def wait_for_file(path: Path, command: Command) -> None:
 def test_killed_or_interrupted_serve_leaves_no_process(
     start: Start, tiny_model: Path, moment: str, kind: signal.Signals
 ) -> None:
-    command = start("serve", "--model-path", str(tiny_model), "--engine-dtype", "float32")
+    command = start(
+        "serve", "--model-path", str(tiny_model), "--engine-dtype", "float32"
+    )
     command.read_until("starting 1 engine")
     if moment == "while it serves":
         command.read_until("INVRL_ENV_KEY=")
@@ -172,7 +182,9 @@ def test_eval_whose_driver_or_raylet_is_killed_leaves_no_process_and_names_the_c
     if victim == "driver":
         assert "the driver was ended by SIGKILL" in command.said
     else:
-        assert f"Ray's raylet (process {raylet.pid}) was killed by SIGKILL" in command.said
+        assert (
+            f"Ray's raylet (process {raylet.pid}) was killed by SIGKILL" in command.said
+        )
 
 
 @pytest.mark.slow
@@ -180,7 +192,8 @@ def test_eval_whose_driver_or_raylet_is_killed_leaves_no_process_and_names_the_c
 def test_interrupt_ends_an_evaluation_whose_ray_does_not_start(
     evaluation: Callable[[], Command],
 ) -> None:
-    """Its GCS is stopped as soon as it exists; Ray itself would wait for minutes, and hears no signal."""
+    """Its GCS is stopped as soon as it exists; Ray itself would wait for minutes, and
+    hears no signal."""
     command = evaluation()
     gcs = command.wait_for("gcs_server")
     gcs.suspend()

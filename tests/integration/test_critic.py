@@ -1,5 +1,5 @@
-"""PPO with a critic, in every layout of ranks, against float64 on the Hugging Face model and loops over
-tokens that are written out here."""
+"""PPO with a critic, in every layout of ranks, against float64 on the Hugging Face
+model and loops over tokens that are written out here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch, TrainSample
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(train_dtype="float32", lr=3e-3, critic_lr=3e-3, max_tokens_per_microbatch=25)
+EXACT = TrainConfig(
+    train_dtype="float32", lr=3e-3, critic_lr=3e-3, max_tokens_per_microbatch=25
+)
 PPO = AlgorithmConfig(
     advantage="gae",
     discount=0.97,
@@ -62,14 +64,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BATCHES = tuple(rewarded_batch(seed) for seed in range(3))
 
 
-# ------------------------------------------------------------------ the same by other means
+# ------------------------------------------------------------ the same by other means
 
 
 class ExactCritic(Reference):
-    """The Hugging Face model in float64 with a linear head on its last hidden states."""
+    """The Hugging Face model in float64 with a linear head on its last hidden
+    states."""
 
     def __init__(self, path: Path, weights: Arrays) -> None:
-        body = {name: weight for name, weight in weights.items() if name != "value_head"}
+        body = {
+            name: weight for name, weight in weights.items() if name != "value_head"
+        }
         super().__init__(path, body)
         self.head = torch.from_numpy(weights["value_head"]).double().requires_grad_()
 
@@ -81,7 +86,11 @@ class ExactCritic(Reference):
         return (hidden_TH @ self.head[0])[:-1][torch.from_numpy(sample.loss_mask_T[1:])]
 
     def value_gradients(
-        self, batch: TrainBatch, old: Sequence[Floats], returns: Sequence[Floats], clip: float
+        self,
+        batch: TrainBatch,
+        old: Sequence[Floats],
+        returns: Sequence[Floats],
+        clip: float,
     ) -> Tensors:
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
         loss = torch.zeros((), dtype=torch.float64)
@@ -95,7 +104,12 @@ class ExactCritic(Reference):
             target_N = torch.from_numpy(returns_N)
             plain_N = (value_N - target_N) ** 2
             bounded_N = (clipped_N - target_N) ** 2
-            loss = loss + 0.5 * torch.where(bounded_N > plain_N, bounded_N, plain_N).sum() / tokens
+            loss = (
+                loss
+                + 0.5
+                * torch.where(bounded_N > plain_N, bounded_N, plain_N).sum()
+                / tokens
+            )
         gradients = self.gradients_of(loss)
         assert self.head.grad is not None
         return {**gradients, "value_head": self.head.grad}
@@ -111,7 +125,9 @@ def exact_values(critic: ExactCritic, batch: TrainBatch) -> list[Floats]:
     return values
 
 
-def estimates(rewards_N: Floats, values_N: Floats, discount: float, lam: float) -> Floats:
+def estimates(
+    rewards_N: Floats, values_N: Floats, discount: float, lam: float
+) -> Floats:
     """GAE as a sum of weighted errors, token by token."""
     number = len(rewards_N)
     following_N = [*values_N[1:], 0.0]
@@ -137,10 +153,17 @@ def exact_credit(
         mask_T = sample.loss_mask_T
         rewards_N = sample.columns["rewards"][mask_T].astype(np.float64)
         if algorithm.kl_coef and mask_T.any():
-            [old_N], [frozen_N] = policy.frozen_logprobs([sample]), initial.frozen_logprobs([sample])
+            [old_N], [frozen_N] = (
+                policy.frozen_logprobs([sample]),
+                initial.frozen_logprobs([sample]),
+            )
             rewards_N = rewards_N - algorithm.kl_coef * (old_N - frozen_N).numpy()
-        raw.append(estimates(rewards_N, values_N, algorithm.discount, algorithm.gae_lambda))
-        critic_N = estimates(rewards_N, values_N, algorithm.discount, algorithm.critic_gae_lambda)
+        raw.append(
+            estimates(rewards_N, values_N, algorithm.discount, algorithm.gae_lambda)
+        )
+        critic_N = estimates(
+            rewards_N, values_N, algorithm.discount, algorithm.critic_gae_lambda
+        )
         returns.append(critic_N + values_N)
     everything = np.concatenate(raw)
     advantages: list[NDArray[np.float32]] = []
@@ -153,13 +176,15 @@ def exact_credit(
     return replace(batch, advantages=tuple(advantages)), returns
 
 
-def part_of(batch: TrainBatch, whole: TrainBatch, arrays: Sequence[Floats]) -> list[Floats]:
+def part_of(
+    batch: TrainBatch, whole: TrainBatch, arrays: Sequence[Floats]
+) -> list[Floats]:
     """The arrays of the samples of a mini-batch."""
     place = {id(sample): index for index, sample in enumerate(whole.samples)}
     return [arrays[place[id(sample)]] for sample in batch.samples]
 
 
-# ------------------------------------------------------------------ tests
+# ----------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "one process", "PP"))
@@ -188,8 +213,9 @@ def test_critic_with_experts_and_interleaved_stages_equals_float64(
 
 
 def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
-    """Of the second batch: the head is 0 before the first step ever. Both networks begin the batch with other
-    weights than the model's, and its second step with others than its first."""
+    """Of the second batch: the head is 0 before the first step ever. Both networks
+    begin the batch with other weights than the model's, and its second step with others
+    than its first."""
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=PPO)
     first = BATCHES[0]
     batch = BATCHES[1]
@@ -224,7 +250,9 @@ def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -
             old = None
         old_values = part_of(mini, batch, values)
         own_returns = part_of(mini, batch, returns)
-        expected_gradients = critic.value_gradients(mini, old_values, own_returns, PPO.value_clip)
+        expected_gradients = critic.value_gradients(
+            mini, old_values, own_returns, PPO.value_clip
+        )
         gap, name = worst(critic_steps[at].gradients, without_head(expected_gradients))
         assert gap < BOUND, f"critic, step {at}: {name}"
         without_kl = PPO.model_copy(update={"kl_coef": 0.0})  # it is in the rewards
@@ -246,13 +274,16 @@ REINFORCE = AlgorithmConfig(
 
 
 @pytest.mark.parametrize(
-    "layout", first_quick([LAYOUTS["DP"], LAYOUTS["one process"]]), ids=["DP", "one process"]
+    "layout",
+    first_quick([LAYOUTS["DP"], LAYOUTS["one process"]]),
+    ids=["DP", "one process"],
 )
 def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
-    """No critic: discounted returns of the tokens' rewards less the KL, whitened over the batch (arXiv
-    2501.03262, eq. 4 and 5). Of a second batch, where the policy is no longer the reference."""
+    """No critic: discounted returns of the tokens' rewards less the KL, whitened over
+    the batch (arXiv 2501.03262, eq. 4 and 5). Of a second batch, where the policy is no
+    longer the reference."""
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=REINFORCE)
     first = BATCHES[0]
     batch = BATCHES[1]
@@ -272,14 +303,19 @@ def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
         policy_now = Reference(model, steps[0].weights) if at else policy
         old = policy.frozen_logprobs(mini.samples) if at else None
         gap, name = worst(
-            steps[at].gradients, policy_now.gradients(mini, without_kl, old=old, reference=None)
+            steps[at].gradients,
+            policy_now.gradients(mini, without_kl, old=old, reference=None),
         )
         assert gap < BOUND, f"step {at}: {name}"
 
 
 def without_head(gradients: Tensors) -> Tensors:
     """Of the critic, which has no projection to the vocabulary."""
-    return {name: gradient for name, gradient in gradients.items() if name != "lm_head.weight"}
+    return {
+        name: gradient
+        for name, gradient in gradients.items()
+        if name != "lm_head.weight"
+    }
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "TP"))
@@ -299,12 +335,18 @@ def test_critic_values_are_a_projection_of_the_last_hidden_states(
         lengths = sorted(len(values_T) for values_T in measured)
         assert lengths == sorted(len(sample.tokens_T) for sample in samples)
         total = sum(float(values_T.sum()) for values_T in measured)
-        expected = sum(float(values_N.sum()) for values_N in exact_values(critic, BATCHES[2]))
+        expected = sum(
+            float(values_N.sum()) for values_N in exact_values(critic, BATCHES[2])
+        )
         assert total == pytest.approx(expected, rel=BOUND)
         return
-    for sample, values_T, exact_N in zip(samples, measured, exact_values(critic, BATCHES[2]), strict=True):
+    for sample, values_T, exact_N in zip(
+        samples, measured, exact_values(critic, BATCHES[2]), strict=True
+    ):
         assert not values_T[~sample.loss_mask_T].any()
-        assert relative(values_T[sample.loss_mask_T], exact_N.astype(np.float32)) < BOUND
+        assert (
+            relative(values_T[sample.loss_mask_T], exact_N.astype(np.float32)) < BOUND
+        )
 
 
 def test_sharing_prefixes_changes_no_critic_value(pool: RankPool, model: Path) -> None:
@@ -322,13 +364,22 @@ def test_critic_begins_with_the_weights_of_its_model_folder(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1)
-    trainer = pool.build(model, train=EXACT, algorithm=PPO, weights={"critic_path": str(other)})
+    trainer = pool.build(
+        model, train=EXACT, algorithm=PPO, weights={"critic_path": str(other)}
+    )
     body = trainer.critic_weights()
     head = body.pop("value_head")
     assert not head.any()
-    exact = {name: part for name, part in Reference(other).model.named_parameters() if name in body}
+    exact = {
+        name: part
+        for name, part in Reference(other).model.named_parameters()
+        if name in body
+    }
     assert body.keys() == exact.keys()
-    assert all(np.array_equal(body[name], exact[name].detach().float().numpy()) for name in body)
+    assert all(
+        np.array_equal(body[name], exact[name].detach().float().numpy())
+        for name in body
+    )
     name = "model.embed_tokens.weight"
     assert not np.array_equal(body[name], trainer.weights()[name])
 
@@ -347,7 +398,10 @@ def test_critic_warm_up_does_not_change_the_policy(pool: RankPool, model: Path) 
         assert numbers["value_loss"] > 0
     assert trainer.steps() == []
     assert same(trainer.weights(), policy)
-    assert not any(np.array_equal(weight, critic[name]) for name, weight in trainer.critic_weights().items())
+    assert not any(
+        np.array_equal(weight, critic[name])
+        for name, weight in trainer.critic_weights().items()
+    )
     numbers = resolve(trainer.train(BATCHES[2], steps=2))
     assert (numbers["optimizer_steps"], numbers["critic_steps"]) == (2, 2)
     assert not same(trainer.weights(), policy)
@@ -359,7 +413,14 @@ def same(weights: Arrays, others: Arrays) -> bool:
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "sharded"),
-    first_quick([(2, "float32", True), (1, "float32", True), (1, "float32", False), (1, "bfloat16", True)]),
+    first_quick(
+        [
+            (2, "float32", True),
+            (1, "float32", True),
+            (1, "float32", False),
+            (1, "bfloat16", True),
+        ]
+    ),
 )
 def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
@@ -376,7 +437,10 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
     trainer = pool.build(model, ranks=ranks, train=train, algorithm=PPO)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
-    copies = [(str(tmp_path / f"model-{rank}"), str(tmp_path / "beside")) for rank in range(ranks)]
+    copies = [
+        (str(tmp_path / f"model-{rank}"), str(tmp_path / "beside"))
+        for rank in range(ranks)
+    ]
     trainer.call("copy", copies)
     expected_numbers = [resolve(trainer.train(batch, steps=2)) for batch in BATCHES[1:]]
     trainer.each("finish_copy")
@@ -388,29 +452,45 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
         numbers = [resolve(resumed.train(batch, steps=2)) for batch in BATCHES[1:]]
         assert [number["optimizer_steps"] for number in numbers] == [0, 2]
         for measured, uninterrupted in zip(numbers, expected_numbers, strict=True):
-            for key in ("critic_lr", "value_loss", "value_explained_variance", "critic_grad_norm"):
+            for key in (
+                "critic_lr",
+                "value_loss",
+                "value_explained_variance",
+                "critic_grad_norm",
+            ):
                 assert measured[key] == uninterrupted[key], key
         assert same(resumed.weights(), policy)
         assert same(resumed.critic_weights(), critic)
 
 
 @pytest.mark.slow
-def test_critic_checkpoint_is_loaded_by_another_layout(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    trainer = pool.build(model, layout=ParallelLayout(tensor=2), train=EXACT, algorithm=PPO)
+def test_critic_checkpoint_is_loaded_by_another_layout(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    trainer = pool.build(
+        model, layout=ParallelLayout(tensor=2), train=EXACT, algorithm=PPO
+    )
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
     trainer.train(BATCHES[1], steps=2)
     policy = trainer.weights()
     critic = trainer.critic_weights()
-    resumed = pool.build(model, layout=ParallelLayout(pipeline=2), train=EXACT, algorithm=PPO)
+    resumed = pool.build(
+        model, layout=ParallelLayout(pipeline=2), train=EXACT, algorithm=PPO
+    )
     resumed.each("load", str(tmp_path / "saved"))
     resumed.train(BATCHES[1], steps=2)
-    for measured, expected in ((resumed.weights(), policy), (resumed.critic_weights(), critic)):
+    for measured, expected in (
+        (resumed.weights(), policy),
+        (resumed.critic_weights(), critic),
+    ):
         gap, name = worst(measured, expected)
         assert gap < BOUND, name
 
 
-def test_checkpoint_without_a_critic_is_refused(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_critic_is_refused(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     pool.build(model, train=EXACT).each("save", str(tmp_path / "saved"))
     trainer = pool.build(model, train=EXACT, algorithm=PPO)
     with pytest.raises(TrainError, match="holds no critic"):
@@ -438,7 +518,9 @@ def test_reward_that_is_not_finite_changes_neither_critic_nor_policy(
     assert all(np.isfinite(value) for value in numbers.values()), numbers
     assert same(trainer.weights(), policy)
     assert same(trainer.critic_weights(), critic)
-    numbers = resolve(trainer.train(replace(BATCHES[1], samples=tuple(samples)), steps=2))
+    numbers = resolve(
+        trainer.train(replace(BATCHES[1], samples=tuple(samples)), steps=2)
+    )
     assert numbers["optimizer_steps"] == 1
     assert numbers["critic_steps"] == 1
     assert numbers["nonfinite_steps"] == 1
@@ -448,7 +530,9 @@ def last_step(trainer: Trainer) -> tuple[Step, Step]:
     return trainer.steps()[-1], trainer.critic_steps()[-1]
 
 
-def test_v_trace_corrects_for_the_policy_that_sampled(pool: RankPool, model: Path) -> None:
+def test_v_trace_corrects_for_the_policy_that_sampled(
+    pool: RankPool, model: Path
+) -> None:
     """By the recursion of the paper, from the end of each row."""
     algorithm = AlgorithmConfig(
         advantage="gae",
@@ -495,10 +579,15 @@ def test_v_trace_corrects_for_the_policy_that_sampled(pool: RankPool, model: Pat
     advantages: list[NDArray[np.float32]] = []
     for sample, raw_N in zip(BATCHES[1].samples, raw, strict=True):
         advantages_T = np.zeros(len(sample.tokens_T), np.float32)
-        advantages_T[sample.loss_mask_T] = (raw_N - everything.mean()) / everything.std(ddof=1)
+        advantages_T[sample.loss_mask_T] = (raw_N - everything.mean()) / everything.std(
+            ddof=1
+        )
         advantages.append(advantages_T)
     batch = replace(BATCHES[1], advantages=tuple(advantages))
-    gap, name = worst(policy_step.gradients, policy.gradients(batch, algorithm, old=None, reference=None))
+    gap, name = worst(
+        policy_step.gradients,
+        policy.gradients(batch, algorithm, old=None, reference=None),
+    )
     assert gap < BOUND, name
     expected = critic.value_gradients(batch, values, targets, clip=1e9)
     gap, name = worst(critic_step.gradients, without_head(expected))

@@ -1,4 +1,5 @@
-"""A critic on ranks of its own, as Ray actors, beside the critic that shares the policy's ranks."""
+"""A critic on ranks of its own, as Ray actors, beside the critic that shares the
+policy's ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +35,21 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS = 2
 WARM_UP = EXACT.model_copy(update={"critic_warmup_steps": 1})
 COMPARED = (
-    *("value_loss", "value_mean", "return_mean", "value_explained_variance", "kl_in_reward"),
-    *("critic_grad_norm", "grad_norm", "loss", "critic_lr", "critic_steps", "optimizer_steps"),
+    *(
+        "value_loss",
+        "value_mean",
+        "return_mean",
+        "value_explained_variance",
+        "kl_in_reward",
+    ),
+    *(
+        "critic_grad_norm",
+        "grad_norm",
+        "loss",
+        "critic_lr",
+        "critic_steps",
+        "optimizer_steps",
+    ),
 )
 
 
@@ -46,7 +60,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def beside_critic(
-    model: Path, *, policy: ParallelLayout, critic: ParallelLayout, train: TrainConfig = WARM_UP
+    model: Path,
+    *,
+    policy: ParallelLayout,
+    critic: ParallelLayout,
+    train: TrainConfig = WARM_UP,
 ) -> AsyncIterator[TrainHandle]:
     """Ranks that have started. Those that are left are killed at the end."""
     train = train.model_copy(update={"critic_data_parallel_size": critic.data})
@@ -69,11 +87,15 @@ async def beside_critic(
     of_policy = settings(policy, random_key())
     of_critic = settings(critic, random_key())
     handle = TrainHandle(
-        [start_actor(f"trainer rank {one.rank}", TrainActor, ActorOptions(), one) for one in of_policy],
+        [
+            start_actor(f"trainer rank {one.rank}", TrainActor, ActorOptions(), one)
+            for one in of_policy
+        ],
         layout=policy,
         critic=CriticRanks(
             actors=[
-                start_actor(f"critic rank {one.rank}", CriticActor, ActorOptions(), one) for one in of_critic
+                start_actor(f"critic rank {one.rank}", CriticActor, ActorOptions(), one)
+                for one in of_critic
             ],
             layout=critic,
         ),
@@ -92,7 +114,10 @@ async def beside_critic(
 def processes_of(handle: TrainHandle) -> list[psutil.Process]:
     """Those of the policy, then those of the critic."""
     handles = [actor.ray_handle for actor in handle._everyone.actors]
-    pids = ray.get([one.__ray_call__.remote(lambda self: os.getpid()) for one in handles], timeout=120)
+    pids = ray.get(
+        [one.__ray_call__.remote(lambda self: os.getpid()) for one in handles],
+        timeout=120,
+    )
     return [psutil.Process(pid) for pid in pids]
 
 
@@ -104,7 +129,9 @@ def compared(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def assert_same(found: Arrays, expected: Arrays, *, exactly: bool) -> None:
     if exactly:
         assert found.keys() == expected.keys()
-        assert all(np.array_equal(array, expected[name]) for name, array in found.items())
+        assert all(
+            np.array_equal(array, expected[name]) for name, array in found.items()
+        )
         return
     gap, name = worst(found, expected)
     assert gap < BOUND, name
@@ -123,10 +150,15 @@ def assert_same(found: Arrays, expected: Arrays, *, exactly: bool) -> None:
     ids=["1 and 1", "1 and 2", "2 and 1", "stages"],
 )
 async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
-    pool: RankPool, model: Path, tmp_path: Path, policy: ParallelLayout, critic: ParallelLayout
+    pool: RankPool,
+    model: Path,
+    tmp_path: Path,
+    policy: ParallelLayout,
+    critic: ParallelLayout,
 ) -> None:
-    """With the policy's layout the same bit for bit; with another one gradients add up in another order. The
-    first batch is the critic's alone. The checkpoint is then loaded by a critic on the policy's ranks."""
+    """With the policy's layout the same bit for bit; with another one gradients add up
+    in another order. The first batch is the critic's alone. The checkpoint is then
+    loaded by a critic on the policy's ranks."""
     shared = pool.build(model, layout=policy, train=WARM_UP, algorithm=PPO)
     expected = [compared(shared.train(batch, steps=STEPS)) for batch in BATCHES[:2]]
     weights, critic_weights = shared.weights(), shared.critic_weights()
@@ -136,7 +168,9 @@ async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
     async with beside_critic(model, policy=policy, critic=critic) as handle:
         for batch, numbers in zip(BATCHES[:2], expected, strict=True):
             result = await handle.train(batch)
-            assert compared(result.metrics) == pytest.approx(numbers, rel=0 if exactly else 1e-4)
+            assert compared(result.metrics) == pytest.approx(
+                numbers, rel=0 if exactly else 1e-4
+            )
             assert result.optimizer_steps == numbers["optimizer_steps"]
             assert result.seconds.keys() >= {"values", "critic", "reference"}
             records = result.token_records
@@ -144,10 +178,16 @@ async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
             if not numbers["optimizer_steps"]:
                 assert set(records) == {None}
         trained = BATCHES[1]
-        for sample, given_T, record in zip(trained.samples, trained.advantages, records, strict=True):
+        for sample, given_T, record in zip(
+            trained.samples, trained.advantages, records, strict=True
+        ):
             if sample.loss_mask_T.any():
                 assert record is not None
-                assert record.advantages_N.shape == record.logprobs_N.shape == (sample.loss_mask_T.sum(),)
+                assert (
+                    record.advantages_N.shape
+                    == record.logprobs_N.shape
+                    == (sample.loss_mask_T.sum(),)
+                )
                 # The critic's, not those that came with the batch.
                 assert not np.allclose(record.advantages_N, given_T[sample.loss_mask_T])
         await handle.save_checkpoint(str(tmp_path / "saved"))
@@ -161,7 +201,8 @@ async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
 async def test_checkpoint_is_loaded_by_another_number_of_critic_ranks(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Written beside training by one rank of the critic, loaded by two; and that of a shared critic."""
+    """Written beside training by one rank of the critic, loaded by two; and that of a
+    shared critic."""
     one = ParallelLayout()
     saving = Checkpoints(tmp_path / "checkpoints")
     async with beside_critic(model, policy=one, critic=one) as handle:
@@ -179,7 +220,9 @@ async def test_checkpoint_is_loaded_by_another_number_of_critic_ranks(
         shared.train(batch, steps=STEPS)
     shared.each("save", str(tmp_path / "shared"))
     for folder in (saved.megatron, tmp_path / "shared"):
-        async with beside_critic(model, policy=one, critic=ParallelLayout(data=2)) as handle:
+        async with beside_critic(
+            model, policy=one, critic=ParallelLayout(data=2)
+        ) as handle:
             await handle.load_checkpoint(str(folder))
             resumed = compared((await handle.train(BATCHES[2])).metrics)
         assert resumed == pytest.approx(uninterrupted, rel=1e-4), folder
@@ -190,7 +233,9 @@ async def test_critic_ranks_refuse_a_checkpoint_without_a_critic(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
     pool.build(model, train=EXACT).each("save", str(tmp_path / "saved"))
-    async with beside_critic(model, policy=ParallelLayout(), critic=ParallelLayout()) as handle:
+    async with beside_critic(
+        model, policy=ParallelLayout(), critic=ParallelLayout()
+    ) as handle:
         processes = processes_of(handle)
         with pytest.raises(TrainError, match="holds no critic"):
             await handle.load_checkpoint(str(tmp_path / "saved"))
@@ -198,7 +243,9 @@ async def test_critic_ranks_refuse_a_checkpoint_without_a_critic(
 
 
 @pytest.mark.slow
-async def test_death_of_a_critic_rank_ends_all_ranks_and_a_silent_rank_is_named(model: Path) -> None:
+async def test_death_of_a_critic_rank_ends_all_ranks_and_a_silent_rank_is_named(
+    model: Path,
+) -> None:
     one = ParallelLayout()
     long = random_batch(1, groups=12, rollouts=40, prompt=300)
     async with beside_critic(model, policy=one, critic=one) as handle:
@@ -216,7 +263,10 @@ async def test_death_of_a_critic_rank_ends_all_ranks_and_a_silent_rank_is_named(
         await handle.train(BATCHES[0])
         assert not watch.done()
         processes[1].suspend()
-        with pytest.raises(ServerError, match=r"critic rank 0 \(process \d+ on .*\) has not answered for 3"):
+        with pytest.raises(
+            ServerError,
+            match=r"critic rank 0 \(process \d+ on .*\) has not answered for 3",
+        ):
             await asyncio.wait_for(watch, 120)
         handle.stop()
         assert still_running(processes, within_s=60) == []

@@ -1,4 +1,5 @@
-"""The arena in a GPU's memory: this process is the trainer, the weight loader alone the engine."""
+"""The arena in a GPU's memory: this process is the trainer, the weight loader alone the
+engine."""
 
 from __future__ import annotations
 
@@ -30,24 +31,36 @@ SHAPES = {
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that the installed torch can use"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no GPU that the installed torch can use"
+    ),
 ]
 
 
 @asynccontextmanager
-async def updated(folder: Path, mode: Literal["copy", "alias"]) -> AsyncIterator[UpdatedEngine]:
+async def updated(
+    folder: Path, mode: Literal["copy", "alias"]
+) -> AsyncIterator[UpdatedEngine]:
     device = torch.device("cuda", 0)
     tensors = {
-        name: torch.rand(shape, device=device).to(torch.bfloat16) + 0.5 for name, shape in SHAPES.items()
+        name: torch.rand(shape, device=device).to(torch.bfloat16) + 0.5
+        for name, shape in SHAPES.items()
     }
     weights = ChangingWeights(tensors, device=device)
     server = LoaderServer(await weights.layout(), folder, "cuda")
     try:
         server.wait_ready(deadline_s=300.0)
         async with server.client() as client:
-            receiver = ArenaReceiver("loader", client, WeightSyncConfig(weight_arena=mode))
+            receiver = ArenaReceiver(
+                "loader", client, WeightSyncConfig(weight_arena=mode)
+            )
             engine = UpdatedEngine(
-                weights, receiver, canary_prompts=(), dtype="bfloat16", deadline_s=60.0, device=device
+                weights,
+                receiver,
+                canary_prompts=(),
+                dtype="bfloat16",
+                deadline_s=60.0,
+                device=device,
             )
             yield engine
     finally:
@@ -57,13 +70,29 @@ async def updated(folder: Path, mode: Literal["copy", "alias"]) -> AsyncIterator
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 def test_checksums_are_those_of_a_cpu(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(), (7,), (0, 4), (5, 3), (17, 1), (24, 64), (8, 16, 4), (1_000_000,), (4_000, 896)]
-    on_cpu = {str(shape): (100 * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes}
+    shapes = [
+        (),
+        (7,),
+        (0, 4),
+        (5, 3),
+        (17, 1),
+        (24, 64),
+        (8, 16, 4),
+        (1_000_000,),
+        (4_000, 896),
+    ]
+    on_cpu = {
+        str(shape): (100 * torch.randn(shape, generator=generator)).to(dtype)
+        for shape in shapes
+    }
     on_gpu = {name: tensor.cuda() for name, tensor in on_cpu.items()}
     assert checksums_of_wholes(on_gpu) == checksums_of_wholes(on_cpu)
     vector = on_gpu["(1000000,)"]
     moved = torch.cat([vector[:1], vector])[1:]  # begins within a word
-    assert checksums_of_wholes({"moved": moved})["moved"] == checksums_of_wholes(on_cpu)["(1000000,)"]
+    assert (
+        checksums_of_wholes({"moved": moved})["moved"]
+        == checksums_of_wholes(on_cpu)["(1000000,)"]
+    )
     place = TensorSlice(dimension=1, start=448, stop=896, index=1, count=2)
     halves = [place.of(tensors["(4000, 896)"]) for tensors in (on_gpu, on_cpu)]
     checksums = [checksum_of_slice(half, place, (4_000, 896)) for half in halves]

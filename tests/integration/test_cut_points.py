@@ -1,9 +1,11 @@
-"""A run that is cut off at any moment of a checkpoint goes on as if it had never been stopped, bit for bit.
+"""A run that is cut off at any moment of a checkpoint goes on as if it had never been
+stopped, bit for bit.
 
-The checkpoint of step 4 is written once. At every cut point (a byte of a file that a rank writes, or a call
-with which the driver publishes and removes folders) the folder is copied as kill -9 would leave it; then a
-new trainer resumes from copies. The ways to save have much the same cut points, so each resumes from every
-other of its copies; the rest must hold, byte for byte, one of the same checkpoints."""
+The checkpoint of step 4 is written once. At every cut point (a byte of a file that a
+rank writes, or a call with which the driver publishes and removes folders) the folder
+is copied as kill -9 would leave it; then a new trainer resumes from copies. The ways to
+save have much the same cut points, so each resumes from every other of its copies; the
+rest must hold, byte for byte, one of the same checkpoints."""
 
 from __future__ import annotations
 
@@ -27,14 +29,17 @@ from invrl.store.manifest import read_entries
 from invrl.train.config import TrainConfig
 
 BATCHES = [random_batch(seed, groups=2) for seed in range(1, 7)]
-TRAIN = TrainConfig(train_dtype="float32", lr=1e-3, lr_decay_style="cosine", lr_decay_steps=8)
+TRAIN = TrainConfig(
+    train_dtype="float32", lr=1e-3, lr_decay_style="cosine", lr_decay_steps=8
+)
 CUT_OFFSETS = (0, 4_099, 300_001)
-"""Bytes of every file at which the writing rank is cut off, as far as the file is so long."""
+"""Bytes of every file at which the writing rank is cut off, as far as the file is so
+long."""
 
 
 class PoolTrainer:
-    """The driver's end of ranks in the pool, while it saves. `images`: where copies of `folder` are put at
-    the cut points; None: nowhere."""
+    """The driver's end of ranks in the pool, while it saves. `images`: where copies of
+    `folder` are put at the cut points; None: nowhere."""
 
     def __init__(self, trainer: Trainer, folder: Path, images: Path | None) -> None:
         self._trainer = trainer
@@ -52,7 +57,8 @@ class PoolTrainer:
         self._model = path
 
     async def copy_checkpoint(self, path: str) -> None:
-        """Nothing is written until the driver waits for it; by then the trainer has trained on."""
+        """Nothing is written until the driver waits for it; by then the trainer has
+        trained on."""
         self._trainer.each("hold_writer")
         self._trainer.each("copy", (self._model, path))
 
@@ -73,9 +79,11 @@ class PoolTrainer:
 
 
 @contextmanager
-def driver_imaged(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -> Iterator[None]:
-    """Takes an image before each call with which the driver changes the folder, in the middle of each text
-    that it writes, and at the end."""
+def driver_imaged(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path
+) -> Iterator[None]:
+    """Takes an image before each call with which the driver changes the folder, in the
+    middle of each text that it writes, and at the end."""
 
     def before(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -101,13 +109,18 @@ def driver_imaged(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -
 
 
 def state_of(trainer: Trainer) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    moments = {name: trainer.optimizer_state(name) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        name: trainer.optimizer_state(name) for name in ("exp_avg", "exp_avg_sq")
+    }
     return {"weights": trainer.weights(), **moments}
 
 
 @pytest.mark.parametrize("beside_training", first_quick([False, True]))
 async def test_run_resumes_bit_for_bit_from_a_crash_at_any_call_of_a_save(
-    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_training: bool
+    pool: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    beside_training: bool,
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     folder = tmp_path / "checkpoints"
@@ -127,7 +140,9 @@ async def test_run_resumes_bit_for_bit_from_a_crash_at_any_call_of_a_save(
         trainer.train(batch)
     with driver_imaged(monkeypatch, folder, images):
         if beside_training:
-            await checkpoints.save_beside_training(saving(images), 4, b"buffer of step 4")
+            await checkpoints.save_beside_training(
+                saving(images), 4, b"buffer of step 4"
+            )
         else:
             await checkpoints.save(saving(images), 4, b"buffer of step 4")
         numbers = [resolve(trainer.train(batch)) for batch in BATCHES[4:]]
@@ -143,19 +158,27 @@ async def test_run_resumes_bit_for_bit_from_a_crash_at_any_call_of_a_save(
         assert checkpoint.buffer.read_text() == f"buffer of step {checkpoint.step}"
         steps.append(checkpoint.step)
         found_entries = read_entries(checkpoint.path)
-        assert found_entries == entries.setdefault(checkpoint.step, found_entries), image.name
+        assert found_entries == entries.setdefault(checkpoint.step, found_entries), (
+            image.name
+        )
         if number % 2 != beside_training:
             continue
         resumed_steps.append(checkpoint.step)
         resumed = pool.build(model, train=TRAIN)
         resumed.each("load", str(checkpoint.megatron))
-        repeated = [resolve(resumed.train(batch)) for batch in BATCHES[checkpoint.step :]]
+        repeated = [
+            resolve(resumed.train(batch)) for batch in BATCHES[checkpoint.step :]
+        ]
         for found_numbers, expected_numbers in zip(repeated[-2:], numbers, strict=True):
             for name in ("loss", "grad_norm", "lr"):
                 assert found_numbers[name] == expected_numbers[name], (image.name, name)
         for kind, found in state_of(resumed).items():
             for name, tensor in found.items():
-                assert tensor.tobytes() == expected[kind][name].tobytes(), (image.name, kind, name)
+                assert tensor.tobytes() == expected[kind][name].tobytes(), (
+                    image.name,
+                    kind,
+                    name,
+                )
     assert len(steps) >= 20
     assert len(resumed_steps) >= 10
     assert set(steps) == set(resumed_steps) == {2, 4}

@@ -1,5 +1,6 @@
-"""The agents that the documentation shows run as they stand: against a gateway process with the real router,
-in front of an engine whose replies this file writes. Every recorded token is then compared with the wire."""
+"""The agents that the documentation shows run as they stand: against a gateway process
+with the real router, in front of an engine whose replies this file writes. Every
+recorded token is then compared with the wire."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ PAGES = [ROOT / "README.md", ROOT / "rollout_fns" / "README.md", YOUR_AGENT]
 
 
 def agents_of(page: Path) -> list[str]:
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
     return [block for block in blocks if block.startswith("# my_agent.py")]
 
 
@@ -32,7 +35,8 @@ AGENTS = [(page, index) for page in PAGES for index in range(len(agents_of(page)
 
 
 def reply(prompt: str) -> str:
-    """Calls the calculator once where the prompt offers it, and answers with its result."""
+    """Calls the calculator once where the prompt offers it, and answers with its
+    result."""
     question = prompt.rpartition("<|im_start|>user")[2]
     result = re.search(r"<\|im_start\|>tool\n(\d+)", question)
     if result:
@@ -51,7 +55,9 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         yield running
 
 
-@pytest.mark.parametrize(("page", "index"), AGENTS, ids=[f"{page.name}-{index}" for page, index in AGENTS])
+@pytest.mark.parametrize(
+    ("page", "index"), AGENTS, ids=[f"{page.name}-{index}" for page, index in AGENTS]
+)
 async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
     stack: Stack, page: Path, index: int
 ) -> None:
@@ -60,7 +66,9 @@ async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
     rollout = module["rollout"]
     assert callable(rollout)
     opened = await stack.open()
-    session = SimpleNamespace(id=opened["id"], base_url=opened["base_url"], key=opened["key"])
+    session = SimpleNamespace(
+        id=opened["id"], base_url=opened["base_url"], key=opened["key"]
+    )
     endpoint = SessionEndpoint(
         cast(Session, session), model=MODEL_NAME, timeout_s=60.0, pool=ConnectionPool()
     )
@@ -74,7 +82,9 @@ async def test_an_agent_of_the_documentation_runs_and_its_tokens_are_recorded(
     uses_tools = "TOOLS" in module
     assert verdict.turns == (2 if uses_tools else 1)
     if uses_tools:
-        assert verdict.continued == 1, "the second turn continues the first one's exact tokens"
+        assert verdict.continued == 1, (
+            "the second turn continues the first one's exact tokens"
+        )
 
 
 def test_documentation_page_shows_all_agents() -> None:

@@ -1,4 +1,5 @@
-"""One real engine: token ids in and out, refusals that save its life, keys, and errors one can read."""
+"""One real engine: token ids in and out, refusals that save its life, keys, and errors
+one can read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def engine(tiny_fleet: Fleet) -> Engine:
     return tiny_fleet.engines["engine-0"]
 
 
-def request(ids: list[int], *, new: int = 8, rid: str = "", **fields) -> GenerateRequest:
+def request(
+    ids: list[int], *, new: int = 8, rid: str = "", **fields
+) -> GenerateRequest:
     return GenerateRequest(
         rid=rid or f"r{np.random.randint(1 << 40)}",
         input_ids_T=np.array(ids, np.int32),
@@ -63,7 +66,8 @@ async def test_streamed_and_whole_replies_have_the_same_shape(engine: Engine) ->
 
 
 async def test_connection_closed_by_the_server_is_not_reused(engine: Engine) -> None:
-    """Idle for longer than the server keeps it, while our event loop stood still and saw nothing of it."""
+    """Idle for longer than the server keeps it, while our event loop stood still and
+    saw nothing of it."""
     await engine.client.generate(request([1, 30, 40], new=1))
     time.sleep(7)
     assert len((await engine.client.generate(request([1, 30, 40], new=1))).ids_T) == 1
@@ -79,23 +83,34 @@ async def test_stop_token_ends_the_reply_and_is_reported(engine: Engine) -> None
             found = result
             break
     assert found is not None
-    assert found.matched_stop == found.ids_T[-1]  # the stop token is among the sampled ones
+    assert (
+        found.matched_stop == found.ids_T[-1]
+    )  # the stop token is among the sampled ones
 
 
 async def test_longer_prompt_reuses_the_cached_prefix(engine: Engine) -> None:
-    first = await engine.client.generate(request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True))
+    first = await engine.client.generate(
+        request([9, 9, 8, 8, *range(60, 90)], new=10, ignore_eos=True)
+    )
     whole = [9, 9, 8, 8, *range(60, 90), *first.ids_T.tolist(), 7]
     second = await engine.client.generate(request(whole, new=2))
     assert second.cached_tokens >= len(whole) - 3
 
 
-async def test_prompt_logprobs_equal_the_hugging_face_models(engine: Engine, tiny_model: Path) -> None:
-    """Only while the engine holds the folder's weights; otherwise the weight tests prove the same."""
+async def test_prompt_logprobs_equal_the_hugging_face_models(
+    engine: Engine, tiny_model: Path
+) -> None:
+    """Only while the engine holds the folder's weights; otherwise the weight tests
+    prove the same."""
     if await engine.client.weight_version() != "0":
-        pytest.skip("the shared engine has been updated; test_weight_sync compares its canaries")
+        pytest.skip(
+            "the shared engine has been updated; test_weight_sync compares its canaries"
+        )
     prompts = [[1, 40, 41, 300], [7, 8, 9, 10, 11, 400]]
     expected = await TorchSender(tiny_model).logprobs(prompts)
-    for measured_T, expected_T in zip(await engine.client.prompt_logprobs(prompts), expected, strict=True):
+    for measured_T, expected_T in zip(
+        await engine.client.prompt_logprobs(prompts), expected, strict=True
+    ):
         assert np.abs(measured_T - expected_T).max() < 1e-4
 
 
@@ -122,14 +137,17 @@ async def test_request_that_an_engine_would_die_of_or_cut_short_is_refused(
 
 
 async def tokens_go_by(engine: Engine) -> None:
-    """Whatever was asked before has got some, too: all that runs is stepped together."""
+    """Whatever was asked before has got some, too: all that runs is stepped
+    together."""
     for _ in range(3):
         await engine.client.generate(request([1, 7], new=4, ignore_eos=True))
 
 
 async def test_abort_returns_the_tokens_sampled_so_far(engine: Engine) -> None:
     flight = asyncio.create_task(
-        engine.client.generate(request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True))
+        engine.client.generate(
+            request([1, 2, 3], new=1900, rid="to-abort", ignore_eos=True)
+        )
     )
     await tokens_go_by(engine)
     await engine.client._control("/abort_request", {"rid": "to-abort"})
@@ -157,12 +175,20 @@ async def test_closing_a_stream_ends_the_generation(engine: Engine) -> None:
     [("/generate", ""), ("/generate", "wrong")]
     + [
         (path, key)
-        for path in ("/pause_generation", "/update_weights_from_tensor", "/update_weight_version")
+        for path in (
+            "/pause_generation",
+            "/update_weights_from_tensor",
+            "/update_weight_version",
+        )
         for key in ("", "wrong", "sampling")
     ],
 )
-async def test_engine_answers_nothing_without_the_right_key(engine: Engine, path: str, key: str) -> None:
-    headers = {"Authorization": f"Bearer {engine.server.api_key if key == 'sampling' else key}"}
+async def test_engine_answers_nothing_without_the_right_key(
+    engine: Engine, path: str, key: str
+) -> None:
+    headers = {
+        "Authorization": f"Bearer {engine.server.api_key if key == 'sampling' else key}"
+    }
     async with (
         aiohttp.ClientSession() as http,
         http.post(engine.server.url + path, json={}, headers=headers) as response,
@@ -170,11 +196,15 @@ async def test_engine_answers_nothing_without_the_right_key(engine: Engine, path
         assert response.status in (401, 403)
 
 
-async def test_paused_engine_holds_requests_and_counts_as_healthy(tiny_fleet: Fleet, engine: Engine) -> None:
+async def test_paused_engine_holds_requests_and_counts_as_healthy(
+    tiny_fleet: Fleet, engine: Engine
+) -> None:
     await engine.receiver.pause()
     try:
         assert engine.receiver.is_paused
-        flight = asyncio.create_task(engine.client.generate(request([5, 6], new=3, ignore_eos=True)))
+        flight = asyncio.create_task(
+            engine.client.generate(request([5, 6], new=3, ignore_eos=True))
+        )
         await asyncio.sleep(0.5)
         assert not flight.done()
     finally:
@@ -185,7 +215,8 @@ async def test_paused_engine_holds_requests_and_counts_as_healthy(tiny_fleet: Fl
 
 
 class CountingClient:
-    """The engine's client, with the questions counted that its scheduler has left open."""
+    """The engine's client, with the questions counted that its scheduler has left
+    open."""
 
     def __init__(self, client: SglangClient, enough: int) -> None:
         self._client = client
@@ -211,11 +242,16 @@ class NeverLoading:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(engine: Engine, tmp_path: Path) -> None:
-    """A call of the weight loader that does not end: it writes its reply into a pipe that nobody reads."""
+async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """A call of the weight loader that does not end: it writes its reply into a pipe
+    that nobody reads."""
     pipe = tmp_path / "reply"
     os.mkfifo(pipe)
-    loader_request = msgspec.json.encode(LoaderRequest(reply_path=str(pipe), tensors=()))
+    loader_request = msgspec.json.encode(
+        LoaderRequest(reply_path=str(pipe), tensors=())
+    )
     named = pickle.dumps([(loader_request.decode(), torch.empty(0))])
     receiver = engine.receiver
 
@@ -233,11 +269,15 @@ async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(engine: En
     dying = death(client, receiver)
     silent = asyncio.create_task(client.silent.wait())
     try:
-        await asyncio.wait({loading, dying, silent}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {loading, dying, silent}, return_when=asyncio.FIRST_COMPLETED
+        )
         assert client.silent.is_set()
         assert not dying.done()
         # What does not know of the load takes the same silence for death.
-        reason = await death(CountingClient(engine.client, enough=QUESTIONS), NeverLoading())
+        reason = await death(
+            CountingClient(engine.client, enough=QUESTIONS), NeverLoading()
+        )
         assert "its scheduler has not answered for 3 s" in reason
         assert not dying.done()
     finally:
@@ -251,13 +291,20 @@ async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(engine: En
     assert await engine.client.answers(deadline_s=300)
 
 
-def test_engine_that_cannot_start_reports_the_reason(engine_parent: ForkParent, tmp_path: Path) -> None:
+def test_engine_that_cannot_start_reports_the_reason(
+    engine_parent: ForkParent, tmp_path: Path
+) -> None:
     """Also in its log, in the lines of our own processes."""
     folder = make_tiny_model(tmp_path / "broken")
     (folder / "model.safetensors").write_bytes(b"no weights")
     log = LogSettings(run="some-run", format="json")
     server = EngineServer(
-        "engine-x", EngineConfig(), model_path=folder, run_folder=tmp_path, log=log, parent=engine_parent
+        "engine-x",
+        EngineConfig(),
+        model_path=folder,
+        run_folder=tmp_path,
+        log=log,
+        parent=engine_parent,
     )
     try:
         with pytest.raises(ServerError, match=r"(?i)safetensor|header"):
@@ -265,20 +312,35 @@ def test_engine_that_cannot_start_reports_the_reason(engine_parent: ForkParent, 
     finally:
         server.stop()
     assert not server.alive()
-    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    lines = [
+        json.loads(line)
+        for line in server.log.read_text().splitlines()
+        if line.startswith("{")
+    ]
     assert {line["run"] for line in lines} == {"some-run"}
-    errors = [line for line in lines if line["process"] == "engine-x/scheduler" and line["level"] == "error"]
+    errors = [
+        line
+        for line in lines
+        if line["process"] == "engine-x/scheduler" and line["level"] == "error"
+    ]
     assert any("safetensor" in line["message"].lower() for line in errors), lines
 
 
-@pytest.mark.parametrize("name", first_quick(["sglang::scheduler", "sglang::detokenizer"]))
+@pytest.mark.parametrize(
+    "name", first_quick(["sglang::scheduler", "sglang::detokenizer"])
+)
 def test_death_of_a_process_ends_the_engines_start(
     name: str, tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
-    """At once: SGLang's HTTP process, which lives on, took more than a minute to miss its detokenizer."""
+    """At once: SGLang's HTTP process, which lives on, took more than a minute to miss
+    its detokenizer."""
     config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=86_400.0)
     server = EngineServer(
-        "engine-y", config, model_path=tiny_model, run_folder=tmp_path, parent=engine_parent
+        "engine-y",
+        config,
+        model_path=tiny_model,
+        run_folder=tmp_path,
+        parent=engine_parent,
     )
     try:
         while not (found := [p for p in server.processes() if p.name() == name]):

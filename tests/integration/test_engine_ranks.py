@@ -1,5 +1,5 @@
-"""A real engine of two ranks: weight updates that each takes its slice of. Without SGLang, and what is wrong
-with slices: `tests/unit/test_rank_slices.py`."""
+"""A real engine of two ranks: weight updates that each takes its slice of. Without
+SGLang, and what is wrong with slices: `tests/unit/test_rank_slices.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ async def test_two_engine_ranks_load_their_slices_and_one_wrong_bit_rolls_both_b
         engine = fleet.engines["engine-0"]
         names = [process.name() for process in engine.server.processes()]
         assert len([name for name in names if "scheduler_TP" in name]) == 2
-        assert all(ipaddress.ip_address(address).is_loopback for address in listening(engine.server.pid))
+        assert all(
+            ipaddress.ip_address(address).is_loopback
+            for address in listening(engine.server.pid)
+        )
         sender = TorchSender(model, checksums_add_up=True)
         update = Update(sender, [engine.receiver])
         for seed in range(3):
@@ -74,5 +77,9 @@ async def test_two_engine_ranks_load_their_slices_and_one_wrong_bit_rolls_both_b
 def listening(pid: int) -> set[str]:
     """Addresses on which a process and those below it accept connections."""
     root = psutil.Process(pid)
-    connections = [c for p in (root, *root.children(recursive=True)) for c in p.net_connections("tcp")]
+    connections = [
+        c
+        for p in (root, *root.children(recursive=True))
+        for c in p.net_connections("tcp")
+    ]
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}

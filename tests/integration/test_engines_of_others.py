@@ -1,5 +1,5 @@
-"""An engine of `invrl engine` in the fleet of a run that has not started it: updates by disk, kill -9, its
-return, and the end of the run."""
+"""An engine of `invrl engine` in the fleet of a run that has not started it: updates by
+disk, kill -9, its return, and the end of the run."""
 
 from __future__ import annotations
 
@@ -44,9 +44,24 @@ class EngineCommand:
 
     def __init__(self, model: Path, port: int, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        arguments = ["--model-path", str(model), "--engine-dtype", "float32", "--port", str(port)]
+        arguments = [
+            "--model-path",
+            str(model),
+            "--engine-dtype",
+            "float32",
+            "--port",
+            str(port),
+        ]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "invrl.cli", "engine", *arguments, "--log-folder", str(folder)],
+            [
+                sys.executable,
+                "-m",
+                "invrl.cli",
+                "engine",
+                *arguments,
+                "--log-folder",
+                str(folder),
+            ],
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
@@ -75,7 +90,11 @@ class EngineCommand:
         return sampling_key(KEY, answer.json()["start"])
 
     def server_info(self, key: str) -> httpx.Response:
-        return httpx.get(f"{self.url}/server_info", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        return httpx.get(
+            f"{self.url}/server_info",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=60,
+        )
 
     def end(self, number: signal.Signals) -> int:
         """Its exit code, once nothing of it is left."""
@@ -83,7 +102,9 @@ class EngineCommand:
             self.process.send_signal(number)
         rest, _ = self.process.communicate(timeout=GONE_WITHIN_S)
         self.lines.append(rest)
-        assert not still_running(self.family, within_s=GONE_WITHIN_S), "".join(self.lines)
+        assert not still_running(self.family, within_s=GONE_WITHIN_S), "".join(
+            self.lines
+        )
         return self.process.returncode
 
 
@@ -109,13 +130,17 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def held(fleet: Fleet, name: str) -> object:
-    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
+    staged = StagedWeights(
+        version=WeightVersion(0), handle="", checksums={}, num_bytes=0
+    )
     return await fleet.engines[name].receiver.checksums(staged)
 
 
 def request() -> GenerateRequest:
     return GenerateRequest(
-        rid="r", input_ids_T=np.array([1, 30], np.int32), sampling=Sampling(max_new_tokens=4)
+        rid="r",
+        input_ids_T=np.array([1, 30], np.int32),
+        sampling=Sampling(max_new_tokens=4),
     )
 
 
@@ -144,7 +169,9 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
         parent=engine_parent,
     )
     sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
-    transaction = WeightTransaction(sender, fleet.receivers, canary_prompts=CANARY, bound=FP32)
+    transaction = WeightTransaction(
+        sender, fleet.receivers, canary_prompts=CANARY, bound=FP32
+    )
     updater = WeightUpdater(transaction, fleet)
     await fleet.start()
     try:
@@ -163,16 +190,25 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
         first_key = fleet.engines["external-0"].server.api_key
         info = await asyncio.to_thread(command.server_info, first_key)
         assert info.status_code == 200
-        log = (tmp_path / "logs" / f"engine-{command.url.rpartition(':')[2]}.log").read_text()
+        log = (
+            tmp_path / "logs" / f"engine-{command.url.rpartition(':')[2]}.log"
+        ).read_text()
         lines_of_processes = [
-            " ".join(process.cmdline()) for process in command.family if process.is_running()
+            " ".join(process.cmdline())
+            for process in command.family
+            if process.is_running()
         ]
         for text in (info.text, log, *lines_of_processes):
             assert KEY not in text
             assert first_key not in text
 
         assert await asyncio.to_thread(command.end, signal.SIGKILL) == -signal.SIGKILL
-        await until(lambda: "external-0" in fleet.evicted and not fleet.router.registered(command.url))
+        await until(
+            lambda: (
+                "external-0" in fleet.evicted
+                and not fleet.router.registered(command.url)
+            )
+        )
         sender.train(3)
         await updater.update(WeightVersion(3))
         fleet.check()
@@ -188,7 +224,9 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
 
         monkeypatch.setattr(fleet.router, "register", recorded)
         command = await asyncio.to_thread(start)
-        assert (await asyncio.to_thread(command.server_info, first_key)).status_code == 401
+        assert (
+            await asyncio.to_thread(command.server_info, first_key)
+        ).status_code == 401
         await until(lambda: fleet.router.registered(command.url))
         assert registered == [(command.url, "3")]
         assert await held(fleet, "external-0") == sender.checksums()
@@ -196,17 +234,22 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
         await updater.update(WeightVersion(4))
         assert await held(fleet, "external-0") == sender.checksums()
 
-        # Killed and started again before anybody has noticed: the update finds another engine there.
+        # Killed and started again before anybody has noticed: the update finds another
+        # engine there.
         fleet._watches["external-0"].cancel()
         await asyncio.to_thread(command.end, signal.SIGKILL)
         command = await asyncio.to_thread(start)
         sender.train(5)
         update = await updater.update(WeightVersion(5))
         assert list(update.lost_engines) == ["external-0"]
-        await until(lambda: len(registered) == 2 and fleet.router.registered(command.url))
+        await until(
+            lambda: len(registered) == 2 and fleet.router.registered(command.url)
+        )
         assert registered[1] == (command.url, "5")
         assert await held(fleet, "external-0") == sender.checksums()
-        await fleet.engines["external-0"].client.pause()  # as an interrupt within an update leaves it
+        await fleet.engines[
+            "external-0"
+        ].client.pause()  # as an interrupt within an update leaves it
     finally:
         await fleet.stop()
     assert psutil.pid_exists(command.process.pid)

@@ -1,4 +1,5 @@
-"""`invrl eval` as a user starts it, on the real stack without a trainer: two sets, a tiny random model."""
+"""`invrl eval` as a user starts it, on the real stack without a trainer: two sets, a
+tiny random model."""
 
 from __future__ import annotations
 
@@ -19,13 +20,34 @@ DEADLINE_S = 600
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_eval_command_measures_two_sets_and_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_eval_command_measures_two_sets_and_leaves_no_process(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     held_out = tmp_path / "held out.jsonl"
-    held_out.write_text('{"id": "a", "prompt": "say fox"}\n{"id": "b"}\n')  # b: the function raises KeyError
+    held_out.write_text(
+        '{"id": "a", "prompt": "say fox"}\n{"id": "b"}\n'
+    )  # b: the function raises KeyError
     run = tmp_path / "measured"
-    flags = ["--model-path", str(tiny_model), "--config", str(ROOT / "tests/e2e/trivial.toml")]
-    flags += ["--run-root", str(tmp_path), "--run-name", run.name, "--eval-samples-per-task", "4"]
-    flags += ["--eval-sets", f"words=tests.e2e.trivial:tasks,file={held_out}", "--eval-tasks", "2"]
+    flags = [
+        "--model-path",
+        str(tiny_model),
+        "--config",
+        str(ROOT / "tests/e2e/trivial.toml"),
+    ]
+    flags += [
+        "--run-root",
+        str(tmp_path),
+        "--run-name",
+        run.name,
+        "--eval-samples-per-task",
+        "4",
+    ]
+    flags += [
+        "--eval-sets",
+        f"words=tests.e2e.trivial:tasks,file={held_out}",
+        "--eval-tasks",
+        "2",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "invrl.cli", "eval", *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -35,15 +57,25 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(tiny_model: Path, 
         text=True,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
+    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (
+        tiny_model / "tokenizer.json"
+    ).read_bytes()
     report = json.loads((run / "report" / "eval.json").read_text())
     assert report["model"] == str(tiny_model)
     assert report["config"]["rollout"]["max_new_tokens"] == 8
     assert {"sglang", "ray"} < set(report["versions"])
     scores = {f"{score['set']}/{score['mode']}": score for score in report["scores"]}
-    assert list(scores) == ["words/sampled", "words/greedy", "file/sampled", "file/greedy"]
+    assert list(scores) == [
+        "words/sampled",
+        "words/greedy",
+        "file/sampled",
+        "file/greedy",
+    ]
     words = scores["words/sampled"]["rewards"]
-    assert {task: len(rewards) for task, rewards in words.items()} == {"eval-0": 4, "eval-1": 4}
+    assert {task: len(rewards) for task, rewards in words.items()} == {
+        "eval-0": 4,
+        "eval-1": 4,
+    }
     assert all(0.0 <= reward <= 1.0 for rewards in words.values() for reward in rewards)
     assert any(reward > 0 for rewards in words.values() for reward in rewards)
     assert len(scores["words/greedy"]["rewards"]["eval-0"]) == 1
@@ -54,13 +86,20 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(tiny_model: Path, 
     assert failed["reward_mean"]["value"] == pytest.approx(mean, abs=1e-12)
     assert {"accuracy", "pass_at_1", "pass_at_2", "pass_at_4"} < set(failed)
     assert "file   sampled  2      8        failed: exception" in done.stdout
-    left = [p.info for p in psutil.process_iter(["pid", "cmdline"]) if str(run) in str(p.info["cmdline"])]
+    left = [
+        p.info
+        for p in psutil.process_iter(["pid", "cmdline"])
+        if str(run) in str(p.info["cmdline"])
+    ]
     assert not left
 
 
 def test_eval_table_has_a_line_per_measure() -> None:
     score = EvalScore(
-        mode="sampled", task_ids=("a", "b"), rewards=((1.0, 0.0), (0.5, 1.0)), failures={"timeout": 1}
+        mode="sampled",
+        task_ids=("a", "b"),
+        rewards=((1.0, 0.0), (0.5, 1.0)),
+        failures={"timeout": 1},
     )
     lines = table([score]).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["set", *"-----"]

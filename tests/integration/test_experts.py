@@ -1,4 +1,5 @@
-"""The experts of a layer computed together, against Megatron's module that computes them one by one."""
+"""The experts of a layer computed together, against Megatron's module that computes
+them one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ TP2_EP2 = ParallelLayout(tensor=2, expert=2)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(
-        tmp_path_factory.mktemp("glm") / "model", "glm4_moe", dtype="bfloat16", num_hidden_layers=LAYERS
+        tmp_path_factory.mktemp("glm") / "model",
+        "glm4_moe",
+        dtype="bfloat16",
+        num_hidden_layers=LAYERS,
     )
 
 
@@ -48,15 +52,24 @@ def one_sided(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def not_aligned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 200 bytes in float32, 100 in bfloat16: torch multiplies those of multiples of 16 in groups."""
+    """Rows of 200 bytes in float32, 100 in bfloat16: torch multiplies those of
+    multiples of 16 in groups."""
     folder = tmp_path_factory.mktemp("not_aligned") / "model"
     return make_family_model(
-        folder, "glm4_moe", dtype="bfloat16", num_hidden_layers=LAYERS, moe_intermediate_size=50
+        folder,
+        "glm4_moe",
+        dtype="bfloat16",
+        num_hidden_layers=LAYERS,
+        moe_intermediate_size=50,
     )
 
 
-def build(pool: RankPool, model: Path, layout: ParallelLayout, **fields: Any) -> Trainer:
-    train = TrainConfig.model_validate({"max_tokens_per_microbatch": 41, "lr": 1e-3, **fields})
+def build(
+    pool: RankPool, model: Path, layout: ParallelLayout, **fields: Any
+) -> Trainer:
+    train = TrainConfig.model_validate(
+        {"max_tokens_per_microbatch": 41, "lr": 1e-3, **fields}
+    )
     return pool.build(model, layout=layout, train=train)
 
 
@@ -74,15 +87,22 @@ def computed(trainer: Trainer) -> tuple[list[NDArray], list[Step]]:
     [
         pytest.param("model", ONE, id="one"),
         pytest.param("model", TP2_EP2, id="tp2ep2", marks=pytest.mark.slow),
-        pytest.param("one_sided", ONE, id="half of the experts unused", marks=pytest.mark.slow),
+        pytest.param(
+            "one_sided", ONE, id="half of the experts unused", marks=pytest.mark.slow
+        ),
         pytest.param("one_sided", EP2, id="a rank without tokens"),
         pytest.param("not_aligned", ONE, id="not aligned"),
     ],
 )
 def test_experts_computed_together_equal_experts_computed_one_by_one(
-    pool: RankPool, request: pytest.FixtureRequest, routing: str, layout: ParallelLayout, dtype: str
+    pool: RankPool,
+    request: pytest.FixtureRequest,
+    routing: str,
+    layout: ParallelLayout,
+    dtype: str,
 ) -> None:
-    """Bit for bit: on a CPU the products are the same, and so is all that is between them."""
+    """Bit for bit: on a CPU the products are the same, and so is all that is between
+    them."""
     folder = request.getfixturevalue(routing)
     one_by_one = build(pool, folder, layout, train_dtype=dtype)
     one_by_one.each("compute_experts_one_by_one")
@@ -94,7 +114,9 @@ def test_experts_computed_together_equal_experts_computed_one_by_one(
     for found_step, expected_step in zip(found, expected, strict=True):
         assert worst(found_step.gradients, expected_step.gradients)[0] == 0.0
         assert worst(found_step.weights, expected_step.weights)[0] == 0.0
-    last_expert = found[0].gradients[f"model.layers.1.mlp.experts.{EXPERTS - 1}.up_proj.weight"]
+    last_expert = found[0].gradients[
+        f"model.layers.1.mlp.experts.{EXPERTS - 1}.up_proj.weight"
+    ]
     assert last_expert.any() == (routing != "one_sided")
 
 
@@ -103,7 +125,8 @@ def test_experts_computed_together_equal_experts_computed_one_by_one(
 def test_expert_weights_of_the_distributed_optimizer_are_not_copied(
     pool: RankPool, model: Path, layout: ParallelLayout, sharded: bool
 ) -> None:
-    """In its memory the weights of experts lie in order. Without it they are where torch has put them."""
+    """In its memory the weights of experts lie in order. Without it they are where
+    torch has put them."""
     trainer = build(pool, model, layout, use_distributed_optimizer=sharded)
     for copied in trainer.each("copied_stacks"):
         assert copied == [not sharded] * 2 * (LAYERS - 1)

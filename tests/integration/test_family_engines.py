@@ -1,5 +1,6 @@
-"""Trainer and engine compute the same model: weight updates from the real trainer into a real engine, for
-every family but Llama and Qwen3, which other tests of engines use."""
+"""Trainer and engine compute the same model: weight updates from the real trainer into
+a real engine, for every family but Llama and Qwen3, which other tests of engines
+use."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from transformers import AutoModelForCausalLM
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.routed_experts import ExpertsShape
-from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, GenerateResult, SglangClient
+from invrl.engines.sglang_client import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResult,
+    SglangClient,
+)
 from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
 from invrl.model_folder import tensor_files
@@ -37,7 +43,8 @@ from invrl.weights.transaction import WeightTransaction
 PROMPTS = [list(range(20, 50)), [5, 400, 33, 33, 90, 100, 511, 7, 9, 300, 301, 302]]
 """Longer than the windows of the small models."""
 NUM_CROSSING = 500
-"""Tokens of a turn that is sampled under two versions: more than an engine samples before it pauses."""
+"""Tokens of a turn that is sampled under two versions: more than an engine samples
+before it pauses."""
 ROUNDING = 1e-5
 """By how much two computations of one score may differ."""
 MOE_LAYOUTS = [
@@ -69,8 +76,8 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
     family: str,
     fields: dict[str, object],
 ) -> None:
-    """The engine starts from the trainer's export in several files. SGLang on CPU pads the experts' sizes to
-    a multiple of 64, so they have one here."""
+    """The engine starts from the trainer's export in several files. SGLang on CPU pads
+    the experts' sizes to a multiple of 64, so they have one here."""
     model = make_family_model(tmp_path / "model", family, **fields)  # pyright: ignore[reportArgumentType]
     shape = read_hf_config(model)
     shape.check_served()
@@ -90,10 +97,18 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
     assert trainer.each("staged", 0)[0] == folder_checksums(exported)
     expected = trainer.logprobs(PROMPTS)
     config = EngineConfig(
-        engine_dtype="float32", engine_start_timeout_s=500.0, engine_health_interval_s=86_400.0
+        engine_dtype="float32",
+        engine_start_timeout_s=500.0,
+        engine_health_interval_s=86_400.0,
     )
     has_experts = read_hf_config(model).experts is not None
-    fleet = Fleet(config, exported, tmp_path / "fleet", record_experts=has_experts, parent=engine_parent)
+    fleet = Fleet(
+        config,
+        exported,
+        tmp_path / "fleet",
+        record_experts=has_experts,
+        parent=engine_parent,
+    )
     await fleet.start()
     try:
         await fleet.admit()
@@ -113,7 +128,9 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
             if moves_bias and version == 1:
                 updated = tmp_path / "updated"
                 trainer.each("export", str(updated))
-                update = await update_in_mid_turn(fleet, transaction, before=exported, after=updated)
+                update = await update_in_mid_turn(
+                    fleet, transaction, before=exported, after=updated
+                )
             else:
                 update = await transaction.run(WeightVersion(version))
             assert update.lost_engines == {}
@@ -123,7 +140,9 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
                 trainer = pool.build(model, layout=layout, train=train)
                 folder = tmp_path / f"export-{number}"
                 first_version = 4 + 3 * number
-                await check_engine_holds_export(trainer, fleet, folder, first_version=first_version)
+                await check_engine_holds_export(
+                    trainer, fleet, folder, first_version=first_version
+                )
     finally:
         await fleet.stop()
 
@@ -131,7 +150,8 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
 async def check_engine_holds_export(
     trainer: Trainer, fleet: Fleet, folder: Path, *, first_version: int
 ) -> None:
-    """Three updates from these ranks leave the bytes of their own export in the engine."""
+    """Three updates from these ranks leave the bytes of their own export in the
+    engine."""
     [receiver] = await fleet.receivers()
     transaction = WeightTransaction(
         PoolSender(trainer),
@@ -144,16 +164,21 @@ async def check_engine_holds_export(
         update = await transaction.run(WeightVersion(version))
         assert update.canary_max_gap <= 1e-4
     trainer.part(trainer.layout.model_copy(0)).each("export", str(folder))
-    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
+    staged = StagedWeights(
+        version=WeightVersion(0), handle="", checksums={}, num_bytes=0
+    )
     assert await receiver.checksums(staged) == folder_checksums(folder)
 
 
 async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
-    """Through the router, of a first turn and of one that continues it: those that transformers' routers
-    choose for the same tokens. The engine has the tokens of the first turn in its cache."""
+    """Through the router, of a first turn and of one that continues it: those that
+    transformers' routers choose for the same tokens. The engine has the tokens of the
+    first turn in its cache."""
     shape = ExpertsShape.of(model)
     router = fleet.router
-    client = SglangClient(router.url, limits=fleet.limits, api_key=router.api_key, experts=shape)
+    client = SglangClient(
+        router.url, limits=fleet.limits, api_key=router.api_key, experts=shape
+    )
     path: list[int] = []
     records: list[NDArray[np.int64]] = []
     async with client:
@@ -171,14 +196,18 @@ async def check_recorded_experts(fleet: Fleet, model: Path) -> None:
             records.append(result.experts_TLK.astype(np.int64))
             path += [*context, *result.ids_T.tolist()]
     recorded_TLK = np.concatenate(records)[1:]  # nothing predicted the first token
-    assert choice_gap(model, path, recorded_TLK, np.ones(len(recorded_TLK), np.bool_)) <= ROUNDING
+    assert (
+        choice_gap(model, path, recorded_TLK, np.ones(len(recorded_TLK), np.bool_))
+        <= ROUNDING
+    )
 
 
 async def update_in_mid_turn(
     fleet: Fleet, transaction: WeightTransaction, *, before: Path, after: Path
 ) -> WeightUpdate:
-    """The first update, made while a turn is sampled. The experts of the tokens sampled before it are
-    unknown; those of the context and of the tokens sampled after it are what the new model chooses."""
+    """The first update, made while a turn is sampled. The experts of the tokens sampled
+    before it are unknown; those of the context and of the tokens sampled after it are
+    what the new model chooses."""
     context = PROMPTS[0]
     request = GenerateRequest(
         rid="mid-turn",
@@ -191,12 +220,16 @@ async def update_in_mid_turn(
     pause = receiver.pause
     begun = asyncio.Event()
     shape = ExpertsShape.of(before)
-    client = SglangClient(router.url, limits=fleet.limits, api_key=router.api_key, experts=shape)
+    client = SglangClient(
+        router.url, limits=fleet.limits, api_key=router.api_key, experts=shape
+    )
     async with client, asyncio.TaskGroup() as tasks:
         turns: list[asyncio.Task[tuple[list[GenerateChunk], GenerateResult]]] = []
 
         async def pause_in_mid_turn() -> None:
-            turns.append(tasks.create_task(collect(client.stream(request), each=begun.set)))
+            turns.append(
+                tasks.create_task(collect(client.stream(request), each=begun.set))
+            )
             await begun.wait()
             await pause()
 
@@ -208,7 +241,9 @@ async def update_in_mid_turn(
     assert [span.version for span in result.spans] == [0, 1]
     assert result.experts_TLK is not None
     num_before = len(context) + result.spans[1].start
-    known_T = (result.experts_TLK != unknown_expert(result.experts_TLK.dtype)).all((1, 2))
+    known_T = (result.experts_TLK != unknown_expert(result.experts_TLK.dtype)).all(
+        (1, 2)
+    )
     expected_T = np.ones(len(context) + NUM_CROSSING, np.bool_)
     expected_T[0] = False  # nothing predicted it
     expected_T[len(context) : num_before] = False
@@ -222,11 +257,15 @@ async def update_in_mid_turn(
 
 
 def choice_gap(
-    model: Path, ids: Sequence[int], recorded_TLK: NDArray[np.int64], known_T: NDArray[np.bool_]
+    model: Path,
+    ids: Sequence[int],
+    recorded_TLK: NDArray[np.int64],
+    known_T: NDArray[np.bool_],
 ) -> float:
-    """How much lower, at most, transformers' router scores the lowest expert (or group of experts) that is on
-    record for a token than the lowest that it chooses itself. 0: the same ones; about 1e-7: two scores are
-    equal but for rounding. Of the first layer in which they differ: its choices change the layers after it.
+    """How much lower, at most, transformers' router scores the lowest expert (or group
+    of experts) that is on record for a token than the lowest that it chooses itself. 0:
+    the same ones; about 1e-7: two scores are equal but for rounding. Of the first layer
+    in which they differ: its choices change the layers after it.
     """
     experts = read_hf_config(model).experts
     assert experts is not None
@@ -238,7 +277,9 @@ def choice_gap(
         group_TG = np.sort(known_TGE, -1)[..., -2:].sum(-1)
         gap = _gap(group_TG, recorded_TK // size, experts.chosen_groups)
         if gap == 0:
-            is_lower_TG = group_TG < np.sort(group_TG, -1)[:, -experts.chosen_groups, None]
+            is_lower_TG = (
+                group_TG < np.sort(group_TG, -1)[:, -experts.chosen_groups, None]
+            )
             known_TE[np.repeat(is_lower_TG, size, -1)] = -np.inf
             gap = _gap(known_TE, recorded_TK, recorded_TK.shape[1])
         if gap > 0:
@@ -246,22 +287,33 @@ def choice_gap(
     return 0.0
 
 
-def _gap(scores_TN: NDArray[np.float32], chosen_TK: NDArray[np.int64], num_highest: int) -> float:
-    """How much lower the lowest chosen score is than that of the last of the highest."""
+def _gap(
+    scores_TN: NDArray[np.float32], chosen_TK: NDArray[np.int64], num_highest: int
+) -> float:
+    """How much lower the lowest chosen score is than that of the last of the
+    highest."""
     lowest_T = np.take_along_axis(scores_TN, chosen_TK, -1).min(-1)
     return max(0.0, float((np.sort(scores_TN, -1)[:, -num_highest] - lowest_T).max()))
 
 
-def transformers_scores(model: Path, ids: Sequence[int]) -> dict[int, NDArray[np.float32]]:
-    """Layer -> what the router chooses experts by [T, E], of the layers that have experts."""
+def transformers_scores(
+    model: Path, ids: Sequence[int]
+) -> dict[int, NDArray[np.float32]]:
+    """Layer -> what the router chooses experts by [T, E], of the layers that have
+    experts."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     scores: dict[int, NDArray[np.float32]] = {}
 
     def keep(layer: int) -> Callable[..., None]:
-        def hook(gate: torch.nn.Module, _: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        def hook(
+            gate: torch.nn.Module,
+            _: object,
+            output: torch.Tensor | tuple[torch.Tensor, ...],
+        ) -> None:
             logits_TE = output if isinstance(output, torch.Tensor) else output[0]
             bias_E = getattr(gate, "e_score_correction_bias", None)
-            # a softmax leaves the order of logits as it is; a bias is added to the sigmoid
+            # a softmax leaves the order of logits as it is; a bias is added to the
+            # sigmoid
             scores_TE = logits_TE if bias_E is None else logits_TE.sigmoid() + bias_E
             scores[layer] = scores_TE.float().numpy()
 

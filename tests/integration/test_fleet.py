@@ -1,5 +1,6 @@
-"""A fleet of two, Qwen2 (fused biases, tied embeddings, grouped heads): an engine that refuses, dies or hangs
-is taken out, updates go on without it, and it comes back only with the fleet's weights."""
+"""A fleet of two, Qwen2 (fused biases, tied embeddings, grouped heads): an engine that
+refuses, dies or hangs is taken out, updates go on without it, and it comes back only
+with the fleet's weights."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
 async def shared(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Parts]:
-    model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_embeddings=True)
+    model = make_tiny_model(
+        tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_embeddings=True
+    )
     config = EngineConfig(
         num_engines=2,
         engine_dtype="float32",
@@ -93,16 +96,23 @@ def request(index: int, *, num_tokens: int = 5) -> GenerateRequest:
 
 
 async def versions_seen(fleet: Fleet, *, num_tokens: int = 5) -> set[int]:
-    client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
+    client = SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    )
     async with client:
         results = await asyncio.gather(
-            *(client.generate(request(index, num_tokens=num_tokens)) for index in range(12))
+            *(
+                client.generate(request(index, num_tokens=num_tokens))
+                for index in range(12)
+            )
         )
     return {span.version for result in results for span in result.spans}
 
 
 @pytest.mark.timeout(1200)
-async def test_refused_and_dead_engines_leave_and_return_with_the_newest_version(pair: Parts) -> None:
+async def test_refused_and_dead_engines_leave_and_return_with_the_newest_version(
+    pair: Parts,
+) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updates, sender = pair
     sender.train(1)
@@ -113,7 +123,8 @@ async def test_refused_and_dead_engines_leave_and_return_with_the_newest_version
         assert await receiver.checksums(staged) == sender.checksums()
     assert await versions_seen(fleet) == {1}
 
-    # one engine refuses: the update goes on without it, and it comes back with the new version
+    # one engine refuses: the update goes on without it, and it comes back with the new
+    # version
     refusing = fleet.engines["engine-1"]
 
     async def refuse(version: WeightVersion) -> None:
@@ -169,7 +180,9 @@ async def test_a_rolling_update_pauses_one_engine_at_a_time(
 
         async def noted(pause: Callable[[], Awaitable[None]] = pause) -> None:
             await pause()
-            paused_together.append(all(engine.receiver.is_paused for engine in fleet.engines.values()))
+            paused_together.append(
+                all(engine.receiver.is_paused for engine in fleet.engines.values())
+            )
 
         monkeypatch.setattr(engine.receiver, "pause", noted)
     sender.train(10)
@@ -186,8 +199,11 @@ async def test_a_rolling_update_pauses_one_engine_at_a_time(
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("process", first_quick(["scheduler", "detokenizer", "server"]))
-async def test_stopped_engine_process_is_named_and_replaced(pair: Parts, process: str) -> None:
-    """SIGSTOP: it is alive, and answers nothing. Its engine leaves after the stated time."""
+async def test_stopped_engine_process_is_named_and_replaced(
+    pair: Parts, process: str
+) -> None:
+    """SIGSTOP: it is alive, and answers nothing. Its engine leaves after the stated
+    time."""
     fleet, _, _ = pair
     hung = fleet.engines["engine-1"]
     tree = family_of(hung.server.pid)
@@ -199,7 +215,9 @@ async def test_stopped_engine_process_is_named_and_replaced(pair: Parts, process
     begun = time.monotonic()
     stopped.suspend()
     await leaves(fleet, hung)
-    print(f"{process}: out after {time.monotonic() - begun:.1f} s: {fleet.evicted.get('engine-1')}")
+    print(
+        f"{process}: out after {time.monotonic() - begun:.1f} s: {fleet.evicted.get('engine-1')}"
+    )
     assert f"pid {stopped.pid}: stopped" in fleet.evicted["engine-1"]
     assert "has not answered for 12 s" in fleet.evicted["engine-1"]
     await comes_back(fleet, hung)
@@ -218,7 +236,9 @@ async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     await asyncio.sleep(24.0)  # twice the time after which silence counts
     assert list(fleet.engines.values()) == paused
     hung = fleet.engines["engine-0"]
-    next(p for p in family_of(hung.server.pid) if p.name().startswith("sglang::sched")).suspend()
+    next(
+        p for p in family_of(hung.server.pid) if p.name().startswith("sglang::sched")
+    ).suspend()
     await leaves(fleet, hung)
     await fleet.engines["engine-1"].receiver.resume()
     await comes_back(fleet, hung)
@@ -253,10 +273,15 @@ async def test_verification_names_a_weight_changed_outside_of_an_update_while_re
     sender.parameters()[name] += 1
     await fleet.engines["engine-1"].receiver.load(await sender.stage(WeightVersion(21)))
 
-    client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
+    client = SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    )
     async with client:
         begun = [asyncio.Event() for _ in range(8)]
-        requests = [structs.replace(request(i), sampling=Sampling(max_new_tokens=500)) for i in range(8)]
+        requests = [
+            structs.replace(request(i), sampling=Sampling(max_new_tokens=500))
+            for i in range(8)
+        ]
         flights = [
             asyncio.create_task(collect(client.stream(sent), each=event.set))
             for sent, event in zip(requests, begun, strict=True)
@@ -272,7 +297,9 @@ async def test_verification_names_a_weight_changed_outside_of_an_update_while_re
     by_name = {engine.engine: engine for engine in verification.engines}
     assert by_name["engine-1"].different == (name,)
     assert by_name["engine-0"].different == ()
-    assert by_name["engine-0"].num_bytes == sum(tensor.nbytes for tensor in sender.parameters().values())
+    assert by_name["engine-0"].num_bytes == sum(
+        tensor.nbytes for tensor in sender.parameters().values()
+    )
     assert not any(engine.error for engine in verification.engines)
     assert not verification.all_equal
 
@@ -281,18 +308,28 @@ async def test_verification_names_a_weight_changed_outside_of_an_update_while_re
 
 
 def all_routed(fleet: Fleet) -> bool:
-    return all(fleet.router.registered(engine.server.url) for engine in fleet.engines.values())
+    return all(
+        fleet.router.registered(engine.server.url) for engine in fleet.engines.values()
+    )
 
 
 def shared_memory_files(process: psutil.Process) -> set[str]:
     """What the process would leave in /dev/shm if it were killed now."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    return {line for line in lines if "/dev/shm/" in line and not line.endswith(" (deleted)")}
+    return {
+        line
+        for line in lines
+        if "/dev/shm/" in line and not line.endswith(" (deleted)")
+    }
 
 
 def socket_folders(process: psutil.Process) -> set[Path]:
     """Folders of the files of the process's Unix sockets."""
-    paths = [Path(connection.laddr) for connection in process.net_connections("unix") if connection.laddr]
+    paths = [
+        Path(connection.laddr)
+        for connection in process.net_connections("unix")
+        if connection.laddr
+    ]
     return {path.parent for path in paths if path.is_absolute()}
 
 
@@ -310,6 +347,10 @@ async def leaves(fleet: Fleet, engine: Engine) -> None:
 async def comes_back(fleet: Fleet, engine: Engine) -> None:
     name = engine.server.name
     async with asyncio.timeout(900):
-        while name not in fleet.engines or fleet.engines[name] is engine or not all_routed(fleet):
+        while (
+            name not in fleet.engines
+            or fleet.engines[name] is engine
+            or not all_routed(fleet)
+        ):
             fleet.check()
             await asyncio.sleep(0.1)

@@ -1,5 +1,5 @@
-"""Engines that a process has forked which has imported SGLang. What such a process does for any server is in
-`tests/unit/test_fork_parent.py`."""
+"""Engines that a process has forked which has imported SGLang. What such a process does
+for any server is in `tests/unit/test_fork_parent.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ def test_forked_engines_have_their_own_keys_and_one_dies_alone(
     engine_parent: ForkParent, tiny_model: Path, tmp_path: Path
 ) -> None:
     killed, other = (
-        EngineServer(name, CONFIG, model_path=tiny_model, run_folder=tmp_path, parent=engine_parent)
+        EngineServer(
+            name,
+            CONFIG,
+            model_path=tiny_model,
+            run_folder=tmp_path,
+            parent=engine_parent,
+        )
         for name in ("engine-a", "engine-b")
     )
     try:
@@ -47,13 +53,19 @@ def test_engine_whose_parent_cannot_import_sglang_says_why(
 ) -> None:
     broken = tmp_path / "broken" / "sglang"
     broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('half installed')", encoding="utf-8")
+    (broken / "__init__.py").write_text(
+        "raise ImportError('half installed')", encoding="utf-8"
+    )
     paths = [str(broken.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     parent = ForkParent(ENGINE_MODULE, log=tmp_path / "engine-parent.log")
-    server = EngineServer("engine-c", CONFIG, model_path=tiny_model, run_folder=tmp_path, parent=parent)
+    server = EngineServer(
+        "engine-c", CONFIG, model_path=tiny_model, run_folder=tmp_path, parent=parent
+    )
     try:
-        with pytest.raises(ServerError, match=r"(?s)engine-c did not start.*half installed"):
+        with pytest.raises(
+            ServerError, match=r"(?s)engine-c did not start.*half installed"
+        ):
             server.wait_ready()
     finally:
         server.stop()

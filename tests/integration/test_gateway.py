@@ -1,5 +1,6 @@
-"""The gateway's own process in front of the real router and a real engine, used by the unmodified
-`openai` client: sync and async, streaming and not, and each class of its errors."""
+"""The gateway's own process in front of the real router and a real engine, used by the
+unmodified `openai` client: sync and async, streaming and not, and each class of its
+errors."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary, Session, Turn
 
 ENV_KEY = "env-0123456789abcdef"
-SYSTEM = {"role": "system", "content": "You have a tool: write calc(a*b) to get a result. Then answer."}
+SYSTEM = {
+    "role": "system",
+    "content": "You have a tool: write calc(a*b) to get a result. Then answer.",
+}
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Result: 156 🙂"}
 
@@ -34,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gateway")
 
 
-def settings_for(fleet: Fleet, model: Path, folder: Path, **changes: object) -> GatewaySettings:
+def settings_for(
+    fleet: Fleet, model: Path, folder: Path, **changes: object
+) -> GatewaySettings:
     values = {
         "run_id": "test",
         "tool_call_parser": "none",
@@ -61,7 +67,9 @@ def settings(tiny_fleet: Fleet, tiny_model: Path, folder: Path) -> GatewaySettin
 
 @pytest.fixture(scope="module")
 def gateway(settings: GatewaySettings, folder: Path) -> Iterator[GatewayServer]:
-    server = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+    server = GatewayServer(
+        settings, folder=folder / "private", log=folder / "gateway.log"
+    )
     try:
         server.wait_ready(deadline_s=120)
         yield server
@@ -77,33 +85,52 @@ def store(settings: GatewaySettings, gateway: GatewayServer) -> RunStore:
 @pytest.fixture
 async def http(gateway: GatewayServer) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {ENV_KEY}"}
-    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=120) as client:
+    async with httpx.AsyncClient(
+        base_url=gateway.url, headers=headers, timeout=120
+    ) as client:
         yield client
 
 
 async def open_session(http: httpx.AsyncClient, **body: object) -> Session:
-    payload = {"task_id": "t", "group_id": "g", "members": [{"index": 0, "attempt": 0}], **body}
+    payload = {
+        "task_id": "t",
+        "group_id": "g",
+        "members": [{"index": 0, "attempt": 0}],
+        **body,
+    }
     answer = await http.post("/sessions", json=payload)
     assert answer.status_code == 201, answer.text
-    [session] = msgspec.json.decode(answer.content, type=dict[str, list[Session]])["sessions"]
+    [session] = msgspec.json.decode(answer.content, type=dict[str, list[Session]])[
+        "sessions"
+    ]
     return session
 
 
-async def finish(http: httpx.AsyncClient, session: Session, reward: float = 1.0) -> RolloutSummary:
+async def finish(
+    http: httpx.AsyncClient, session: Session, reward: float = 1.0
+) -> RolloutSummary:
     answer = await http.post(f"/sessions/{session.id}/finish", json={"reward": reward})
     return msgspec.json.decode(answer.content, type=RolloutSummary)
 
 
 def exact(path: list[Turn]) -> list[int]:
-    return np.concatenate([ids for turn in path for ids in (turn.context_ids_T, turn.sampled_ids_T)]).tolist()
+    return np.concatenate(
+        [ids for turn in path for ids in (turn.context_ids_T, turn.sampled_ids_T)]
+    ).tolist()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_second_turn_continues_the_exact_ids_of_the_first_turn(
-    http: httpx.AsyncClient, store: RunStore, tiny_model: Path, router_client: SglangClient, stream: bool
+    http: httpx.AsyncClient,
+    store: RunStore,
+    tiny_model: Path,
+    router_client: SglangClient,
+    stream: bool,
 ):
     session = await open_session(http)
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+    client = openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.key, max_retries=0
+    )
     messages: list = [SYSTEM, ASK]
     for _ in range(3):
         answer = await client.chat.completions.create(
@@ -120,7 +147,8 @@ async def test_second_turn_continues_the_exact_ids_of_the_first_turn(
     [trajectory] = store.rollout(session.id).trajectories
     first, second, third = trajectory.turns
     assert all(turn.delivered and not turn.fork_reason for turn in trajectory.turns)
-    # the independent reference: the model folder's template and tokenizer, on the texts that were seen
+    # the independent reference: the model folder's template and tokenizer, on the texts
+    # that were seen
     renderer = load_renderer(str(tiny_model), 512)
     assert first.context_ids_T.tolist() == renderer._tokenizer.encode(
         f"<|im_start|>system\n{SYSTEM['content']}<|im_end|>\n<|im_start|>user\n{ASK['content']}<|im_end|>\n"
@@ -133,7 +161,8 @@ async def test_second_turn_continues_the_exact_ids_of_the_first_turn(
         assert turn.context_ids_T.tolist() == expected
     assert second.cached_tokens > 0
     assert summary.later_cached_tokens / summary.later_prompt_tokens > 0.5
-    # the log-probs are those of exactly these ids: the engine's own, asked anew for the whole path
+    # the log-probs are those of exactly these ids: the engine's own, asked anew for the
+    # whole path
     whole = exact([first, second, third])
     [logprobs] = await router_client.prompt_logprobs([whole])
     at = len(first.context_ids_T)
@@ -150,11 +179,24 @@ async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
     http: httpx.AsyncClient, store: RunStore, router_client: SglangClient, stream: bool
 ):
     session = await open_session(http, purpose="serve")
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-    asked = {"messages": [ASK], "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 20}
+    client = openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.key, max_retries=0
+    )
+    asked = {
+        "messages": [ASK],
+        "temperature": 0,
+        "max_tokens": 8,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     answer = await client.chat.completions.create(model="tiny", **asked, stream=stream)
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    shown = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
+    shown = [
+        place
+        for choice in choices
+        if choice.logprobs
+        for place in choice.logprobs.content or ()
+    ]
     [turn] = store.turns(session.id)
     assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist())
     for each in shown:
@@ -162,21 +204,33 @@ async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
         assert top[0].token == each.token
         assert top[0].logprob == each.logprob
         assert top[0].bytes == each.bytes
-        assert [one.logprob for one in top] == sorted((one.logprob for one in top), reverse=True)
+        assert [one.logprob for one in top] == sorted(
+            (one.logprob for one in top), reverse=True
+        )
         assert len(top) == 20
-        assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1  # 20 of 512 alike would have 0.04
+        assert (
+            0.03 < sum(math.exp(one.logprob) for one in top) <= 1
+        )  # 20 of 512 alike would have 0.04
 
 
 async def test_parameter_that_the_router_would_drop_is_refused(http: httpx.AsyncClient):
     session = await open_session(http, purpose="serve")
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+    client = openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.key, max_retries=0
+    )
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
-        await client.chat.completions.create(model="tiny", messages=[ASK], logit_bias={"2": 100})
+        await client.chat.completions.create(
+            model="tiny", messages=[ASK], logit_bias={"2": 100}
+        )
 
 
-async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClient, store: RunStore):
+async def test_stop_string_cuts_the_text_of_a_real_engine(
+    http: httpx.AsyncClient, store: RunStore
+):
     session = await open_session(http, purpose="serve")
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+    client = openai.AsyncOpenAI(
+        base_url=session.base_url, api_key=session.key, max_retries=0
+    )
     create = client.chat.completions.create
     free = await create(model="tiny", messages=[ASK], temperature=0, max_tokens=12)
     text = free.choices[0].message.content or ""
@@ -185,7 +239,12 @@ async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClien
         pytest.skip("this random model says nothing printable")
     for stream in (False, True):
         answer = await create(
-            model="tiny", messages=[ASK], temperature=0, max_tokens=12, stop=[stop], stream=stream
+            model="tiny",
+            messages=[ASK],
+            temperature=0,
+            max_tokens=12,
+            stop=[stop],
+            stream=stream,
         )
         if stream:
             events = [event async for event in answer]
@@ -197,12 +256,23 @@ async def test_stop_string_cuts_the_text_of_a_real_engine(http: httpx.AsyncClien
         assert (shown, reason) == (text[: text.index(stop)], "stop")
 
 
-async def test_gateway_streams_tokens_as_they_are_sampled(http: httpx.AsyncClient, store: RunStore):
-    """The third event is there before the last token is: a turn is stored before its stream ends."""
+async def test_gateway_streams_tokens_as_they_are_sampled(
+    http: httpx.AsyncClient, store: RunStore
+):
+    """The third event is there before the last token is: a turn is stored before its
+    stream ends."""
     for _ in range(8):  # a random model may end its turn at once
-        session = await open_session(http, purpose="serve", sampling={"max_new_tokens": 400})
-        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
-        stream = aiter(await client.chat.completions.create(model="tiny", messages=[ASK], stream=True))
+        session = await open_session(
+            http, purpose="serve", sampling={"max_new_tokens": 400}
+        )
+        client = openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key, max_retries=0
+        )
+        stream = aiter(
+            await client.chat.completions.create(
+                model="tiny", messages=[ASK], stream=True
+            )
+        )
         for _ in range(3):
             await anext(stream, None)
         stored = store.turns(session.id)
@@ -223,13 +293,24 @@ def test_synchronous_openai_client_works_and_a_wrong_key_is_refused(
     members = [{"index": 0}]
     terms = {"task_id": "t", "group_id": "g", "members": members, "purpose": "serve"}
     key = post("/sessions", terms).json()["sessions"][0]["key"]
-    with openai.OpenAI(base_url=gateway.url + "/v1", api_key=key, max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=gateway.url + "/v1", api_key=key, max_retries=0
+    ) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
-        answer = client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=4)
+        answer = client.chat.completions.create(
+            model="tiny", messages=[ASK], max_tokens=4
+        )
         assert answer.usage is not None
-        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert (
+            answer.usage.total_tokens
+            == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        )
         with client.chat.completions.create(
-            model="tiny", messages=[MORE], max_tokens=4, stream=True, stream_options={"include_usage": True}
+            model="tiny",
+            messages=[MORE],
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True},
         ) as stream:
             events = list(stream)
         assert events[-1].usage is not None
@@ -240,7 +321,9 @@ def test_synchronous_openai_client_works_and_a_wrong_key_is_refused(
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="other", messages=[ASK])
     with (
-        openai.OpenAI(base_url=gateway.url + "/v1", api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(
+            base_url=gateway.url + "/v1", api_key="wrong", max_retries=0
+        ) as stranger,
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
@@ -250,20 +333,30 @@ async def test_full_gateway_answers_429_and_a_dead_fleet_503(
     tiny_fleet: Fleet, tiny_model: Path, tmp_path: Path
 ):
     settings = settings_for(
-        tiny_fleet, tiny_model, tmp_path, router_url="http://127.0.0.1:9", max_open_sessions=1
+        tiny_fleet,
+        tiny_model,
+        tmp_path,
+        router_url="http://127.0.0.1:9",
+        max_open_sessions=1,
     )
     server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         headers = {"authorization": f"Bearer {ENV_KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
+        async with httpx.AsyncClient(
+            base_url=server.url, headers=headers, timeout=120
+        ) as http:
             session = await open_session(http)
-            refused = openai.AsyncOpenAI(base_url=server.url, api_key=ENV_KEY, max_retries=0)
+            refused = openai.AsyncOpenAI(
+                base_url=server.url, api_key=ENV_KEY, max_retries=0
+            )
             body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
             with pytest.raises(openai.RateLimitError) as full:
                 await refused.post("/sessions", body=body, cast_to=object)
             assert full.value.response.headers["retry-after"]
-            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0)
+            client = openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.key, max_retries=0
+            )
             with pytest.raises(openai.InternalServerError) as dead:
                 await client.chat.completions.create(model="tiny", messages=[ASK])
             assert dead.value.status_code == 503
@@ -281,14 +374,18 @@ async def test_waiting_lease_gets_no_task_when_the_gateway_ends(
     try:
         await asyncio.to_thread(server.wait_ready, deadline_s=120)
         headers = {"authorization": f"Bearer {ENV_KEY}"}
-        async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120) as http:
+        async with httpx.AsyncClient(
+            base_url=server.url, headers=headers, timeout=120
+        ) as http:
             sent = asyncio.Event()
 
             async def trace(name: str, _: object) -> None:
                 if name == "http11.send_request_body.complete":
                     sent.set()
 
-            asking = http.post("/tasks/lease", json={"wait_s": 60}, extensions={"trace": trace})
+            asking = http.post(
+                "/tasks/lease", json={"wait_s": 60}, extensions={"trace": trace}
+            )
             lease = asyncio.create_task(asking)
             await sent.wait()
             for _ in range(2):  # answered after the lease was read: it came before them
@@ -305,16 +402,30 @@ async def test_concurrent_sessions_never_mix(http: httpx.AsyncClient, store: Run
     sessions = [await open_session(http, group_id=f"g{n}") for n in range(12)]
 
     async def agent(number: int, session: Session) -> None:
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as client:
+        async with openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key
+        ) as client:
             messages: list = [{"role": "user", "content": f"canary {number}"}]
             for _ in range(2):
-                answer = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=6)
-                messages += [{"role": "assistant", "content": answer.choices[0].message.content}, MORE]
+                answer = await client.chat.completions.create(
+                    model="tiny", messages=messages, max_tokens=6
+                )
+                messages += [
+                    {"role": "assistant", "content": answer.choices[0].message.content},
+                    MORE,
+                ]
 
-    await asyncio.gather(*(agent(number, session) for number, session in enumerate(sessions)))
+    await asyncio.gather(
+        *(agent(number, session) for number, session in enumerate(sessions))
+    )
     for session in sessions:
         summary = await finish(http, session)
         assert (summary.num_turns, summary.forks) == (2, 0)
         [trajectory] = store.rollout(session.id).trajectories
-        assert [turn.parent_id for turn in trajectory.turns] == [None, trajectory.turns[0].id]
-    assert [outcome.session_id for _, outcome in store.outbox_after(0)][-12:] == [s.id for s in sessions]
+        assert [turn.parent_id for turn in trajectory.turns] == [
+            None,
+            trajectory.turns[0].id,
+        ]
+    assert [outcome.session_id for _, outcome in store.outbox_after(0)][-12:] == [
+        s.id for s in sessions
+    ]

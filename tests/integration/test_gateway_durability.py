@@ -1,5 +1,6 @@
-"""The gateway's processes under kill -9: every session goes on with its exact tokens, no acknowledged turn is
-missing, and what connects meanwhile only waits. The engine is scripted; its own log of ids is the tap."""
+"""The gateway's processes under kill -9: every session goes on with its exact tokens,
+no acknowledged turn is missing, and what connects meanwhile only waits. The engine is
+scripted; its own log of ids is the tap."""
 
 from __future__ import annotations
 
@@ -50,14 +51,18 @@ async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_th
         ):
             sessions = await open_sessions(server, SESSIONS)
             assert {session.id[4:6] for session in sessions} == {"00", "01"}
-            agents = [Agent(number, session, http) for number, session in enumerate(sessions)]
+            agents = [
+                Agent(number, session, http) for number, session in enumerate(sessions)
+            ]
             no_more_kills = asyncio.Event()
             for agent in agents:
                 agent.no_more_kills = no_more_kills
             running = asyncio.gather(*(agent.run() for agent in agents))
 
             def everyone_has(turns: int) -> bool:
-                return running.done() or all(len(agent.acknowledged) >= turns for agent in agents)
+                return running.done() or all(
+                    len(agent.acknowledged) >= turns for agent in agents
+                )
 
             await until(lambda: everyone_has(1))
             [victim, other] = workers(server)
@@ -76,14 +81,20 @@ async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_th
             encode = load_renderer(str(tiny_model), 512)._tokenizer.encode
             for agent in agents:
                 await check_exact(agent, engine, store, encode)
-            assert any(agent.broken for agent in agents), "the kills must have met streams"
-            metrics = await http.get(server.url + "/metrics", headers={"authorization": f"Bearer {ENV_KEY}"})
+            assert any(agent.broken for agent in agents), (
+                "the kills must have met streams"
+            )
+            metrics = await http.get(
+                server.url + "/metrics", headers={"authorization": f"Bearer {ENV_KEY}"}
+            )
             assert metrics.json()["sessions"]["open"] == SESSIONS
             client = SessionClient(server.url)
             for agent in agents:
                 outcome = await client.finish(agent.session, 1.0)
                 assert isinstance(outcome, RolloutSummary)
-                sampled = sum(len(engine.replies[turn_id]) for turn_id in agent.acknowledged)
+                sampled = sum(
+                    len(engine.replies[turn_id]) for turn_id in agent.acknowledged
+                )
                 assert (outcome.forks, outcome.trained_tokens) == (0, sampled)
             victim = workers(server)[0]
             victim.kill()
@@ -91,7 +102,11 @@ async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_th
             assert again[0] == again[1]
             await client.close()
     place = str(tmp_path)
-    left = [p for p in psutil.process_iter(["cmdline"]) if place in " ".join(p.info["cmdline"] or [])]
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if place in " ".join(p.info["cmdline"] or [])
+    ]
     assert still_running(left, within_s=60) == []
 
 
@@ -101,7 +116,10 @@ async def test_client_gets_the_turn_that_was_committed_just_before_the_worker_di
 ):
     monkeypatch.setattr(GatewayServer, "module", "dying_gateway")
     here = str(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
     monkeypatch.setenv("DIED_ONCE", str(tmp_path / "died"))
     async with FakeEngine(random_reply(tokens=6)) as engine:
         settings = settings_for(engine, tiny_model, tmp_path)
@@ -120,7 +138,9 @@ async def test_client_gets_the_turn_that_was_committed_just_before_the_worker_di
             await check_exact(agent, engine, store, encode)
 
 
-async def test_gateway_that_cannot_load_its_model_reports_the_reason(tiny_model: Path, tmp_path: Path):
+async def test_gateway_that_cannot_load_its_model_reports_the_reason(
+    tiny_model: Path, tmp_path: Path
+):
     async with FakeEngine(random_reply()) as engine:
         settings = settings_for(engine, tmp_path / "no-model", tmp_path)
         server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
@@ -131,7 +151,9 @@ async def test_gateway_that_cannot_load_its_model_reports_the_reason(tiny_model:
             await asyncio.to_thread(server.stop)
 
 
-async def test_no_gateway_process_outlives_its_starter(tiny_model: Path, tmp_path: Path):
+async def test_no_gateway_process_outlives_its_starter(
+    tiny_model: Path, tmp_path: Path
+):
     async with FakeEngine(random_reply()) as engine:
         (tmp_path / "settings.json").write_text(
             settings_for(engine, tiny_model, tmp_path, gateway_workers=2).to_json()
@@ -146,9 +168,13 @@ async def test_no_gateway_process_outlives_its_starter(tiny_model: Path, tmp_pat
             print(server.process.pid, flush=True)
             time.sleep(600)
         """)
-        holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        holder = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        )
         assert holder.stdout is not None
-        supervisor = psutil.Process(int(await asyncio.to_thread(holder.stdout.readline)))
+        supervisor = psutil.Process(
+            int(await asyncio.to_thread(holder.stdout.readline))
+        )
         await until(lambda: len(supervisor.children()) == 2)  # one of them answers
         family = [supervisor, *supervisor.children()]
         holder.kill()

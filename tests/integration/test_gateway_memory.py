@@ -60,7 +60,10 @@ async def test_forty_large_bodies_without_a_key_cost_the_gateway_no_memory(
 
             before = most = held()
             attack = asyncio.gather(
-                *(push_body(settings.gateway_port, path, "a-guess-of-a-key") for _ in range(CONNECTIONS))
+                *(
+                    push_body(settings.gateway_port, path, "a-guess-of-a-key")
+                    for _ in range(CONNECTIONS)
+                )
             )
             while not attack.done():
                 most = max(most, held())

@@ -1,5 +1,6 @@
-"""Turns of two real engines and a trainer: requests that run when a turn begins go on after it, and an engine
-that is killed while it sleeps comes back with the fleet's weights, in the engines' turn."""
+"""Turns of two real engines and a trainer: requests that run when a turn begins go on
+after it, and an engine that is killed while it sleeps comes back with the fleet's
+weights, in the engines' turn."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
 
 
 class TurnTaking:
-    """A trainer that notes whether it has its memory, and whether engines had theirs then."""
+    """A trainer that notes whether it has its memory, and whether engines had theirs
+    then."""
 
     def __init__(self, sender: TorchSender, fleet: Fleet) -> None:
         self.sender = sender
@@ -61,7 +63,9 @@ class TurnTaking:
         assert self.is_awake
         return await self.sender.stage(version)
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return await self.sender.logprobs(prompts)
 
 
@@ -69,7 +73,9 @@ Parts = tuple[Fleet, WeightUpdater, GpuTurns, TurnTaking]
 
 
 @pytest.fixture(scope="module")
-async def parts(engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+async def parts(
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Parts]:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen3"))
     config = EngineConfig(
         num_engines=2,
@@ -78,7 +84,13 @@ async def parts(engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFact
         engine_health_interval_s=0.5,
         engine_start_timeout_s=500.0,
     )
-    fleet = Fleet(config, model, tmp_path_factory.mktemp("fleet"), shares_gpus=True, parent=engine_parent)
+    fleet = Fleet(
+        config,
+        model,
+        tmp_path_factory.mktemp("fleet"),
+        shares_gpus=True,
+        parent=engine_parent,
+    )
     await fleet.start()
     await fleet.admit()
     try:
@@ -108,13 +120,17 @@ def request(index: int, *, num_tokens: int) -> GenerateRequest:
 
 async def comes_back(fleet: Fleet, name: str) -> None:
     async with asyncio.timeout(900):
-        while name not in fleet.engines or not fleet.router.registered(fleet.engines[name].server.url):
+        while name not in fleet.engines or not fleet.router.registered(
+            fleet.engines[name].server.url
+        ):
             fleet.check()
             await asyncio.sleep(0.1)
 
 
 @pytest.mark.timeout(1200)
-async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back(parts: Parts) -> None:
+async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back(
+    parts: Parts,
+) -> None:
     """One story, since each act needs the two engines of the one before."""
     fleet, updater, turns, trainer = parts
     await turns.give_to_trainer()
@@ -122,11 +138,15 @@ async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back
     assert update.canary_max_gap <= 1e-3
 
     # what runs when a turn begins goes on after it, and no token is sampled in between
-    client = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key)
+    client = SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    )
     async with client:
         begun = [asyncio.Event() for _ in range(4)]
         flights = [
-            asyncio.create_task(collect(client.stream(request(index, num_tokens=300)), each=event.set))
+            asyncio.create_task(
+                collect(client.stream(request(index, num_tokens=300)), each=event.set)
+            )
             for index, event in enumerate(begun)
         ]
         async with asyncio.timeout(300):
@@ -145,7 +165,8 @@ async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back
             assert [span.version for span in result.spans] == [1, 2]
         assert {span.version for span in (await late).spans} == {2}
 
-    # an engine that is killed while it sleeps: the turn ends without it, and only then it starts again
+    # an engine that is killed while it sleeps: the turn ends without it, and only then
+    # it starts again
     await turns.give_to_trainer()
     trainer.train(3)
     dead = fleet.engines["engine-0"]

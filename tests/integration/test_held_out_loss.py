@@ -1,4 +1,5 @@
-"""The loss of held-out rows, and the supervised loss, against float64 on the Hugging Face model."""
+"""The loss of held-out rows, and the supervised loss, against float64 on the Hugging
+Face model."""
 
 from __future__ import annotations
 
@@ -28,13 +29,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mean_loss(model: Reference, batch: TrainBatch) -> float:
     """Mean negative log-likelihood of the trained tokens, in nats."""
     samples = [sample for sample in batch.samples if sample.loss_mask_T.any()]
-    return float(-np.concatenate([logprobs.numpy() for logprobs in model.frozen_logprobs(samples)]).mean())
+    return float(
+        -np.concatenate(
+            [logprobs.numpy() for logprobs in model.frozen_logprobs(samples)]
+        ).mean()
+    )
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
-def test_held_out_evaluation_changes_no_weight(pool: RankPool, model: Path, layout: ParallelLayout) -> None:
-    """Between two steps it gives the loss of the weights after the first one, and the second step is the one
-    that would have been made without it."""
+def test_held_out_evaluation_changes_no_weight(
+    pool: RankPool, model: Path, layout: ParallelLayout
+) -> None:
+    """Between two steps it gives the loss of the weights after the first one, and the
+    second step is the one that would have been made without it."""
     first = random_batch(0)
     second = random_batch(1)
     held_out = random_batch(2)
@@ -49,7 +56,9 @@ def test_held_out_evaluation_changes_no_weight(pool: RankPool, model: Path, layo
         [step] = trainer.steps()
         if evaluates:
             found = resolve(trainer.evaluate(held_out))["loss"]
-            assert found == pytest.approx(mean_loss(Reference(model, step.weights), held_out), rel=1e-5)
+            assert found == pytest.approx(
+                mean_loss(Reference(model, step.weights), held_out), rel=1e-5
+            )
         trainer.train(second)
         weights.append(trainer.weights())
     for name, weight in weights[0].items():
@@ -57,7 +66,9 @@ def test_held_out_evaluation_changes_no_weight(pool: RankPool, model: Path, layo
 
 
 @pytest.mark.parametrize(
-    "layout", first_quick([LAYOUTS["one process"], LAYOUTS["DP"]]), ids=["one process", "DP"]
+    "layout",
+    first_quick([LAYOUTS["one process"], LAYOUTS["DP"]]),
+    ids=["one process", "DP"],
 )
 def test_supervised_loss_has_the_gradient_of_hugging_face(
     pool: RankPool, model: Path, layout: ParallelLayout
@@ -76,23 +87,36 @@ def test_supervised_loss_has_the_gradient_of_hugging_face(
     assert gap < BOUND, name
 
 
-def test_held_out_evaluation_works_for_an_objective_that_compares_rows(pool: RankPool, model: Path) -> None:
-    """It reads the reference, numbers of its rows, and the table of all rows. The value of its loss at the
-    initial weights, where the policy is the reference."""
+def test_held_out_evaluation_works_for_an_objective_that_compares_rows(
+    pool: RankPool, model: Path
+) -> None:
+    """It reads the reference, numbers of its rows, and the table of all rows. The value
+    of its loss at the initial weights, where the policy is the reference."""
     algorithm = AlgorithmConfig(objective="user_objectives:everything")
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)
     batch = batch_with_numbers(4)
     metrics = resolve(trainer.evaluate(batch))
     samples = [sample for sample in batch.samples if sample.loss_mask_T.any()]
-    assert metrics["scores"] == pytest.approx(sum(sample.numbers["score"] for sample in samples), rel=1e-5)
+    assert metrics["scores"] == pytest.approx(
+        sum(sample.numbers["score"] for sample in samples), rel=1e-5
+    )
     exact = ExactEverything(model)
     sums: dict[str, list[float]] = {}
     entropies = 0.0
     for sample in samples:
         logprobs_N, entropy_N = exact.logprobs_and_entropies(sample)
         sums.setdefault(sample.group_id, []).append(float(logprobs_N.detach().sum()))
-        entropies += float((entropy_N.detach().numpy() * sample.columns["weight"][sample.loss_mask_T]).sum())
-    slopes = sum((row - np.mean(of_group)) * row for of_group in sums.values() for row in of_group)
+        entropies += float(
+            (
+                entropy_N.detach().numpy()
+                * sample.columns["weight"][sample.loss_mask_T]
+            ).sum()
+        )
+    slopes = sum(
+        (row - np.mean(of_group)) * row
+        for of_group in sums.values()
+        for row in of_group
+    )
     tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
     expected = slopes / len(sums) - 0.3 * entropies / tokens
     assert metrics["loss"] == pytest.approx(expected, rel=1e-3)

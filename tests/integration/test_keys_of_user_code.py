@@ -1,5 +1,6 @@
-"""What user code finds of the run's keys in a rollout worker, a trainer rank and the driver, and what a tool
-finds that it starts there; and that Ray works without its token in their environments, a second one too."""
+"""What user code finds of the run's keys in a rollout worker, a trainer rank and the
+driver, and what a tool finds that it starts there; and that Ray works without its token
+in their environments, a second one too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The launch scripts: what they leave alone, where they can be called from, and what they end.
+"""The launch scripts: what they leave alone, where they can be called from, and what
+they end.
 
 The install from scratch is what CI itself does before it comes here.
 """
@@ -26,16 +27,24 @@ ROOT = Path(__file__).parents[2]
 CONTAINED = [sys.executable, str(ROOT / "launch" / "run_contained.py")]
 
 
-def run(command: list[str], *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], *, cwd: Path, **env: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of what install.sh reads, at a path with spaces and an umlaut, with a stand-in for Python that
-    records what would have been installed."""
+    """A copy of what install.sh reads, at a path with spaces and an umlaut, with a
+    stand-in for Python that records what would have been installed."""
     project = tmp_path / "ein Pfad mit ä"
     (project / "launch").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", project)
@@ -92,10 +101,17 @@ def test_second_install_changes_nothing_and_needs_no_python(project: Path) -> No
     assert "-c invrl/requirements/constraints.txt -e .[cpu,dev]" in pinned
     assert "--no-deps -r invrl/requirements/nodeps.txt" in no_deps
     second = install(project, PATH=bare(project))
-    assert (second.returncode, second.stdout, second.stderr, len(installs(project))) == (0, "", "", 2)
+    assert (
+        second.returncode,
+        second.stdout,
+        second.stderr,
+        len(installs(project)),
+    ) == (0, "", "", 2)
 
 
-def test_changed_requirements_are_installed_into_the_same_environment(project: Path) -> None:
+def test_changed_requirements_are_installed_into_the_same_environment(
+    project: Path,
+) -> None:
     install(project)
     (project / ".venv" / "kept").touch()
     with (project / "invrl" / "requirements" / "constraints.txt").open("a") as file:
@@ -126,14 +142,17 @@ def test_an_environment_whose_python_is_gone_is_made_afresh(project: Path) -> No
 
 
 def test_an_environment_that_lost_a_package_is_made_afresh(project: Path) -> None:
-    """As after an upgrade of the system's Python, whose new version looks into another folder."""
+    """As after an upgrade of the system's Python, whose new version looks into another
+    folder."""
     install(project)
     again = install(project, MISSING="sglang")
     assert "packages are gone from it" in again.stdout
     assert len(installs(project)) == 4
 
 
-def test_an_environment_that_moved_with_its_project_is_made_afresh(project: Path, tmp_path: Path) -> None:
+def test_an_environment_that_moved_with_its_project_is_made_afresh(
+    project: Path, tmp_path: Path
+) -> None:
     """Its programs name the Python of the folder where they were installed."""
     install(project)
     moved = project.rename(tmp_path / "moved")
@@ -165,38 +184,64 @@ def test_no_fitting_python_is_a_readable_error(project: Path) -> None:
 def test_installed_packages_match_the_constraints() -> None:
     from importlib.metadata import distributions
 
-    # Only what is installed: a test that imports setuptools leaves its vendored packages on sys.path.
+    # Only what is installed: a test that imports setuptools leaves its vendored
+    # packages on sys.path.
     installed = distributions(path=[sysconfig.get_path("purelib")])
     pins = dict(
         line.strip().split("==")
-        for line in (ROOT / "invrl" / "requirements" / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "invrl" / "requirements" / "constraints.txt")
+        .read_text()
+        .splitlines()
         if "==" in line and not line.startswith("#")
     )
-    have = {d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version for d in installed}
-    wrong = {name: have[name] for name in pins.keys() & have.keys() if have[name].split("+")[0] != pins[name]}
+    have = {
+        d.metadata["Name"].lower().replace("_", "-").replace(".", "-"): d.version
+        for d in installed
+    }
+    wrong = {
+        name: have[name]
+        for name in pins.keys() & have.keys()
+        if have[name].split("+")[0] != pins[name]
+    }
     assert wrong == {}
 
 
 def test_uv_uses_the_package_index_of_pip(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "launch" / "uv_settings.py")]
-    done = run(script, cwd=tmp_path, PIP_FIND_LINKS="/a /wheels", PIP_CONFIG_FILE=os.devnull, UV_INDEX="")
-    exported = run(["bash", "-c", f'{done.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path)
+    done = run(
+        script,
+        cwd=tmp_path,
+        PIP_FIND_LINKS="/a /wheels",
+        PIP_CONFIG_FILE=os.devnull,
+        UV_INDEX="",
+    )
+    exported = run(
+        ["bash", "-c", f'{done.stdout}\nprintf %s "$UV_FIND_LINKS"'], cwd=tmp_path
+    )
     assert exported.stdout == "/a,/wheels"
     assert "UV_INDEX=" not in done.stdout, "what is set for uv already stays"
 
 
-# ------------------------------------------------------------------ run_contained.py
+# ----------------------------------------------------------------- run_contained.py
 
 
 def test_run_contained_forwards_the_exit_code(tmp_path: Path) -> None:
     assert run([*CONTAINED, "sh", "-c", "exit 7"], cwd=tmp_path).returncode == 7
-    assert run([*CONTAINED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
+    assert (
+        run([*CONTAINED, "sh", "-c", "kill -9 $$"], cwd=tmp_path).returncode == 128 + 9
+    )
 
 
 def test_run_contained_needs_only_the_standard_library(tmp_path: Path) -> None:
-    """It runs before anything is installed: -S leaves out site-packages, psutil among them."""
+    """It runs before anything is installed: -S leaves out site-packages, psutil among
+    them."""
     script = CONTAINED[1]
-    assert run([sys.executable, "-I", "-S", script, "sh", "-c", "exit 5"], cwd=tmp_path).returncode == 5
+    assert (
+        run(
+            [sys.executable, "-I", "-S", script, "sh", "-c", "exit 5"], cwd=tmp_path
+        ).returncode
+        == 5
+    )
 
 
 ORPHAN = """setsid sleep 1000 & echo $! > {pids}
@@ -222,26 +267,40 @@ def started(file: Path, count: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("end", first_quick(["exit 0", "exit 3"]))
-def test_run_contained_ends_orphans_when_the_command_ends(end: str, tmp_path: Path) -> None:
+def test_run_contained_ends_orphans_when_the_command_ends(
+    end: str, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     both = f"until [ $(wc -l < {pids}) = 2 ]; do sleep 0.05; done"
-    run([*CONTAINED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\n{both}; {end}"], cwd=tmp_path)
+    run(
+        [*CONTAINED, "bash", "-c", f"{ORPHAN.format(pids=pids)}\n{both}; {end}"],
+        cwd=tmp_path,
+    )
     assert len(pids.read_text().split()) == 2
     assert still_running(processes(pids), within_s=0) == []
 
 
-def test_run_contained_collects_orphans_that_end_before_the_command_does(tmp_path: Path) -> None:
-    """A long run leaves many: each would keep its entry in the process table until the run's end."""
+def test_run_contained_collects_orphans_that_end_before_the_command_does(
+    tmp_path: Path,
+) -> None:
+    """A long run leaves many: each would keep its entry in the process table until the
+    run's end."""
     orphan = f"(setsid sh -c 'echo $$ > {tmp_path}/pid; exit 3' &)"
     written = f"until [ -s {tmp_path}/pid ]; do sleep 0.05; done"
-    collected = (
-        f"for i in $(seq 600); do [ -e /proc/$(cat {tmp_path}/pid) ] || exit 7; sleep 0.1; done; exit 4"
+    collected = f"for i in $(seq 600); do [ -e /proc/$(cat {tmp_path}/pid) ] || exit 7; sleep 0.1; done; exit 4"
+    assert (
+        run(
+            [*CONTAINED, "bash", "-c", f"{orphan}; {written}; {collected}"],
+            cwd=tmp_path,
+        ).returncode
+        == 7
     )
-    assert run([*CONTAINED, "bash", "-c", f"{orphan}; {written}; {collected}"], cwd=tmp_path).returncode == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_run_contained_forwards_each_signal_once(number: signal.Signals, tmp_path: Path) -> None:
+def test_run_contained_forwards_each_signal_once(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     code = f"""
 import os, signal, time
 got = []
@@ -251,7 +310,9 @@ while not got:
     time.sleep(0.02)
 time.sleep(0.3)
 """
-    process = subprocess.Popen([*CONTAINED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*CONTAINED, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -259,12 +320,16 @@ time.sleep(0.3)
     assert (out, process.returncode) == ("got it\n", 0)
 
 
-@pytest.mark.parametrize("victim", first_quick(["the calling shell", "run_contained itself"]))
+@pytest.mark.parametrize(
+    "victim", first_quick(["the calling shell", "run_contained itself"])
+)
 def test_kill_9_of_run_contained_ends_its_command(victim: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     inner = f"{ORPHAN.format(pids=pids)}\necho $$ >> {pids}; sleep 1002 & echo $! >> {pids}; wait"
     shell = ["bash", "-c", f'"{CONTAINED[0]}" "{CONTAINED[1]}" bash -c "$INNER"; true']
-    command = shell if victim == "the calling shell" else [*CONTAINED, "bash", "-c", inner]
+    command = (
+        shell if victim == "the calling shell" else [*CONTAINED, "bash", "-c", inner]
+    )
     process = subprocess.Popen(command, env=os.environ | {"INNER": inner})
     everything = started(pids, 4)
     process.kill()
@@ -272,7 +337,9 @@ def test_kill_9_of_run_contained_ends_its_command(victim: str, tmp_path: Path) -
     assert still_running(everything, within_s=60) == []
 
 
-def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(tmp_path: Path) -> None:
+def test_a_command_deaf_to_term_is_killed_once_its_caller_is_gone(
+    tmp_path: Path,
+) -> None:
     pids = tmp_path / "pids"
     inner = f"trap '' TERM; echo $$ > {pids}; while true; do sleep 1; done"
     process = subprocess.Popen([*CONTAINED, "bash", "-c", inner])

@@ -1,4 +1,5 @@
-"""What user code of a rollout worker leaves behind, under a real Ray: it ends with the worker."""
+"""What user code of a rollout worker leaves behind, under a real Ray: it ends with the
+worker."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ with start_ray(resolve(), Path(sys.argv[1])):
 
 def test_daemon_started_by_user_code_ends_with_its_ray_worker(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text(USER_CODE)
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],

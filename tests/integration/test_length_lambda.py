@@ -1,5 +1,5 @@
-"""Weights of rollouts by their lengths, and the exponent that is learned with them, in layouts of ranks,
-against float64 on the Hugging Face model."""
+"""Weights of rollouts by their lengths, and the exponent that is learned with them, in
+layouts of ranks, against float64 on the Hugging Face model."""
 
 from __future__ import annotations
 
@@ -46,10 +46,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dealt_out(batch: TrainBatch, *, ranks: int) -> list[Shard]:
-    """Two mini-batches, whose rows go to the ranks in turn. So the rollouts of a group are on all of them."""
+    """Two mini-batches, whose rows go to the ranks in turn. So the rollouts of a group
+    are on all of them."""
     return [
         tuple(
-            replace(mini, samples=mini.samples[rank::ranks], advantages=mini.advantages[rank::ranks])
+            replace(
+                mini,
+                samples=mini.samples[rank::ranks],
+                advantages=mini.advantages[rank::ranks],
+            )
             for mini in mini_batches(batch, 2)
         )
         for rank in range(ranks)
@@ -60,7 +65,11 @@ class ExactLengths(Reference):
     """The loss over a whole mini-batch, with the exponent as a tensor."""
 
     def gradients_by_length(
-        self, batch: TrainBatch, algorithm: AlgorithmConfig, exponent: float, initial: Reference
+        self,
+        batch: TrainBatch,
+        algorithm: AlgorithmConfig,
+        exponent: float,
+        initial: Reference,
     ) -> tuple[Tensors, float]:
         """Of the model and of the exponent."""
         power = torch.tensor(exponent, dtype=torch.float64, requires_grad=True)
@@ -69,13 +78,17 @@ class ExactLengths(Reference):
             of_group = lengths.setdefault(sample.group_id, {})
             num_trained = int(sample.loss_mask_T.sum())
             if num_trained:
-                of_group[sample.rollout_id] = of_group.get(sample.rollout_id, 0) + num_trained
+                of_group[sample.rollout_id] = (
+                    of_group.get(sample.rollout_id, 0) + num_trained
+                )
         weights: dict[str, torch.Tensor] = {}
         for of_group in lengths.values():
             tokens_G = torch.tensor(list(of_group.values()), dtype=torch.float64)
             z_G = (tokens_G - tokens_G.mean()) / (tokens_G.std() + 1e-8)
             powers_G = (1 + algorithm.length_lambda_scale * z_G) ** power
-            weights |= dict(zip(of_group, len(of_group) * torch.softmax(powers_G, 0), strict=True))
+            weights |= dict(
+                zip(of_group, len(of_group) * torch.softmax(powers_G, 0), strict=True)
+            )
         tokens = sum(sum(of_group.values()) for of_group in lengths.values())
         loss = torch.zeros((), dtype=torch.float64)
         for sample, advantages_T in zip(batch.samples, batch.advantages, strict=True):
@@ -83,18 +96,26 @@ class ExactLengths(Reference):
             if not mask_T.any():
                 continue
             tokens_T = torch.from_numpy(sample.tokens_T.astype(np.int64))
-            trained_TV = self.distributions(tokens_T, sample.temperature)[torch.from_numpy(mask_T[1:])]
-            current_N = trained_TV.gather(1, tokens_T[1:][torch.from_numpy(mask_T[1:]), None])[:, 0]
+            trained_TV = self.distributions(tokens_T, sample.temperature)[
+                torch.from_numpy(mask_T[1:])
+            ]
+            current_N = trained_TV.gather(
+                1, tokens_T[1:][torch.from_numpy(mask_T[1:]), None]
+            )[:, 0]
             entropy_N = -(trained_TV.exp() * trained_TV).sum(-1)
             [old_N] = initial.frozen_logprobs([sample])
             rollout_N = torch.from_numpy(sample.rollout_logprobs_T[mask_T]).double()
             advantage_N = torch.from_numpy(advantages_T[mask_T]).double()
             ratio_N = torch.exp(current_N - old_N)
-            clipped_N = torch.clip(ratio_N, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
+            clipped_N = torch.clip(
+                ratio_N, 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
+            )
             surrogate_N = torch.min(ratio_N * advantage_N, clipped_N * advantage_N)
             dual_N = torch.max(surrogate_N, algorithm.dual_clip * advantage_N)
             surrogate_N = torch.where(advantage_N < 0, dual_N, surrogate_N)
-            correction_N = torch.clip(torch.exp(old_N - rollout_N), max=algorithm.correction_cap)
+            correction_N = torch.clip(
+                torch.exp(old_N - rollout_N), max=algorithm.correction_cap
+            )
             losses_N = -correction_N * surrogate_N - algorithm.entropy_coef * entropy_N
             loss = loss + weights[sample.rollout_id] * losses_N.sum() / tokens
         gradients = self.gradients_of(loss)
@@ -106,8 +127,9 @@ class ExactLengths(Reference):
 def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
     pool: RankPool, model: Path, layout: ParallelLayout
 ) -> None:
-    """Two optimizer steps; the second one is weighted by what the exponent learned in the first. A rollout
-    has two rows, and a group's rows lie in several micro-batches and on both ranks."""
+    """Two optimizer steps; the second one is weighted by what the exponent learned in
+    the first. A rollout has two rows, and a group's rows lie in several micro-batches
+    and on both ranks."""
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=LEARNED)
     batch = random_batch(4)
     metrics = resolve(trainer.train_shards(dealt_out(batch, ranks=layout.data)))
@@ -116,9 +138,13 @@ def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
     exponent = LEARNED.length_lambda
     gradients: list[float] = []
     exponents: list[float] = []
-    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+    for at, (mini, step) in enumerate(
+        zip(mini_batches(batch, 2), (first, second), strict=True)
+    ):
         policy = ExactLengths(model, first.weights) if at else initial
-        expected, gradient = policy.gradients_by_length(mini, LEARNED, exponent, initial)
+        expected, gradient = policy.gradients_by_length(
+            mini, LEARNED, exponent, initial
+        )
         gap, tensor = worst(step.gradients, expected)
         assert gap < BOUND, f"step {at}: {tensor} is off by {gap:.1e}"
         exponents.append(exponent)
@@ -132,7 +158,9 @@ def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
     assert len(set(learned)) == 1, "on every rank the same number"
 
 
-def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(pool: RankPool, model: Path) -> None:
+def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(
+    pool: RankPool, model: Path
+) -> None:
     batch = random_batch(5)
     weights = []
     for algorithm in (AlgorithmConfig(), AlgorithmConfig(length_weighting="power")):
@@ -140,21 +168,34 @@ def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(pool: RankPool,
         trainer.train(batch, steps=2)
         weights.append(trainer.weights())
         assert trainer.each("length_lambda") == [0.0]
-    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert all(
+        np.array_equal(weights[0][name], weights[1][name]) for name in weights[0]
+    )
 
 
-def test_skipped_step_does_not_move_the_length_exponent(pool: RankPool, model: Path) -> None:
+def test_skipped_step_does_not_move_the_length_exponent(
+    pool: RankPool, model: Path
+) -> None:
     """One without any gradient, and one whose loss is not finite."""
     batch = random_batch(5)
     nothing = [np.zeros_like(advantages_T) for advantages_T in batch.advantages]
-    broken = [np.where(sample.loss_mask_T, np.inf, 0.0).astype(np.float32) for sample in batch.samples]
+    broken = [
+        np.where(sample.loss_mask_T, np.inf, 0.0).astype(np.float32)
+        for sample in batch.samples
+    ]
     algorithm = LEARNED.model_copy(update={"entropy_coef": 0.0})
     trainer = pool.build(model, layout=LAYOUTS["DP"], train=EXACT, algorithm=algorithm)
-    for advantages, counter in ((nothing, "skipped_steps"), (broken, "nonfinite_steps")):
+    for advantages, counter in (
+        (nothing, "skipped_steps"),
+        (broken, "nonfinite_steps"),
+    ):
         metrics = resolve(
             trainer.train(
                 TrainBatch(
-                    batch_id=0, version=batch.version, samples=batch.samples, advantages=tuple(advantages)
+                    batch_id=0,
+                    version=batch.version,
+                    samples=batch.samples,
+                    advantages=tuple(advantages),
                 )
             )
         )
@@ -182,4 +223,7 @@ def test_checkpoint_restores_the_length_exponent_bit_for_bit(
     assert saved[0] not in (2.0, after[0])
     resumed.train(random_batch(2), steps=2)
     assert resumed.each("length_lambda") == after
-    assert all(np.array_equal(weight, weights[key]) for key, weight in resumed.weights().items())
+    assert all(
+        np.array_equal(weight, weights[key])
+        for key, weight in resumed.weights().items()
+    )

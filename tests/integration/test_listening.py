@@ -1,4 +1,5 @@
-"""What trainer ranks and engines listen on: loopback alone, where all of them are on one machine."""
+"""What trainer ranks and engines listen on: loopback alone, where all of them are on
+one machine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from invrl.train.config import TrainConfig
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Address and port of each TCP socket that a process and those below it accept connections on."""
+    """Address and port of each TCP socket that a process and those below it accept
+    connections on."""
     root = psutil.Process(pid)
     found: set[tuple[str, int]] = set()
     for process in (root, *root.children(recursive=True)):
@@ -28,7 +30,8 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 def refuses_strangers(port: int) -> bool:
-    """127.0.0.2 is this machine by another of its addresses: who listens on all of them answers there."""
+    """127.0.0.2 is this machine by another of its addresses: who listens on all of them
+    answers there."""
     try:
         socket.create_connection(("127.0.0.2", port), timeout=60).close()
     except ConnectionRefusedError:

@@ -32,8 +32,8 @@ def saved_and_estimated(
     layout: ParallelLayout | None = None,
     megatron: dict[str, Any] | None = None,
 ) -> tuple[list[int], float]:
-    """Bytes that four layers save on each rank, and the estimate of them. From models of two and of six
-    layers, so that embedding and projection drop out."""
+    """Bytes that four layers save on each rank, and the estimate of them. From models
+    of two and of six layers, so that embedding and projection drop out."""
     layout = layout or ParallelLayout()
     megatron = megatron or {}
     measured: list[NDArray[np.int64]] = []
@@ -52,16 +52,26 @@ def saved_and_estimated(
     config = read_hf_config(folder / "6")
     item = 2 if dtype == "bfloat16" else 4
     layers = [
-        LayerActivations.of(config, layer, item, on_cuda=False, context_ranks=layout.context)
+        LayerActivations.of(
+            config, layer, item, on_cuda=False, context_ranks=layout.context
+        )
         for layer in range(2, 6)
     ]
-    estimated = Recomputation.of(megatron).kept(layers) * TOKENS / (layout.tensor * layout.context)
+    estimated = (
+        Recomputation.of(megatron).kept(layers)
+        * TOKENS
+        / (layout.tensor * layout.context)
+    )
     return list(measured[1] - measured[0]), estimated
 
 
 @pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"])
-def test_layer_saves_the_estimated_bytes(pool: RankPool, tmp_path: Path, family: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma3_text", "glm4_moe", "llama", "qwen3", "qwen3_moe"]
+)
+def test_layer_saves_the_estimated_bytes(
+    pool: RankPool, tmp_path: Path, family: str, dtype: str
+) -> None:
     [saved], estimated = saved_and_estimated(pool, tmp_path, family, dtype)
     assert estimated == pytest.approx(saved, rel=0.2)
 
@@ -72,7 +82,13 @@ def test_layer_saves_the_estimated_bytes(pool: RankPool, tmp_path: Path, family:
         [
             (ParallelLayout(tensor=2), {}),
             (ParallelLayout(context=2), {}),
-            (ParallelLayout(), {"recompute_granularity": "selective", "recompute_modules": "core_attn"}),
+            (
+                ParallelLayout(),
+                {
+                    "recompute_granularity": "selective",
+                    "recompute_modules": "core_attn",
+                },
+            ),
         ]
     ),
     ids=["tensor", "context", "recomputed"],
@@ -88,15 +104,20 @@ def test_latent_attention_saves_the_estimated_bytes(
         assert estimated == pytest.approx(rank_saved, rel=0.1)
 
 
-def test_step_reports_the_memory_of_the_largest_rank(pool: RankPool, tmp_path: Path) -> None:
-    """Here the one of the first pipeline stage; the metrics come from the last. (A rank of the pool is a fork
-    of a larger process, so the estimate is only compared in its order of magnitude.)"""
+def test_step_reports_the_memory_of_the_largest_rank(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Here the one of the first pipeline stage; the metrics come from the last. (A rank
+    of the pool is a fork of a larger process, so the estimate is only compared in its
+    order of magnitude.)"""
     model = make_tiny_model(tmp_path / "model")
     trainer = pool.build(model, layout=ParallelLayout(pipeline=2))
     before = resolve(trainer.train(random_batch(0)))
     trainer.part([0]).each("hold", 600_000_000)
     after = resolve(trainer.train(random_batch(0)))
     assert 0.3 < before["peak_memory_gb"] < 3
-    assert after["peak_memory_gb"] == pytest.approx(before["peak_memory_gb"] + 0.6, abs=0.2)
+    assert after["peak_memory_gb"] == pytest.approx(
+        before["peak_memory_gb"] + 0.6, abs=0.2
+    )
     assert 0.5 < before["estimated_memory_gb"] < 1
     assert after["largest_micro_batch"] == before["largest_micro_batch"] > 0

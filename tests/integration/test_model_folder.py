@@ -30,7 +30,9 @@ CONVERSATIONS = (
         "{{ m.content | tojson }}{% endif %}\n{% endfor %}{{ eos_token }}",
     ],
 )
-def test_rendered_text_and_ids_equal_those_of_transformers(tiny_model: Path, tmp_path: Path, template: str):
+def test_rendered_text_and_ids_equal_those_of_transformers(
+    tiny_model: Path, tmp_path: Path, template: str
+):
     import shutil
 
     from transformers import AutoTokenizer
@@ -43,8 +45,12 @@ def test_rendered_text_and_ids_equal_those_of_transformers(tiny_model: Path, tmp
     ours = load_renderer(str(folder), 512, special_tokens_in_content="control")
     for conversation in CONVERSATIONS:
         plain = [{"role": m.role, "content": m.content} for m in conversation]
-        expected = theirs.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
-        assert ours.render_first(Prompt(messages=tuple(conversation))) == list(expected["input_ids"])
+        expected = theirs.apply_chat_template(
+            plain, tokenize=True, add_generation_prompt=True
+        )
+        assert ours.render_first(Prompt(messages=tuple(conversation))) == list(
+            expected["input_ids"]
+        )
     assert ours.end_ids == {theirs.eos_token_id}
     ids = list(range(512))
     assert ours._tokenizer.decode(ids, special=False) == theirs.decode(
@@ -62,6 +68,8 @@ def test_gateway_process_needs_neither_torch_nor_transformers(tiny_model: Path):
         f"load_renderer({str(tiny_model)!r}, 512); "
         "print(json.dumps([name for name in ('torch', 'transformers') if name in sys.modules]))"
     )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout) == []

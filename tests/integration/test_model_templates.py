@@ -1,4 +1,5 @@
-"""Real tokenizers and chat templates: conversations go on exactly, or fork with a reason."""
+"""Real tokenizers and chat templates: conversations go on exactly, or fork with a
+reason."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
 from invrl.types import Turn, VersionSpan, WeightVersion
 
-CALLS = {name for name, prompt in CORPUS.items() if any(m.tool_calls for m in prompt.messages)}
+CALLS = {
+    name
+    for name, prompt in CORPUS.items()
+    if any(m.tool_calls for m in prompt.messages)
+}
 THINKING = {name for name in CORPUS if "thinking" in name} | {"thinking, cut short"}
 
 
@@ -49,13 +54,18 @@ def others(name: str, *, keep: bool = True) -> dict[str, set[str]]:
 @pytest.mark.parametrize("keep", first_quick([True, False]))
 def test_each_template_continues_the_listed_conversations_exactly(keep: bool):
     assert others("qwen2.5", keep=keep) == others("smollm2", keep=keep) == {}
-    assert others("llama3.2", keep=keep) == {"refused": {"parallel calls", "parallel calls in turn"}}
-    respelled = {"consecutive replies"}  # the last reply of a conversation gets an empty block of thinking
+    assert others("llama3.2", keep=keep) == {
+        "refused": {"parallel calls", "parallel calls in turn"}
+    }
+    respelled = {
+        "consecutive replies"
+    }  # the last reply of a conversation gets an empty block of thinking
     if keep:
         assert others("qwen3") == {"kept": THINKING | respelled}
     else:
         assert others("qwen3", keep=False) == {"forks": THINKING, "kept": respelled}
-    # A lone call has no end of turn, and a second round of calls begins in the middle of the first.
+    # A lone call has no end of turn, and a second round of calls begins in the middle
+    # of the first.
     with_text = {"text and call", "parallel calls"}
     forks = {*(CALLS - with_text), "call, cut short", "later system message"}
     assert others("deepseek-v3", keep=keep) == {"forks": forks}
@@ -67,7 +77,13 @@ def test_each_template_continues_the_listed_conversations_exactly(keep: bool):
         ("qwen2.5", "<|im_end|>", "qwen25", "", True),
         ("qwen3", "<|im_end|>", "qwen25", "qwen3", True),
         ("llama3.2", "<|eot_id|>", "llama3", "", False),
-        ("deepseek-v3", "<｜end▁of▁sentence｜>", "", "", True),  # it has calls, and shows no tools
+        (
+            "deepseek-v3",
+            "<｜end▁of▁sentence｜>",
+            "",
+            "",
+            True,
+        ),  # it has calls, and shows no tools
         ("smollm2", "<|im_end|>", "", "", True),
     ],
 )
@@ -77,9 +93,16 @@ def test_end_token_and_parsers_are_read_from_each_template(
     made = renderer(name)
     assert (made.end_of_turn, made.parallel_calls) == (end, parallel)
     assert made.end_of_turn_id in made.end_ids
-    assert choose_parsers("auto", "auto", made) == Parsers(tool_calls=calls, reasoning=reasoning)
-    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
-    begin = {"llama3.2": "<|begin_of_text|>", "deepseek-v3": "<｜begin▁of▁sentence｜>"}.get(name)
+    assert choose_parsers("auto", "auto", made) == Parsers(
+        tool_calls=calls, reasoning=reasoning
+    )
+    prompt = Prompt(
+        messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    )
+    begin = {
+        "llama3.2": "<|begin_of_text|>",
+        "deepseek-v3": "<｜begin▁of▁sentence｜>",
+    }.get(name)
     if begin:  # once, by the template
         [first] = made.encode(begin)
         ids = made.render_first(prompt)
@@ -96,30 +119,48 @@ def on_the_last_day_of(year: int) -> type[datetime]:
 
 
 def test_conversation_continues_exactly_past_midnight(monkeypatch: pytest.MonkeyPatch):
-    prompt = Prompt(messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
-    monkeypatch.setattr("invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2023))
+    prompt = Prompt(
+        messages=(Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    )
+    monkeypatch.setattr(
+        "invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2023)
+    )
     made = load_renderer(str(model_folder("llama3.2")), 2**31)
     today = made.text(prompt)
     assert "31 Dec 2023" in today
-    monkeypatch.setattr("invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2099))
+    monkeypatch.setattr(
+        "invrl.gateway.rendering.chat_template.datetime", on_the_last_day_of(2099)
+    )
     assert made.text(prompt) == today
-    path = [*made.render_first(replace(prompt, messages=prompt.messages[:1])), *made.encode("b<|eot_id|>")]
+    path = [
+        *made.render_first(replace(prompt, messages=prompt.messages[:1])),
+        *made.encode("b<|eot_id|>"),
+    ]
     assert [*path, *made.render_tail(prompt, 2, path).ids] == made.render_first(prompt)
 
 
 def test_history_that_grows_by_whitespace_forks_as_template_changed():
-    """DeepSeek's template gathers system messages in front: two empty ones make two newlines."""
+    """DeepSeek's template gathers system messages in front: two empty ones make two
+    newlines."""
     made, empty = renderer("deepseek-v3"), Message("system", "")
     messages = (empty, Message("assistant", "a\n\nb"), empty)
     path = [*made.render_first(Prompt(messages=messages[:1])), *made.encode("a\n\nb")]
-    assert made.text(Prompt(messages=messages)).removeprefix("<｜begin▁of▁sentence｜>")[:2] == "\n\n"
-    assert made.render_tail(Prompt(messages=messages), 2, path).fork is ForkReason.TEMPLATE_CHANGED
+    assert (
+        made.text(Prompt(messages=messages)).removeprefix("<｜begin▁of▁sentence｜>")[:2]
+        == "\n\n"
+    )
+    assert (
+        made.render_tail(Prompt(messages=messages), 2, path).fork
+        is ForkReason.TEMPLATE_CHANGED
+    )
 
 
 def test_check_template_prints_a_table(capsys: pytest.CaptureFixture[str]):
     folder = str(model_folder("deepseek-v3"))
     assert main(["check-template", folder]) == 0
-    assert re.search(r"later system message +forks: template_changed", capsys.readouterr().out)
+    assert re.search(
+        r"later system message +forks: template_changed", capsys.readouterr().out
+    )
     assert main(["check-template"]) == 2
 
 
@@ -135,29 +176,56 @@ def test_check_template_fails_on_a_wrong_rendering(monkeypatch: pytest.MonkeyPat
 
 
 words = st.sampled_from(
-    ["Hello", "Ünïcödé 漢字 🙂", "<think>", "</think>", "{{ x }}", "a\n\nb", "tool_call", "", "12*13"]
+    [
+        "Hello",
+        "Ünïcödé 漢字 🙂",
+        "<think>",
+        "</think>",
+        "{{ x }}",
+        "a\n\nb",
+        "tool_call",
+        "",
+        "12*13",
+    ]
 )
 roles = st.sampled_from(["user", "user", "user", "system"])
-TOOLS = (Tool(name="calc", description="Computes.", parameters='{"type": "object", "properties": {}}'),)
+TOOLS = (
+    Tool(
+        name="calc",
+        description="Computes.",
+        parameters='{"type": "object", "properties": {}}',
+    ),
+)
 
 
 @st.composite
 def replies(draw: st.DrawFn, tools: bool, thinks: bool) -> Message:
     calls = draw(st.integers(0, 2)) if tools else 0
-    made = tuple(ToolCall(f"callid{nth:03}", "calc", json.dumps({"a": draw(words)})) for nth in range(calls))
+    made = tuple(
+        ToolCall(f"callid{nth:03}", "calc", json.dumps({"a": draw(words)}))
+        for nth in range(calls)
+    )
     thought = draw(st.sampled_from(["", "", "I see."])) if thinks else ""
-    return Message("assistant", draw(words.filter(lambda word: "think" not in word)), thought, made)
+    return Message(
+        "assistant", draw(words.filter(lambda word: "think" not in word)), thought, made
+    )
 
 
 def spelled(made: Renderer, prompt: Prompt, reply: Message, end: str) -> list[int]:
-    """As the template writes the reply behind its prompt; in words of its own where it does not."""
+    """As the template writes the reply behind its prompt; in words of its own where it
+    does not."""
     answered = made.text(
         replace(prompt, messages=(*prompt.messages, reply)), add_generation_prompt=False
     ).removesuffix(made.after_reply)
     asked = made.text(prompt)
-    if not answered.startswith(asked):  # an empty block that the template asks with, and then leaves out
+    if not answered.startswith(
+        asked
+    ):  # an empty block that the template asks with, and then leaves out
         asked = asked.removesuffix("<think>\n\n</think>\n\n")
-    return made.encode((answered.removeprefix(asked) if answered.startswith(asked) else reply.content) + end)
+    return made.encode(
+        (answered.removeprefix(asked) if answered.startswith(asked) else reply.content)
+        + end
+    )
 
 
 def without_thinking(text: str) -> str:
@@ -165,8 +233,15 @@ def without_thinking(text: str) -> str:
 
 
 def turn(name: str, context: Sequence[int], sampled: Sequence[int]) -> Turn:
-    arrays = {"context_ids_T": np.array(context, np.int32), "sampled_ids_T": np.array(sampled, np.int32)}
-    empty = {"session_id": "s", "parent_id": None, "logprobs_T": np.zeros(len(sampled), np.float32)}
+    arrays = {
+        "context_ids_T": np.array(context, np.int32),
+        "sampled_ids_T": np.array(sampled, np.int32),
+    }
+    empty = {
+        "session_id": "s",
+        "parent_id": None,
+        "logprobs_T": np.zeros(len(sampled), np.float32),
+    }
     times = {
         "started_at": 0.0,
         "finished_at": 0.0,
@@ -187,15 +262,22 @@ def turn(name: str, context: Sequence[int], sampled: Sequence[int]) -> Turn:
 
 @pytest.mark.parametrize("name", first_quick(MODELS))
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), tools=st.booleans(), thinking=st.sampled_from([None, True, False]))
-def test_random_conversations_continue_exactly_or_fork(name: str, data: st.DataObject, tools: bool, thinking):
-    """Each request goes on from some earlier reply of a forest, as the gateway would place it."""
+@given(
+    data=st.data(), tools=st.booleans(), thinking=st.sampled_from([None, True, False])
+)
+def test_random_conversations_continue_exactly_or_fork(
+    name: str, data: st.DataObject, tools: bool, thinking
+):
+    """Each request goes on from some earlier reply of a forest, as the gateway would
+    place it."""
     made, forest, nodes = renderer(name), Forest(), list[Node]()
     offered = TOOLS if tools else ()
     for number in range(data.draw(st.integers(2, 5))):
         start = data.draw(st.sampled_from(nodes)).conversation() if nodes else []
         results = [
-            Message("tool", data.draw(words), tool_call_id=c.id) for m in start[-1:] for c in m.tool_calls
+            Message("tool", data.draw(words), tool_call_id=c.id)
+            for m in start[-1:]
+            for c in m.tool_calls
         ]
         asked = [Message(data.draw(roles), data.draw(words))] if not results else []
         messages = (*start, *results, *asked)
@@ -212,12 +294,16 @@ def test_random_conversations_continue_exactly_or_fork(name: str, data: st.DataO
                 context = whole if forked else tail.ids
                 ids = [*(parent.ids() if parent else ()), *context]
             reply = data.draw(replies(tools, thinking is not False))
-            sampled = spelled(made, prompt, reply, data.draw(st.sampled_from([made.end_of_turn, ""])))
+            sampled = spelled(
+                made, prompt, reply, data.draw(st.sampled_from([made.end_of_turn, ""]))
+            )
         except SessionError:  # refused by the template: the agent gets a 400
             continue
         if not sampled:
             continue
-        texts = [made.reply_text([*each, 0][:-1], special=True) for each in (ids, whole)]
+        texts = [
+            made.reply_text([*each, 0][:-1], special=True) for each in (ids, whole)
+        ]
         if name == "qwen3":
             texts = [without_thinking(text) for text in texts]
         assert texts[0] == texts[1], (match, ids, whole)

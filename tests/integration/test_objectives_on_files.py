@@ -1,5 +1,6 @@
-"""sft, dpo and kto on trainer ranks, against float64 on the Hugging Face model: the rows of a pair on two
-ranks, and a second optimizer step, in which the policy is no longer the reference."""
+"""sft, dpo and kto on trainer ranks, against float64 on the Hugging Face model: the
+rows of a pair on two ranks, and a second optimizer step, in which the policy is no
+longer the reference."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def rows_of_file(seed: int, numbers: list[dict[str, float]]) -> TrainBatch:
         at = taken.get(sample.group_id, 0)
         if at < len(numbers) and sample.loss_mask_T.any():
             taken[sample.group_id] = at + 1
-            samples.append(replace(sample, numbers=numbers[at], rollout_id=f"{sample.rollout_id}-{at}"))
+            samples.append(
+                replace(
+                    sample, numbers=numbers[at], rollout_id=f"{sample.rollout_id}-{at}"
+                )
+            )
     zeros = tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in samples)
     return replace(batch, samples=tuple(samples), advantages=zeros)
 
@@ -51,10 +56,15 @@ def rows_of_file(seed: int, numbers: list[dict[str, float]]) -> TrainBatch:
 class Exact(Reference):
     """Losses of a whole mini-batch in one graph."""
 
-    def sums(self, samples: list[TrainSample], initial: Reference) -> list[torch.Tensor]:
+    def sums(
+        self, samples: list[TrainSample], initial: Reference
+    ) -> list[torch.Tensor]:
         """Log-ratios of whole rows to the reference."""
         frozen = initial.frozen_logprobs(samples)
-        return [self.logprobs(sample).sum() - at.sum() for sample, at in zip(samples, frozen, strict=True)]
+        return [
+            self.logprobs(sample).sum() - at.sum()
+            for sample, at in zip(samples, frozen, strict=True)
+        ]
 
     def sft(self, batch: TrainBatch) -> torch.Tensor:
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
@@ -75,7 +85,9 @@ class Exact(Reference):
     def kto(self, batch: TrainBatch, initial: Reference) -> torch.Tensor:
         samples = list(batch.samples)
         gaps = self.sums(samples, initial)
-        others = [g for s, g in zip(samples, gaps, strict=True) if s.numbers["mismatched"]]
+        others = [
+            g for s, g in zip(samples, gaps, strict=True) if s.numbers["mismatched"]
+        ]
         z = torch.stack(others).mean().detach().clamp(min=0)
         losses: list[torch.Tensor] = []
         for sample, gap in zip(samples, gaps, strict=True):
@@ -95,7 +107,11 @@ def row_by_row(minis: list[TrainBatch], ranks: int) -> list[Shard]:
     """Each rank has every second row of a mini-batch, so that pairs are split."""
 
     def share(mini: TrainBatch, rank: int) -> TrainBatch:
-        return replace(mini, samples=mini.samples[rank::ranks], advantages=mini.advantages[rank::ranks])
+        return replace(
+            mini,
+            samples=mini.samples[rank::ranks],
+            advantages=mini.advantages[rank::ranks],
+        )
 
     return [tuple(share(mini, rank) for mini in minis) for rank in range(ranks)]
 
@@ -105,7 +121,9 @@ def batch_for(name: str) -> TrainBatch:
         return rows_of_file(3, [{"weight": 1.0}, {"weight": 0.3}, {"weight": 2.0}])
     if name == "dpo":
         return rows_of_file(3, [{"chosen": 0.0}, {"chosen": 1.0}])
-    return with_mismatched_rows(rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}]), max_tokens=0)
+    return with_mismatched_rows(
+        rows_of_file(3, [{"desirable": 1.0}, {"desirable": 0.0}]), max_tokens=0
+    )
 
 
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS, "DP"))
@@ -133,7 +151,9 @@ def test_two_steps_of_sft_dpo_and_kto_equal_float64(
 
 
 @pytest.mark.parametrize("name", first_quick(["sft", "dpo"]))
-def test_training_lowers_the_loss_of_its_own_rows(pool: RankPool, model: Path, name: str) -> None:
+def test_training_lowers_the_loss_of_its_own_rows(
+    pool: RankPool, model: Path, name: str
+) -> None:
     trainer = pool.build(model, train=EXACT, algorithm=AlgorithmConfig(objective=name))
     batch = batch_for(name)
     losses = [resolve(trainer.train(batch))["loss"] for _ in range(4)]

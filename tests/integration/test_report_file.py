@@ -16,11 +16,15 @@ pytestmark = needs_chromium
 
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_report_opens_from_disk_and_hostile_texts_stay_inert(tmp_path: Path, width: int, scheme: str) -> None:
+def test_report_opens_from_disk_and_hostile_texts_stay_inert(
+    tmp_path: Path, width: int, scheme: str
+) -> None:
     path = tmp_path / "report.html"
     path.write_text(page(HOSTILE_CONTENTS))
     with chromium() as browser:
-        shown = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        shown = browser.new_page(
+            viewport={"width": width, "height": 800}, color_scheme=scheme
+        )
         complaints: list[str] = []
         requests: list[str] = []
         shown.on("console", lambda message: complaints.append(message.text))
@@ -34,6 +38,8 @@ def test_report_opens_from_disk_and_hostile_texts_stay_inert(tmp_path: Path, wid
         assert complaints == []  # its own style sheet is allowed
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
         background = shown.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)")
+        assert background == (
+            "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)"
+        )
         shown.locator("summary").first.click()
         assert shown.locator("details pre").first.is_visible()

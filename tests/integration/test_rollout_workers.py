@@ -1,5 +1,5 @@
-"""Real Ray workers, the real gateway and buffer, on a fake engine: user code does its worst, every
-rollout ends with its reason, and batches keep coming."""
+"""Real Ray workers, the real gateway and buffer, on a fake engine: user code does its
+worst, every rollout ends with its reason, and batches keep coming."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def renderer(model: Path) -> Renderer:
 
 
 @pytest.fixture
-async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Stack]:
+async def stack(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Stack]:
     """The gateway in this process, so that each test has a fresh one in no time."""
     store_path = tmp_path / "run.db"
     async with FakeEngine(random_reply()) as engine:
@@ -113,10 +115,20 @@ async def stack(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterato
             }
         )
         writer = RunStoreWriter(store_path)
-        client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
-        app = make_app(settings, sampler=client, renderer=renderer, store=writer, on_shutdown=client.close)
+        client = SglangClient(
+            engine.url, limits=EngineLimits(vocab_size=512, context_length=1024)
+        )
+        app = make_app(
+            settings,
+            sampler=client,
+            renderer=renderer,
+            store=writer,
+            on_shutdown=client.close,
+        )
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.gateway_port, log_level="warning", **served)
+        config = uvicorn.Config(
+            app, port=settings.gateway_port, log_level="warning", **served
+        )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         try:
@@ -146,7 +158,9 @@ async def rollouts(
     """The rollout half, leasing `first` and then good tasks without end."""
 
     def tasks() -> Iterator[Task]:
-        return itertools.chain(first, (Task(id=f"good{n}", payload={"does": "good"}) for n in range(10**6)))
+        return itertools.chain(
+            first, (Task(id=f"good{n}", payload={"does": "good"}) for n in range(10**6))
+        )
 
     config = RolloutConfig.model_validate(
         {
@@ -164,7 +178,10 @@ async def rollouts(
         BufferActor,
         ActorOptions(),
         BufferConfig(
-            max_staleness=max_staleness, over_sampling_groups=4, group_filter="none", failure_reward=()
+            max_staleness=max_staleness,
+            over_sampling_groups=4,
+            group_filter="none",
+            failure_reward=(),
         ),
         config,
         tasks_factory=tasks,
@@ -203,24 +220,37 @@ async def batches(
     return taken
 
 
-async def until_ended(stack: Stack, tasks: list[Task], rollouts_each: int, seconds: float = 240.0) -> None:
+async def until_ended(
+    stack: Stack, tasks: list[Task], rollouts_each: int, seconds: float = 240.0
+) -> None:
     end = time.monotonic() + seconds
     while any(len(stack.outcomes()[task.id]) < rollouts_each for task in tasks):
         assert time.monotonic() < end, f"these have ended: {stack.outcomes()}"
         await asyncio.sleep(0.1)
 
 
-def own_ends(outcomes: list[RolloutSummary | FailedRollout]) -> list[RolloutSummary | FailedRollout]:
-    """Without the rollouts that were cancelled because another had cost them their group."""
+def own_ends(
+    outcomes: list[RolloutSummary | FailedRollout],
+) -> list[RolloutSummary | FailedRollout]:
+    """Without the rollouts that were cancelled because another had cost them their
+    group."""
     return [
-        outcome for outcome in outcomes if getattr(outcome, "reason", None) is not FailureReason.GROUP_DROPPED
+        outcome
+        for outcome in outcomes
+        if getattr(outcome, "reason", None) is not FailureReason.GROUP_DROPPED
     ]
 
 
-async def test_every_failed_rollout_has_a_reason_and_the_run_continues(stack: Stack) -> None:
+async def test_every_failed_rollout_has_a_reason_and_the_run_continues(
+    stack: Stack,
+) -> None:
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
-    # What hangs has made a turn before: it would be cancelled as stale before its deadline.
-    async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=30.0) as (handle, buffer):
+    # What hangs has made a turn before: it would be cancelled as stale before its
+    # deadline.
+    async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=30.0) as (
+        handle,
+        buffer,
+    ):
         for taken in await batches(stack, handle, buffer, range(1, 4)):
             assert len(taken.groups) == 2
             assert all(group.task_id.startswith("good") for group in taken.groups)
@@ -229,7 +259,10 @@ async def test_every_failed_rollout_has_a_reason_and_the_run_continues(stack: St
         ended = stack.outcomes()
         assert handle._pool.replaced == 0
     seen = {
-        task.id: {getattr(outcome, "reason", "none") for outcome in own_ends(ended[task.id])} for task in bad
+        task.id: {
+            getattr(outcome, "reason", "none") for outcome in own_ends(ended[task.id])
+        }
+        for task in bad
     }
     assert seen == {
         "raise": {FailureReason.EXCEPTION},
@@ -239,29 +272,45 @@ async def test_every_failed_rollout_has_a_reason_and_the_run_continues(stack: St
         "nothing": {FailureReason.EMPTY},
     }
     assert "no such tool" in own_ends(ended["raise"])[0].detail
-    good = [outcome for id, outcomes in ended.items() if id.startswith("good") for outcome in outcomes]
-    assert {outcome.reward_components["letters"] > 0 for outcome in good if hasattr(outcome, "reward")} == {
-        True
-    }
+    good = [
+        outcome
+        for id, outcomes in ended.items()
+        if id.startswith("good")
+        for outcome in outcomes
+    ]
+    assert {
+        outcome.reward_components["letters"] > 0
+        for outcome in good
+        if hasattr(outcome, "reward")
+    } == {True}
 
 
-async def test_worker_that_exits_is_replaced_and_the_run_continues(stack: Stack) -> None:
+async def test_worker_that_exits_is_replaced_and_the_run_continues(
+    stack: Stack,
+) -> None:
     exits = tasks_that("exit")
     async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
-        # The second place's last try is not made if the first place's has already cost the group.
+        # The second place's last try is not made if the first place's has already cost
+        # the group.
         await until_ended(stack, exits, rollouts_each=2 * GROUP - 1)
         await batches(stack, handle, buffer, range(2, 4))
         # Two rounds of two: those of a round may have died together or one by one.
         assert 2 <= handle._pool.replaced <= 4
-        ended = stack.outcomes()["exit"]  # what still waits for its worker at the end is aborted by it
-    assert {outcome.reason for outcome in own_ends(ended)} == {FailureReason.WORKER_DIED}
+        ended = stack.outcomes()[
+            "exit"
+        ]  # what still waits for its worker at the end is aborted by it
+    assert {outcome.reason for outcome in own_ends(ended)} == {
+        FailureReason.WORKER_DIED
+    }
     tries = [(o.index, o.attempt) for o in ended]
     assert len(set(tries)) == len(tries), "no place had the same try twice"
     assert {(0, 0), (1, 0)} < set(tries) <= {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-async def test_process_started_by_a_rollout_ends_with_its_worker(stack: Stack, tmp_path: Path) -> None:
+async def test_process_started_by_a_rollout_ends_with_its_worker(
+    stack: Stack, tmp_path: Path
+) -> None:
     pids = tmp_path / "pids"
     forks = [Task(id="forks", payload={"does": "fork and exit", "file": str(pids)})]
     async with rollouts(stack, forks) as (handle, buffer):
@@ -279,7 +328,12 @@ async def test_process_started_by_a_rollout_ends_with_its_worker(stack: Stack, t
 
 @pytest.mark.parametrize(
     ("does", "gigabytes", "reason"),
-    first_quick([("leak", 1.1, FailureReason.MEMORY), ("leak and block", 1.5, FailureReason.WORKER_DIED)]),
+    first_quick(
+        [
+            ("leak", 1.1, FailureReason.MEMORY),
+            ("leak and block", 1.5, FailureReason.WORKER_DIED),
+        ]
+    ),
 )
 async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     stack: Stack, does: str, gigabytes: float, reason: FailureReason
@@ -294,35 +348,49 @@ async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
         assert {"the worker held 1." in outcome.detail for outcome in ended} == {True}
-        assert {"rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended} == {True}
+        assert {
+            "rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended
+        } == {True}
 
 
-async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(stack: Stack) -> None:
+async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(
+    stack: Stack,
+) -> None:
     cancels = tasks_that("cancel all")
     async with rollouts(stack, cancels) as (handle, buffer):
         await until_ended(stack, cancels, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
-        ended = stack.outcomes()["cancel all"]  # what still runs at the end is aborted by it
+        ended = stack.outcomes()[
+            "cancel all"
+        ]  # what still runs at the end is aborted by it
     reasons = {outcome.reason for outcome in own_ends(ended)}
     assert reasons <= {FailureReason.WORKER_DIED, FailureReason.EXCEPTION}
 
 
 async def test_key_printed_by_user_code_reaches_neither_the_store_nor_a_log(
-    stack: Stack, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    stack: Stack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     told = tmp_path / "key"
     logs = tmp_path / "logs"
     logs.mkdir()
     tells = [Task(id="tells", payload={"does": "tell", "file": str(told)})]
     with caplog.at_level("DEBUG"):
-        async with rollouts(stack, tells, rollout_max_attempts=1, logs=logs) as (handle, buffer):
+        async with rollouts(stack, tells, rollout_max_attempts=1, logs=logs) as (
+            handle,
+            buffer,
+        ):
             await batches(stack, handle, buffer, range(1, 2))
             await until_ended(stack, tells, rollouts_each=GROUP)
     key = told.read_text()
     assert len(key) > 20
     details = {outcome.detail for outcome in own_ends(stack.outcomes()["tells"])}
     assert details
-    assert all("cannot reach" in detail and "(session key)" in detail for detail in details)
+    assert all(
+        "cannot reach" in detail and "(session key)" in detail for detail in details
+    )
     # What it prints is in the run folder.
     assert "the key is (session key)\n" in (logs / "rollout-worker-0.log").read_text()
     for file in stack.store_path.parent.rglob("*"):
@@ -339,7 +407,10 @@ async def test_output_of_a_dead_worker_is_kept_and_a_silent_worker_leaves_no_fil
     logs = tmp_path / "logs"
     logs.mkdir()
     exits = [Task(id="exits", payload={"does": "print and exit"})]
-    async with rollouts(stack, exits, logs=logs, rollout_max_attempts=1) as (handle, buffer):
+    async with rollouts(stack, exits, logs=logs, rollout_max_attempts=1) as (
+        handle,
+        buffer,
+    ):
         await batches(stack, handle, buffer, range(1, 2))
         await until_ended(stack, exits, rollouts_each=GROUP)
         assert handle._pool.replaced >= 1
@@ -349,11 +420,17 @@ async def test_output_of_a_dead_worker_is_kept_and_a_silent_worker_leaves_no_fil
 
 
 @pytest.mark.slow
-async def test_sync_rollout_functions_run_and_a_hung_function_times_out(stack: Stack) -> None:
+async def test_sync_rollout_functions_run_and_a_hung_function_times_out(
+    stack: Stack,
+) -> None:
     hangs = tasks_that("hang")
-    async with rollouts(stack, hangs, function="sync_rollout", rollout_timeout_s=12.0) as (handle, buffer):
+    async with rollouts(
+        stack, hangs, function="sync_rollout", rollout_timeout_s=12.0
+    ) as (handle, buffer):
         (taken,) = await batches(stack, handle, buffer, range(1, 2))
-        assert [r.num_turns for group in taken.groups for r in group.rollouts_G] == [2] * 4
+        assert [r.num_turns for group in taken.groups for r in group.rollouts_G] == [
+            2
+        ] * 4
         await until_ended(stack, hangs, rollouts_each=GROUP)
         ended = stack.outcomes()["hang"]
         # Its threads cannot be ended, so the worker was, once its reply had come.
@@ -368,14 +445,24 @@ async def test_sync_rollout_functions_run_and_a_hung_function_times_out(stack: S
 async def test_rollouts_of_a_dropped_group_are_cancelled_and_free_their_slots(
     stack: Stack, tmp_path: Path, function: str
 ) -> None:
-    """One member of each group raises, the other would go on for an hour; there are twice as many of these as
-    slots."""
+    """One member of each group raises, the other would go on for an hour; there are
+    twice as many of these as slots."""
     groups = [
-        Task(id=f"half{n}", payload={"does": "first raises", "file": str(tmp_path / f"half{n}")})
+        Task(
+            id=f"half{n}",
+            payload={"does": "first raises", "file": str(tmp_path / f"half{n}")},
+        )
         for n in range(4)
     ]
-    changes = {"rollout_max_attempts": 1, "rollout_concurrency": 2, "rollout_timeout_s": 3600.0}
-    async with rollouts(stack, groups, function=function, **changes) as (handle, buffer):
+    changes = {
+        "rollout_max_attempts": 1,
+        "rollout_concurrency": 2,
+        "rollout_timeout_s": 3600.0,
+    }
+    async with rollouts(stack, groups, function=function, **changes) as (
+        handle,
+        buffer,
+    ):
         for taken in await batches(stack, handle, buffer, range(1, 4)):
             assert all(group.task_id.startswith("good") for group in taken.groups)
         ended = stack.outcomes()
@@ -406,7 +493,11 @@ async def test_evaluation_runs_during_rollouts_and_does_not_touch_the_buffer(
 ) -> None:
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
-    changes = {"eval_task_file": str(held_out), "eval_tasks": 2, "eval_samples_per_task": 3}
+    changes = {
+        "eval_task_file": str(held_out),
+        "eval_tasks": 2,
+        "eval_samples_per_task": 3,
+    }
     async with rollouts(stack, [], **changes) as (handle, _):
         result = await handle.evaluate(0)
     sampled, greedy = result.scores.values()
@@ -419,7 +510,9 @@ async def test_missing_rollout_function_is_reported_at_the_start() -> None:
     settings = WorkerSettings(
         gateway_url="http://127.0.0.1:1",
         model="tiny",
-        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rolout", rollout_timeout_s=1.0),
+        rollout=RolloutConfig(
+            rollout_function_path=f"{FUNCTIONS}:rolout", rollout_timeout_s=1.0
+        ),
         python_path=tuple(sys.path),
     )
     worker = RayWorker(settings, "worker", concurrency=4)
@@ -433,18 +526,27 @@ async def test_worker_with_a_blocked_event_loop_is_killed(stack: Stack) -> None:
     settings = WorkerSettings(
         gateway_url=stack.url,
         model="tiny",
-        rollout=RolloutConfig(rollout_function_path=f"{FUNCTIONS}:rollout", rollout_timeout_s=8.0),
+        rollout=RolloutConfig(
+            rollout_function_path=f"{FUNCTIONS}:rollout", rollout_timeout_s=8.0
+        ),
         python_path=tuple(sys.path),
     )
     pool = WorkerPool(
-        lambda name: RayWorker(settings, name, concurrency=8), client, size=1, run_timeout_s=20.0
+        lambda name: RayWorker(settings, name, concurrency=8),
+        client,
+        size=1,
+        run_timeout_s=20.0,
     )
     await pool.start()
 
     async def run(does: str) -> RolloutSummary | FailedRollout:
         (task,) = tasks_that(does)
-        lease = GroupLease(group_id=does, task=task, members=(GroupMember(index=0, attempt=0),))
-        (outcome,) = await pool.run(Assignment(task=task, sessions=tuple(await client.open(lease))))
+        lease = GroupLease(
+            group_id=does, task=task, members=(GroupMember(index=0, attempt=0),)
+        )
+        (outcome,) = await pool.run(
+            Assignment(task=task, sessions=tuple(await client.open(lease)))
+        )
         return outcome
 
     try:

@@ -1,4 +1,5 @@
-"""The real routers in front of the real engine: private, managed by us alone, blind to strangers."""
+"""The real routers in front of the real engine: private, managed by us alone, blind to
+strangers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from scripted_engine import ScriptedEngine, text_by_prompt
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_client import EngineLimits, GenerateEnd, GenerateRequest, SglangClient
+from invrl.engines.sglang_client import (
+    EngineLimits,
+    GenerateEnd,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.errors import ServerError
 from invrl.host.process import family_of
 from invrl.types import Sampling
@@ -33,8 +39,12 @@ def router(request: pytest.FixtureRequest, tiny_fleet: Fleet) -> RouterServer:
 
 
 @pytest.fixture
-async def router_client(tiny_fleet: Fleet, router: RouterServer) -> AsyncIterator[SglangClient]:
-    async with SglangClient(router.url, limits=tiny_fleet.limits, api_key=router.api_key) as client:
+async def router_client(
+    tiny_fleet: Fleet, router: RouterServer
+) -> AsyncIterator[SglangClient]:
+    async with SglangClient(
+        router.url, limits=tiny_fleet.limits, api_key=router.api_key
+    ) as client:
         yield client
 
 
@@ -48,8 +58,12 @@ def generation(index: int, new: int = 6) -> GenerateRequest:
     )
 
 
-async def test_router_forwards_whole_and_streamed_generations(router_client: SglangClient) -> None:
-    results = await asyncio.gather(*(router_client.generate(generation(i)) for i in range(8)))
+async def test_router_forwards_whole_and_streamed_generations(
+    router_client: SglangClient,
+) -> None:
+    results = await asyncio.gather(
+        *(router_client.generate(generation(i)) for i in range(8))
+    )
     assert all(len(result.ids_T) == 6 for result in results)
     items = [item async for item in router_client.stream(generation(1, new=400))]
     assert isinstance(items[-1], GenerateEnd)
@@ -67,8 +81,12 @@ async def status(method: str, url: str, key: str) -> int:
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "sampling"])
-@pytest.mark.parametrize("what", ["POST /workers", "GET /workers", "DELETE /workers/x", "POST /flush_cache"])
-async def test_worker_management_needs_the_admin_key(router: RouterServer, what: str, key: str) -> None:
+@pytest.mark.parametrize(
+    "what", ["POST /workers", "GET /workers", "DELETE /workers/x", "POST /flush_cache"]
+)
+async def test_worker_management_needs_the_admin_key(
+    router: RouterServer, what: str, key: str
+) -> None:
     method, path = what.split()
     given = router.api_key if key == "sampling" else key
     assert await status(method, router.url + path, given) == 401
@@ -79,19 +97,27 @@ async def test_sampling_needs_the_routers_key(router: RouterServer, key: str) ->
     assert await status("POST", router.url + "/generate", key) == 401
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"])
-async def test_router_does_not_forward_engine_management(router: RouterServer, path: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/update_weights_from_tensor", "/abort_request"]
+)
+async def test_router_does_not_forward_engine_management(
+    router: RouterServer, path: str
+) -> None:
     assert await status("POST", router.url + path, router.api_key) in (401, 404)
 
 
-def test_router_and_every_engine_process_listen_on_loopback(tiny_fleet: Fleet, router: RouterServer) -> None:
+def test_router_and_every_engine_process_listen_on_loopback(
+    tiny_fleet: Fleet, router: RouterServer
+) -> None:
     """Torch's rendezvous store, which has no key, among them."""
     listening: dict[str, str] = {}
     for server in (router, tiny_fleet.engines["engine-0"].server):
         for process in family_of(server.pid):
             for connection in process.net_connections():
                 if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE):
-                    listening[f"{process.name()} {connection.laddr.port}"] = connection.laddr.ip
+                    listening[f"{process.name()} {connection.laddr.port}"] = (
+                        connection.laddr.ip
+                    )
     assert len(listening) > 2
     assert set(listening.values()) == {"127.0.0.1"}, listening
 
@@ -112,12 +138,15 @@ async def test_router_sends_requests_only_to_registered_engines(
 async def test_requests_sent_during_an_engines_pause_wait(
     tiny_fleet: Fleet, router_client: SglangClient
 ) -> None:
-    """Longer than a router needs to eject a worker that does not answer its health check, or that makes no
-    token while requests pile up."""
+    """Longer than a router needs to eject a worker that does not answer its health
+    check, or that makes no token while requests pile up."""
     receiver = tiny_fleet.engines["engine-0"].receiver
     await receiver.pause()
     try:
-        flights = [asyncio.create_task(router_client.generate(generation(index))) for index in range(5)]
+        flights = [
+            asyncio.create_task(router_client.generate(generation(index)))
+            for index in range(5)
+        ]
         await asyncio.sleep(4.0)
         flights.append(asyncio.create_task(router_client.generate(generation(5))))
         await asyncio.sleep(1.0)
@@ -133,7 +162,8 @@ async def test_requests_sent_during_an_engines_pause_wait(
 async def test_router_keeps_a_session_on_one_engine(
     request: pytest.FixtureRequest, program: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """All sessions begin with the same tokens, so a router that goes by prefixes would mix them."""
+    """All sessions begin with the same tokens, so a router that goes by prefixes would
+    mix them."""
     smg = request.getfixturevalue("installed_smg") if program == "smg" else None
     router = RouterServer(run_folder=tmp_path, start_timeout_s=240.0, installed_smg=smg)
     limits = EngineLimits(context_length=1000, vocab_size=512)
@@ -144,9 +174,13 @@ async def test_router_keeps_a_session_on_one_engine(
         async with first, second, client:
             await asyncio.to_thread(router.wait_ready)
             for engine in (first, second):
-                await asyncio.to_thread(router.register, engine.url, api_key=router.api_key)
+                await asyncio.to_thread(
+                    router.register, engine.url, api_key=router.api_key
+                )
             for _ in range(NUM_TURNS):
-                await asyncio.gather(*(client.generate(generation(index)) for index in range(20)))
+                await asyncio.gather(
+                    *(client.generate(generation(index)) for index in range(20))
+                )
     finally:
         await asyncio.to_thread(router.stop)
         router.address.close()

@@ -1,5 +1,6 @@
-"""Routing replay in the trainer, against Hugging Face's model in float64 whose routers are given the same
-experts: those of an earlier pass of the trainer, and those that the engine recorded."""
+"""Routing replay in the trainer, against Hugging Face's model in float64 whose routers
+are given the same experts: those of an earlier pass of the trainer, and those that the
+engine recorded."""
 
 from __future__ import annotations
 
@@ -33,9 +34,14 @@ DENSE_LAYERS = (0, 2)
 ROUTED_LAYERS = [1, 3]
 UNKNOWN = 255
 ALGORITHM = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15)
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 SMOOTH = {"adam_eps": 1e-2}
-"""With Adam's usual eps the first step is the sign of the gradient, which the last bit decides."""
+"""With Adam's usual eps the first step is the sign of the gradient, which the last bit
+decides."""
 
 Choices = NDArray[np.int64]
 """[T, layers, K]: the experts of each token of a row; -1 where the router chooses."""
@@ -54,7 +60,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RoutedReference(Reference):
-    """Its routers take the experts that `choices` holds for the row, and note what they would have chosen."""
+    """Its routers take the experts that `choices` holds for the row, and note what they
+    would have chosen."""
 
     def __init__(self, path: Path, weights: Arrays | None = None) -> None:
         super().__init__(path, weights)
@@ -72,7 +79,9 @@ class RoutedReference(Reference):
         return super().logprobs(sample)
 
     def _take_over(self, number: int, gate: Any) -> None:
-        def route(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def route(
+            hidden: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
             chosen = logits.topk(CHOSEN, dim=-1).indices
             self.own[self._row][:, number] = chosen.numpy()
@@ -98,9 +107,13 @@ def settings(replay: str, *, share_prefixes: bool = True) -> TrainConfig:
     )
 
 
-def test_replay_uses_the_experts_of_the_old_logprob_pass(pool: RankPool, model: Path) -> None:
+def test_replay_uses_the_experts_of_the_old_logprob_pass(
+    pool: RankPool, model: Path
+) -> None:
     batch = random_batch(1)
-    trainer = pool.build(model, train=settings("trainer", share_prefixes=False), algorithm=ALGORITHM)
+    trainer = pool.build(
+        model, train=settings("trainer", share_prefixes=False), algorithm=ALGORITHM
+    )
     metrics = resolve(trainer.train(batch, steps=2))
     first, second = trainer.steps()
     mini = mini_batches(batch, 2)[1]
@@ -118,11 +131,15 @@ def test_replay_uses_the_experts_of_the_old_logprob_pass(pool: RankPool, model: 
 
     # Nothing is replayed in the first mini-batch: its weights are those of old.
     samples = [sample for sample in mini.samples if sample.loss_mask_T.any()]
-    assert metrics["routing_agreement"] == pytest.approx(agreement(samples, initial, updated))
+    assert metrics["routing_agreement"] == pytest.approx(
+        agreement(samples, initial, updated)
+    )
     assert metrics["routing_agreement"] < 0.98
 
 
-def agreement(samples: Sequence[TrainSample], initial: RoutedReference, updated: RoutedReference) -> float:
+def agreement(
+    samples: Sequence[TrainSample], initial: RoutedReference, updated: RoutedReference
+) -> float:
     """The share of (computed token, layer) whose experts are the same in both."""
     equal: list[NDArray[np.bool_]] = []
     for sample in samples:
@@ -135,18 +152,23 @@ def agreement(samples: Sequence[TrainSample], initial: RoutedReference, updated:
     return float(np.concatenate(equal).mean())
 
 
-# ------------------------------------------------------------------ the engine's experts
+# --------------------------------------------------------------- the engine's experts
 
 
-def recorded_batch(seed: int, *, layer_order: Sequence[int] = range(LAYERS)) -> TrainBatch:
-    """As `random_batch`, with experts as an engine may have recorded them: equal after equal tokens, zeros in
-    dense layers, unknown for a third of the tokens. `layer_order`: the layers in whose place each is put."""
+def recorded_batch(
+    seed: int, *, layer_order: Sequence[int] = range(LAYERS)
+) -> TrainBatch:
+    """As `random_batch`, with experts as an engine may have recorded them: equal after
+    equal tokens, zeros in dense layers, unknown for a third of the tokens.
+    `layer_order`: the layers in whose place each is put."""
     batch = random_batch(seed)
     samples: list[TrainSample] = []
     for sample in batch.samples:
         experts_TLK = np.zeros((len(sample.tokens_T), LAYERS, CHOSEN), np.uint8)
         for position in range(len(sample.tokens_T)):
-            rng = np.random.default_rng(sample.tokens_T[: position + 1].astype(np.int64).tolist())
+            rng = np.random.default_rng(
+                sample.tokens_T[: position + 1].astype(np.int64).tolist()
+            )
             if rng.random() < 1 / 3:
                 experts_TLK[position] = UNKNOWN
                 continue
@@ -163,8 +185,9 @@ def choices(sample: TrainSample) -> Choices:
 
 
 def test_replay_uses_the_experts_of_the_engine(pool: RankPool, model: Path) -> None:
-    """Also in the pass for the old log-probs, and not in the reference's. Where they are unknown the router
-    chooses. With two layers in each other's place the gradient is another one."""
+    """Also in the pass for the old log-probs, and not in the reference's. Where they
+    are unknown the router chooses. With two layers in each other's place the gradient
+    is another one."""
     algorithm = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, kl_coef=0.1)
     batch = recorded_batch(1)
     trainer = pool.build(model, train=settings("engine"), algorithm=algorithm)
@@ -174,12 +197,18 @@ def test_replay_uses_the_experts_of_the_engine(pool: RankPool, model: Path) -> N
     first, second = trainer.steps()
 
     initial = RoutedReference(model)
-    for index, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+    for index, (mini, step) in enumerate(
+        zip(mini_batches(batch, 2), (first, second), strict=True)
+    ):
         initial.choices = {}
         reference = initial.frozen_logprobs(mini.samples)
-        initial.choices = {sample.tokens_T.tobytes(): choices(sample) for sample in mini.samples}
+        initial.choices = {
+            sample.tokens_T.tobytes(): choices(sample) for sample in mini.samples
+        }
         old = initial.frozen_logprobs(mini.samples)
-        policy = RoutedReference(model, first.weights) if index else RoutedReference(model)
+        policy = (
+            RoutedReference(model, first.weights) if index else RoutedReference(model)
+        )
         policy.choices = initial.choices
         expected = policy.gradients(mini, algorithm, old=old, reference=reference)
         gap, name = worst(step.gradients, expected)
@@ -188,11 +217,16 @@ def test_replay_uses_the_experts_of_the_engine(pool: RankPool, model: Path) -> N
     swapped = recorded_batch(1, layer_order=[0, 3, 2, 1])
     trainer = pool.build(model, train=settings("engine"), algorithm=algorithm)
     trainer.train(swapped, steps=2)
-    gap, _ = worst(trainer.steps()[0].gradients, {n: torch.from_numpy(g) for n, g in first.gradients.items()})
+    gap, _ = worst(
+        trainer.steps()[0].gradients,
+        {n: torch.from_numpy(g) for n, g in first.gradients.items()},
+    )
     assert gap > 100 * BOUND
 
 
-def test_recorded_experts_of_another_model_are_refused(pool: RankPool, model: Path) -> None:
+def test_recorded_experts_of_another_model_are_refused(
+    pool: RankPool, model: Path
+) -> None:
     batch = recorded_batch(1)
     trainer = pool.build(model, train=settings("engine"))
     fewer_layers = [
@@ -200,14 +234,19 @@ def test_recorded_experts_of_another_model_are_refused(pool: RankPool, model: Pa
         for sample in batch.samples
         if sample.experts_TLK is not None
     ]
-    with pytest.raises(TrainError, match="in each of 3 layers, where this one has 2 of 8 in each of 4"):
+    with pytest.raises(
+        TrainError, match="in each of 3 layers, where this one has 2 of 8 in each of 4"
+    ):
         trainer.train(replace(batch, samples=tuple(fewer_layers)))
-    too_many = [replace(sample, experts_TLK=np.full_like(sample.experts_TLK, 8)) for sample in batch.samples]
+    too_many = [
+        replace(sample, experts_TLK=np.full_like(sample.experts_TLK, 8))
+        for sample in batch.samples
+    ]
     with pytest.raises(TrainError, match="2 of at least 9 in each"):
         trainer.train(replace(batch, samples=tuple(too_many)))
 
 
-# ------------------------------------------------------------------ layouts
+# ----------------------------------------------------------------- layouts
 
 
 LAYOUTS = {
@@ -231,11 +270,19 @@ class Updates:
 
 
 def updates(
-    pool: RankPool, model: Path, replay: str, layout: ParallelLayout, megatron: dict[str, object]
+    pool: RankPool,
+    model: Path,
+    replay: str,
+    layout: ParallelLayout,
+    megatron: dict[str, object],
 ) -> Updates:
     """Of a batch in two mini-batches."""
     trainer = pool.build(
-        model, layout=layout, train=settings(replay), algorithm=ALGORITHM, megatron=megatron | SMOOTH
+        model,
+        layout=layout,
+        train=settings(replay),
+        algorithm=ALGORITHM,
+        megatron=megatron | SMOOTH,
     )
     metrics = resolve(trainer.train(recorded_batch(1), steps=2))
     gradients = [step.gradients for step in trainer.steps()]
@@ -245,7 +292,10 @@ def updates(
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, model: Path) -> dict[str, Updates]:
     """In one process, by the setting."""
-    return {replay: updates(pool, model, replay, ParallelLayout(), {}) for replay in ("trainer", "engine")}
+    return {
+        replay: updates(pool, model, replay, ParallelLayout(), {})
+        for replay in ("trainer", "engine")
+    }
 
 
 @pytest.mark.parametrize("replay", first_quick(["engine", "trainer"]))
@@ -256,7 +306,9 @@ def test_every_layout_replays_experts_as_one_process_does(
     layout, megatron = LAYOUTS[name]
     found = updates(pool, model, replay, layout, megatron)
     expected = alone[replay]
-    for found_step, expected_step in zip(found.gradients, expected.gradients, strict=True):
+    for found_step, expected_step in zip(
+        found.gradients, expected.gradients, strict=True
+    ):
         for tensor, values in expected_step.items():
             assert relative(found_step[tensor], values) < BOUND, tensor
     assert 0 < expected.agreement < 0.98

@@ -1,4 +1,5 @@
-"""A training request leaves nothing to the server: one with preferences of its own samples like any other."""
+"""A training request leaves nothing to the server: one with preferences of its own
+samples like any other."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from invrl.types import Sampling
 
 pytestmark = pytest.mark.slow
 
-PREFERENCES = {"top_k": 1, "frequency_penalty": 1.5, "stop_token_ids": list(range(0, 512, 3)), "min_p": 0.9}
+PREFERENCES = {
+    "top_k": 1,
+    "frequency_penalty": 1.5,
+    "stop_token_ids": list(range(0, 512, 3)),
+    "min_p": 0.9,
+}
 PROMPT = [1, 30, 40]
 TRIES = 6
 
@@ -29,18 +35,25 @@ async def test_sampling_preferences_of_the_server_do_not_change_training_request
     tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     config = EngineConfig(
-        engine_dtype="float32", engine_start_timeout_s=900.0, engine_health_interval_s=600.0
+        engine_dtype="float32",
+        engine_start_timeout_s=900.0,
+        engine_health_interval_s=600.0,
     )
     fleet = Fleet(config, tiny_model, tmp_path, parent=engine_parent)
-    # As a command-line option it is refused; here it stands for whatever sets defaults in the server.
+    # As a command-line option it is refused; here it stands for whatever sets defaults
+    # in the server.
     fleet._sglang_flags = ["--preferred-sampling-params", json.dumps(PREFERENCES)]
     await fleet.start()
     try:
         await fleet.admit()
         bare = [await ask_barely(fleet) for _ in range(TRIES)]
-        assert len({tuple(ids) for ids in bare}) == 1  # the preferences are at work: it is greedy
+        assert (
+            len({tuple(ids) for ids in bare}) == 1
+        )  # the preferences are at work: it is greedy
         assert len(bare[0]) < 24  # and stops at its own tokens
-        ours = await asyncio.gather(*(ask_as_the_gateway_does(fleet) for _ in range(TRIES)))
+        ours = await asyncio.gather(
+            *(ask_as_the_gateway_does(fleet) for _ in range(TRIES))
+        )
         assert len({tuple(ids) for ids in ours}) == TRIES
         assert all(len(ids) == 24 for ids in ours)
     finally:
@@ -56,7 +69,9 @@ async def ask_barely(fleet: Fleet) -> list[int]:
     headers = {"Authorization": f"Bearer {fleet.router.api_key}"}
     async with (
         aiohttp.ClientSession() as http,
-        http.post(fleet.router.url + "/generate", json=body, headers=headers) as response,
+        http.post(
+            fleet.router.url + "/generate", json=body, headers=headers
+        ) as response,
     ):
         answer = await response.json()
     return [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
@@ -70,6 +85,9 @@ async def ask_as_the_gateway_does(fleet: Fleet) -> list[int]:
         ignore_eos=True,
     )
     async with SglangClient(
-        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key, name="router"
+        fleet.router.url,
+        limits=fleet.limits,
+        api_key=fleet.router.api_key,
+        name="router",
     ) as client:
         return (await client.generate(request)).ids_T.tolist()

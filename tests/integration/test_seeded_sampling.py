@@ -1,5 +1,5 @@
-"""Seeded sampling on a real engine behind router and gateway: the same place in a run samples the same
-tokens, bit for bit, also from an engine that was started anew."""
+"""Seeded sampling on a real engine behind router and gateway: the same place in a run
+samples the same tokens, bit for bit, also from an engine that was started anew."""
 
 from __future__ import annotations
 
@@ -38,23 +38,36 @@ class Served:
     http: httpx.AsyncClient
     store: RunStore
 
-    async def rollout(self, group: str, *, index: int = 0, attempt: int = 0, **client: int) -> Sampled:
+    async def rollout(
+        self, group: str, *, index: int = 0, attempt: int = 0, **client: int
+    ) -> Sampled:
         """A session of three turns at one place of the run."""
         member = {"index": index, "attempt": attempt}
         body = {"task_id": "t", "group_id": group, "members": [member]}
         opened = await self.http.post("/sessions", json=body)
         assert opened.status_code == 201, opened.text
-        [session] = msgspec.json.decode(opened.content, type=dict[str, list[Session]])["sessions"]
+        [session] = msgspec.json.decode(opened.content, type=dict[str, list[Session]])[
+            "sessions"
+        ]
         messages: list = []
-        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0) as agent:
+        async with openai.AsyncOpenAI(
+            base_url=session.base_url, api_key=session.key, max_retries=0
+        ) as agent:
             for question in QUESTIONS:
                 messages.append({"role": "user", "content": question})
-                answer = await agent.chat.completions.create(model="tiny", messages=messages, **client)
-                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-        finished = await self.http.post(f"/sessions/{session.id}/finish", json={"reward": 1.0})
+                answer = await agent.chat.completions.create(
+                    model="tiny", messages=messages, **client
+                )
+                messages.append(
+                    {"role": "assistant", "content": answer.choices[0].message.content}
+                )
+        finished = await self.http.post(
+            f"/sessions/{session.id}/finish", json={"reward": 1.0}
+        )
         assert finished.status_code == 200, finished.text
         return [
-            (turn.sampled_ids_T.tolist(), turn.logprobs_T.tobytes()) for turn in self.store.turns(session.id)
+            (turn.sampled_ids_T.tolist(), turn.logprobs_T.tobytes())
+            for turn in self.store.turns(session.id)
         ]
 
     async def places(self, concurrency: int = 1) -> list[Sampled]:
@@ -65,7 +78,9 @@ class Served:
             async with room:
                 return await self.rollout(group, index=index)
 
-        return await asyncio.gather(*(one(group, index) for group in "ab" for index in range(3)))
+        return await asyncio.gather(
+            *(one(group, index) for group in "ab" for index in range(3))
+        )
 
 
 @contextlib.asynccontextmanager
@@ -76,17 +91,23 @@ async def serve(
     sglang: Mapping[str, str] = ALONE,
     run_seed: int = 5,
 ) -> AsyncIterator[Served]:
-    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0, seeded_sampling=True)
+    config = EngineConfig(
+        engine_dtype="float32", engine_start_timeout_s=500.0, seeded_sampling=True
+    )
     fleet = Fleet(config, model, folder, sglang=sglang, parent=parent)
     await fleet.start()
     try:
         await fleet.admit()
         settings = settings_for(fleet, model, folder, sampling_seed=run_seed)
-        gateway = GatewayServer(settings, folder=folder / "private", log=folder / "gateway.log")
+        gateway = GatewayServer(
+            settings, folder=folder / "private", log=folder / "gateway.log"
+        )
         try:
             await asyncio.to_thread(gateway.wait_ready, deadline_s=120)
             headers = {"authorization": f"Bearer {ENV_KEY}"}
-            async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=120) as http:
+            async with httpx.AsyncClient(
+                base_url=gateway.url, headers=headers, timeout=120
+            ) as http:
                 yield Served(http, RunStore(folder / "run.db"))
         finally:
             gateway.stop()

@@ -1,5 +1,5 @@
-"""A rank that gives memory back between its steps: it learns the same, bit for bit, and can be asked and
-saved while it sleeps."""
+"""A rank that gives memory back between its steps: it learns the same, bit for bit, and
+can be asked and saved while it sleeps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 
-BATCHES = (random_batch(0), random_batch(1, groups=1, rollouts=1), random_batch(2, groups=5))
+BATCHES = (
+    random_batch(0),
+    random_batch(1, groups=1, rollouts=1),
+    random_batch(2, groups=5),
+)
 PROMPTS = [[1, 2, 3, 400, 17], [9, 8, 7]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = pytest.mark.parametrize(
-    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
+    "sharded",
+    first_quick([True, False]),
+    ids=["distributed_optimizer", "plain_optimizer"],
 )
 DTYPES = pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 
@@ -72,7 +78,9 @@ def test_sleeping_trainer_learns_the_same_as_a_trainer_that_never_sleeps(
         sleeper.each("sleep")
         for name in ("loss", "grad_norm", "entropy", "optimizer_steps"):
             assert measured[name] == expected_numbers[name], name
-    for logprobs, others in zip(sleeper.logprobs(PROMPTS), expected_logprobs, strict=True):
+    for logprobs, others in zip(
+        sleeper.logprobs(PROMPTS), expected_logprobs, strict=True
+    ):
         assert np.array_equal(logprobs, others)
     assert sleeper.each("staged", 1) == expected_bytes
     for arrays, others in zip(learnt(sleeper), expected, strict=True):
@@ -83,7 +91,8 @@ def test_sleeping_trainer_learns_the_same_as_a_trainer_that_never_sleeps(
 def test_sleeping_trainer_frees_gradients_and_moves_the_optimizer_to_the_cpu(
     pool: RankPool, model: Path, dtype: str
 ) -> None:
-    """Float32 weights are the model's own memory; beside bfloat16 ones the optimizer has master weights."""
+    """Float32 weights are the model's own memory; beside bfloat16 ones the optimizer
+    has master weights."""
     trainer = pool.build(model, train=settings(sharded=True, dtype=dtype))
     trainer.train(BATCHES[0])
     num_weights = sum(values.size for values in trainer.weights().values())
@@ -105,7 +114,8 @@ def test_sleeping_trainer_frees_gradients_and_moves_the_optimizer_to_the_cpu(
 def test_checkpoint_saved_while_asleep_resumes_exactly(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, sharded: bool, dtype: str
 ) -> None:
-    """Also one that is saved before the first step, when the optimizer has no state yet."""
+    """Also one that is saved before the first step, when the optimizer has no state
+    yet."""
     train = settings(sharded=sharded, dtype=dtype)
     trainer = pool.build(model, ranks=ranks, train=train)
     trainer.each("sleep")
@@ -119,7 +129,10 @@ def test_checkpoint_saved_while_asleep_resumes_exactly(
     expected = learnt(trainer)
 
     resumed = pool.build(model, ranks=ranks, train=train)
-    for path, batches in (("first", (BATCHES[0], BATCHES[2])), ("second", (BATCHES[2],))):
+    for path, batches in (
+        ("first", (BATCHES[0], BATCHES[2])),
+        ("second", (BATCHES[2],)),
+    ):
         resumed.each("sleep")
         resumed.each("wake")
         resumed.each("load", str(tmp_path / path))

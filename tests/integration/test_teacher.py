@@ -22,7 +22,11 @@ from invrl.types import TrainBatch
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
-LAYOUTS = {"one process": ParallelLayout(), "DP": ParallelLayout(data=2), "TP": ParallelLayout(tensor=2)}
+LAYOUTS = {
+    "one process": ParallelLayout(),
+    "DP": ParallelLayout(data=2),
+    "TP": ParallelLayout(tensor=2),
+}
 DISTILLATION = AlgorithmConfig(objective="distillation", kl_coef=0.1)
 
 
@@ -41,7 +45,10 @@ def with_gaps(batch: TrainBatch, teacher: Reference, old: Reference) -> TrainBat
     advantages = []
     samples = list(batch.samples)
     for sample, at, before in zip(
-        samples, teacher.frozen_logprobs(samples), old.frozen_logprobs(samples), strict=True
+        samples,
+        teacher.frozen_logprobs(samples),
+        old.frozen_logprobs(samples),
+        strict=True,
     ):
         advantages_T = np.zeros(len(sample.tokens_T))
         advantages_T[sample.loss_mask_T] = (at - before).numpy()
@@ -54,7 +61,9 @@ def test_two_distillation_steps_equal_float64(
     pool: RankPool, model: Path, teacher: Path, layout: ParallelLayout
 ) -> None:
     """With a reference beside the teacher: the initial model. Rewards do not matter."""
-    trainer = pool.build(model, teacher=teacher, layout=layout, train=EXACT, algorithm=DISTILLATION)
+    trainer = pool.build(
+        model, teacher=teacher, layout=layout, train=EXACT, algorithm=DISTILLATION
+    )
     batch = random_batch(5)
     metrics = resolve(trainer.train(batch, steps=2))
     assert metrics["optimizer_steps"] == 2
@@ -62,14 +71,24 @@ def test_two_distillation_steps_equal_float64(
     frozen = Reference(teacher)
     first, second = trainer.steps()
     gaps = []
-    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+    for at, (mini, step) in enumerate(
+        zip(mini_batches(batch, 2), (first, second), strict=True)
+    ):
         policy = Reference(model, first.weights) if at else initial
         mini = with_gaps(mini, frozen, initial)  # old is the model before the batch
         before = initial.frozen_logprobs(mini.samples)
-        gap, name = worst(step.gradients, policy.gradients(mini, DISTILLATION, old=before, reference=before))
+        gap, name = worst(
+            step.gradients,
+            policy.gradients(mini, DISTILLATION, old=before, reference=before),
+        )
         assert gap < BOUND, f"step {at}: {name}"
         gaps += [
-            *np.concatenate([a[s.loss_mask_T] for s, a in zip(mini.samples, mini.advantages, strict=True)])
+            *np.concatenate(
+                [
+                    a[s.loss_mask_T]
+                    for s, a in zip(mini.samples, mini.advantages, strict=True)
+                ]
+            )
         ]
     assert metrics["reverse_kl"] == pytest.approx(-np.mean(gaps), rel=1e-4)
 

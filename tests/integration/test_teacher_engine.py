@@ -18,13 +18,17 @@ BOUND = 1e-3
 VOCABULARY = 512
 
 
-def sample_of(prompt: list[int], sampled_T: np.ndarray, logprobs_T: np.ndarray) -> TrainSample:
+def sample_of(
+    prompt: list[int], sampled_T: np.ndarray, logprobs_T: np.ndarray
+) -> TrainSample:
     tokens_T = np.concatenate([prompt, sampled_T]).astype(np.int32)
     mask_T = np.arange(len(tokens_T)) >= len(prompt)
     return TrainSample(
         tokens_T=tokens_T,
         loss_mask_T=mask_T,
-        rollout_logprobs_T=np.concatenate([np.zeros(len(prompt)), logprobs_T]).astype(np.float32),
+        rollout_logprobs_T=np.concatenate([np.zeros(len(prompt)), logprobs_T]).astype(
+            np.float32
+        ),
         versions_T=np.where(mask_T, 0, -1).astype(np.int32),
         reward=0.0,
         temperature=1.0,
@@ -38,7 +42,8 @@ def sample_of(prompt: list[int], sampled_T: np.ndarray, logprobs_T: np.ndarray) 
 async def test_real_engine_scores_its_own_tokens_with_the_sampled_logprobs(
     tiny_fleet: Fleet, tiny_model: Path
 ) -> None:
-    """The last id of the vocabulary is in a row, too: SGLang reports it under another id."""
+    """The last id of the vocabulary is in a row, too: SGLang reports it under another
+    id."""
     engine = tiny_fleet.engines["engine-0"]
     samples: list[TrainSample] = []
     for number, prompt in enumerate(([1, 30, 40], [5, 400, 33, 33, 90], [7, 8])):
@@ -51,14 +56,20 @@ async def test_real_engine_scores_its_own_tokens_with_the_sampled_logprobs(
             )
         )
         samples.append(sample_of(prompt, whole.ids_T, whole.logprobs_T))
-    last_id = sample_of([1, 30], np.array([VOCABULARY - 1, 0, VOCABULARY - 1]), np.zeros(3))
+    last_id = sample_of(
+        [1, 30], np.array([VOCABULARY - 1, 0, VOCABULARY - 1]), np.zeros(3)
+    )
     batch = TrainBatch(
         batch_id=0,
         version=WeightVersion(0),
         samples=(*samples, last_id),
-        advantages=tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in (*samples, last_id)),
+        advantages=tuple(
+            np.zeros(len(sample.tokens_T), np.float32) for sample in (*samples, last_id)
+        ),
     )
-    teacher = Teacher(engine.server.url, key=engine.server.api_key, timeout_s=60.0, concurrency=2)
+    teacher = Teacher(
+        engine.server.url, key=engine.server.api_key, timeout_s=60.0, concurrency=2
+    )
     assert await teacher.check(read_tokenizer(tiny_model))
     scored = await teacher.score(batch)
     for sample in scored.samples[:-1]:
@@ -71,8 +82,12 @@ async def test_real_engine_scores_its_own_tokens_with_the_sampled_logprobs(
         "return_logprob": True,
         "top_logprobs_num": VOCABULARY,
     }
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {engine.server.api_key}"}) as http:
-        answer = (await http.post(f"{engine.server.url}/generate", json=body, timeout=60.0)).json()
+    async with httpx.AsyncClient(
+        headers={"Authorization": f"Bearer {engine.server.api_key}"}
+    ) as http:
+        answer = (
+            await http.post(f"{engine.server.url}/generate", json=body, timeout=60.0)
+        ).json()
     [after_prompt] = answer["meta_info"]["output_top_logprobs"]
     logprob_of = {token_id: logprob for logprob, token_id, *_ in after_prompt}
     assert abs(measured - logprob_of[VOCABULARY - 1]) < BOUND

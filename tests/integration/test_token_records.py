@@ -1,4 +1,5 @@
-"""What a step records of its tokens is the same in every layout of ranks, and is what was computed."""
+"""What a step records of its tokens is the same in every layout of ranks, and is what
+was computed."""
 
 from __future__ import annotations
 
@@ -49,19 +50,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logprobs_before(trainer: Trainer, batch: TrainBatch) -> Arrays:
     """Of each sample's trained tokens, in the order of the batch."""
     shards = shard_batch(batch, ranks=trainer.layout.data, steps=1)
-    samples = [sample for shard in shards for mini_batch in shard for sample in mini_batch.samples]
+    samples = [
+        sample
+        for shard in shards
+        for mini_batch in shard
+        for sample in mini_batch.samples
+    ]
     found = dict(zip(map(id, samples), trainer.token_logprobs(batch), strict=True))
     return [found[id(sample)][sample.loss_mask_T] for sample in batch.samples]
 
 
-def recorded(trainer: Trainer, batch: TrainBatch, *, steps: int) -> tuple[Arrays, Arrays]:
-    """Log-probs and advantages of each sample, as the trainer's handle puts them together."""
+def recorded(
+    trainer: Trainer, batch: TrainBatch, *, steps: int
+) -> tuple[Arrays, Arrays]:
+    """Log-probs and advantages of each sample, as the trainer's handle puts them
+    together."""
     results = trainer.train_records(batch, steps=steps)
     reporters = [trainer.layout.reporter(data) for data in range(trainer.layout.data)]
     for rank, result in enumerate(results):
         assert bool(result.token_records) == (rank in reporters)
     shards = shard_batch(batch, ranks=trainer.layout.data, steps=steps)
-    records = records_of_batch(batch, shards, [results[rank].token_records for rank in reporters])
+    records = records_of_batch(
+        batch, shards, [results[rank].token_records for rank in reporters]
+    )
     assert len(records) == len(batch.samples)
     logprobs: Arrays = []
     advantages: Arrays = []
@@ -74,31 +85,42 @@ def recorded(trainer: Trainer, batch: TrainBatch, *, steps: int) -> tuple[Arrays
     return logprobs, advantages
 
 
-@pytest.mark.parametrize("share_prefixes", first_quick([True, False]), ids=["shared prefixes", "whole rows"])
+@pytest.mark.parametrize(
+    "share_prefixes", first_quick([True, False]), ids=["shared prefixes", "whole rows"]
+)
 @pytest.mark.parametrize("steps", first_quick([3, 1]))
 @pytest.mark.parametrize("layout", named_quick(LAYOUTS.keys(), "CP", "TP and PP"))
 def test_step_records_the_logprobs_of_the_policy_before_it(
     layout: str, steps: int, share_prefixes: bool, pool: RankPool, model: Path
 ) -> None:
-    """Also of the mini-batches that are trained after the first has changed the weights: their old log-probs
-    were computed before."""
+    """Also of the mini-batches that are trained after the first has changed the
+    weights: their old log-probs were computed before."""
     algorithm = AlgorithmConfig(num_minibatches=steps)
     train = settings(share_prefixes=share_prefixes)
-    trainer = pool.build(model, layout=LAYOUTS[layout], train=train, algorithm=algorithm)
+    trainer = pool.build(
+        model, layout=LAYOUTS[layout], train=train, algorithm=algorithm
+    )
     before = logprobs_before(trainer, BATCH)
     logprobs, advantages = recorded(trainer, BATCH, steps=steps)
     masks = [sample.loss_mask_T for sample in BATCH.samples]
     assert len(logprobs) == len(before)
     for found_N, expected_N in zip(logprobs, before, strict=True):
         np.testing.assert_allclose(found_N, expected_N, rtol=1e-5, atol=1e-5)
-    for found_N, advantages_T, mask_T in zip(advantages, BATCH.advantages, masks, strict=True):
+    for found_N, advantages_T, mask_T in zip(
+        advantages, BATCH.advantages, masks, strict=True
+    ):
         np.testing.assert_array_equal(found_N, advantages_T[mask_T])
     after = logprobs_before(trainer, BATCH)
-    assert max(np.abs(a - b).max() for a, b in zip(after, before, strict=True) if len(a)) > 1e-3
+    assert (
+        max(np.abs(a - b).max() for a, b in zip(after, before, strict=True) if len(a))
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("layout", first_quick(["PP", "DP", "one process"]))
-def test_step_records_the_advantages_of_the_critic(layout: str, pool: RankPool, model: Path) -> None:
+def test_step_records_the_advantages_of_the_critic(
+    layout: str, pool: RankPool, model: Path
+) -> None:
     algorithm = AlgorithmConfig(advantage="gae", num_minibatches=2)
     of_layout = recorded_by_critic(pool, model, algorithm, LAYOUTS[layout])
     alone = recorded_by_critic(pool, model, algorithm, ParallelLayout())

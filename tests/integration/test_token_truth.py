@@ -1,4 +1,5 @@
-"""Token truth over a short load on a scripted engine and on a real one; and that it finds what is planted."""
+"""Token truth over a short load on a scripted engine and on a real one; and that it
+finds what is planted."""
 
 from __future__ import annotations
 
@@ -42,25 +43,45 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         verdict = await stack.verdict(load.sent)
         store = Path(stack.settings.store_path)
         assert (verdict.mismatches, load.errors) == ([], [])
-        yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
+        yield Recorded(
+            load, store, stored_turns(store), stack.tap.generations, Reference(model)
+        )
 
 
 def kinds(recorded: Recorded, **changed) -> set[str]:
-    given = {"turns": recorded.turns, "wire": recorded.wire, "sent": recorded.load.sent, **changed}
+    given = {
+        "turns": recorded.turns,
+        "wire": recorded.wire,
+        "sent": recorded.load.sent,
+        **changed,
+    }
     sent = given.pop("sent")
     unthinking = recorded.load.unthinking
-    verdict = judge(given["turns"], given["wire"], recorded.reference, sent=sent, unthinking=unthinking)
+    verdict = judge(
+        given["turns"],
+        given["wire"],
+        recorded.reference,
+        sent=sent,
+        unthinking=unthinking,
+    )
     return set(verdict.kinds)
 
 
 def stopped(recorded: Recorded) -> list[StoredTurn]:
-    """Turns that ended by themselves and that a client has: not the second of two answers, not one that was
-    cut off too late. Their order in the store is decided by time."""
+    """Turns that ended by themselves and that a client has: not the second of two
+    answers, not one that was cut off too late. Their order in the store is decided by
+    time."""
     seen = {reply.turn_id for reply in recorded.load.sent}
-    return [turn for turn in recorded.turns if turn.finish_reason == "stop" and turn.id in seen]
+    return [
+        turn
+        for turn in recorded.turns
+        if turn.finish_reason == "stop" and turn.id in seen
+    ]
 
 
-def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(recorded: Recorded):
+def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(
+    recorded: Recorded,
+):
     did = recorded.load.did
     for step in (
         "plain",
@@ -74,15 +95,23 @@ def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(recorded:
         "streamed",
     ):
         assert did[step] > 2, step
-    verdict = judge(recorded.turns, recorded.wire, recorded.reference, sent=recorded.load.sent)
-    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
+    verdict = judge(
+        recorded.turns, recorded.wire, recorded.reference, sent=recorded.load.sent
+    )
+    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == (
+        {},
+        True,
+        True,
+    )
     assert verdict.unrecorded <= did["cut"]
     # the spelling is not the tokenizer's own: ids made again from text would differ
     again = [
         recorded.reference.ids(recorded.reference.tokenizer.decode(generation.ids))
         for generation in recorded.wire
     ]
-    assert sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
+    assert (
+        sum(ids != one.ids for ids, one in zip(again, recorded.wire, strict=True)) > 20
+    )
 
 
 def test_judge_finds_one_token_changed_in_the_store(recorded: Recorded, tmp_path: Path):
@@ -94,7 +123,9 @@ def test_judge_finds_one_token_changed_in_the_store(recorded: Recorded, tmp_path
         )
         ids = np.frombuffer(blob, np.int32).copy()
         ids[len(ids) // 2] ^= 1
-        target.execute("UPDATE turns SET sampled_ids=? WHERE id=?", (ids.tobytes(), turn_id))
+        target.execute(
+            "UPDATE turns SET sampled_ids=? WHERE id=?", (ids.tobytes(), turn_id)
+        )
     verdict = judge(stored_turns(copy), recorded.wire, recorded.reference)
     assert [(who, what) for who, what, _ in verdict.mismatches] == [(turn_id, "ids")]
 
@@ -104,7 +135,11 @@ def test_judge_finds_one_value_changed_on_the_wire(recorded: Recorded, field: st
     rid = next(turn.id for turn in stopped(recorded) if len(turn.sampled_ids) > 1)
     at = next(n for n, generation in enumerate(recorded.wire) if generation.rid == rid)
     value = list(getattr(recorded.wire[at], field))
-    value[-2:] = [(value[0][0] + 1, *value[0][1:])] if field == "spans" else [value[-2] + 1, value[-1]]
+    value[-2:] = (
+        [(value[0][0] + 1, *value[0][1:])]
+        if field == "spans"
+        else [value[-2] + 1, value[-1]]
+    )
     wire = [*recorded.wire]
     wire[at] = dataclasses.replace(wire[at], **{field: value})
     found = kinds(recorded, wire=wire)
@@ -117,7 +152,11 @@ def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
     tail = [*turn.context_ids[:-1], turn.context_ids[-1] ^ 1]
 
     def with_turn(**changes) -> list[StoredTurn]:
-        return [*recorded.turns[:at], dataclasses.replace(turn, **changes), *recorded.turns[at + 1 :]]
+        return [
+            *recorded.turns[:at],
+            dataclasses.replace(turn, **changes),
+            *recorded.turns[at + 1 :],
+        ]
 
     assert {"prompt", "tail"} <= kinds(recorded, turns=with_turn(context_ids=tail))
     other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
@@ -125,17 +164,24 @@ def test_judge_finds_every_other_kind_of_planted_mismatch(recorded: Recorded):
     assert "finish" in kinds(recorded, turns=with_turn(finish_reason="length"))
     parents = {one.parent_id for one in recorded.turns}
     leaf = next(one for one in stopped(recorded) if one.id not in parents)
-    assert "unrecorded" in kinds(recorded, turns=[one for one in recorded.turns if one is not leaf])
-    assert "missing" in kinds(
-        recorded, wire=[generation for generation in recorded.wire if generation.rid != turn.id]
+    assert "unrecorded" in kinds(
+        recorded, turns=[one for one in recorded.turns if one is not leaf]
     )
-    sent = [dataclasses.replace(reply, text=reply.text + "x") for reply in recorded.load.sent]
+    assert "missing" in kinds(
+        recorded,
+        wire=[generation for generation in recorded.wire if generation.rid != turn.id],
+    )
+    sent = [
+        dataclasses.replace(reply, text=reply.text + "x")
+        for reply in recorded.load.sent
+    ]
     assert "text" in kinds(recorded, sent=sent)
 
 
 @pytest.fixture(scope="module")
 async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Recorded]:
-    """Qwen3's own tokenizer and template, which takes earlier thinking out of the history."""
+    """Qwen3's own tokenizer and template, which takes earlier thinking out of the
+    history."""
     folder = tmp_path_factory.mktemp("thinking")
     model = folder / "model"
     shutil.copytree(model_folder("qwen3"), model)
@@ -146,34 +192,62 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         verdict = await stack.verdict(load.sent, unthinking=load.unthinking)
         store = Path(stack.settings.store_path)
         assert (verdict.mismatches, load.errors) == ([], [])
-        yield Recorded(load, store, stored_turns(store), stack.tap.generations, Reference(model))
+        yield Recorded(
+            load, store, stored_turns(store), stack.tap.generations, Reference(model)
+        )
 
 
 def test_judge_covers_thinking_models(thinking: Recorded):
     sent = thinking.load.sent
     refusing = thinking.load.unthinking
-    verdict = judge(thinking.turns, thinking.wire, thinking.reference, sent=sent, unthinking=refusing)
-    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == ({}, True, True)
+    verdict = judge(
+        thinking.turns,
+        thinking.wire,
+        thinking.reference,
+        sent=sent,
+        unthinking=refusing,
+    )
+    assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == (
+        {},
+        True,
+        True,
+    )
     assert sum(bool(reply.reasoning) for reply in sent) > 50
     assert len(refusing) > 3
     assert "tail" in {
-        what for _, what, _ in judge(thinking.turns, thinking.wire, thinking.reference).mismatches
+        what
+        for _, what, _ in judge(
+            thinking.turns, thinking.wire, thinking.reference
+        ).mismatches
     }
-    # there are turns whose history the template re-writes: the path holds thinking that it leaves out
-    kept = [turn for turn in thinking.turns if turn.parent_id and rewritten(thinking, turn)]
+    # there are turns whose history the template re-writes: the path holds thinking that
+    # it leaves out
+    kept = [
+        turn for turn in thinking.turns if turn.parent_id and rewritten(thinking, turn)
+    ]
     assert len(kept) > 30
     turn = kept[len(kept) // 2]
     at = thinking.turns.index(turn)
-    for place in (0, len(turn.context_ids) // 2, -1):  # of such a tail too every id is compared
+    for place in (
+        0,
+        len(turn.context_ids) // 2,
+        -1,
+    ):  # of such a tail too every id is compared
         context = list(turn.context_ids)
         context[place] ^= 1
         changed = dataclasses.replace(turn, context_ids=context)
         turns = [*thinking.turns[:at], changed, *thinking.turns[at + 1 :]]
         assert "tail" in kinds(thinking, turns=turns)
     other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
-    turns = [*thinking.turns[:at], dataclasses.replace(turn, messages=other), *thinking.turns[at + 1 :]]
+    turns = [
+        *thinking.turns[:at],
+        dataclasses.replace(turn, messages=other),
+        *thinking.turns[at + 1 :],
+    ]
     assert "tail" in kinds(thinking, turns=turns)
-    altered = [dataclasses.replace(reply, reasoning=reply.reasoning + "x") for reply in sent]
+    altered = [
+        dataclasses.replace(reply, reasoning=reply.reasoning + "x") for reply in sent
+    ]
     assert "text" in kinds(thinking, sent=altered)
 
 

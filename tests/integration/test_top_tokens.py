@@ -1,4 +1,5 @@
-"""Losses that read the likeliest tokens, in layouts of ranks, against float64 on the Hugging Face model."""
+"""Losses that read the likeliest tokens, in layouts of ranks, against float64 on the
+Hugging Face model."""
 
 from __future__ import annotations
 
@@ -40,22 +41,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch_with_top(seed: int) -> TrainBatch:
-    """Every third row has one candidate for each token only, one row has none, and every other token is its
-    own first candidate."""
+    """Every third row has one candidate for each token only, one row has none, and
+    every other token is its own first candidate."""
     batch = random_batch(seed)
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for number, sample in enumerate(batch.samples):
         width = 1 if number % 3 == 1 else K
         num_tokens = len(sample.tokens_T)
-        ids_TK = np.array([rng.permutation(512)[:width] for _ in range(num_tokens)], np.int32)
+        ids_TK = np.array(
+            [rng.permutation(512)[:width] for _ in range(num_tokens)], np.int32
+        )
         logprobs_TK = rng.normal(-np.log(512), 1.0, ids_TK.shape).astype(np.float32)
         for place in range(0, num_tokens, 2):
             if sample.tokens_T[place] not in ids_TK[place]:
                 ids_TK[place, 0] = sample.tokens_T[place]
-        is_sampled_TK = ids_TK == sample.tokens_T[:, None]  # an engine reports one log-prob of a token
-        logprobs_TK = np.where(is_sampled_TK, sample.rollout_logprobs_T[:, None], logprobs_TK)
-        top = TopLogprobs(ids_TK=ids_TK, logprobs_TK=logprobs_TK).where(sample.loss_mask_T)
+        is_sampled_TK = (
+            ids_TK == sample.tokens_T[:, None]
+        )  # an engine reports one log-prob of a token
+        logprobs_TK = np.where(
+            is_sampled_TK, sample.rollout_logprobs_T[:, None], logprobs_TK
+        )
+        top = TopLogprobs(ids_TK=ids_TK, logprobs_TK=logprobs_TK).where(
+            sample.loss_mask_T
+        )
         samples.append(replace(sample, top_logprobs=None if number == 2 else top))
     return replace(batch, samples=tuple(samples))
 
@@ -77,9 +86,15 @@ class ExactTopTokens(Reference):
             positions = np.flatnonzero(sample.loss_mask_T)
             rows = [logprobs_TV[position - 1] for position in positions]
             entropy_N = torch.stack([-(row.exp() * row).sum().detach() for row in rows])
-            bound = float(np.quantile(entropy_N.numpy(), algorithm.simko_entropy_quantile))
+            bound = float(
+                np.quantile(entropy_N.numpy(), algorithm.simko_entropy_quantile)
+            )
             for n, position in enumerate(positions):
-                candidates = [] if sample.top_logprobs is None else sample.top_logprobs.ids_TK[position]
+                candidates = (
+                    []
+                    if sample.top_logprobs is None
+                    else sample.top_logprobs.ids_TK[position]
+                )
                 candidates = [int(token) for token in candidates if token != NO_TOKEN]
                 advantage = float(advantages_T[position])
                 sampled = int(sample.tokens_T[position])
@@ -97,7 +112,9 @@ class ExactTopTokens(Reference):
                     rollout = {sampled: float(sample.rollout_logprobs_T[position])}
                     for k, candidate in enumerate(candidates):
                         assert sample.top_logprobs is not None
-                        rollout[candidate] = float(sample.top_logprobs.logprobs_TK[position, k])
+                        rollout[candidate] = float(
+                            sample.top_logprobs.logprobs_TK[position, k]
+                        )
                     term = self.dppo(rows[n], sampled, rollout, advantage, algorithm)
                 loss = loss + term / tokens
         return self.gradients_of(loss)
@@ -114,7 +131,12 @@ class ExactTopTokens(Reference):
     ) -> torch.Tensor:
         ratio = torch.exp(row_V[sampled] - old)
         if undecided and advantage > 0 and candidates:
-            shared = torch.stack([torch.exp(row_V[token] - row_V[token].detach()) for token in candidates])
+            shared = torch.stack(
+                [
+                    torch.exp(row_V[token] - row_V[token].detach())
+                    for token in candidates
+                ]
+            )
             alpha = algorithm.simko_alpha
             ratio = (1 - alpha) * ratio + alpha * ratio.detach() * shared.mean()
         if undecided and advantage < 0 and candidates[:1] == [sampled]:
@@ -172,9 +194,12 @@ LOSSES = {
 def test_top_token_losses_equal_float64_in_every_layout(
     pool: RankPool, model: Path, layout: str, loss: str
 ) -> None:
-    """Two optimizer steps. Rows share prefixes, and some have fewer candidates, or none."""
+    """Two optimizer steps. Rows share prefixes, and some have fewer candidates, or
+    none."""
     algorithm = LOSSES[loss]
-    trainer = pool.build(model, layout=LAYOUTS[layout], train=EXACT, algorithm=algorithm)
+    trainer = pool.build(
+        model, layout=LAYOUTS[layout], train=EXACT, algorithm=algorithm
+    )
     batch = batch_with_top(5)
     metrics = resolve(trainer.train(batch, steps=2))
     assert metrics["optimizer_steps"] == 2
@@ -185,9 +210,13 @@ def test_top_token_losses_equal_float64_in_every_layout(
         assert 0.0 < metrics["clip_fraction"] < 1.0
     initial = ExactTopTokens(model)
     first, second = trainer.steps()
-    for at, (mini, step) in enumerate(zip(mini_batches(batch, 2), (first, second), strict=True)):
+    for at, (mini, step) in enumerate(
+        zip(mini_batches(batch, 2), (first, second), strict=True)
+    ):
         policy = ExactTopTokens(model, first.weights) if at else initial
-        gap, tensor = worst(step.gradients, policy.gradients_over_top(mini, algorithm, initial))
+        gap, tensor = worst(
+            step.gradients, policy.gradients_over_top(mini, algorithm, initial)
+        )
         assert gap < BOUND, f"step {at}: {tensor}"
 
 
@@ -195,13 +224,18 @@ def test_batch_without_top_tokens_is_refused(pool: RankPool, model: Path) -> Non
     trainer = pool.build(model, train=EXACT, algorithm=LOSSES["simko"])
     start = trainer.weights()
     with pytest.raises(
-        TrainError, match="no row of the batch has them: sample it with --rollout-top-logprobs"
+        TrainError,
+        match="no row of the batch has them: sample it with --rollout-top-logprobs",
     ):
         trainer.train(random_batch(5))
-    assert all(np.array_equal(weight, start[key]) for key, weight in trainer.weights().items())
+    assert all(
+        np.array_equal(weight, start[key]) for key, weight in trainer.weights().items()
+    )
 
 
-def test_loss_that_does_not_need_top_tokens_ignores_them(pool: RankPool, model: Path) -> None:
+def test_loss_that_does_not_need_top_tokens_ignores_them(
+    pool: RankPool, model: Path
+) -> None:
     """Bit for bit the step of the same rows without any."""
     results = []
     for batch in (batch_with_top(5), random_batch(5)):
@@ -209,4 +243,6 @@ def test_loss_that_does_not_need_top_tokens_ignores_them(pool: RankPool, model: 
         trainer.train(batch, steps=1)
         [step] = trainer.steps()
         results.append(step.weights)
-    assert all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
+    assert all(
+        np.array_equal(results[0][name], results[1][name]) for name in results[0]
+    )

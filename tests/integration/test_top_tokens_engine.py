@@ -1,4 +1,5 @@
-"""The likeliest tokens that a real SGLang reports, beside the Hugging Face model in float64."""
+"""The likeliest tokens that a real SGLang reports, beside the Hugging Face model in
+float64."""
 
 from __future__ import annotations
 
@@ -35,10 +36,18 @@ async def test_top_tokens_of_an_engine_equal_the_models_at_the_sampling_temperat
     assert len(top_TK) == len(whole.ids_T) == 20
     tokens_T = torch.tensor([*prompt, *whole.ids_T.tolist()])
     with torch.no_grad():
-        logprobs_TV = Reference(tiny_model).distributions(tokens_T, TEMPERATURE)[len(prompt) - 1 :]
-    expected_TK = logprobs_TV.gather(1, torch.from_numpy(top_TK["id"].astype(np.int64))).numpy()
+        logprobs_TV = Reference(tiny_model).distributions(tokens_T, TEMPERATURE)[
+            len(prompt) - 1 :
+        ]
+    expected_TK = logprobs_TV.gather(
+        1, torch.from_numpy(top_TK["id"].astype(np.int64))
+    ).numpy()
     assert np.abs(top_TK["logprob"] - expected_TK).max() < BOUND
     likeliest_TK = logprobs_TV.topk(K, dim=1).values.numpy()
     assert np.abs(top_TK["logprob"] - likeliest_TK).max() < BOUND
-    untempered_TK = (logprobs_TV * TEMPERATURE).log_softmax(1).topk(K, dim=1).values.numpy()
-    assert np.abs(top_TK["logprob"] - untempered_TK).max() > 10 * BOUND, "the temperature would not be seen"
+    untempered_TK = (
+        (logprobs_TV * TEMPERATURE).log_softmax(1).topk(K, dim=1).values.numpy()
+    )
+    assert np.abs(top_TK["logprob"] - untempered_TK).max() > 10 * BOUND, (
+        "the temperature would not be seen"
+    )

@@ -1,4 +1,5 @@
-"""All ranks behind one handle, as Ray actors: they train together, and they end together."""
+"""All ranks behind one handle, as Ray actors: they train together, and they end
+together."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ DP2 = ParallelLayout(data=2)
 
 
 def handle_of(
-    actors: Sequence[ActorHandle[TrainActor]], *, steps: int, layout: ParallelLayout = DP2
+    actors: Sequence[ActorHandle[TrainActor]],
+    *,
+    steps: int,
+    layout: ParallelLayout = DP2,
 ) -> TrainHandle:
     return TrainHandle(
         actors,
@@ -54,12 +58,16 @@ def handle_of(
 
 def processes_of(actors: Sequence[ActorHandle[TrainActor]]) -> list[psutil.Process]:
     handles = [actor.ray_handle for actor in actors]
-    pids = ray.get([handle.__ray_call__.remote(lambda self: os.getpid()) for handle in handles], timeout=120)
+    pids = ray.get(
+        [handle.__ray_call__.remote(lambda self: os.getpid()) for handle in handles],
+        timeout=120,
+    )
     return [psutil.Process(pid) for pid in pids]
 
 
 LAST_WORDS = r"Last lines of worker-\S+\.err \(in logs/ray\):\nthe last words of a rank"
-"""A rank that works prints nothing else: neither Ray's marks nor warnings that every rank gives are shown."""
+"""A rank that works prints nothing else: neither Ray's marks nor warnings that every
+rank gives are shown."""
 
 
 def say_last_words(actor: ActorHandle[TrainActor]) -> None:
@@ -69,7 +77,9 @@ def say_last_words(actor: ActorHandle[TrainActor]) -> None:
     ray.get(actor.ray_handle.__ray_call__.remote(say), timeout=120)
 
 
-def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[TrainActor]]:
+def rank_actors(
+    model: Path, layout: ParallelLayout = DP2
+) -> list[ActorHandle[TrainActor]]:
     return [
         start_actor(
             f"trainer rank {rank}",
@@ -93,7 +103,12 @@ def rank_actors(model: Path, layout: ParallelLayout = DP2) -> list[ActorHandle[T
 @pytest.mark.parametrize(
     "layout",
     first_quick(
-        [DP2, ParallelLayout(tensor=2), ParallelLayout(pipeline=2), ParallelLayout(data=2, expert=2)]
+        [
+            DP2,
+            ParallelLayout(tensor=2),
+            ParallelLayout(pipeline=2),
+            ParallelLayout(data=2, expert=2),
+        ]
     ),
     ids=["data", "tensor", "pipeline", "expert"],
 )
@@ -133,7 +148,9 @@ async def test_two_ranks_train_and_the_death_of_a_rank_ends_both(
     alone = pool.build(model, train=TRAIN)
     alone.train(batch, steps=2)
     token_logprobs = await handle.token_logprobs(batch)
-    for found_T, expected_T in zip(token_logprobs, alone.token_logprobs(batch), strict=True):
+    for found_T, expected_T in zip(
+        token_logprobs, alone.token_logprobs(batch), strict=True
+    ):
         assert np.abs(found_T - expected_T).max() < 1e-3
     assert np.abs(alone.logprobs([prompt])[0] - logprobs).max() < 1e-4
 
@@ -144,7 +161,9 @@ async def test_two_ranks_train_and_the_death_of_a_rank_ends_both(
     await asyncio.sleep(0.1)
     assert not training.done()
     processes[1].kill()
-    with pytest.raises(TrainError, match=f"(?s)trainer rank 1 failed in train.*{LAST_WORDS}"):
+    with pytest.raises(
+        TrainError, match=f"(?s)trainer rank 1 failed in train.*{LAST_WORDS}"
+    ):
         await training
     assert still_running(processes, within_s=60) == []
 
@@ -174,7 +193,9 @@ def stand_in(rank: int, behaviour: str) -> ActorHandle[TrainActor]:
             if behaviour == "wait":
                 time.sleep(600)
 
-    return ActorHandle(f"trainer rank {rank}", ray.remote(StandIn).options(num_cpus=0).remote())
+    return ActorHandle(
+        f"trainer rank {rank}", ray.remote(StandIn).options(num_cpus=0).remote()
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +204,11 @@ def stand_in(rank: int, behaviour: str) -> ActorHandle[TrainActor]:
         (("wait", "fail"), TrainError, "^the loss is nan: no weight was changed$"),
         (("wait", "refuse"), ConfigError, "^--lr = 0: too small. Fix: more$"),
         (("bug", "wait"), TrainError, "trainer rank 0 failed in start.*a bug of ours"),
-        (("lose its peer", "die"), TrainError, "^trainer rank 1 failed in start: ActorDied"),
+        (
+            ("lose its peer", "die"),
+            TrainError,
+            "^trainer rank 1 failed in start: ActorDied",
+        ),
         (("answer", "wait"), DeadlineError, "1 of 2 trainer ranks to finish start"),
     ],
 )
@@ -192,7 +217,9 @@ async def test_failure_of_one_rank_at_the_start_leaves_no_rank(
 ) -> None:
     actors = [stand_in(rank, behaviour) for rank, behaviour in enumerate(behaviours)]
     processes = processes_of(actors)
-    start_s = 15.0 if error is DeadlineError else 120.0  # the others must not wait for it
+    start_s = (
+        15.0 if error is DeadlineError else 120.0
+    )  # the others must not wait for it
     handle = TrainHandle(
         actors,
         layout=DP2,
@@ -206,8 +233,11 @@ async def test_failure_of_one_rank_at_the_start_leaves_no_rank(
     assert still_running(processes, within_s=60) == []
 
 
-async def test_stopped_rank_is_named_whether_it_works_or_waits(pool: RankPool, tmp_path: Path) -> None:
-    """Nobody else would tell: it keeps its sockets, and the other rank waits for it in a collective."""
+async def test_stopped_rank_is_named_whether_it_works_or_waits(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Nobody else would tell: it keeps its sockets, and the other rank waits for it in
+    a collective."""
     model = make_tiny_model(tmp_path / "model")
     actors = rank_actors(model)
     handle = TrainHandle(

@@ -1,4 +1,5 @@
-"""Steps of real ranks over gloo: however a batch is split, resumed or refused, the weights are right."""
+"""Steps of real ranks over gloo: however a batch is split, resumed or refused, the
+weights are right."""
 
 from __future__ import annotations
 
@@ -70,12 +71,19 @@ def alone(pool: RankPool, model: Path) -> tuple[list[dict[str, float]], Arrays]:
 
 
 @pytest.mark.parametrize(
-    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
+    "sharded",
+    first_quick([True, False]),
+    ids=["distributed_optimizer", "plain_optimizer"],
 )
 def test_two_ranks_take_the_steps_of_one(
-    pool: RankPool, model: Path, alone: tuple[list[dict[str, float]], Arrays], sharded: bool
+    pool: RankPool,
+    model: Path,
+    alone: tuple[list[dict[str, float]], Arrays],
+    sharded: bool,
 ) -> None:
-    pair = pool.build(model, ranks=2, train=settings(sharded=sharded), algorithm=ALGORITHM)
+    pair = pool.build(
+        model, ranks=2, train=settings(sharded=sharded), algorithm=ALGORITHM
+    )
     numbers = train_all(pair)
     first, second = pair.each("weights")
     expected_numbers, expected = alone
@@ -83,7 +91,15 @@ def test_two_ranks_take_the_steps_of_one(
     gap, name = worst(first, expected)
     assert gap < BOUND, name
     for measured, single in zip(numbers, expected_numbers, strict=True):
-        for key in ("loss", "grad_norm", "ratio_max", "clip_fraction", "entropy", "kl_reference", "tokens"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "ratio_max",
+            "clip_fraction",
+            "entropy",
+            "kl_reference",
+            "tokens",
+        ):
             assert measured[key] == pytest.approx(single[key], rel=1e-4, abs=1e-6), key
 
 
@@ -98,13 +114,18 @@ def test_distributed_optimizer_takes_the_same_steps(
 
 @pytest.mark.parametrize("dtype", first_quick(["bfloat16", "float32"]))
 @pytest.mark.parametrize(
-    "sharded", first_quick([True, False]), ids=["distributed_optimizer", "plain_optimizer"]
+    "sharded",
+    first_quick([True, False]),
+    ids=["distributed_optimizer", "plain_optimizer"],
 )
 def test_checkpoint_resumes_exactly(
     pool: RankPool, model: Path, tmp_path: Path, sharded: bool, dtype: str
 ) -> None:
-    """Adam's moments and step counts, master weights that bf16 cannot hold, and the schedule are in it."""
-    train = settings(sharded=sharded, train_dtype=dtype, lr_decay_style="linear", lr_decay_steps=6)
+    """Adam's moments and step counts, master weights that bf16 cannot hold, and the
+    schedule are in it."""
+    train = settings(
+        sharded=sharded, train_dtype=dtype, lr_decay_style="linear", lr_decay_steps=6
+    )
     trainer = pool.build(model, train=train)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
@@ -120,9 +141,11 @@ def test_checkpoint_resumes_exactly(
 
 
 @pytest.mark.parametrize("style", first_quick(["cosine", "linear", "constant"]))
-def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, style: str) -> None:
-    """Linear warm-up over 2 steps, the first of them above 0; then from lr to lr_min at step 6, and no
-    further (cosine: SGDR, arXiv 1608.03983, equation 5)."""
+def test_the_learning_rate_follows_its_schedule(
+    pool: RankPool, model: Path, style: str
+) -> None:
+    """Linear warm-up over 2 steps, the first of them above 0; then from lr to lr_min at
+    step 6, and no further (cosine: SGDR, arXiv 1608.03983, equation 5)."""
     train = settings(
         lr=1e-3,
         lr_min=1e-4,
@@ -138,21 +161,29 @@ def test_the_learning_rate_follows_its_schedule(pool: RankPool, model: Path, sty
         "linear": lambda x: 1e-3 - 9e-4 * x,
         "cosine": lambda x: 1e-4 + 9e-4 * 0.5 * (1 + np.cos(np.pi * x)),
     }[style]
-    expected = [1e-3 * (step + 1) / 3 if step < 2 else decay(done[step]) for step in range(8)]
+    expected = [
+        1e-3 * (step + 1) / 3 if step < 2 else decay(done[step]) for step in range(8)
+    ]
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_first_step_of_a_warm_up_moves_the_weights(pool: RankPool, model: Path) -> None:
+def test_the_first_step_of_a_warm_up_moves_the_weights(
+    pool: RankPool, model: Path
+) -> None:
     trainer = pool.build(model, train=settings(lr_warmup_steps=4))
     start = trainer.weights()
     assert resolve(trainer.train(BATCHES[0]))["lr"] == pytest.approx(1e-3 / 5)
-    assert all((weight != start[name]).any() for name, weight in trainer.weights().items())
+    assert all(
+        (weight != start[name]).any() for name, weight in trainer.weights().items()
+    )
 
 
 def without_signal(batch: TrainBatch, *, groups: frozenset[str]) -> TrainBatch:
     """These groups' advantages are 0."""
     pairs = zip(batch.samples, batch.advantages, strict=True)
-    advantages = tuple(a_T * 0 if sample.group_id in groups else a_T for sample, a_T in pairs)
+    advantages = tuple(
+        a_T * 0 if sample.group_id in groups else a_T for sample, a_T in pairs
+    )
     return replace(batch, advantages=advantages)
 
 
@@ -161,9 +192,11 @@ def groups_of(batch: TrainBatch) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_batch_without_signal_changes_no_state(pool: RankPool, model: Path, ranks: int) -> None:
-    """Adam's momentum and weight decay would move the weights under a gradient of 0, and the schedule would
-    go on."""
+def test_batch_without_signal_changes_no_state(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
+    """Adam's momentum and weight decay would move the weights under a gradient of 0,
+    and the schedule would go on."""
     train = settings(weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=8)
     trainer = pool.build(model, ranks=ranks, train=train)
     trainer.train(BATCHES[0])
@@ -173,14 +206,20 @@ def test_batch_without_signal_changes_no_state(pool: RankPool, model: Path, rank
     assert numbers["optimizer_steps"] == 0
     assert numbers["skipped_steps"] == 2
     assert numbers["grad_norm"] == 0
-    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+    assert all(
+        np.array_equal(weight, start[name])
+        for name, weight in trainer.weights().items()
+    )
     after = resolve(trainer.train(BATCHES[2], steps=2))
     assert (after["optimizer_steps"], after["skipped_steps"]) == (2, 0)
     weights = trainer.weights()
     other = pool.build(model, ranks=ranks, train=train)
     other.train(BATCHES[0])
     assert resolve(other.train(BATCHES[2], steps=2))["lr"] == after["lr"]
-    assert all(np.array_equal(weight, weights[name]) for name, weight in other.weights().items())
+    assert all(
+        np.array_equal(weight, weights[name])
+        for name, weight in other.weights().items()
+    )
 
 
 def test_mini_batch_without_signal_makes_no_step(pool: RankPool, model: Path) -> None:
@@ -193,7 +232,9 @@ def test_mini_batch_without_signal_makes_no_step(pool: RankPool, model: Path) ->
     assert len(trainer.steps()) == 2
 
 
-def test_zero_advantages_with_a_kl_term_make_a_step(pool: RankPool, model: Path) -> None:
+def test_zero_advantages_with_a_kl_term_make_a_step(
+    pool: RankPool, model: Path
+) -> None:
     """The term pulls back to the reference once the policy has left it."""
     trainer = pool.build(model, train=settings(), algorithm=ALGORITHM)
     trainer.train(BATCHES[0])
@@ -219,7 +260,9 @@ def test_a_checkpoint_is_loaded_by_another_number_of_ranks(
     assert gap < BOUND, name
 
 
-def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
     """Most parameters lie on one rank or the other, some on both."""
     pair = pool.build(model, ranks=2, train=settings())
     pair.train(BATCHES[0], steps=2)
@@ -234,11 +277,18 @@ def test_a_checkpoint_of_two_ranks_resumes_bit_for_bit(pool: RankPool, model: Pa
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_saving_needs_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path, ranks: int) -> None:
-    """Megatron's own saver copies the optimizer's state two or three times, and forks its writers. A copy to
-    write beside training takes what the estimate says, on one rank."""
-    model = make_tiny_model(tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4)
-    state = 3 * (model / "model.safetensors").stat().st_size  # float32, as master weights and moments are
+def test_saving_needs_the_memory_of_a_few_tensors(
+    pool: RankPool, tmp_path: Path, ranks: int
+) -> None:
+    """Megatron's own saver copies the optimizer's state two or three times, and forks
+    its writers. A copy to write beside training takes what the estimate says, on one
+    rank."""
+    model = make_tiny_model(
+        tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4
+    )
+    state = (
+        3 * (model / "model.safetensors").stat().st_size
+    )  # float32, as master weights and moments are
     trainer = pool.build(model, ranks=ranks, train=settings(train_dtype="bfloat16"))
     trainer.train(BATCHES[0])
     for method in ("export", "save"):
@@ -248,7 +298,10 @@ def test_saving_needs_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
         grown = trainer.call("growth", [(method, folder) for folder in folders])
         assert max(grown) < state / 4, method
     trainer.each("hold_writer")
-    copies = [(str(tmp_path / "copied-model"), str(tmp_path / "copied")), ("", str(tmp_path / "copied"))]
+    copies = [
+        (str(tmp_path / "copied-model"), str(tmp_path / "copied")),
+        ("", str(tmp_path / "copied")),
+    ]
     grown = trainer.call("growth", [("copy", folders) for folders in copies[:ranks]])
     assert grown[0] == pytest.approx((2 * 2 + 12) / 12 * state, rel=0.2)
     assert max(grown[1:], default=0) < state / 4
@@ -261,27 +314,40 @@ def test_saving_needs_the_memory_of_a_few_tensors(pool: RankPool, tmp_path: Path
 def test_checkpoint_written_during_training_is_of_the_step_it_was_copied_in(
     pool: RankPool, model: Path, tmp_path: Path, ranks: int, dtype: str, sharded: bool
 ) -> None:
-    """Byte for byte that which is written at once, whatever the steps change meanwhile."""
-    trainer = pool.build(model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded))
+    """Byte for byte that which is written at once, whatever the steps change
+    meanwhile."""
+    trainer = pool.build(
+        model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded)
+    )
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "at-once"))
     trainer.part([0]).each("export", str(tmp_path / "at-once-model"))
-    folders = [(str(tmp_path / f"model-{rank}"), str(tmp_path / "beside")) for rank in range(ranks)]
+    folders = [
+        (str(tmp_path / f"model-{rank}"), str(tmp_path / "beside"))
+        for rank in range(ranks)
+    ]
     trainer.call("copy", folders)
     trainer.train(BATCHES[2], steps=2)
     written = trainer.each("finish_copy")
     entries = dict(ChainMap(*(state for _, state in written)))
     write_manifest(tmp_path / "beside", {})
     assert entries.items() <= read_entries(tmp_path / "beside").items()
-    files = {path.relative_to(tmp_path / "at-once") for path in (tmp_path / "at-once").rglob("*.*")}
+    files = {
+        path.relative_to(tmp_path / "at-once")
+        for path in (tmp_path / "at-once").rglob("*.*")
+    }
     assert len(files) >= 4
     for file in files:
         if file.name != ".metadata":  # it names the time
             expected = (tmp_path / "at-once" / file).read_bytes()
             assert (tmp_path / "beside" / file).read_bytes() == expected, file
     name = "model.safetensors"
-    assert (tmp_path / "model-0" / name).read_bytes() == (tmp_path / "at-once-model" / name).read_bytes()
-    resumed = pool.build(model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded))
+    assert (tmp_path / "model-0" / name).read_bytes() == (
+        tmp_path / "at-once-model" / name
+    ).read_bytes()
+    resumed = pool.build(
+        model, ranks=ranks, train=settings(train_dtype=dtype, sharded=sharded)
+    )
     resumed.each("load", str(tmp_path / "beside"))
     with pytest.raises(TrainError, match="not empty"):
         resumed.call("copy", folders)
@@ -296,11 +362,19 @@ def test_recorded_checksums_equal_those_of_the_written_files(
     for method in ("save", "export"):
         folder = tmp_path / method
         entries = dict(
-            ChainMap(*trainer.part(range(ranks if method == "save" else 1)).each(method, str(folder)))
+            ChainMap(
+                *trainer.part(range(ranks if method == "save" else 1)).each(
+                    method, str(folder)
+                )
+            )
         )
         write_manifest(folder, {})
         assert entries.items() <= read_entries(folder).items()
-        large = {name for name, entry in read_entries(folder).items() if entry.bytes > 100_000}
+        large = {
+            name
+            for name, entry in read_entries(folder).items()
+            if entry.bytes > 100_000
+        }
         assert large <= entries.keys() | {"tokenizer.json"}
 
 
@@ -316,11 +390,14 @@ def test_save_refuses_a_folder_that_is_not_empty_and_load_a_missing_folder(
 
 
 def test_steps_too_small_for_bfloat16_accumulate(pool: RankPool, model: Path) -> None:
-    """A norm's weight is near 1, where bf16 has steps of 0.004 or more; Adam moves it by 0.0002."""
+    """A norm's weight is near 1, where bf16 has steps of 0.004 or more; Adam moves it
+    by 0.0002."""
     trainer = pool.build(model, train=settings(train_dtype="bfloat16", lr=2e-4))
 
     def norms() -> np.ndarray:
-        return np.concatenate([w for name, w in trainer.weights().items() if "norm" in name])
+        return np.concatenate(
+            [w for name, w in trainer.weights().items() if "norm" in name]
+        )
 
     before = norms()
     for _ in range(3):
@@ -331,8 +408,12 @@ def test_steps_too_small_for_bfloat16_accumulate(pool: RankPool, model: Path) ->
     assert (norms() != before).mean() > 0.5
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), first_quick([(2, "float32"), (1, "float32"), (1, "bfloat16")]))
-def test_ten_steps_repeat_bit_for_bit(pool: RankPool, model: Path, ranks: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), first_quick([(2, "float32"), (1, "float32"), (1, "bfloat16")])
+)
+def test_ten_steps_repeat_bit_for_bit(
+    pool: RankPool, model: Path, ranks: int, dtype: str
+) -> None:
     """From two builds of the same seed, under torch's deterministic algorithms."""
     runs: list[Arrays] = []
     for _ in range(2):
@@ -358,8 +439,9 @@ def with_advantage(batch: TrainBatch, value: float) -> TrainBatch:
 def test_loss_that_is_not_finite_changes_no_state(
     pool: RankPool, model: Path, bad: float, ranks: int
 ) -> None:
-    """Not even what comes after: the next batch is trained as if the bad one had never been. Of two ranks one
-    has the bad token. The other mini-batch of the batch is trained."""
+    """Not even what comes after: the next batch is trained as if the bad one had never
+    been. Of two ranks one has the bad token. The other mini-batch of the batch is
+    trained."""
     train = settings(weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=8)
     trainer = pool.build(model, ranks=ranks, train=train)
     trainer.train(BATCHES[0])
@@ -370,7 +452,10 @@ def test_loss_that_is_not_finite_changes_no_state(
     assert numbers["skipped_steps"] == 0
     assert all(np.isfinite(value) for value in numbers.values()), numbers
     assert "loss" not in numbers
-    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+    assert all(
+        np.array_equal(weight, start[name])
+        for name, weight in trainer.weights().items()
+    )
     numbers = resolve(trainer.train(with_advantage(BATCHES[2], bad), steps=2))
     assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (1, 1)
     assert numbers["loss"] != 0
@@ -379,7 +464,9 @@ def test_loss_that_is_not_finite_changes_no_state(
     fresh.train(BATCHES[0])
     second_half = mini_batches(BATCHES[2], 2)[1]
     fresh.train(second_half)
-    assert all(np.array_equal(weight, after[name]) for name, weight in fresh.weights().items())
+    assert all(
+        np.array_equal(weight, after[name]) for name, weight in fresh.weights().items()
+    )
 
 
 def row_means(batch: TrainBatch) -> list[float]:
@@ -387,7 +474,9 @@ def row_means(batch: TrainBatch) -> list[float]:
     means: list[float] = []
     for sample, advantages_T in zip(batch.samples, batch.advantages, strict=True):
         if sample.loss_mask_T.any():
-            means.append(float(advantages_T[sample.loss_mask_T].astype(np.float64).mean()))
+            means.append(
+                float(advantages_T[sample.loss_mask_T].astype(np.float64).mean())
+            )
     return means
 
 
@@ -402,37 +491,60 @@ def token_mean(batch: TrainBatch) -> float:
 def test_the_loss_that_is_minimized_is_reported_beside_its_token_mean(
     pool: RankPool, model: Path, ranks: int
 ) -> None:
-    """The weights all but stay, so that ratios are 1 and a token's loss is its advantage, negated."""
+    """The weights all but stay, so that ratios are 1 and a token's loss is its
+    advantage, negated."""
     train = settings(lr=1e-12)
     for aggregation in ("sequence_mean", "token_mean"):
-        algorithm = AlgorithmConfig.model_validate({"aggregation": aggregation, "correction": "none"})
+        algorithm = AlgorithmConfig.model_validate(
+            {"aggregation": aggregation, "correction": "none"}
+        )
         trainer = pool.build(model, ranks=ranks, train=train, algorithm=algorithm)
         for batch in (BATCHES[0], one_rollout(BATCHES[0])):
             numbers = resolve(trainer.train(batch))
-            minimized = np.mean(row_means(batch)) if aggregation == "sequence_mean" else token_mean(batch)
-            assert numbers["minimized_loss"] == pytest.approx(-minimized, rel=1e-5, abs=1e-7)
-            assert numbers["loss"] == pytest.approx(-token_mean(batch), rel=1e-5, abs=1e-7)
+            minimized = (
+                np.mean(row_means(batch))
+                if aggregation == "sequence_mean"
+                else token_mean(batch)
+            )
+            assert numbers["minimized_loss"] == pytest.approx(
+                -minimized, rel=1e-5, abs=1e-7
+            )
+            assert numbers["loss"] == pytest.approx(
+                -token_mean(batch), rel=1e-5, abs=1e-7
+            )
     halves = mini_batches(BATCHES[2], 2)
     numbers = resolve(trainer.train(BATCHES[2], steps=2))
     mean_of_steps = np.mean([token_mean(half) for half in halves])
-    assert numbers["minimized_loss"] == pytest.approx(-mean_of_steps, rel=1e-5, abs=1e-7)
+    assert numbers["minimized_loss"] == pytest.approx(
+        -mean_of_steps, rel=1e-5, abs=1e-7
+    )
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_too_many_nonfinite_steps_in_a_row_end_the_run(pool: RankPool, model: Path, ranks: int) -> None:
-    """A step between them that is finite starts the count again; mini-batches count one by one."""
+def test_too_many_nonfinite_steps_in_a_row_end_the_run(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
+    """A step between them that is finite starts the count again; mini-batches count one
+    by one."""
     trainer = pool.build(model, ranks=ranks, train=settings(max_nonfinite_steps=2))
     bad = with_advantage(BATCHES[0], np.nan)
     trainer.train(bad)
     trainer.train(BATCHES[0])
     trainer.train(bad)
     weights = trainer.weights()
-    with pytest.raises(TrainError, match=r"(?s)2 of at most 2 such steps in a row.*max-nonfinite-steps"):
+    with pytest.raises(
+        TrainError, match=r"(?s)2 of at most 2 such steps in a row.*max-nonfinite-steps"
+    ):
         trainer.train(bad)
-    assert all(np.array_equal(weight, weights[name]) for name, weight in trainer.weights().items())
+    assert all(
+        np.array_equal(weight, weights[name])
+        for name, weight in trainer.weights().items()
+    )
 
 
-def test_gradient_that_is_not_finite_changes_no_state(pool: RankPool, model: Path) -> None:
+def test_gradient_that_is_not_finite_changes_no_state(
+    pool: RankPool, model: Path
+) -> None:
     """The loss of this surrogate is 0, its gradient is not a number."""
     trainer = pool.build(
         model,
@@ -444,11 +556,16 @@ def test_gradient_that_is_not_finite_changes_no_state(pool: RankPool, model: Pat
     assert (numbers["optimizer_steps"], numbers["nonfinite_steps"]) == (0, 1)
     with pytest.raises(TrainError, match="NaN"):
         trainer.train(BATCHES[0])
-    assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+    assert all(
+        np.array_equal(weight, start[name])
+        for name, weight in trainer.weights().items()
+    )
 
 
 @pytest.mark.parametrize("ranks", first_quick([2, 1]))
-def test_batch_without_trained_tokens_makes_no_step(pool: RankPool, model: Path, ranks: int) -> None:
+def test_batch_without_trained_tokens_makes_no_step(
+    pool: RankPool, model: Path, ranks: int
+) -> None:
     """A batch of rows without a trained token, and a batch without rows."""
     trainer = pool.build(model, ranks=ranks, train=settings(weight_decay=0.1))
     start = trainer.weights()
@@ -465,12 +582,18 @@ def test_batch_without_trained_tokens_makes_no_step(pool: RankPool, model: Path,
         assert numbers["optimizer_steps"] == 0
         assert numbers["skipped_steps"] == 0
         assert numbers["tokens"] == 0
-        assert all(np.array_equal(weight, start[name]) for name, weight in trainer.weights().items())
+        assert all(
+            np.array_equal(weight, start[name])
+            for name, weight in trainer.weights().items()
+        )
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.1])
-def test_the_gradient_norm_is_bounded(pool: RankPool, model: Path, bound: float) -> None:
-    """Adam's first step under an eps far above any gradient is lr / eps times the clipped one. 0: none."""
+def test_the_gradient_norm_is_bounded(
+    pool: RankPool, model: Path, bound: float
+) -> None:
+    """Adam's first step under an eps far above any gradient is lr / eps times the
+    clipped one. 0: none."""
     trainer = pool.build(
         model,
         train=settings(clip_grad=bound, lr=1e5, sharded=False),
@@ -482,6 +605,12 @@ def test_the_gradient_norm_is_bounded(pool: RankPool, model: Path, bound: float)
     assert norm > 0.2
     factor = 0.1 * (bound / norm if bound else 1.0)
     for name, weight in step.weights.items():
-        assert weight == pytest.approx(start[name] - factor * step.gradients[name], rel=1e-6, abs=1e-7)
-    moved = np.sqrt(sum(np.sum((weight - start[name]) ** 2) for name, weight in step.weights.items()))
+        assert weight == pytest.approx(
+            start[name] - factor * step.gradients[name], rel=1e-6, abs=1e-7
+        )
+    moved = np.sqrt(
+        sum(
+            np.sum((weight - start[name]) ** 2) for name, weight in step.weights.items()
+        )
+    )
     assert moved == pytest.approx(0.1 * (bound or norm), rel=1e-3)

@@ -1,8 +1,9 @@
-"""What an update does to requests in flight: the version on every token is true, and cached keys and values
-serve only the version that computed them.
+"""What an update does to requests in flight: the version on every token is true, and
+cached keys and values serve only the version that computed them.
 
-The reference is transformers' model with the weights of each version. For tokens whose context was computed
-under several versions it keeps its own keys and values, as the engine does.
+The reference is transformers' model with the weights of each version. For tokens whose
+context was computed under several versions it keeps its own keys and values, as the
+engine does.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ NUM_UPDATES = 50
 NUM_TOKENS = 400
 """Of a stream: it lives through a few updates."""
 CHANGE = 0.02
-"""Of the weights between two versions. Their log-probs differ by far more than the bound."""
+"""Of the weights between two versions. Their log-probs differ by far more than the
+bound."""
 BOUND = 1e-3
-RETRACT, IN_PLACE, DRAIN = ({"weight_update_inflight": mode} for mode in ("retract", "in_place", "drain"))
+RETRACT, IN_PLACE, DRAIN = (
+    {"weight_update_inflight": mode} for mode in ("retract", "in_place", "drain")
+)
 SHORT_DRAIN = {**DRAIN, "weight_drain_timeout_s": 0.1}
 
 
@@ -77,9 +81,12 @@ class Updates:
         assert (result.finish_reason, len(result.ids_T)) == ("length", num_tokens)
         return result
 
-    def gap(self, prompt: Sequence[int], result: GenerateResult, *, keeps_cache: bool) -> float:
-        """The largest difference between the engine's log-probs and those of the version that each token
-        claims. `keeps_cache`: of a context whose keys and values older versions have computed."""
+    def gap(
+        self, prompt: Sequence[int], result: GenerateResult, *, keeps_cache: bool
+    ) -> float:
+        """The largest difference between the engine's log-probs and those of the
+        version that each token claims. `keeps_cache`: of a context whose keys and
+        values older versions have computed."""
         ids = [*prompt, *result.ids_T.tolist()]
         reference = _kept_logprobs if keeps_cache else _recomputed_logprobs
         expected_T = reference(self.models, ids, len(prompt), result.spans)
@@ -87,7 +94,10 @@ class Updates:
 
 
 def _recomputed_logprobs(
-    models: dict[int, PreTrainedModel], ids: list[int], num_prompt: int, spans: Sequence[VersionSpan]
+    models: dict[int, PreTrainedModel],
+    ids: list[int],
+    num_prompt: int,
+    spans: Sequence[VersionSpan],
 ) -> NDArray[np.float32]:
     """The whole context of a token is computed under its own version."""
     parts: list[NDArray[np.float32]] = []
@@ -95,14 +105,24 @@ def _recomputed_logprobs(
         with torch.no_grad():
             logits = models[span.version](torch.tensor([ids[:-1]])).logits[0]
         first = num_prompt - 1
-        parts.append(_picked(logits[first + span.start : first + span.end], ids, num_prompt + span.start))
+        parts.append(
+            _picked(
+                logits[first + span.start : first + span.end],
+                ids,
+                num_prompt + span.start,
+            )
+        )
     return np.concatenate(parts)
 
 
 def _kept_logprobs(
-    models: dict[int, PreTrainedModel], ids: list[int], num_prompt: int, spans: Sequence[VersionSpan]
+    models: dict[int, PreTrainedModel],
+    ids: list[int],
+    num_prompt: int,
+    spans: Sequence[VersionSpan],
 ) -> NDArray[np.float32]:
-    """A token of the context was computed once, under the version that sampled the token after it."""
+    """A token of the context was computed once, under the version that sampled the
+    token after it."""
     cache = DynamicCache()
     parts: list[NDArray[np.float32]] = []
     num_computed = 0
@@ -110,8 +130,12 @@ def _kept_logprobs(
         end = num_prompt + span.end - 1
         with torch.no_grad():
             chunk = torch.tensor([ids[num_computed:end]])
-            logits = models[span.version](chunk, past_key_values=cache, use_cache=True).logits[0]
-        parts.append(_picked(logits[span.start - span.end :], ids, num_prompt + span.start))
+            logits = models[span.version](
+                chunk, past_key_values=cache, use_cache=True
+            ).logits[0]
+        parts.append(
+            _picked(logits[span.start - span.end :], ids, num_prompt + span.start)
+        )
         num_computed = end
     return np.concatenate(parts)
 
@@ -119,19 +143,34 @@ def _kept_logprobs(
 def _picked(logits_TV: torch.Tensor, ids: list[int], first: int) -> NDArray[np.float32]:
     """The log-probs of the tokens from `first` on."""
     chosen_T = torch.tensor(ids[first : first + len(logits_TV)])
-    return torch.log_softmax(logits_TV.float(), -1).gather(1, chosen_T[:, None])[:, 0].numpy()
+    return (
+        torch.log_softmax(logits_TV.float(), -1)
+        .gather(1, chosen_T[:, None])[:, 0]
+        .numpy()
+    )
 
 
 @pytest.fixture(scope="module")
 async def fleet_in_place(
-    tiny_model: Path, engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    engine_parent: ForkParent,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Fleet]:
     """Its engine starts as this mode needs it."""
-    config = EngineConfig.model_validate({"engine_dtype": "float32", "engine_start_timeout_s": 500.0})
+    config = EngineConfig.model_validate(
+        {"engine_dtype": "float32", "engine_start_timeout_s": 500.0}
+    )
     settings = WeightSyncConfig.model_validate(IN_PLACE)
     folder = tmp_path_factory.mktemp("in_place")
     most_running = {"max-running-requests": str(MOST_RUNNING)}
-    fleet = Fleet(config, tiny_model, folder, sglang=most_running, weight_sync=settings, parent=engine_parent)
+    fleet = Fleet(
+        config,
+        tiny_model,
+        folder,
+        sglang=most_running,
+        weight_sync=settings,
+        parent=engine_parent,
+    )
     try:
         await fleet.start()
         await fleet.admit()
@@ -142,22 +181,36 @@ async def fleet_in_place(
 
 @pytest.fixture
 async def updates(
-    request: pytest.FixtureRequest, tiny_model: Path, tiny_fleet: Fleet, fleet_in_place: Fleet
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    tiny_fleet: Fleet,
+    fleet_in_place: Fleet,
 ) -> AsyncIterator[Updates]:
     """By the settings of the test's parameter."""
     fleet = fleet_in_place if request.param is IN_PLACE else tiny_fleet
     engine = fleet.engines["engine-0"]
-    receiver = ArenaReceiver("engine-0", engine.client, WeightSyncConfig.model_validate(request.param))
-    router = SglangClient(fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key, name="router")
+    receiver = ArenaReceiver(
+        "engine-0", engine.client, WeightSyncConfig.model_validate(request.param)
+    )
+    router = SglangClient(
+        fleet.router.url,
+        limits=fleet.limits,
+        api_key=fleet.router.api_key,
+        name="router",
+    )
     async with router:
         updates = Updates(Update(TorchSender(tiny_model), [receiver]), router)
         await updates.next()
         yield updates
 
 
-@pytest.mark.parametrize("updates", [RETRACT, IN_PLACE], ids=["retract", "in_place"], indirect=True)
+@pytest.mark.parametrize(
+    "updates", [RETRACT, IN_PLACE], ids=["retract", "in_place"], indirect=True
+)
 async def test_every_token_of_8_streams_has_its_true_version_over_50_updates(
-    updates: Updates, request: pytest.FixtureRequest, record_property: pytest.RecordProperty
+    updates: Updates,
+    request: pytest.FixtureRequest,
+    record_property: pytest.RecordProperty,
 ) -> None:
     keeps_cache = "in_place" in request.node.name
     is_over = False
@@ -181,17 +234,25 @@ async def test_every_token_of_8_streams_has_its_true_version_over_50_updates(
     sampled = {span.version for _, result in finished for span in result.spans}
     assert len(sampled) > NUM_UPDATES / 2
     assert sum(len(result.spans) > 1 for _, result in finished) >= NUM_STREAMS
-    gaps = [updates.gap(prompt, result, keeps_cache=keeps_cache) for prompt, result in finished]
+    gaps = [
+        updates.gap(prompt, result, keeps_cache=keeps_cache)
+        for prompt, result in finished
+    ]
     assert max(gaps) <= BOUND
     if keeps_cache:
         # What it costs to keep them: the log-probs are not those of any one version.
-        to_one_version = max(updates.gap(prompt, result, keeps_cache=False) for prompt, result in finished)
+        to_one_version = max(
+            updates.gap(prompt, result, keeps_cache=False)
+            for prompt, result in finished
+        )
         record_property("gap_to_one_version", to_one_version)
         assert to_one_version > 10 * BOUND
 
 
 @pytest.mark.parametrize("updates", [IN_PLACE], ids=["in_place"], indirect=True)
-async def test_new_requests_do_not_reuse_the_cache_of_older_weights(updates: Updates) -> None:
+async def test_new_requests_do_not_reuse_the_cache_of_older_weights(
+    updates: Updates,
+) -> None:
     """Neither what had ended before an update, nor what was in flight."""
     ended = list(range(100, 200))
     in_flight = list(range(200, 300))
@@ -207,7 +268,10 @@ async def test_new_requests_do_not_reuse_the_cache_of_older_weights(updates: Upd
         assert updates.gap(prompt, first, keeps_cache=False) <= BOUND
         assert (await updates.sample(prompt, 4)).cached_tokens > 90
     crossed = await flight
-    assert [span.version for span in crossed.spans] == [Update.version - 1, Update.version]
+    assert [span.version for span in crossed.spans] == [
+        Update.version - 1,
+        Update.version,
+    ]
     path = [*in_flight, *crossed.ids_T.tolist()]
     continued = await updates.sample(path, 4)
     assert continued.cached_tokens <= len(in_flight) + 4
@@ -215,7 +279,9 @@ async def test_new_requests_do_not_reuse_the_cache_of_older_weights(updates: Upd
 
 
 @pytest.mark.parametrize("updates", [DRAIN], ids=["drain"], indirect=True)
-async def test_drain_lets_running_requests_end_and_holds_new_requests(updates: Updates) -> None:
+async def test_drain_lets_running_requests_end_and_holds_new_requests(
+    updates: Updates,
+) -> None:
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(3)]
     before = Update.version
     begun = [asyncio.Event() for _ in prompts]
@@ -249,7 +315,10 @@ async def test_request_that_outlasts_the_drain_is_retracted(
     await begun.wait()
     await updates.next()
     result = await running
-    assert [span.version for span in result.spans] == [Update.version - 1, Update.version]
+    assert [span.version for span in result.spans] == [
+        Update.version - 1,
+        Update.version,
+    ]
     assert updates.gap(prompt, result, keeps_cache=False) <= BOUND
     assert "did not end within 0.1 s" in caplog.text
 
@@ -258,7 +327,8 @@ async def test_request_that_outlasts_the_drain_is_retracted(
 async def test_canary_is_computed_before_retracted_requests(
     updates: Updates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 contexts have to be computed again. Only what shares the canary's first steps is before it."""
+    """64 contexts have to be computed again. Only what shares the canary's first steps
+    is before it."""
     [receiver] = await updates.update.transaction.receivers()
     ask = receiver.logprobs
     resume = receiver.resume
@@ -270,9 +340,13 @@ async def test_canary_is_computed_before_retracted_requests(
         chunks_at_resume.update(chunks)
         await resume()
 
-    async def ask_and_count(prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def ask_and_count(
+        prompts: Sequence[Sequence[int]],
+    ) -> list[NDArray[np.float32]]:
         answer = await ask(prompts)
-        before_canary.extend(index for index in chunks if chunks[index] > chunks_at_resume[index])
+        before_canary.extend(
+            index for index in chunks if chunks[index] > chunks_at_resume[index]
+        )
         return answer
 
     monkeypatch.setattr(receiver, "resume", resume_and_count)
@@ -304,4 +378,7 @@ async def test_full_engine_makes_room_for_the_canary(
     assert "no room for the canary" in caplog.text
     assert not any(task.done() for task in running)
     for task in running:
-        assert {span.version for span in (await task).spans} == {Update.version - 1, Update.version}
+        assert {span.version for span in (await task).spans} == {
+            Update.version - 1,
+            Update.version,
+        }

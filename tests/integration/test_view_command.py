@@ -1,4 +1,5 @@
-"""`invrl view` as a user starts it, in a real browser: every page of a run folder, filters, live, export."""
+"""`invrl view` as a user starts it, in a real browser: every page of a run folder,
+filters, live, export."""
 
 from __future__ import annotations
 
@@ -21,18 +22,38 @@ pytestmark = needs_chromium
 
 def _fill(recorded: RecordedRun) -> None:
     call = Message(
-        "assistant", f"Let me see. {HOSTILE}", "", (ToolCall("1", HOSTILE, json.dumps({"x": HOSTILE})),)
+        "assistant",
+        f"Let me see. {HOSTILE}",
+        "",
+        (ToolCall("1", HOSTILE, json.dumps({"x": HOSTILE})),),
     )
     recorded.add(HOSTILE, call, 1.0, step=1, group="g", index=0)
-    recorded.add(HOSTILE, ["a first reply", "a second one"], 0.0, step=1, group="g", index=1, ending="length")
+    recorded.add(
+        HOSTILE,
+        ["a first reply", "a second one"],
+        0.0,
+        step=1,
+        group="g",
+        index=1,
+        ending="length",
+    )
     recorded.add("plain", "the walrus sings", 0.5, step=2)
     recorded.add("plain", "stale words", 0.25, step=None, drop=DropReason.STALE)
     recorded.add(
-        "broken", "never mind", 0.0, failure=FailureReason.EXCEPTION, detail=f"ValueError: {HOSTILE}"
+        "broken",
+        "never mind",
+        0.0,
+        failure=FailureReason.EXCEPTION,
+        detail=f"ValueError: {HOSTILE}",
     )
     recorded.add("held out", "forty-two", 1.0, purpose="eval", step=0)
-    metrics = [{"step": s, "time": 100.0 + s, "rollout/reward_mean": s / 4, HOSTILE: 1.0} for s in (1, 2)]
-    (recorded.folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    metrics = [
+        {"step": s, "time": 100.0 + s, "rollout/reward_mean": s / 4, HOSTILE: 1.0}
+        for s in (1, 2)
+    ]
+    (recorded.folder.path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in metrics)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +79,12 @@ def test_every_page_of_view_opens_and_hostile_texts_stay_text(view: View) -> Non
     view.open_all()
 
 
-def test_conversation_with_hostile_calls_and_its_tokens_are_shown_as_text(view: View) -> None:
+def test_conversation_with_hostile_calls_and_its_tokens_are_shown_as_text(
+    view: View,
+) -> None:
     page = view.open(
-        "rollouts?sort=best&task=" + re.sub("[^a-z]", lambda found: f"%{ord(found[0]):02X}", HOSTILE)
+        "rollouts?sort=best&task="
+        + re.sub("[^a-z]", lambda found: f"%{ord(found[0]):02X}", HOSTILE)
     )
     view.wait_for_count(2)
     page.click("tr.link a >> nth=0")
@@ -123,13 +147,17 @@ def test_every_filter_selects_its_rows(view: View) -> None:
 def test_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
     page = view.open("rollouts")
     view.wait_for_count(6)
-    page.wait_for_timeout(1600)  # The table leaves its reader that long between two changes.
+    page.wait_for_timeout(
+        1600
+    )  # The table leaves its reader that long between two changes.
     recorded.add("late", "just now", 1.0, step=3)
     view.wait_for_count(7)
     page = view.open("overview")
     page.wait_for_selector("figure.chart >> nth=0 >> text=0.5")
     with (recorded.folder.path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 3, "time": 104.0, "rollout/reward_mean": 0.875}) + "\n")
+        file.write(
+            json.dumps({"step": 3, "time": 104.0, "rollout/reward_mean": 0.875}) + "\n"
+        )
     page.wait_for_selector("figure.chart >> nth=0 >> text=0.875")
 
 
@@ -140,19 +168,31 @@ def test_view_page_is_refused_without_its_key(browser: Any, view: View) -> None:
     page.close()
 
 
-def test_export_of_a_run_opens_from_disk(browser: Any, recorded: RecordedRun, tmp_path: Path) -> None:
+def test_export_of_a_run_opens_from_disk(
+    browser: Any, recorded: RecordedRun, tmp_path: Path
+) -> None:
     folder = tmp_path / "sent to someone"
-    process = invrl_view(str(recorded.folder.path), "--export", str(folder), cache=tmp_path / "cache")
+    process = invrl_view(
+        str(recorded.folder.path), "--export", str(folder), cache=tmp_path / "cache"
+    )
     assert process.wait(120) == 0
-    page = browser.new_context(viewport={"width": 1280, "height": 800}, offline=True).new_page()
+    page = browser.new_context(
+        viewport={"width": 1280, "height": 800}, offline=True
+    ).new_page()
     errors: list[str] = []
-    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on(
+        "console",
+        lambda message: message.type == "error" and errors.append(message.text),
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
     for place in PAGES:
         page.goto("about:blank")
         page.goto(f"{(folder / 'index.html').as_uri()}#/{place}")
         page.wait_for_selector("body[data-ready]", state="attached")
-        assert page.query_selector("[role=alert]") is None, (place, page.inner_text("[role=alert]"))
+        assert page.query_selector("[role=alert]") is None, (
+            place,
+            page.inner_text("[role=alert]"),
+        )
         assert page.query_selector("#taken") is None, place
     page.goto(f"{(folder / 'index.html').as_uri()}#/rollouts?state=trained&sort=best")
     page.wait_for_selector(".count:text-matches('^3 rollouts')")

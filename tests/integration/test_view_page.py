@@ -1,4 +1,5 @@
-"""The page of `invrl view` in a real browser, on a made-up run whose every text is hostile."""
+"""The page of `invrl view` in a real browser, on a made-up run whose every text is
+hostile."""
 
 from __future__ import annotations
 
@@ -66,9 +67,16 @@ class Reader:
         self.errors: list[str] = []
         self.hosts: set[str] = set()
         self.server = server
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on(
+            "console",
+            lambda message: (
+                message.type == "error" and self.errors.append(message.text)
+            ),
+        )
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        self.page.on(
+            "request", lambda request: self.hosts.add(request.url.split("/")[2])
+        )
 
     def open(self, place: str) -> Any:
         self.page.goto("about:blank")
@@ -77,18 +85,21 @@ class Reader:
         return self.page
 
     def wait(self, expression: str) -> None:
-        """Until the expression is true. Playwright's own wait needs `eval`, which the policy refuses."""
+        """Until the expression is true. Playwright's own wait needs `eval`, which the
+        policy refuses."""
         until(self.page, expression)
 
     def wait_asked(self, name: str, key: str, value: str) -> None:
-        """Until the last question of this name has the value in its query. Rows of the question before it
-        may still be on the page."""
+        """Until the last question of this name has the value in its query. Rows of the
+        question before it may still be on the page."""
         deadline = time.monotonic() + 15
         while True:
             queries = [query for path, query in self.server.questions if path == name]
             if queries and queries[-1].get(key) == [value]:
                 return
-            assert time.monotonic() < deadline, f"{name} was never asked with {key}={value}: {queries[-3:]}"
+            assert time.monotonic() < deadline, (
+                f"{name} was never asked with {key}={value}: {queries[-3:]}"
+            )
             self.page.wait_for_timeout(30)
 
 
@@ -108,10 +119,15 @@ def test_hostile_texts_stay_text(reader: Reader, place: str) -> None:
     for details in page.query_selector_all("details:not([open]) > summary"):
         details.click()
     assert "taken" not in page.title()
-    assert page.query_selector("#taken, main script, main style, main link, main img") is None
+    assert (
+        page.query_selector("#taken, main script, main style, main link, main img")
+        is None
+    )
     assert page.is_visible("main")
     if place != "processes" and place != "weights":
-        assert "<script>document.title='taken'</script>" in page.inner_text("body").replace("\n", "")
+        assert "<script>document.title='taken'</script>" in page.inner_text(
+            "body"
+        ).replace("\n", "")
 
 
 @pytest.mark.parametrize("width", first_quick([400, 1280]))
@@ -150,11 +166,17 @@ _RANGED = [
     "surprise",
 ]
 _TYPED = [("step", "3"), ("task", "a task"), ("group", "g-3")]
-_TYPED += [(f"{bound}_{name}", "0.5") for name in [*_RANGED, "component"] for bound in ("min", "max")]
+_TYPED += [
+    (f"{bound}_{name}", "0.5")
+    for name in [*_RANGED, "component"]
+    for bound in ("min", "max")
+]
 
 
 @pytest.mark.parametrize(("name", "value"), first_quick(_CHOICES))
-def test_each_chosen_filter_is_applied_and_in_the_url(reader: Reader, name: str, value: str) -> None:
+def test_each_chosen_filter_is_applied_and_in_the_url(
+    reader: Reader, name: str, value: str
+) -> None:
     page = reader.open("rollouts")
     page.select_option(f"select[name={name}]", value)
     reader.wait(f"location.hash.includes('{name}={value}')")
@@ -166,7 +188,9 @@ def test_each_chosen_filter_is_applied_and_in_the_url(reader: Reader, name: str,
 
 
 @pytest.mark.parametrize(("name", "value"), first_quick(_TYPED))
-def test_each_typed_filter_is_sent_to_the_server(reader: Reader, name: str, value: str) -> None:
+def test_each_typed_filter_is_sent_to_the_server(
+    reader: Reader, name: str, value: str
+) -> None:
     page = reader.open("rollouts")
     page.fill(f"input[name={name}]", value)
     page.press(f"input[name={name}]", "Tab")
@@ -178,13 +202,17 @@ def test_a_url_with_filters_shows_the_same_rows(reader: Reader) -> None:
     page = reader.open("rollouts?run=first&failure=agent&sort=worst")
     assert page.input_value("select[name=failure]") == "agent"
     assert page.input_value("#sort") == "worst"
-    assert page.inner_text(".count") == f"{sum(row['failure'] == 'agent' for row in ROWS)} rollouts"
+    assert (
+        page.inner_text(".count")
+        == f"{sum(row['failure'] == 'agent' for row in ROWS)} rollouts"
+    )
     page.click("text=Clear all filters")
     reader.wait("document.querySelector('.count').textContent === '240 rollouts'")
 
 
 @pytest.mark.parametrize(
-    "sort", first_quick(["best", "worst", "surprising", "reward", "tokens", "staleness"])
+    "sort",
+    first_quick(["best", "worst", "surprising", "reward", "tokens", "staleness"]),
 )
 def test_each_sort_order_is_sent_to_the_server(reader: Reader, sort: str) -> None:
     page = reader.open("rollouts")
@@ -235,7 +263,9 @@ def test_keys_lead_from_the_table_through_the_rollouts_and_back(reader: Reader) 
     page.keyboard.press("Escape")
 
 
-def test_table_renders_only_visible_rows_and_loads_pages_on_scrolling(reader: Reader) -> None:
+def test_table_renders_only_visible_rows_and_loads_pages_on_scrolling(
+    reader: Reader,
+) -> None:
     page = reader.open("rollouts?run=first")
     page.wait_for_selector("table.data tbody tr.link")
     assert page.eval_on_selector_all("table.data tbody tr", "rows => rows.length") < 80
@@ -261,14 +291,18 @@ def test_task_page_shows_the_last_reply_of_each_step(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_columns_of_a_task_scroll_without_the_page(browser: Any, server: ScriptedViewer, width: int) -> None:
+def test_columns_of_a_task_scroll_without_the_page(
+    browser: Any, server: ScriptedViewer, width: int
+) -> None:
     reader = Reader(browser, server, width)
     page = reader.open(f"tasks/{quote(ROWS[0]['task'], safe='')}?run=first")
     page.wait_for_selector(".columns .card")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     columns = "document.querySelector('.columns')"
     assert page.evaluate(f"{columns}.scrollWidth > {columns}.clientWidth")
-    assert page.evaluate("document.querySelector('.column').clientWidth") in range(200, width)
+    assert page.evaluate("document.querySelector('.column').clientWidth") in range(
+        200, width
+    )
     page.close()
 
 
@@ -278,8 +312,12 @@ def test_fork_shows_its_reason_and_place(reader: Reader) -> None:
     assert "branches off turn 1; the first 2 of its 3 messages are as there" in note
     assert "Message 3 (assistant): another text <script>" in note
     assert "What helps: Send it as it was" in note
-    assert page.locator(".both-texts mark").all_inner_texts()[0].startswith("0 <script>")
-    assert page.locator(".both-texts mark").all_inner_texts()[1].startswith("1↵\n<script>")
+    assert (
+        page.locator(".both-texts mark").all_inner_texts()[0].startswith("0 <script>")
+    )
+    assert (
+        page.locator(".both-texts mark").all_inner_texts()[1].startswith("1↵\n<script>")
+    )
     assert "2 messages as in turn 1" in page.inner_text("#turn-3 .old")
     assert page.locator(".tree a").count() == 3
     page.click(".tree a >> nth=1")
@@ -300,7 +338,9 @@ def test_fork_shows_its_reason_and_place(reader: Reader) -> None:
         ]
     ),
 )
-def test_tokens_are_coloured_and_show_their_numbers(reader: Reader, colour: str, legend: str) -> None:
+def test_tokens_are_coloured_and_show_their_numbers(
+    reader: Reader, colour: str, legend: str
+) -> None:
     page = reader.open(f"rollout/s-0006?view=tokens&colour={colour}")
     page.wait_for_selector(".tokens.sampled")
     assert legend in page.inner_text(".tokens-place .legend")
@@ -321,11 +361,16 @@ def test_token_shows_the_alternatives_of_the_engine(reader: Reader) -> None:
     page = reader.open("rollout/s-0006?view=tokens")
     page.focus(".sampled .token >> nth=0")
     page.keyboard.press("ArrowRight")
-    listed = [re.sub(r"\s+", " ", text) for text in page.locator(".candidates li").all_inner_texts()]
+    listed = [
+        re.sub(r"\s+", " ", text)
+        for text in page.locator(".candidates li").all_inner_texts()
+    ]
     assert listed[0] == '1 " answer" −0.2 (p 0.819) trainer −0.19 sampled'
     assert listed[1].startswith('2 "<script>')
     assert "−3 (p 0.05)" in listed[1]
-    assert "2 likeliest tokens here (50 were recorded)" in page.inner_text(".candidates")
+    assert "2 likeliest tokens here (50 were recorded)" in page.inner_text(
+        ".candidates"
+    )
     page.keyboard.press("End")
     assert "No candidates were recorded here." in page.inner_text(".token-detail")
 
@@ -351,7 +396,9 @@ def test_chosen_metric_of_ten_thousand_stays_in_the_url(reader: Reader) -> None:
     assert "metrics=many%2F07770" in page.url
 
 
-def test_compared_runs_share_a_chart_and_show_their_different_settings(reader: Reader) -> None:
+def test_compared_runs_share_a_chart_and_show_their_different_settings(
+    reader: Reader,
+) -> None:
     page = reader.open("overview")
     page.wait_for_selector("figure.chart canvas")
     legend = page.inner_text("figure.chart >> nth=0")
@@ -360,7 +407,9 @@ def test_compared_runs_share_a_chart_and_show_their_different_settings(reader: R
     assert "algorithm.lr" in page.inner_text("table[aria-label='Settings that differ']")
     page.uncheck("input[type=checkbox] >> nth=1")
     reader.wait("location.hash.includes('runs=first')")
-    reader.wait("!document.querySelector('figure.chart').textContent.includes('second')")
+    reader.wait(
+        "!document.querySelector('figure.chart').textContent.includes('second')"
+    )
 
 
 def test_live_run_updates_charts_and_state(reader: Reader) -> None:
@@ -381,10 +430,16 @@ def test_progress_of_the_index_is_shown(reader: Reader) -> None:
     assert "so far" in page.inner_text(".count")
 
 
-def test_run_on_a_file_shows_losses_and_one_note_that_it_has_no_rollouts(reader: Reader) -> None:
+def test_run_on_a_file_shows_losses_and_one_note_that_it_has_no_rollouts(
+    reader: Reader,
+) -> None:
     missing = f"run.sqlite: it is missing {HOSTILE}"
     index = {**reader.server.runs[0]["index"], "error": missing, "rollouts": 0}
-    reader.server.runs[0] = {**reader.server.runs[0], "index": index, "notes": [missing]}
+    reader.server.runs[0] = {
+        **reader.server.runs[0],
+        "index": index,
+        "notes": [missing],
+    }
     points = [[step, 0.0, 1.0 / step] for step in range(1, 5)]
     names = ("train/loss", "eval/loss", "time/step_s")
     reader.server.metric_rows["first"] = dict.fromkeys(names, points)
@@ -408,10 +463,14 @@ def test_error_message_shows_the_fix(browser: Any, server: ScriptedViewer) -> No
     page.close()
 
 
-def test_unknown_runs_and_pages_and_empty_results_show_a_message(reader: Reader) -> None:
+def test_unknown_runs_and_pages_and_empty_results_show_a_message(
+    reader: Reader,
+) -> None:
     assert "not served here" in reader.open("rollouts?run=third").inner_text("main")
     assert "no page" in reader.open("nowhere").inner_text("main")
-    assert "No rollout passes" in reader.open("rollouts?run=first&state=lost").inner_text("main")
+    assert "No rollout passes" in reader.open(
+        "rollouts?run=first&state=lost"
+    ).inner_text("main")
 
 
 def test_chosen_theme_is_kept(reader: Reader) -> None:
@@ -444,11 +503,13 @@ def test_charts_have_a_text_alternative(reader: Reader) -> None:
 
 
 def test_no_page_script_renders_data_as_markup() -> None:
-    """`innerHTML` and its like would undo what the other tests see; inline code the policy refuses anyway."""
+    """`innerHTML` and its like would undo what the other tests see; inline code the
+    policy refuses anyway."""
     for path in PAGE.glob("*.js"):
         text = path.read_text()
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function",
+            text,
         ), path
     index = (PAGE / "index.html").read_text()
     assert not re.search(r"<script>|<style|style=|\son\w+=|https?://", index)
@@ -461,14 +522,28 @@ def test_every_file_of_the_page_is_loaded_once() -> None:
     )
 
 
-def test_export_of_the_page_opens_from_disk(browser: Any, server: ScriptedViewer, tmp_path: Path) -> None:
+def test_export_of_the_page_opens_from_disk(
+    browser: Any, server: ScriptedViewer, tmp_path: Path
+) -> None:
     """The files as an export lays them out, with two runs, opened without a server."""
     folder = write_export(server, tmp_path / "it is #1")
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     errors: list[str] = []
-    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on(
+        "console",
+        lambda message: message.type == "error" and errors.append(message.text),
+    )
     page.on("pageerror", lambda error: errors.append(str(error)))
-    for place in ["overview", "steps", "groups", "tasks", "processes", "ledger", "evaluations", "weights"]:
+    for place in [
+        "overview",
+        "steps",
+        "groups",
+        "tasks",
+        "processes",
+        "ledger",
+        "evaluations",
+        "weights",
+    ]:
         page.goto("about:blank")
         page.goto(f"{(folder / 'index.html').as_uri()}#/{place}")
         page.wait_for_selector("body[data-ready]", state="attached")
@@ -527,12 +602,17 @@ def test_export_is_searched_like_the_run(
 
 @pytest.fixture(scope="module")
 def said_export(tmp_path_factory: pytest.TempPathFactory) -> tuple[ViewedRun, Path]:
-    """A run with four rollouts that say something, exported with these, and without a fifth."""
+    """A run with four rollouts that say something, exported with these, and without a
+    fifth."""
     root = tmp_path_factory.mktemp("said")
     recorded = record_run(root)
-    call = ToolCall(id="1", name="search_web", arguments='{"query": "Z\u00fcrich weather"}')
+    call = ToolCall(
+        id="1", name="search_web", arguments='{"query": "Z\u00fcrich weather"}'
+    )
     recorded.add("e", "nothing of note", 0.4)
-    recorded.add("a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0)
+    recorded.add(
+        "a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0
+    )
     recorded.add("b", ["first reply", "second answer"], 0.9)
     recorded.add("c", "x marks y", 0.1)
     recorded.add("d", HOSTILE, 0.0)
@@ -548,9 +628,10 @@ def write_export(server: ScriptedViewer, folder: Path) -> Path:
     kinds = "steps groups rollouts facets tasks timeline engines ledger evaluations weights".split()
     names = ["runs", "config", "metric-names", "metrics"]
     names += [f"runs/{run['id']}/{kind}" for run in server.runs for kind in kinds]
-    newest = max((row for row in ROWS if row["failure"] == "agent"), key=lambda row: row["opened_at"])[
-        "session_id"
-    ]
+    newest = max(
+        (row for row in ROWS if row["failure"] == "agent"),
+        key=lambda row: row["opened_at"],
+    )["session_id"]
     names += [
         f"runs/first/rollouts/{newest}",
         *(f"runs/first/turns/t-{number}/tokens" for number in range(3)),
@@ -559,7 +640,16 @@ def write_export(server: ScriptedViewer, folder: Path) -> Path:
     for number, name in enumerate(names):
         files[name] = f"data/{number:05d}.js"
         value = server.value(name, {"limit": "1000"})
-        (folder / files[name]).write_text(f"window.invrlData({json.dumps(name)}, {json.dumps(value)});")
-    manifest = {"created": 1.0, "version": "0", "files": files, "left_out": {"first": 239}}
-    (folder / "data" / "manifest.js").write_text(f"window.invrlExport = {json.dumps(manifest)};")
+        (folder / files[name]).write_text(
+            f"window.invrlData({json.dumps(name)}, {json.dumps(value)});"
+        )
+    manifest = {
+        "created": 1.0,
+        "version": "0",
+        "files": files,
+        "left_out": {"first": 239},
+    }
+    (folder / "data" / "manifest.js").write_text(
+        f"window.invrlExport = {json.dumps(manifest)};"
+    )
     return folder

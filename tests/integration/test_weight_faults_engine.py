@@ -1,5 +1,5 @@
-"""The faults of weight updates, each once against SGLang. The engine serves what it holds after each of them:
-the canary of the next update is asked."""
+"""The faults of weight updates, each once against SGLang. The engine serves what it
+holds after each of them: the canary of the next update is asked."""
 
 from __future__ import annotations
 
@@ -53,14 +53,21 @@ def model(tiny_model: Path) -> TorchSender:
 def sender_of(model: TorchSender, transport: Transport, folder: Path) -> FaultySender:
     """Its tensors are the parameters of the model, which answers the canary."""
     sender = FaultySender(model.parameters(), transport, folder)
-    sender.answer_logprobs = lambda prompts: [model.token_logprobs(prompt) for prompt in prompts]
+    sender.answer_logprobs = lambda prompts: [
+        model.token_logprobs(prompt) for prompt in prompts
+    ]
     return sender
 
 
 @pytest.fixture(scope="module")
-def senders(model: TorchSender, tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, FaultySender]:
+def senders(
+    model: TorchSender, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Transport, FaultySender]:
     folder = tmp_path_factory.mktemp("weights")
-    return {transport: sender_of(model, transport, folder / transport) for transport in RECEIVERS}
+    return {
+        transport: sender_of(model, transport, folder / transport)
+        for transport in RECEIVERS
+    }
 
 
 def fleet_of(
@@ -81,12 +88,17 @@ async def test_real_engine_rejects_wrong_weights(
 
 @pytest.mark.parametrize("row", first_quick(TRAINER_ROWS), ids=str)
 async def test_real_engine_keeps_its_version_when_the_trainer_dies(
-    row: TrainerRow, tiny_fleet: Fleet, senders: dict[Transport, FaultySender], tmp_path: Path
+    row: TrainerRow,
+    tiny_fleet: Fleet,
+    senders: dict[Transport, FaultySender],
+    tmp_path: Path,
 ) -> None:
     engine = tiny_fleet.engines["engine-0"]
     fleet = fleet_of(senders, row.transport, engine.client)
     server = engine.server
-    address = EngineAddress(url=server.url, api_key=server.api_key, admin_key=server.admin_key)
+    address = EngineAddress(
+        url=server.url, api_key=server.api_key, admin_key=server.admin_key
+    )
     await run_trainer_row(row, fleet, address, tmp_path)
 
 
@@ -100,10 +112,16 @@ async def test_update_continues_when_a_real_engine_dies_or_hangs(
     senders: dict[Transport, FaultySender],
     tmp_path: Path,
 ) -> None:
-    config = EngineConfig.model_validate({"engine_dtype": "float32", "engine_start_timeout_s": 500.0})
+    config = EngineConfig.model_validate(
+        {"engine_dtype": "float32", "engine_start_timeout_s": 500.0}
+    )
     async with AsyncExitStack() as stack:
         server = EngineServer(
-            "doomed", config, model_path=tiny_model, run_folder=tmp_path, parent=engine_parent
+            "doomed",
+            config,
+            model_path=tiny_model,
+            run_folder=tmp_path,
+            parent=engine_parent,
         )
         stack.callback(server.stop)
         await asyncio.to_thread(server.wait_ready)
@@ -117,7 +135,9 @@ async def test_update_continues_when_a_real_engine_dies_or_hangs(
         await stack.enter_async_context(client)
         receiver_type = RECEIVERS[row.transport]
         survivor = receiver_type(
-            "engine-0", tiny_fleet.engines["engine-0"].client, settings_of(row.transport)
+            "engine-0",
+            tiny_fleet.engines["engine-0"].client,
+            settings_of(row.transport),
         )
         doomed = receiver_type("doomed", client, settings_of(row.transport))
         fleet = FaultyFleet(

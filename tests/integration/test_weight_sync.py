@@ -1,5 +1,5 @@
-"""Weight updates into a live engine: whole and proved; and what must trip. With requests in flight:
-`test_updates_in_flight.py`."""
+"""Weight updates into a live engine: whole and proved; and what must trip. With
+requests in flight: `test_updates_in_flight.py`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ async def update(tiny_model: Path, receiver: EngineReceiver) -> Update:
 
 
 def held(receiver: EngineReceiver):
-    staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
+    staged = StagedWeights(
+        version=WeightVersion(0), handle="", checksums={}, num_bytes=0
+    )
     return receiver.checksums(staged)
 
 
@@ -74,7 +76,9 @@ async def test_buckets_carry_the_trainers_bytes(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver
 ) -> None:
     sender = TorchSender(tiny_model, transport="bucket")
-    bucket = BucketReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    bucket = BucketReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+    )
     update = Update(sender, [bucket])
     for seed in range(3):
         sender.train(seed)
@@ -88,7 +92,9 @@ async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
 ) -> None:
     """Each fault leaves the engine with the old version, which it serves."""
     sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
-    receiver = FolderReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    receiver = FolderReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+    )
     update = Update(sender, [receiver])
     for seed in range(3):
         sender.train(seed)
@@ -104,9 +110,15 @@ async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
         return file[:-100] + bytes([file[-100] ^ 1]) + file[-99:]
 
     sender.train(4)
-    for damage, error in ((cut, "cannot be read"), (flip, "1 of 25"), (lambda _: b"", "cannot be read")):
+    for damage, error in (
+        (cut, "cannot be read"),
+        (flip, "1 of 25"),
+        (lambda _: b"", "cannot be read"),
+    ):
 
-        def spoil(staged: StagedWeights, damage: Callable[[bytes], bytes] = damage) -> StagedWeights:
+        def spoil(
+            staged: StagedWeights, damage: Callable[[bytes], bytes] = damage
+        ) -> StagedWeights:
             path = Path(staged.handle) / "model.safetensors"
             path.write_bytes(damage(path.read_bytes()))
             return staged
@@ -126,7 +138,9 @@ async def test_broadcast_carries_the_trainers_bytes_and_a_wrong_byte_is_found(
 ) -> None:
     """With a failure the engine goes back to the old version, by another broadcast."""
     sender = TorchSender(tiny_model, transport="collective")
-    receiver = BroadcastReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    receiver = BroadcastReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+    )
     update = Update(sender, [receiver], BroadcastLoads(sender, timeout_s=10.0).load)
     for seed in range(3):
         sender.train(seed)
@@ -146,8 +160,12 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
 ) -> None:
     """Each fault leaves the engine with the old version, which it serves."""
-    sender = TorchSender(tiny_model, transport="delta", weight_folder=tmp_path / "weights")
-    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    sender = TorchSender(
+        tiny_model, transport="delta", weight_folder=tmp_path / "weights"
+    )
+    follower = DeltaReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+    )
     update = Update(sender, [follower])
     sizes: list[int] = []
     for seed in range(6):  # whole, three differences, whole, a difference
@@ -158,7 +176,9 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
         sizes.append(done.num_bytes)
     assert max(sizes[1:4] + sizes[5:]) < 0.5 * min(sizes[0], sizes[4])
 
-    await Update(TorchSender(tiny_model), [receiver]).run()  # another trainer, another base
+    await Update(
+        TorchSender(tiny_model), [receiver]
+    ).run()  # another trainer, another base
     sender.train(6, size=1e-7)
     await update.run()
     held_before = await held(follower)
@@ -173,7 +193,9 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
 
     sender.spoil = flip
     sender.train(7, size=1e-7)
-    with pytest.raises(WeightSyncError, match=r"cannot be read|does not lead to") as raised:
+    with pytest.raises(
+        WeightSyncError, match=r"cannot be read|does not lead to"
+    ) as raised:
         await update.run()
     assert raised.value.unrestored == ()
     assert await held(follower) == held_before
@@ -185,11 +207,14 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
 async def test_engine_fetches_deltas_from_the_trainer(
     tiny_model: Path, tiny_fleet: Fleet, receiver: EngineReceiver, tmp_path: Path
 ) -> None:
-    """A trainer that is not reached leaves the engine with the old version, which it serves."""
+    """A trainer that is not reached leaves the engine with the old version, which it
+    serves."""
     folder = tmp_path / "weights"
     sender = TorchSender(tiny_model, transport="delta", weight_folder=folder)
     settings = WeightSyncConfig(weight_host="127.0.0.1", weight_sync_timeout_s=60.0)
-    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
+    follower = DeltaReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, settings
+    )
     update = Update(sender, [follower])
     server = WeightFileServer(folder, "127.0.0.1")
 
@@ -202,7 +227,9 @@ async def test_engine_fetches_deltas_from_the_trainer(
         done = await update.run()
         assert done.canary_max_gap <= 1e-3
         assert await held(follower) == sender.checksums()
-    await Update(TorchSender(tiny_model), [receiver]).run()  # another trainer, another base
+    await Update(
+        TorchSender(tiny_model), [receiver]
+    ).run()  # another trainer, another base
     sender.train(3, size=1e-7)
     await update.run()
     held_before = await held(follower)
@@ -210,11 +237,15 @@ async def test_engine_fetches_deltas_from_the_trainer(
 
     def lose(staged: StagedWeights) -> StagedWeights:
         source = FileSource(url="http://127.0.0.1:9", key="x")
-        return dataclasses.replace(staged, handle=encode(ServedHandle(source=source, handle=staged.handle)))
+        return dataclasses.replace(
+            staged, handle=encode(ServedHandle(source=source, handle=staged.handle))
+        )
 
     sender.spoil = lose
     sender.train(4, size=1e-7)
-    with pytest.raises(WeightSyncError, match=r"not fetched from http://127\.0\.0\.1:9") as raised:
+    with pytest.raises(
+        WeightSyncError, match=r"not fetched from http://127\.0\.0\.1:9"
+    ) as raised:
         await update.run()
     assert raised.value.unrestored == ()
     assert await held(follower) == held_before
@@ -225,10 +256,16 @@ async def test_engine_fetches_deltas_from_the_trainer(
 
 
 @pytest.mark.parametrize(
-    "layout", first_quick([ParallelLayout(tensor=2), ParallelLayout()]), ids=["tp2", "one"]
+    "layout",
+    first_quick([ParallelLayout(tensor=2), ParallelLayout()]),
+    ids=["tp2", "one"],
 )
 async def test_engine_fetches_deltas_from_a_trainer_rank(
-    pool: RankPool, tiny_model: Path, tiny_fleet: Fleet, tmp_path: Path, layout: ParallelLayout
+    pool: RankPool,
+    tiny_model: Path,
+    tiny_fleet: Fleet,
+    tmp_path: Path,
+    layout: ParallelLayout,
 ) -> None:
     trainer = pool.build(
         tiny_model,
@@ -242,7 +279,9 @@ async def test_engine_fetches_deltas_from_a_trainer_rank(
         },
     )
     settings = WeightSyncConfig(weight_transport="delta", weight_host="127.0.0.1")
-    follower = DeltaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
+    follower = DeltaReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, settings
+    )
     transaction = WeightTransaction(
         PoolSender(trainer), receivers_of(follower), canary_prompts=CANARY, bound=FP32
     )
@@ -265,7 +304,9 @@ async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
     """Also after a failed update: it goes back to the slot before."""
     sender = TorchSender(tiny_model)
     settings = WeightSyncConfig(weight_arena="alias")
-    aliasing = ArenaReceiver("engine-0", tiny_fleet.engines["engine-0"].client, settings)
+    aliasing = ArenaReceiver(
+        "engine-0", tiny_fleet.engines["engine-0"].client, settings
+    )
     update = Update(sender, [aliasing])
     for seed in range(3):
         sender.train(seed)
@@ -298,10 +339,16 @@ async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
     ids=["tp2pp2", "tp2", "pp2", "cp2", "dp2"],
 )
 async def test_engine_holds_the_exported_bytes_after_three_updates_of_any_layout(
-    pool: RankPool, tiny_model: Path, receiver: EngineReceiver, tmp_path: Path, layout: ParallelLayout
+    pool: RankPool,
+    tiny_model: Path,
+    receiver: EngineReceiver,
+    tmp_path: Path,
+    layout: ParallelLayout,
 ) -> None:
     """The canary proves that these are the weights that the ranks trained."""
-    trainer = pool.build(tiny_model, layout=layout, train=TrainConfig(train_dtype="float32", lr=5e-3))
+    trainer = pool.build(
+        tiny_model, layout=layout, train=TrainConfig(train_dtype="float32", lr=5e-3)
+    )
     transaction = WeightTransaction(
         PoolSender(trainer), receivers_of(receiver), canary_prompts=CANARY, bound=FP32
     )
@@ -315,7 +362,9 @@ async def test_engine_holds_the_exported_bytes_after_three_updates_of_any_layout
 
 
 class TestRefusedBeforeAByteMoved:
-    @pytest.mark.parametrize("fault", ["shape", "name", "dtype", "missing", "twice_as_long"])
+    @pytest.mark.parametrize(
+        "fault", ["shape", "name", "dtype", "missing", "twice_as_long"]
+    )
     async def test_wrong_layout_is_refused_and_the_engine_keeps_its_weights(
         self, fault: str, update: Update, tiny_model: Path, receiver: EngineReceiver
     ) -> None:
@@ -326,11 +375,16 @@ class TestRefusedBeforeAByteMoved:
         changed = {
             "shape": dataclasses.replace(specs[at], shape=(32, 64)),
             "twice_as_long": dataclasses.replace(specs[at], shape=(128, 64)),
-            "name": dataclasses.replace(specs[at], name="model.layers.7.self_attn.o_proj.weight"),
+            "name": dataclasses.replace(
+                specs[at], name="model.layers.7.self_attn.o_proj.weight"
+            ),
             "dtype": dataclasses.replace(specs[at], dtype="bfloat16"),
         }
         specs[at : at + 1] = [changed[fault]] if fault in changed else []
-        staging = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs}
+        staging = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            for spec in specs
+        }
         from invrl.weights.arena import ArenaWriter
 
         wrong.tensors = tuple(specs)
@@ -345,7 +399,9 @@ class TestRefusedBeforeAByteMoved:
 def swap_q_and_k(tensors: Tensors) -> Tensors:
     return {
         name: tensors[
-            name.replace("q_proj", "k_proj") if "q_proj" in name else name.replace("k_proj", "q_proj")
+            name.replace("q_proj", "k_proj")
+            if "q_proj" in name
+            else name.replace("k_proj", "q_proj")
         ]
         for name in tensors
     }
@@ -377,7 +433,9 @@ class Dropping(BucketReceiver):
 
 
 class TestMutationsTrip:
-    async def test_q_and_k_swapped_by_the_trainer_are_found_by_the_canary(self, update: Update) -> None:
+    async def test_q_and_k_swapped_by_the_trainer_are_found_by_the_canary(
+        self, update: Update
+    ) -> None:
         update.sender.train(1)
         update.sender.mistake = swap_q_and_k
         with pytest.raises(CanaryError, match="another model"):
@@ -395,7 +453,9 @@ class TestMutationsTrip:
         def swapped(staged: StagedWeights) -> StagedWeights:
             handle = msgspec.json.decode(staged.handle, type=ArenaHandle)
             views = update.sender._writer._slots[handle.slot]  # type: ignore[union-attr]
-            q, k = (views[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk")
+            q, k = (
+                views[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qk"
+            )
             q_bytes = q.clone()
             q.copy_(k)
             k.copy_(q_bytes)
@@ -407,8 +467,12 @@ class TestMutationsTrip:
         assert await held(receiver) == before  # the old weights are back
         assert await receiver.logprobs(CANARY)
 
-    async def test_skipped_update_is_found_by_the_checksum(self, update: Update, tiny_fleet: Fleet) -> None:
-        skipping = Skipping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+    async def test_skipped_update_is_found_by_the_checksum(
+        self, update: Update, tiny_fleet: Fleet
+    ) -> None:
+        skipping = Skipping(
+            "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        )
         other = Update(update.sender, [skipping])
         update.sender.train(3)
         with pytest.raises(ChecksumError, match="25 of 25") as raised:
@@ -418,9 +482,13 @@ class TestMutationsTrip:
         await skipping.resume()
         await update.run()
 
-    async def test_dropped_bucket_is_found_by_the_checksum(self, tiny_model: Path, tiny_fleet: Fleet) -> None:
+    async def test_dropped_bucket_is_found_by_the_checksum(
+        self, tiny_model: Path, tiny_fleet: Fleet
+    ) -> None:
         sender = TorchSender(tiny_model, transport="bucket")
-        dropping = Dropping("engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig())
+        dropping = Dropping(
+            "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        )
         dropping.drop = False
         update = Update(sender, [dropping])
         await update.run()
@@ -439,9 +507,13 @@ async def test_missing_arena_is_an_error_and_the_engine_lives(
     update: Update, receiver: EngineReceiver
 ) -> None:
     staged = await update.sender.stage(WeightVersion(1))
-    lost = dataclasses.replace(staged, handle='{"path":"/proc/1/fd/9999","inode":1,"slot":0}')
+    lost = dataclasses.replace(
+        staged, handle='{"path":"/proc/1/fd/9999","inode":1,"slot":0}'
+    )
     layout = await update.sender.layout()
-    with pytest.raises(WeightSyncError, match="cannot be opened"):  # before anything is paused
+    with pytest.raises(
+        WeightSyncError, match="cannot be opened"
+    ):  # before anything is paused
         await receiver.check(layout, lost)
     with pytest.raises(WeightSyncError, match="cannot be opened"):
         await receiver.load(lost)

@@ -15,7 +15,9 @@ CANARY = [[1, 20, 35, 70, 300, 410, 9, 2], [5, 400, 33, 33, 90, 100, 511]]
 FP32 = CanaryBound.for_dtypes("float32", "float32")
 
 
-def receivers_of(*receivers: WeightReceiver) -> Callable[[], Awaitable[Sequence[WeightReceiver]]]:
+def receivers_of(
+    *receivers: WeightReceiver,
+) -> Callable[[], Awaitable[Sequence[WeightReceiver]]]:
     async def fixed() -> Sequence[WeightReceiver]:
         return receivers
 
@@ -28,11 +30,18 @@ class Update:
     version = 0
 
     def __init__(
-        self, sender: TorchSender, receivers: Sequence[WeightReceiver], load: Load = load_alone
+        self,
+        sender: TorchSender,
+        receivers: Sequence[WeightReceiver],
+        load: Load = load_alone,
     ) -> None:
         self.sender = sender
         self.transaction = WeightTransaction(
-            sender, receivers_of(*receivers), canary_prompts=CANARY, bound=FP32, load=load
+            sender,
+            receivers_of(*receivers),
+            canary_prompts=CANARY,
+            bound=FP32,
+            load=load,
         )
 
     async def run(self) -> WeightUpdate:

@@ -1,6 +1,6 @@
-"""A training step computed by other means: the Hugging Face model in float64, one row at a time, the loss
-written out from the papers, autograd for the gradient. Knows neither packing nor Megatron nor
-`invrl.algorithms`."""
+"""A training step computed by other means: the Hugging Face model in float64, one row
+at a time, the loss written out from the papers, autograd for the gradient. Knows
+neither packing nor Megatron nor `invrl.algorithms`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Reference:
 
     def __init__(self, path: Path, weights: Arrays | None = None) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+            path,
+            dtype=torch.float64,
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         self.model.get_input_embeddings().padding_idx = (
             None  # it would take the padding's row out of the gradient
@@ -48,7 +51,8 @@ class Reference:
         return picked_T[torch.from_numpy(sample.loss_mask_T[1:])]
 
     def distributions(self, tokens_T: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probs [T-1, vocabulary] of what comes after each token but the last; with gradient."""
+        """Log-probs [T-1, vocabulary] of what comes after each token but the last; with
+        gradient."""
         with float64_everywhere():
             logits_TV = self.model(tokens_T[None]).logits[0, :-1] / temperature
         return logits_TV.log_softmax(-1)
@@ -65,27 +69,38 @@ class Reference:
         old: Sequence[torch.Tensor] | None,
         reference: Sequence[torch.Tensor] | None,
     ) -> Tensors:
-        """Of GRPO's loss over the whole mini-batch; `old` None: the current policy itself."""
+        """Of GRPO's loss over the whole mini-batch; `old` None: the current policy
+        itself."""
         self.model.zero_grad()
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
-        for at, (sample, advantages_T) in enumerate(zip(batch.samples, batch.advantages, strict=True)):
+        for at, (sample, advantages_T) in enumerate(
+            zip(batch.samples, batch.advantages, strict=True)
+        ):
             if not sample.loss_mask_T.any():
                 continue
             current = self.logprobs(sample)
             before = current.detach() if old is None else old[at]
-            sampled = torch.from_numpy(sample.rollout_logprobs_T[sample.loss_mask_T]).double()
+            sampled = torch.from_numpy(
+                sample.rollout_logprobs_T[sample.loss_mask_T]
+            ).double()
             advantage = torch.from_numpy(advantages_T[sample.loss_mask_T]).double()
             ratio = torch.exp(current - before)
             low = 1 - algorithm.eps_clip_low
             high = 1 + algorithm.eps_clip_high
-            surrogate = torch.min(ratio * advantage, torch.clip(ratio, low, high) * advantage)
+            surrogate = torch.min(
+                ratio * advantage, torch.clip(ratio, low, high) * advantage
+            )
             if algorithm.dual_clip:
                 surrogate = torch.where(
-                    advantage < 0, torch.max(surrogate, algorithm.dual_clip * advantage), surrogate
+                    advantage < 0,
+                    torch.max(surrogate, algorithm.dual_clip * advantage),
+                    surrogate,
                 )
             weight = torch.ones_like(before)
             if algorithm.correction == "truncated":
-                weight = torch.clip(torch.exp(before - sampled), max=algorithm.correction_cap)
+                weight = torch.clip(
+                    torch.exp(before - sampled), max=algorithm.correction_cap
+                )
             loss = -(weight * surrogate).sum()
             if algorithm.kl_coef:
                 assert reference is not None
@@ -113,7 +128,8 @@ class Reference:
 
 
 def _saved_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that transformers saves of a parameter, as views: it joins a layer's experts in memory."""
+    """The tensors that transformers saves of a parameter, as views: it joins a layer's
+    experts in memory."""
     experts, _, last_name = name.rpartition(".")
     if not experts.endswith(".experts"):
         yield name, tensor
@@ -129,8 +145,8 @@ def _saved_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
 
 @contextmanager
 def float64_everywhere() -> Iterator[None]:
-    """transformers computes norms, angles, attention's softmax and routers in float32, whatever the weights
-    are. Here what asks for float32 gets float64."""
+    """transformers computes norms, angles, attention's softmax and routers in float32,
+    whatever the weights are. Here what asks for float32 gets float64."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -138,7 +154,8 @@ def float64_everywhere() -> Iterator[None]:
 
 
 def relative(
-    measured: NDArray[np.float32] | torch.Tensor, expected: NDArray[np.float32] | torch.Tensor
+    measured: NDArray[np.float32] | torch.Tensor,
+    expected: NDArray[np.float32] | torch.Tensor,
 ) -> float:
     """Norm of the difference over norm of what is expected."""
     a, b = (torch.as_tensor(x).double() for x in (measured, expected))
@@ -155,7 +172,7 @@ def worst(measured: Arrays, expected: Arrays | Tensors) -> tuple[float, str]:
     return max((relative(measured[name], expected[name]), name) for name in expected)
 
 
-# ------------------------------------------------------------------ batches
+# ----------------------------------------------------------------- batches
 
 
 def random_batch(
@@ -168,13 +185,17 @@ def random_batch(
     temperature: float = 0.8,
     vocab: int = 512,
 ) -> TrainBatch:
-    """Groups that share a prompt, with everything that is awkward: a rollout of two branches, rows that are
-    equal, a row that begins another, a row without a trained token, lengths of all kinds."""
+    """Groups that share a prompt, with everything that is awkward: a rollout of two
+    branches, rows that are equal, a row that begins another, a row without a trained
+    token, lengths of all kinds."""
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
 
-    def add(tokens: NDArray[np.int64], mask: NDArray[np.bool_], group: int, rollout: int) -> None:
-        # Near what a random model of this vocabulary gives, and far enough for the cap to cut some.
+    def add(
+        tokens: NDArray[np.int64], mask: NDArray[np.bool_], group: int, rollout: int
+    ) -> None:
+        # Near what a random model of this vocabulary gives, and far enough for the cap
+        # to cut some.
         noise = rng.normal(-np.log(vocab), 1.5, len(tokens))
         samples.append(
             TrainSample(
@@ -199,7 +220,9 @@ def random_batch(
             tokens = np.concatenate([shared, own])
             mask = np.arange(len(tokens)) >= length
             add(tokens, mask, group, rollout)
-            if rollout == 0:  # a second branch from the middle of the first; only its tail is trained
+            if (
+                rollout == 0
+            ):  # a second branch from the middle of the first; only its tail is trained
                 tail = rng.integers(10, vocab, 4)
                 branch = np.concatenate([tokens[: length + 1], tail])
                 add(branch, np.arange(len(branch)) > length, group, rollout)
@@ -207,7 +230,10 @@ def random_batch(
             add(tokens, mask, group, rollouts)  # equal to the last
             add(tokens[:-1], mask[:-1], group, rollouts + 1)  # begins it
             add(tokens, np.zeros_like(mask), group, rollouts + 2)  # trains nothing
-    advantages = tuple(np.where(s.loss_mask_T, rng.normal(0, 1.5), 0).astype(np.float32) for s in samples)
+    advantages = tuple(
+        np.where(s.loss_mask_T, rng.normal(0, 1.5), 0).astype(np.float32)
+        for s in samples
+    )
     return TrainBatch(
         batch_id=seed,
         version=WeightVersion(0),
@@ -217,11 +243,16 @@ def random_batch(
 
 
 def rewarded_batch(seed: int) -> TrainBatch:
-    """Rewards of single tokens, some of them where nothing is trained, which count for nothing."""
+    """Rewards of single tokens, some of them where nothing is trained, which count for
+    nothing."""
     batch = random_batch(seed)
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     for sample in batch.samples:
-        rewards_T = rng.normal(size=len(sample.tokens_T)) * (rng.random(len(sample.tokens_T)) < 0.4)
-        samples.append(replace(sample, columns={"rewards": rewards_T.astype(np.float32)}))
+        rewards_T = rng.normal(size=len(sample.tokens_T)) * (
+            rng.random(len(sample.tokens_T)) < 0.4
+        )
+        samples.append(
+            replace(sample, columns={"rewards": rewards_T.astype(np.float32)})
+        )
     return replace(batch, samples=tuple(samples))

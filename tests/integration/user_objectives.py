@@ -15,8 +15,8 @@ from invrl.metrics import Sum
 
 
 class Everything:
-    """Reads all that an objective can read. With d the gap to the reference, s a row's sum of log-probs and m
-    the mean of s in the row's group:
+    """Reads all that an objective can read. With d the gap to the reference, s a row's
+    sum of log-probs and m the mean of s in the row's group:
 
     L = 1/rollouts sum_rows score mean_t(weight d^2) + 1/groups sum_rows (s - m)^2 / 2
         - 0.3/tokens sum_t weight entropy
@@ -38,12 +38,19 @@ class Everything:
             + coupled_R.sum() / denominators.groups
             - 0.3 * (weight_N * inputs.entropy_N).sum() / denominators.tokens
         )
-        return LossOutputs(loss=loss, metrics={"scores": Sum(float(inputs.numbers["score"].sum()))})
+        return LossOutputs(
+            loss=loss, metrics={"scores": Sum(float(inputs.numbers["score"].sum()))}
+        )
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
         groups = np.array(table.group_ids)
-        mean_of = {group: table.current_M[groups == group].mean() for group in table.group_ids}
-        return {"slope": table.current_M - np.array([mean_of[group] for group in table.group_ids])}
+        mean_of = {
+            group: table.current_M[groups == group].mean() for group in table.group_ids
+        }
+        return {
+            "slope": table.current_M
+            - np.array([mean_of[group] for group in table.group_ids])
+        }
 
 
 class OneNameTwice(Everything):

@@ -1,10 +1,12 @@
-"""Calls the losses of TRL's trainers on the tensors in a file, and writes their answers into another.
+"""Calls the losses of TRL's trainers on the tensors in a file, and writes their answers
+into another.
 
     python call_trl.py CALLS ANSWERS
 
-CALLS is a list of (name, keyword arguments). A name is a function of this module. Each makes a trainer
-without its constructor, gives it the settings that the loss reads, and calls the trainer's own method, with
-a model that returns the given log-probs. An answer is the loss and its gradient with respect to these.
+CALLS is a list of (name, keyword arguments). A name is a function of this module. Each
+makes a trainer without its constructor, gives it the settings that the loss reads, and
+calls the trainer's own method, with a model that returns the given log-probs. An answer
+is the loss and its gradient with respect to these.
 """
 
 import sys
@@ -53,14 +55,18 @@ def model_that_returns(*logprobs_BT: Tensor) -> Callable[..., SimpleNamespace]:
         logprobs_BT = next(answers)
         nothing_BT = torch.zeros_like(logprobs_BT.detach())
         return SimpleNamespace(
-            log_probs=logprobs_BT, entropy=nothing_BT, mean_logits=nothing_BT, is_top1=nothing_BT > 0
+            log_probs=logprobs_BT,
+            entropy=nothing_BT,
+            mean_logits=nothing_BT,
+            is_top1=nothing_BT > 0,
         )
 
     return call
 
 
 def ids_and_masks(mask_BT: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Rows with one token of a prompt before the answer's, as TRL's collator has them."""
+    """Rows with one token of a prompt before the answer's, as TRL's collator has
+    them."""
     prompt_B1 = torch.zeros(len(mask_BT), 1)
     completion = torch.cat([prompt_B1, mask_BT.float()], dim=1)
     ids = torch.zeros_like(completion, dtype=torch.int64)
@@ -76,8 +82,11 @@ def answered(loss: Tensor, *logprobs: Tensor) -> Answer:
     return {"loss": loss.detach(), "gradient": torch.cat(gradients)}
 
 
-def dpo(loss_type: str, beta: float, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Answer:
-    """`logprobs`, `reference` [2 P, T]: the chosen rows, then the rejected. `loss_type`: sigmoid or ipo."""
+def dpo(
+    loss_type: str, beta: float, logprobs: Tensor, reference: Tensor, mask: Tensor
+) -> Answer:
+    """`logprobs`, `reference` [2 P, T]: the chosen rows, then the rejected.
+    `loss_type`: sigmoid or ipo."""
     settings = {
         "beta": beta,
         "loss_types": [loss_type],
@@ -89,9 +98,16 @@ def dpo(loss_type: str, beta: float, logprobs: Tensor, reference: Tensor, mask: 
     }
     logprobs.requires_grad_()
     chosen_P, rejected_P = (reference * mask).sum(1).chunk(2)
-    inputs = {**ids_and_masks(mask), "ref_chosen_logps": chosen_P, "ref_rejected_logps": rejected_P}
+    inputs = {
+        **ids_and_masks(mask),
+        "ref_chosen_logps": chosen_P,
+        "ref_rejected_logps": rejected_P,
+    }
     trainer = trainer_without_model(DPOTrainer, settings)
-    return answered(trainer._compute_loss(model_that_returns(logprobs * mask), inputs, False), logprobs)
+    return answered(
+        trainer._compute_loss(model_that_returns(logprobs * mask), inputs, False),
+        logprobs,
+    )
 
 
 def kto(
@@ -105,7 +121,12 @@ def kto(
     mismatched_mask: Tensor,
 ) -> Answer:
     """The gradient is of `logprobs`; none goes through the mismatched rows."""
-    settings = {**settings, "loss_type": "kto", "calculate_KL": True, "precompute_ref_logps": True}
+    settings = {
+        **settings,
+        "loss_type": "kto",
+        "calculate_KL": True,
+        "precompute_ref_logps": True,
+    }
     logprobs.requires_grad_()
     inputs = {
         **ids_and_masks(mask),
@@ -120,21 +141,30 @@ def kto(
 
 
 def simpo(settings: dict[str, Any], chosen: Tensor, rejected: Tensor) -> Answer:
-    """`chosen`, `rejected` [P]: log-probs per token. The gradient is of the chosen, then of the rejected."""
-    trainer = trainer_without_model(CPOTrainer, {"loss_type": "simpo", "alpha": 0.0, **settings})
+    """`chosen`, `rejected` [P]: log-probs per token. The gradient is of the chosen,
+    then of the rejected."""
+    trainer = trainer_without_model(
+        CPOTrainer, {"loss_type": "simpo", "alpha": 0.0, **settings}
+    )
     losses_P, *_ = trainer.cpo_loss(chosen.requires_grad_(), rejected.requires_grad_())
     return answered(losses_P.mean(), chosen, rejected)
 
 
 def orpo_odds(weight: float, chosen: Tensor, rejected: Tensor) -> Answer:
-    """As `simpo`. Without the NLL, which the trainer adds: loss = NLL - mean of these."""
+    """As `simpo`. Without the NLL, which the trainer adds: loss = NLL - mean of
+    these."""
     trainer = trainer_without_model(ORPOTrainer, {"beta": weight})
-    losses_P, *_ = trainer.odds_ratio_loss(chosen.requires_grad_(), rejected.requires_grad_())
+    losses_P, *_ = trainer.odds_ratio_loss(
+        chosen.requires_grad_(), rejected.requires_grad_()
+    )
     return answered(-losses_P.mean(), chosen, rejected)
 
 
-def grpo(settings: dict[str, Any], args: dict[str, Any], mask: Tensor, **tensors: Tensor) -> Answer:
-    """A loss of any type that `GRPOTrainer` has. `tensors`: logprobs, entropies, the trainer's inputs."""
+def grpo(
+    settings: dict[str, Any], args: dict[str, Any], mask: Tensor, **tensors: Tensor
+) -> Answer:
+    """A loss of any type that `GRPOTrainer` has. `tensors`: logprobs, entropies, the
+    trainer's inputs."""
     logprobs = tensors.pop("logprobs").requires_grad_()
     entropies = tensors.pop("entropies")
     defaults = {
@@ -146,11 +176,20 @@ def grpo(settings: dict[str, Any], args: dict[str, Any], mask: Tensor, **tensors
         "current_gradient_accumulation_steps": 1,
         "_entropy_bonus_enabled": False,
         "args": SimpleNamespace(
-            **{"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **args}
+            **{
+                "delta": None,
+                "use_bias_correction_kl": False,
+                "steps_per_generation": 1,
+                **args,
+            }
         ),
     }
     trainer = trainer_without_model(GRPOTrainer, {**defaults, **settings})
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, entropies, None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        logprobs,
+        entropies,
+        None,
+    )
     ids = torch.zeros_like(mask, dtype=torch.int64)
     inputs = {
         "prompt_ids": ids[:, :1],
@@ -163,9 +202,17 @@ def grpo(settings: dict[str, Any], args: dict[str, Any], mask: Tensor, **tensors
     return answered(trainer._compute_loss(None, inputs), logprobs)
 
 
-FUNCTIONS = {"dpo": dpo, "kto": kto, "simpo": simpo, "orpo_odds": orpo_odds, "grpo": grpo}
+FUNCTIONS = {
+    "dpo": dpo,
+    "kto": kto,
+    "simpo": simpo,
+    "orpo_odds": orpo_odds,
+    "grpo": grpo,
+}
 
 if __name__ == "__main__":
     _, calls_path, answers_path = sys.argv
     calls = torch.load(calls_path, weights_only=False)
-    torch.save([FUNCTIONS[name](**arguments) for name, arguments in calls], answers_path)
+    torch.save(
+        [FUNCTIONS[name](**arguments) for name, arguments in calls], answers_path
+    )

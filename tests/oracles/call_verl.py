@@ -1,10 +1,12 @@
-"""Calls functions of verl on the tensors in a file, and writes their answers into another.
+"""Calls functions of verl on the tensors in a file, and writes their answers into
+another.
 
     python call_verl.py CALLS ANSWERS
 
-CALLS is a list of (name, keyword arguments). A name is a policy loss that verl registers ("policy_loss:gspo";
-answers with the loss and its gradient with respect to log_prob), or a function of a module of verl
-("core_algos:kl_penalty"; answers with what it returns).
+CALLS is a list of (name, keyword arguments). A name is a policy loss that verl
+registers ("policy_loss:gspo"; answers with the loss and its gradient with respect to
+log_prob), or a function of a module of verl ("core_algos:kl_penalty"; answers with what
+it returns).
 """
 
 import importlib
@@ -14,13 +16,17 @@ from typing import Any
 import torch
 
 
-def policy_loss(name: str, config: dict[str, Any], **tensors: Any) -> dict[str, torch.Tensor]:
+def policy_loss(
+    name: str, config: dict[str, Any], **tensors: Any
+) -> dict[str, torch.Tensor]:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
     log_prob = tensors.pop("log_prob").requires_grad_()
     policy = PolicyLossConfig(loss_mode=name, **config.pop("policy_loss", {}))
-    settings = ActorConfig(strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, policy_loss=policy, **config)
+    settings = ActorConfig(
+        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, policy_loss=policy, **config
+    )
     loss, _ = get_policy_loss_fn(name)(log_prob=log_prob, config=settings, **tensors)
     loss.backward()
     return {"loss": loss.detach(), "gradient": log_prob.grad}

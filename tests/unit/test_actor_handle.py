@@ -1,4 +1,5 @@
-"""Calls of a Ray actor, without Ray: arguments and answers pass, and every failure is an error of ours."""
+"""Calls of a Ray actor, without Ray: arguments and answers pass, and every failure is
+an error of ours."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Adder:
         return first + second
 
 
-def answering(answer: Future[int], calls: list[object] | None = None) -> ActorHandle[Adder]:
+def answering(
+    answer: Future[int], calls: list[object] | None = None
+) -> ActorHandle[Adder]:
     """A handle of an actor whose method `add` answers so."""
 
     def remote(*args: object, **kwargs: object) -> SimpleNamespace:
@@ -50,20 +53,25 @@ async def test_actor_handle_passes_arguments_and_the_reply() -> None:
 
 
 async def test_silent_actor_is_named_with_the_called_method() -> None:
-    with pytest.raises(ActorSilentError, match=r"waited 0\.0 s for the adder to answer add\(\)") as raised:
+    with pytest.raises(
+        ActorSilentError, match=r"waited 0\.0 s for the adder to answer add\(\)"
+    ) as raised:
         await answering(Future()).call(Adder.add, 0.01, 1, second=2)
     assert isinstance(raised.value, DeadlineError)
 
 
 @pytest.mark.parametrize("error", [RayActorError(), TaskCancelledError()])
 async def test_dead_actor_is_named_with_the_called_method(error: Exception) -> None:
-    with pytest.raises(ActorDiedError, match=r"the adder died before it answered add\(\)") as raised:
+    with pytest.raises(
+        ActorDiedError, match=r"the adder died before it answered add\(\)"
+    ) as raised:
         await failing(error).call(Adder.add, 60.0, 1, second=2)
     assert isinstance(raised.value, ServerError)
 
 
 @pytest.mark.parametrize(
-    "cause", [ZeroDivisionError("no"), TimeoutError("late"), DeadlineError("a batch", 1)]
+    "cause",
+    [ZeroDivisionError("no"), TimeoutError("late"), DeadlineError("a batch", 1)],
 )
 async def test_error_of_an_actor_method_keeps_its_type(cause: Exception) -> None:
     """A TimeoutError of the method is not a deadline of the call."""
@@ -74,7 +82,9 @@ async def test_error_of_an_actor_method_keeps_its_type(cause: Exception) -> None
 
 
 async def test_cancelled_call_of_an_actor_is_cancelled() -> None:
-    call = asyncio.ensure_future(answering(Future()).call(Adder.add, 3600.0, 1, second=2))
+    call = asyncio.ensure_future(
+        answering(Future()).call(Adder.add, 3600.0, 1, second=2)
+    )
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,5 @@
-"""Silence is death, work is not; a stopped process is found, and so is what it left behind."""
+"""Silence is death, work is not; a stopped process is found, and so is what it left
+behind."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Each in a session of its own: the kernel ends a stopped process whose session loses its leader."""
+    """Each in a session of its own: the kernel ends a stopped process whose session
+    loses its leader."""
     made: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
@@ -65,34 +67,45 @@ class Asked:
         return self.answer
 
 
-async def test_silent_process_is_named_and_killed(start: Callable[[str], subprocess.Popen[str]]) -> None:
+async def test_silent_process_is_named_and_killed(
+    start: Callable[[str], subprocess.Popen[str]],
+) -> None:
     process = start("import sys; print('up', flush=True); sys.stdin.read()")
     assert line(process) == "up"
     process.send_signal(signal.SIGSTOP)
-    heart = ActorHeartbeat("trainer rank 1", Asked(Pulse(pid=process.pid, host=HERE), 2), timeout_s=0.5)
+    heart = ActorHeartbeat(
+        "trainer rank 1", Asked(Pulse(pid=process.pid, host=HERE), 2), timeout_s=0.5
+    )
     with pytest.raises(ServerError) as error:
         await asyncio.wait_for(heart.watch(), 300)
     words = str(error.value)
-    assert words.startswith(f"trainer rank 1 (process {process.pid} on {HERE}) has not answered for ")
+    assert words.startswith(
+        f"trainer rank 1 (process {process.pid} on {HERE}) has not answered for "
+    )
     assert "run.heartbeat_timeout_s" in words
     assert process.wait(60) == -signal.SIGKILL
 
 
 async def test_silent_process_of_another_host_is_named_and_not_killed() -> None:
-    heart = ActorHeartbeat("the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2)
+    heart = ActorHeartbeat(
+        "the buffer", Asked(Pulse(pid=os.getpid(), host="elsewhere"), 1), timeout_s=0.2
+    )
     with pytest.raises(ServerError, match=f"process {os.getpid()} on elsewhere"):
         await asyncio.wait_for(heart.watch(), 300)
 
 
 async def test_silence_before_the_first_heartbeat_counts() -> None:
     with pytest.raises(ServerError, match="the buffer has not answered"):
-        await asyncio.wait_for(ActorHeartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300)
+        await asyncio.wait_for(
+            ActorHeartbeat("the buffer", Asked(pulse(), 0), timeout_s=0.2).watch(), 300
+        )
 
 
 async def test_silent_process_that_uses_its_cpu_is_alive(
     start: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a library that holds the interpreter's lock. It answers in the end; then it stops for good."""
+    """As in a library that holds the interpreter's lock. It answers in the end; then it
+    stops for good."""
     process = start("print('up', flush=True)\nwhile True: pass")
     assert line(process) == "up"
     psutil_process = psutil.Process(process.pid)
@@ -103,14 +116,17 @@ async def test_silent_process_that_uses_its_cpu_is_alive(
     async def ask() -> Pulse:
         if asked.times:
             return await asked()
-        while sum(psutil_process.cpu_times()[:2]) < used + 3.0:  # of CPU: four times the limit at least
+        while (
+            sum(psutil_process.cpu_times()[:2]) < used + 3.0
+        ):  # of CPU: four times the limit at least
             await asyncio.sleep(0.01)
         heard.set()
         process.send_signal(signal.SIGSTOP)
         return await asked()
 
     heard = asyncio.Event()
-    # Beside other work a CPU may be shared by many: a hundredth of one counts as work here.
+    # Beside other work a CPU may be shared by many: a hundredth of one counts as work
+    # here.
     monkeypatch.setattr(actor_heartbeat, "_BUSY", 0.01)
     heart = ActorHeartbeat("the worker", ask, timeout_s=1.0)
     with pytest.raises(ServerError, match="the worker"):
@@ -129,13 +145,15 @@ async def test_actor_whose_heartbeat_raises_is_left_to_its_callers() -> None:
             enough.set()
         raise RayActorError
 
-    watch = asyncio.create_task(ActorHeartbeat("the worker", ask, timeout_s=0.3).watch())
+    watch = asyncio.create_task(
+        ActorHeartbeat("the worker", ask, timeout_s=0.3).watch()
+    )
     await enough.wait()
     assert not watch.done()
     watch.cancel()
 
 
-# ---------------------------------------------------------------------- Ray's own processes
+# ---------------------------------------------------------------- Ray's own processes
 
 
 def watch(
@@ -201,11 +219,12 @@ def test_ray_process_stopped_on_purpose_is_not_reported(
     assert told == []
 
 
-# ---------------------------------------------------------------------- what user code leaves behind
+# ------------------------------------------------------- what user code leaves behind
 
-# Everything below the worker reads the pipe whose other end only the test holds. So whatever the guardian
-# leaves behind ends with the test at the latest, also with one that fails or is killed. Each writes its line
-# with one system call: with PYTHONUNBUFFERED, print() takes two, and another's line may come between them.
+# Everything below the worker reads the pipe whose other end only the test holds. So
+# whatever the guardian leaves behind ends with the test at the latest, also with one
+# that fails or is killed. Each writes its line with one system call: with
+# PYTHONUNBUFFERED, print() takes two, and another's line may come between them.
 WORKER = """
 import os, subprocess, sys
 from invrl.host.guardian import start_guardian
@@ -227,22 +246,27 @@ sys.stdin.readline()
 def test_daemons_that_left_the_session_of_a_worker_end_with_it(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
-    """A daemon that is nobody's child, a child in a session of its own, and a daemon that was forked and has
-    started no program; the worker is killed before its guardian need have seen any of them."""
+    """A daemon that is nobody's child, a child in a session of its own, and a daemon
+    that was forked and has started no program; the worker is killed before its guardian
+    need have seen any of them."""
     worker = start(WORKER)
     left = [psutil.Process(int(line(worker))) for _ in range(3)]
     assert all(os.getsid(process.pid) == process.pid for process in left)
     guardians = [
-        child for child in psutil.Process(worker.pid).children() if "invrl.host.guardian" in child.cmdline()
+        child
+        for child in psutil.Process(worker.pid).children()
+        if "invrl.host.guardian" in child.cmdline()
     ]
     assert len(guardians) == 1
     worker.kill()
     worker.wait(60)
     assert not still_running(left, within_s=120)
-    assert not still_running(guardians, within_s=120), "a guardian ends with whom it watched"
+    assert not still_running(guardians, within_s=120), (
+        "a guardian ends with whom it watched"
+    )
 
 
-# ---------------------------------------------------------------------- memory
+# --------------------------------------------------------------------- memory
 
 TOLD = (
     "Task was killed due to the node running low on memory.\nMemory on the node (IP: 10.0.0.1) where the "
@@ -268,12 +292,15 @@ def test_death_by_rays_memory_monitor_is_explained_in_one_line(
 
 
 FULL_GPU = RayTaskError(
-    "call", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", RuntimeError()
+    "call",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+    RuntimeError(),
 )
 
 
 @pytest.mark.parametrize(
-    "error", [None, RayActorError("", "the worker died"), ValueError("memory"), FULL_GPU]
+    "error",
+    [None, RayActorError("", "the worker died"), ValueError("memory"), FULL_GPU],
 )
 def test_other_deaths_are_not_blamed_on_memory(error: Exception | None) -> None:
     assert killed_for_memory(error, "the buffer") == ""

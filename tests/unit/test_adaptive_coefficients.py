@@ -24,7 +24,8 @@ def test_the_kl_coefficient_moves_in_proportion_and_by_two_percent_at_most(
 
 
 def test_kl_coefficient_reaches_its_target() -> None:
-    """Where the divergence is inverse to the coefficient, KL = 0.02 / coef, the target of 0.1 is at 0.2."""
+    """Where the divergence is inverse to the coefficient, KL = 0.02 / coef, the target
+    of 0.1 is at 0.2."""
     coef = 1.0
     for _ in range(400):
         coef = adapted_kl_coef(coef, 0.02 / coef, 0.1)
@@ -33,7 +34,13 @@ def test_kl_coefficient_reaches_its_target() -> None:
 
 @pytest.mark.parametrize(
     ("coef", "entropy", "expected"),
-    [(0.0, 0.1, 0.005), (0.1, 0.3, 0.095), (0.002, 0.3, 0.0), (1.0, 0.1, 1.0), (0.1, 0.2, 0.095)],
+    [
+        (0.0, 0.1, 0.005),
+        (0.1, 0.3, 0.095),
+        (0.002, 0.3, 0.0),
+        (1.0, 0.1, 1.0),
+        (0.1, 0.2, 0.095),
+    ],
 )
 def test_the_entropy_coefficient_moves_by_steps_within_bounds(
     coef: float, entropy: float, expected: float
@@ -49,7 +56,11 @@ def test_coefficients_without_a_target_do_not_change() -> None:
 
 def test_length_lambda_follows_only_its_own_gradient() -> None:
     config = AlgorithmConfig(
-        length_weighting="power", length_lambda=0.5, length_lambda_lr=0.1, entropy_target=0.2, kl_target=0.1
+        length_weighting="power",
+        length_lambda=0.5,
+        length_lambda_lr=0.1,
+        entropy_target=0.2,
+        kl_target=0.1,
     )
     start = Coefficients.of(config)
     stepped = start.after_step(config, 2.0)
@@ -66,7 +77,9 @@ def test_entropy_bonus_is_0_while_the_entropy_is_above_its_target() -> None:
     high = low.after(config, 0.0, 0.5)
     assert high.within(config).entropy_coef == 0.0
     assert high.entropy == pytest.approx(0.1), "it is remembered"
-    assert high.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(0.105)
+    assert high.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(
+        0.105
+    )
 
 
 def test_both_coefficients_are_adapted_together() -> None:
@@ -98,20 +111,29 @@ def test_both_coefficients_are_adapted_together() -> None:
 def test_entropy_coefficient_returns_to_0_between_its_two_bounds(
     coef: float, entropy: float, expected: float
 ) -> None:
-    assert entropy_coef_of_band(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(expected)
+    assert entropy_coef_of_band(coef, entropy, 0.2, 0.4, 0.005) == pytest.approx(
+        expected
+    )
 
 
 def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:
     config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4, entropy_coef=0.1)
     start = Coefficients.of(config)
-    assert start.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(0.105)
+    assert start.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(
+        0.105
+    )
     assert start.after(config, 0.0, 0.3).within(config).entropy_coef == 0.0
-    assert start.after(config, 0.0, 0.5).within(config).entropy_coef == pytest.approx(-0.005)
+    assert start.after(config, 0.0, 0.5).within(config).entropy_coef == pytest.approx(
+        -0.005
+    )
 
 
-@pytest.mark.parametrize(("entropy", "drift"), [(0.9, 0.01), (0.02, -0.01), (0.3, 0.01), (0.3, -0.01)])
+@pytest.mark.parametrize(
+    ("entropy", "drift"), [(0.9, 0.01), (0.02, -0.01), (0.3, 0.01), (0.3, -0.01)]
+)
 def test_entropy_band_holds_a_drifting_entropy(entropy: float, drift: float) -> None:
-    """An entropy that the rest of the loss moves by `drift` a batch and the bonus by its coefficient."""
+    """An entropy that the rest of the loss moves by `drift` a batch and the bonus by
+    its coefficient."""
     config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4)
     coefficients = Coefficients.of(config)
     seen: list[float] = []

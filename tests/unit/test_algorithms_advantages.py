@@ -27,13 +27,17 @@ from invrl.algorithms.config import AlgorithmConfig, Deviation
 from invrl.errors import PluginError
 
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=33)
-small_groups = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=9)
+small_groups = st.lists(
+    st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=9
+)
 COMPARING = sorted(name for name, function in ADVANTAGES.items() if function is not raw)
 
 
 @pytest.mark.parametrize("deviation", ["sample", "population"])
 @given(rewards_G=rewards, eps=st.sampled_from([1e-6, 1e-4, 1e-2]))
-def test_grpo_equals_the_loop(deviation: Deviation, rewards_G: list[float], eps: float) -> None:
+def test_grpo_equals_the_loop(
+    deviation: Deviation, rewards_G: list[float], eps: float
+) -> None:
     mean = math.fsum(rewards_G) / len(rewards_G)
     squares = math.fsum((r - mean) ** 2 for r in rewards_G)
     freedom = len(rewards_G) - 1 if deviation == "sample" else len(rewards_G)
@@ -47,11 +51,14 @@ def test_grpo_equals_the_loop(deviation: Deviation, rewards_G: list[float], eps:
 def test_dr_grpo_equals_the_loop(rewards_G: list[float]) -> None:
     mean = math.fsum(rewards_G) / len(rewards_G)
     expected = [r - mean for r in rewards_G]
-    assert dr_grpo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert dr_grpo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(
+        expected, rel=1e-9, abs=1e-12
+    )
 
 
 def test_advantages_use_the_sample_deviation_unless_set_otherwise() -> None:
-    """[0, 1]: the sample's deviation is sqrt(1/2), the population's 1/2: a factor sqrt(2) at two members."""
+    """[0, 1]: the sample's deviation is sqrt(1/2), the population's 1/2: a factor
+    sqrt(2) at two members."""
     rewards_G = np.array([0.0, 1.0])
     sample = advantage_function("grpo")(rewards_G, eps=1e-12)
     population = advantage_function("grpo", "population")(rewards_G, eps=1e-12)
@@ -63,14 +70,19 @@ def test_sample_deviation_equals_the_statistics_module() -> None:
     rewards_G = [0.0, 0.25, 1.0, 1.0, -2.0, 0.5, 3.0, 0.125]
     mean = statistics.mean(rewards_G)
     expected = [(r - mean) / statistics.stdev(rewards_G) for r in rewards_G]
-    assert grpo(np.array(rewards_G), eps=0.0).tolist() == pytest.approx(expected, rel=1e-12)
+    assert grpo(np.array(rewards_G), eps=0.0).tolist() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("deviation", ["sample", "population"])
 @pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("group", [[3.0], [0.1] * 7, [0.1 + 0.2, 0.3], [0.0] * 8])
-def test_equal_rewards_give_zero_advantages(name: str, group: list[float], deviation: Deviation) -> None:
-    """Exactly 0: the mean of seven times 0.1 is not 0.1, and Adam makes a step of any gradient but 0."""
+def test_equal_rewards_give_zero_advantages(
+    name: str, group: list[float], deviation: Deviation
+) -> None:
+    """Exactly 0: the mean of seven times 0.1 is not 0.1, and Adam makes a step of any
+    gradient but 0."""
     advantages_G = advantage_function(name, deviation)(np.array(group), eps=1e-4)
     assert advantages_G.dtype == np.float64
     assert advantages_G.tolist() == [0.0] * len(group)
@@ -88,7 +100,9 @@ def test_rloo_equals_the_loop(rewards_G: list[float]) -> None:
     for index, reward in enumerate(rewards_G):
         others = rewards_G[:index] + rewards_G[index + 1 :]
         expected.append(reward - math.fsum(others) / len(others) if others else 0.0)
-    assert rloo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert rloo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(
+        expected, rel=1e-9, abs=1e-12
+    )
 
 
 @given(rewards_G=st.lists(st.floats(0, 10), min_size=1, max_size=33))
@@ -97,28 +111,37 @@ def test_maxrl_equals_the_loop(rewards_G: list[float]) -> None:
     expected = [0.0] * len(rewards_G)
     if rewards_differ(np.array(rewards_G)):
         expected = [(reward - mean) / mean for reward in rewards_G]
-    assert maxrl(np.array(rewards_G), eps=1e-4).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert maxrl(np.array(rewards_G), eps=1e-4).tolist() == pytest.approx(
+        expected, rel=1e-9, abs=1e-9
+    )
 
 
 def test_maxrl_weighs_rare_successes_more() -> None:
     """One of four: G/K - 1 = 3; three of four: 1/3. A failure is -1 in both."""
-    assert maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4).tolist() == pytest.approx([-1, 3, -1, -1])
+    assert maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4).tolist() == pytest.approx(
+        [-1, 3, -1, -1]
+    )
     assert maxrl(np.array([1.0, 1.0, 0.0, 1.0]), eps=1e-4).tolist() == pytest.approx(
         [1 / 3, 1 / 3, -1, 1 / 3]
     )
 
 
 def test_maxrl_with_rewards_below_zero_divides_by_the_rewards_above() -> None:
-    """Rewards of -1 and 1 are twice as far apart as 0 and 1, and so are their advantages."""
+    """Rewards of -1 and 1 are twice as far apart as 0 and 1, and so are their
+    advantages."""
     signs = maxrl(np.array([-1.0, 1.0, -1.0, -1.0]), eps=1e-4)
-    assert signs.tolist() == pytest.approx((2 * maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4)).tolist())
+    assert signs.tolist() == pytest.approx(
+        (2 * maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4)).tolist()
+    )
     assert maxrl(np.array([-1.0, -0.5, 0.0]), eps=1e-4).tolist() == [0.0, 0.0, 0.0]
     extreme = maxrl(np.array([-1e9, 1e-12]), eps=1e-4)
     assert np.abs(extreme).max() == pytest.approx(1e4)
 
 
 @given(rewards_G=small_groups, k=st.integers(1, 6), eps=st.sampled_from([1e-6, 1e-3]))
-def test_pass_at_k_equals_the_loop_over_all_subsets(rewards_G: list[float], k: int, eps: float) -> None:
+def test_pass_at_k_equals_the_loop_over_all_subsets(
+    rewards_G: list[float], k: int, eps: float
+) -> None:
     subsets = list(itertools.combinations(range(len(rewards_G)), k))
     best = [max(rewards_G[i] for i in subset) for subset in subsets]
     expected = [0.0] * len(rewards_G)
@@ -126,7 +149,11 @@ def test_pass_at_k_equals_the_loop_over_all_subsets(rewards_G: list[float], k: i
         mean = math.fsum(best) / len(best)
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in best) / len(best))
         for i in range(len(rewards_G)):
-            mine = [value for value, subset in zip(best, subsets, strict=True) if i in subset]
+            mine = [
+                value
+                for value, subset in zip(best, subsets, strict=True)
+                if i in subset
+            ]
             expected[i] = (math.fsum(mine) / len(mine) - mean) / (spread + eps)
     measured = pass_at_k(np.array(rewards_G), eps=eps, k=k).tolist()
     assert measured == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -135,18 +162,23 @@ def test_pass_at_k_equals_the_loop_over_all_subsets(rewards_G: list[float], k: i
 
 
 def test_pass_at_k_has_the_papers_closed_forms() -> None:
-    """arXiv 2508.10751, equations 11 to 15, with N = 8 of which 3 are right, and k = 4."""
+    """arXiv 2508.10751, equations 11 to 15, with N = 8 of which 3 are right, and k =
+    4."""
     rewards_G = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     mean = 1 - math.comb(5, 4) / math.comb(8, 4)
     spread = math.sqrt(mean * (1 - mean))
     right = (1 - mean) / spread
     wrong = (1 - mean - math.comb(4, 3) / math.comb(7, 3)) / spread
     expected = [right if reward else wrong for reward in rewards_G]
-    assert advantage_function("pass_at_k")(rewards_G, eps=1e-12).tolist() == pytest.approx(expected)
+    assert advantage_function("pass_at_k")(
+        rewards_G, eps=1e-12
+    ).tolist() == pytest.approx(expected)
 
 
 @given(rewards_G=rewards)
-def test_pass_at_1_is_grpo_with_the_populations_deviation(rewards_G: list[float]) -> None:
+def test_pass_at_1_is_grpo_with_the_populations_deviation(
+    rewards_G: list[float],
+) -> None:
     expected = grpo(np.array(rewards_G), eps=1e-4, deviation="population").tolist()
     assert pass_at_k(np.array(rewards_G), eps=1e-4, k=1).tolist() == pytest.approx(
         expected, rel=1e-6, abs=1e-6
@@ -159,16 +191,21 @@ def test_raw_advantage_is_the_reward() -> None:
 
 
 def test_floor_bounds_the_deviation_of_group_advantages() -> None:
-    """The deviation of [0, 0.01] is 0.00707: with a floor of 0.5 it does not blow the difference up."""
+    """The deviation of [0, 0.01] is 0.00707: with a floor of 0.5 it does not blow the
+    difference up."""
     config = AlgorithmConfig(advantage_std_floor=0.5, advantage_eps=1e-9)
     rewards_G = np.array([0.0, 0.01])
     floored = configured_advantage(config)(rewards_G, eps=1e-9).tolist()
     assert floored == pytest.approx([-0.01, 0.01], rel=1e-6)
-    assert configured_advantage(config)(rewards_G * 1000, eps=1e-9).tolist() == pytest.approx(
-        [-(0.5**0.5), 0.5**0.5]
+    assert configured_advantage(config)(
+        rewards_G * 1000, eps=1e-9
+    ).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    best_of_1 = AlgorithmConfig(
+        advantage="pass_at_k", pass_at_k=1, advantage_std_floor=0.5
     )
-    best_of_1 = AlgorithmConfig(advantage="pass_at_k", pass_at_k=1, advantage_std_floor=0.5)
-    assert configured_advantage(best_of_1)(rewards_G, eps=1e-9).tolist() == pytest.approx([-0.01, 0.01])
+    assert configured_advantage(best_of_1)(
+        rewards_G, eps=1e-9
+    ).tolist() == pytest.approx([-0.01, 0.01])
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -191,4 +228,6 @@ def test_constant_added_to_all_rewards_does_not_change_advantages(
 ) -> None:
     function = advantage_function(name)
     shifted = function(np.array(rewards_G) + constant, eps=1e-4).tolist()
-    assert shifted == pytest.approx(function(np.array(rewards_G), eps=1e-4).tolist(), rel=1e-9, abs=1e-9)
+    assert shifted == pytest.approx(
+        function(np.array(rewards_G), eps=1e-4).tolist(), rel=1e-9, abs=1e-9
+    )

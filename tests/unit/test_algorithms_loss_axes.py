@@ -1,7 +1,8 @@
-"""Every combination of the loss's axes against float64 in plain loops, with gradients by finite differences.
+"""Every combination of the loss's axes against float64 in plain loops, with gradients
+by finite differences.
 
-The reference gets the current log-probs twice: those with a gradient and those at which it is stopped. A
-difference is taken in the first alone.
+The reference gets the current log-probs twice: those with a gradient and those at which
+it is stopped. A difference is taken in the first alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Row:
 
 
 def random_rows(lengths: list[int], seed: int) -> list[Row]:
-    """Every third row is a branch of the rollout before it; a group has two rollouts."""
+    """Every third row is a branch of the rollout before it; a group has two
+    rollouts."""
     rng = np.random.default_rng(seed)
     rows: list[Row] = []
     rollout = -1
@@ -54,9 +56,13 @@ def random_rows(lengths: list[int], seed: int) -> list[Row]:
                 group=rollout // 2,
                 current=(old + rng.normal(0, 0.4, length)).clip(max=-1e-3).tolist(),
                 old=old.tolist(),
-                rollout_logprobs=(old + rng.normal(0, 0.4, length)).clip(max=-1e-3).tolist(),
+                rollout_logprobs=(old + rng.normal(0, 0.4, length))
+                .clip(max=-1e-3)
+                .tolist(),
                 reference=(old + rng.normal(0, 0.8, length)).tolist(),
-                advantages=(rng.normal(0, 1.5, length) * (rng.random(length) > 0.2)).tolist(),
+                advantages=(
+                    rng.normal(0, 1.5, length) * (rng.random(length) > 0.2)
+                ).tolist(),
                 entropy=rng.uniform(0, 2, length).tolist(),
                 staleness=rng.integers(0, 4, length).astype(float).tolist(),
             )
@@ -64,7 +70,7 @@ def random_rows(lengths: list[int], seed: int) -> list[Row]:
     return rows
 
 
-# ------------------------------------------------------------------ the reference
+# ----------------------------------------------------------------- the reference
 
 
 def bounded(value: float) -> float:
@@ -72,7 +78,12 @@ def bounded(value: float) -> float:
 
 
 def ratio_of(
-    row: Row, t: int, moving: list[float], still: list[float], old: list[float], level: str
+    row: Row,
+    t: int,
+    moving: list[float],
+    still: list[float],
+    old: list[float],
+    level: str,
 ) -> float:
     own = [moving[s] - old[s] for s in range(len(old))]
     if level == "token":
@@ -84,7 +95,13 @@ def ratio_of(
 
 
 def surrogate_of(
-    row: Row, t: int, moving: list[float], still: list[float], old: list[float], c: AlgorithmConfig, a: float
+    row: Row,
+    t: int,
+    moving: list[float],
+    still: list[float],
+    old: list[float],
+    c: AlgorithmConfig,
+    a: float,
 ) -> float:
     ratio = ratio_of(row, t, moving, still, old, c.ratio_level)
     stopped_ratio = ratio_of(row, t, still, still, old, c.ratio_level)
@@ -107,7 +124,9 @@ def surrogate_of(
     if c.policy_loss == "policy_gradient":
         return -a * moving[t]
     if c.policy_loss == "vespo":
-        log_w = bounded(sum(still[s] - row.rollout_logprobs[s] for s in range(len(still))))
+        log_w = bounded(
+            sum(still[s] - row.rollout_logprobs[s] for s in range(len(still)))
+        )
         power = c.vespo_power_positive
         decay = c.vespo_decay_positive
         if a < 0:
@@ -125,9 +144,14 @@ def surrogate_of(
 
 
 def row_ratio_of(
-    row: Row, moving: list[float], still: list[float], old: list[float], c: AlgorithmConfig
+    row: Row,
+    moving: list[float],
+    still: list[float],
+    old: list[float],
+    c: AlgorithmConfig,
 ) -> float:
-    """The geometric mean of a row's ratios, of which each is clipped towards its advantage."""
+    """The geometric mean of a row's ratios, of which each is clipped towards its
+    advantage."""
     logs: list[float] = []
     for t, a in enumerate(row.advantages):
         log_ratio = math.log(ratio_of(row, t, moving, still, old, c.ratio_level))
@@ -146,7 +170,9 @@ def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
     }
     weight = 1.0
     if c.correction != "none":
-        level = {"truncated": "token", "sequence_truncated": "sequence"}.get(c.correction, "geometric")
+        level = {"truncated": "token", "sequence_truncated": "sequence"}.get(
+            c.correction, "geometric"
+        )
         weight = min(max(by_level[level], c.correction_floor), c.correction_cap)
     if c.rejection != "none":
         judged = by_level[c.rejection]
@@ -158,7 +184,12 @@ def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
 def divergence_of(policy: float, other: float, sampled: float, name: str) -> float:
     d = bounded(policy - other)
     k3 = math.exp(-d) - 1 + d
-    return {"k1": d, "k2": d * d / 2, "k3": k3, "unbiased": math.exp(bounded(policy - sampled)) * k3}[name]
+    return {
+        "k1": d,
+        "k2": d * d / 2,
+        "k3": k3,
+        "unbiased": math.exp(bounded(policy - sampled)) * k3,
+    }[name]
 
 
 def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
@@ -175,7 +206,9 @@ def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
 
 def aggregation_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
     tokens = {id(other): len(other.current) for other in rows}
-    in_rollout = sum(tokens[id(other)] for other in rows if other.rollout == row.rollout)
+    in_rollout = sum(
+        tokens[id(other)] for other in rows if other.rollout == row.rollout
+    )
     in_group = sum(tokens[id(other)] for other in rows if other.group == row.group)
     rollouts = len({other.rollout for other in rows})
     weight = {
@@ -207,7 +240,8 @@ def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
     deviation = math.sqrt(squares / (size - 1)) if size > 1 else 0.0
     exponentials = {
         rollout: math.exp(
-            (1 + c.length_lambda_scale * (length - mean) / (deviation + 1e-8)) ** c.length_lambda
+            (1 + c.length_lambda_scale * (length - mean) / (deviation + 1e-8))
+            ** c.length_lambda
         )
         for rollout, length in lengths.items()
     }
@@ -222,14 +256,18 @@ def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]
     bound = c.kl_clamp or math.inf
     for t in range(len(advantages)):
         for s in range(t, len(advantages)):
-            penalty = divergence_of(old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator)
+            penalty = divergence_of(
+                old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator
+            )
             advantages[t] -= c.kl_coef * min(max(penalty, -bound), bound)
     return advantages
 
 
-def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfig) -> float:
-    """`moving`: the current log-probs with the gradient; those in the rows are constants. Entropies are
-    constants too."""
+def reference_loss(
+    rows: list[Row], moving: list[list[float]], c: AlgorithmConfig
+) -> float:
+    """`moving`: the current log-probs with the gradient; those in the rows are
+    constants. Entropies are constants too."""
     total = 0.0
     for row, current in zip(rows, moving, strict=True):
         old = old_of(row, row.current, c)
@@ -238,12 +276,19 @@ def reference_loss(rows: list[Row], moving: list[list[float]], c: AlgorithmConfi
             surrogate = surrogate_of(judged, t, current, row.current, old, c, advantage)
             loss = weight_of(row, t, old, c) * surrogate
             if c.kl_coef and c.kl_in == "loss":
-                term = divergence_of(current[t], row.reference[t], row.rollout_logprobs[t], c.kl_estimator)
+                term = divergence_of(
+                    current[t],
+                    row.reference[t],
+                    row.rollout_logprobs[t],
+                    c.kl_estimator,
+                )
                 bound = c.kl_clamp or math.inf
                 loss += c.kl_coef * min(max(term, -bound), bound)
             loss -= c.entropy_coef * row.entropy[t]
             total += aggregation_weight(row, rows, c) * loss
-    solved = [current for row, current in zip(rows, moving, strict=True) if is_solved(row)]
+    solved = [
+        current for row, current in zip(rows, moving, strict=True) if is_solved(row)
+    ]
     num_tokens = sum(map(len, solved))
     if num_tokens:
         total -= c.solved_nll_coef * math.fsum(map(math.fsum, solved)) / num_tokens
@@ -269,15 +314,20 @@ def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
             above = at(STEP)
             below = at(-STEP)
             one_sided = abs((above - middle) - (middle - below)) / STEP
-            gradient.append(math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP))
+            gradient.append(
+                math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP)
+            )
     return gradient
 
 
-# ------------------------------------------------------------------ what is tested
+# ----------------------------------------------------------------- what is tested
 
 
 def inputs_of(
-    rows: list[Row], all_rows: list[Row], config: AlgorithmConfig, dtype: torch.dtype = torch.float64
+    rows: list[Row],
+    all_rows: list[Row],
+    config: AlgorithmConfig,
+    dtype: torch.dtype = torch.float64,
 ) -> LossInputs:
     """One micro-batch of these rows, of a mini-batch of all rows."""
 
@@ -299,10 +349,15 @@ def inputs_of(
             row_N=torch.arange(len(rows)).repeat_interleave(lengths),
             tokens_R=lengths.to(dtype),
             rollout_tokens_R=torch.tensor(
-                [tokens([o for o in all_rows if o.rollout == row.rollout]) for row in rows], dtype=dtype
+                [
+                    tokens([o for o in all_rows if o.rollout == row.rollout])
+                    for row in rows
+                ],
+                dtype=dtype,
             ),
             group_tokens_R=torch.tensor(
-                [tokens([o for o in all_rows if o.group == row.group]) for row in rows], dtype=dtype
+                [tokens([o for o in all_rows if o.group == row.group]) for row in rows],
+                dtype=dtype,
             ),
         ),
         denominators=Denominators(
@@ -318,25 +373,38 @@ def inputs_of(
         reference_N=column("reference"),
         columns={"staleness": column("staleness")},
         numbers={
-            "solved": torch.tensor([float(is_solved(row)) for row in rows], dtype=dtype),
-            "length_weight": of_rows([length_numbers_of(row, all_rows, config)[0] for row in rows]),
-            "length_slope": of_rows([length_numbers_of(row, all_rows, config)[1] for row in rows]),
+            "solved": torch.tensor(
+                [float(is_solved(row)) for row in rows], dtype=dtype
+            ),
+            "length_weight": of_rows(
+                [length_numbers_of(row, all_rows, config)[0] for row in rows]
+            ),
+            "length_slope": of_rows(
+                [length_numbers_of(row, all_rows, config)[1] for row in rows]
+            ),
         },
     )
 
 
-def length_numbers_of(row: Row, rows: list[Row], config: AlgorithmConfig) -> tuple[float, float]:
+def length_numbers_of(
+    row: Row, rows: list[Row], config: AlgorithmConfig
+) -> tuple[float, float]:
     """The weight of the row's rollout, and its slope."""
     lengths = lengths_of_group(row.group, rows)
     weights_G, slopes_G = weights_of_group(
-        np.array(list(lengths.values()), np.float64), config.length_lambda, config.length_lambda_scale
+        np.array(list(lengths.values()), np.float64),
+        config.length_lambda,
+        config.length_lambda_scale,
     )
     place = list(lengths).index(row.rollout)
     return float(weights_G[place]), float(slopes_G[place])
 
 
 def run(
-    rows: list[Row], all_rows: list[Row], config: AlgorithmConfig, dtype: torch.dtype = torch.float64
+    rows: list[Row],
+    all_rows: list[Row],
+    config: AlgorithmConfig,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
     """Outputs, and the gradients of current log-probs and entropies."""
     inputs = inputs_of(rows, all_rows, config, dtype)
@@ -355,7 +423,17 @@ def run(
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(
-        ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo", "policy_gradient"]
+        [
+            "clip",
+            "cispo",
+            "sapo",
+            "rejection_gate",
+            "gmpo",
+            "dppo_tv",
+            "dppo_kl",
+            "vespo",
+            "policy_gradient",
+        ]
     ),
     ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
     eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
@@ -364,13 +442,17 @@ configs = st.builds(
     sapo_temperature_positive=st.sampled_from([1.0, 2.0]),
     rejection_gate_sharpness=st.sampled_from([4.0, 10.0]),
     dppo_threshold=st.sampled_from([0.02, 0.1]),
-    correction=st.sampled_from(["none", "truncated", "sequence_truncated", "geometric_truncated"]),
+    correction=st.sampled_from(
+        ["none", "truncated", "sequence_truncated", "geometric_truncated"]
+    ),
     correction_cap=st.sampled_from([1.1, 2.0]),
     correction_floor=st.sampled_from([0.0, 0.8]),
     rejection=st.sampled_from(["none", "token", "sequence", "geometric"]),
     rejection_low=st.sampled_from([0.0, 0.7]),
     rejection_high=st.sampled_from([0.0, 1.4]),
-    aggregation=st.sampled_from(["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]),
+    aggregation=st.sampled_from(
+        ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
+    ),
     aggregation_constant=st.just(7.0),
     length_weighting=st.sampled_from(["none", "power"]),
     length_lambda=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
@@ -399,7 +481,9 @@ def test_loss_and_gradient_equal_float64_loops(
     for measured, difference in zip(gradient_N.tolist(), differences, strict=True):
         if not math.isnan(difference):
             assert measured == pytest.approx(difference, rel=1e-5, abs=1e-7)
-    assert sum(map(math.isnan, differences)) <= 1, "a bound is hit once in a thousand examples"
+    assert sum(map(math.isnan, differences)) <= 1, (
+        "a bound is hit once in a thousand examples"
+    )
     at = 0
     for row in rows:
         for _ in row.current:
@@ -428,12 +512,16 @@ def test_the_gradient_of_lambda_equals_finite_differences(
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
-def test_float32_loss_axes_are_near_float64(lengths: list[int], seed: int, config: AlgorithmConfig) -> None:
+def test_float32_loss_axes_are_near_float64(
+    lengths: list[int], seed: int, config: AlgorithmConfig
+) -> None:
     rows = random_rows(lengths, seed)
     exact, exact_gradient_N, _ = run(rows, rows, config)
     outputs, gradient_N, _ = run(rows, rows, config, torch.float32)
     assert outputs.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-5)
-    assert gradient_N.tolist() == pytest.approx(exact_gradient_N.tolist(), rel=1e-3, abs=1e-5)
+    assert gradient_N.tolist() == pytest.approx(
+        exact_gradient_N.tolist(), rel=1e-3, abs=1e-5
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -441,8 +529,8 @@ def test_float32_loss_axes_are_near_float64(lengths: list[int], seed: int, confi
 def test_loss_does_not_depend_on_order_or_division_of_rows(
     lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
 ) -> None:
-    """Into micro-batches, of which some may be empty: the sum of losses, each token's gradient and the merged
-    metrics stay what they are."""
+    """Into micro-batches, of which some may be empty: the sum of losses, each token's
+    gradient and the merged metrics stay what they are."""
     rows = random_rows(lengths, seed)
     whole, whole_gradient_N, _ = run(rows, rows, config)
     order = data.draw(st.permutations(range(len(rows))))
@@ -455,16 +543,24 @@ def test_loss_does_not_depend_on_order_or_division_of_rows(
         outputs, gradient_N, _ = run([rows[index] for index in part], rows, config)
         total += outputs.loss.item()
         metrics.append(outputs.metrics)
-        expected = [whole_gradient_N[starts[i] + t].item() for i in part for t in range(lengths[i])]
+        expected = [
+            whole_gradient_N[starts[i] + t].item()
+            for i in part
+            for t in range(lengths[i])
+        ]
         assert gradient_N.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert total == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-9)
-    assert resolve(merge(metrics)) == pytest.approx(resolve(whole.metrics), rel=1e-9, abs=1e-9)
+    assert resolve(merge(metrics)) == pytest.approx(
+        resolve(whole.metrics), rel=1e-9, abs=1e-9
+    )
 
 
-# ------------------------------------------------------------------ single axes
+# ----------------------------------------------------------------- single axes
 
 
-def one_row(current: list[float], old: list[float], advantages: list[float]) -> list[Row]:
+def one_row(
+    current: list[float], old: list[float], advantages: list[float]
+) -> list[Row]:
     zeros = [0.0] * len(current)
     return [Row(0, 0, current, old, old, zeros, advantages, zeros, zeros)]
 
@@ -473,7 +569,10 @@ def test_sequence_ratio_moves_all_tokens_of_a_sequence_equally() -> None:
     """GSPO: s (1/T) for every token, also for those whose own ratio is far from 1."""
     rows = one_row([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5], [2.0] * 3)
     config = AlgorithmConfig(
-        ratio_level="sequence", correction="none", aggregation="sequence_mean", eps_clip_high=1.0
+        ratio_level="sequence",
+        correction="none",
+        aggregation="sequence_mean",
+        eps_clip_high=1.0,
     )
     outputs, gradient_N, _ = run(rows, rows, config)
     ratio = math.exp((0.5 - 1.0 + 0.0) / 3)
@@ -487,7 +586,9 @@ def test_sequence_ratio_levels_differ_only_where_advantages_differ() -> None:
     gradients = {}
     for level in ("sequence", "sequence_token"):
         config = AlgorithmConfig(ratio_level=level, correction="none")
-        gradients[level] = [run(rows, rows, config)[1].tolist() for rows in (equal, unequal)]
+        gradients[level] = [
+            run(rows, rows, config)[1].tolist() for rows in (equal, unequal)
+        ]
     assert gradients["sequence"][0] == pytest.approx(gradients["sequence_token"][0])
     assert gradients["sequence_token"][1][1] == 0.0
     assert gradients["sequence"][1][1] == pytest.approx(gradients["sequence"][1][0])
@@ -498,17 +599,24 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     far = replace(rows[0], rollout_logprobs=[old - 1.0 for old in rows[0].old])
     near = replace(rows[1], rollout_logprobs=rows[1].old)
     config = AlgorithmConfig(
-        correction="none", rejection="geometric", rejection_low=0.999, rejection_high=1.001, dual_clip=0.0
+        correction="none",
+        rejection="geometric",
+        rejection_low=0.999,
+        rejection_high=1.001,
+        dual_clip=0.0,
     )
     outputs, gradient_N, _ = run([far, near], [far, near], config)
     _, alone_N, _ = run([near], [near], config)
     assert gradient_N[:3].tolist() == [0.0] * 3
-    assert gradient_N[3:].tolist() == pytest.approx([value * 4 / 7 for value in alone_N.tolist()])
+    assert gradient_N[3:].tolist() == pytest.approx(
+        [value * 4 / 7 for value in alone_N.tolist()]
+    )
     assert resolve(outputs.metrics)["rejected_fraction"] == pytest.approx(3 / 7)
 
 
 def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
-    """Above the band of entropies (`adaptive.py`); settings themselves are not negative."""
+    """Above the band of entropies (`adaptive.py`); settings themselves are not
+    negative."""
     rows = random_rows([3, 4], 0)
     config = AlgorithmConfig().model_copy(update={"entropy_coef": -0.05})
     outputs, _, of_entropy_N = run(rows, rows, config)
@@ -522,15 +630,20 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     """Ratios of 0.4, 0.6, 4 and 6 with bounds 0.5 and 5."""
     old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
     row = replace(one_row(old, old, [1.0] * 4)[0], rollout_logprobs=[-3.0] * 4)
-    config = AlgorithmConfig(correction_cap=5.0, rejection="token", rejection_low=0.5, rejection_high=5.0)
+    config = AlgorithmConfig(
+        correction_cap=5.0, rejection="token", rejection_low=0.5, rejection_high=5.0
+    )
     _, gradient_N, _ = run([row], [row], config)
     assert (gradient_N * -4).tolist() == pytest.approx([0.0, 0.6, 4.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("staleness", "old"), [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")]
+    ("staleness", "old"),
+    [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")],
 )
-def test_interpolated_policy_approaches_the_current_policy_with_age(staleness: float, old: str) -> None:
+def test_interpolated_policy_approaches_the_current_policy_with_age(
+    staleness: float, old: str
+) -> None:
     from invrl.algorithms.old_policy import interpolated
 
     expected = {"current": -1.0, "rollout": -3.0, "half": -2.0, "quarter": -1.5}[old]
@@ -540,8 +653,11 @@ def test_interpolated_policy_approaches_the_current_policy_with_age(staleness: f
     assert not mixed_N.requires_grad
 
 
-def expected_gradient(logits_V: torch.Tensor, reference_V: torch.Tensor, estimator: str) -> torch.Tensor:
-    """The mean gradient of an estimator over all tokens, each as often as the policy samples it."""
+def expected_gradient(
+    logits_V: torch.Tensor, reference_V: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """The mean gradient of an estimator over all tokens, each as often as the policy
+    samples it."""
     from invrl.algorithms.kl import estimate
 
     policy_V = logits_V.log_softmax(-1)
@@ -553,7 +669,9 @@ def expected_gradient(logits_V: torch.Tensor, reference_V: torch.Tensor, estimat
     ("estimator", "divergence"),
     [("k1", "none"), ("k2", "forward"), ("k3", "reverse"), ("unbiased", "forward")],
 )
-def test_gradient_of_each_kl_estimator_equals_its_table(estimator: str, divergence: str) -> None:
+def test_gradient_of_each_kl_estimator_equals_its_table(
+    estimator: str, divergence: str
+) -> None:
     torch.manual_seed(0)
     logits_V = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference_V = torch.randn(6, dtype=torch.float64).log_softmax(-1)
@@ -564,29 +682,48 @@ def test_gradient_of_each_kl_estimator_equals_its_table(estimator: str, divergen
         "reverse": (reference_V.exp() * (reference_V - policy_V)).sum(),
     }[divergence]
     [expected] = torch.autograd.grad(exact, logits_V)
-    assert expected_gradient(logits_V, reference_V, estimator).tolist() == pytest.approx(
-        expected.tolist(), abs=1e-12
-    )
+    assert expected_gradient(
+        logits_V, reference_V, estimator
+    ).tolist() == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 def test_sum_to_go_restarts_with_each_row() -> None:
     from invrl.algorithms.kl import to_go
 
     rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
-    assert to_go(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rows).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
-    assert to_go(torch.zeros(0), Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))).tolist() == []
+    assert to_go(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rows).tolist() == [
+        6.0,
+        5.0,
+        3.0,
+        9.0,
+        5.0,
+    ]
+    assert (
+        to_go(
+            torch.zeros(0), Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))
+        ).tolist()
+        == []
+    )
 
 
 @pytest.mark.parametrize(
-    "policy_loss_name", ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo"]
+    "policy_loss_name",
+    ["clip", "cispo", "sapo", "rejection_gate", "gmpo", "dppo_tv", "dppo_kl", "vespo"],
 )
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
-def test_large_logprob_gap_does_not_overflow_any_loss_axis(policy_loss_name: str, gap: float) -> None:
+def test_large_logprob_gap_does_not_overflow_any_loss_axis(
+    policy_loss_name: str, gap: float
+) -> None:
     """e^200 is infinite in float32; so is the product of a row's ratios."""
-    row = replace(one_row([gap, -1.0], [0.0, -1.0], [-1.0, 1.0])[0], rollout_logprobs=[0.0, -1.0])
+    row = replace(
+        one_row([gap, -1.0], [0.0, -1.0], [-1.0, 1.0])[0], rollout_logprobs=[0.0, -1.0]
+    )
     for level in ("sequence_truncated", "geometric_truncated"):
         config = AlgorithmConfig(
-            policy_loss=policy_loss_name, correction=level, kl_estimator="unbiased", kl_coef=0.1
+            policy_loss=policy_loss_name,
+            correction=level,
+            kl_estimator="unbiased",
+            kl_coef=0.1,
         )
         outputs, gradient_N, _ = run([row], [row], config, torch.float32)
         assert math.isfinite(outputs.loss.item())

@@ -1,5 +1,6 @@
-"""policy_loss against an independent float64 computation: plain loops, math.exp, and the analytic gradient
-written out by hand. Random tensors would hide the corners, so hypothesis draws them."""
+"""policy_loss against an independent float64 computation: plain loops, math.exp, and
+the analytic gradient written out by hand. Random tensors would hide the corners, so
+hypothesis draws them."""
 
 from __future__ import annotations
 
@@ -32,14 +33,20 @@ class Token:
 
 
 def reference_token(token: Token, config: AlgorithmConfig) -> tuple[float, float]:
-    """Loss of one token and its derivative with respect to the current log-prob, in float64."""
+    """Loss of one token and its derivative with respect to the current log-prob, in
+    float64."""
     ratio = math.exp(min(max(token.current - token.old, -20.0), 20.0))
     saturated = abs(token.current - token.old) > 20.0
     weight = 1.0
     if config.correction == "truncated":
-        weight = min(math.exp(min(max(token.old - token.rollout, -20.0), 20.0)), config.correction_cap)
+        weight = min(
+            math.exp(min(max(token.old - token.rollout, -20.0), 20.0)),
+            config.correction_cap,
+        )
     low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
-    clipped = (token.advantage > 0 and ratio > high) or (token.advantage < 0 and ratio < low)
+    clipped = (token.advantage > 0 and ratio > high) or (
+        token.advantage < 0 and ratio < low
+    )
     used = min(max(ratio, low), high) if clipped else ratio
     if config.dual_clip and token.advantage < 0 and ratio > config.dual_clip:
         clipped, used = True, config.dual_clip
@@ -59,12 +66,18 @@ def reference_loss(
     tokens: list[Token], config: AlgorithmConfig, denominator: float
 ) -> tuple[float, list[float]]:
     pairs = [reference_token(token, config) for token in tokens]
-    return sum(loss for loss, _ in pairs) / denominator, [g / denominator for _, g in pairs]
+    return sum(loss for loss, _ in pairs) / denominator, [
+        g / denominator for _, g in pairs
+    ]
 
 
-def run(tokens: list[Token], config: AlgorithmConfig, denominator: float) -> tuple[LossOutputs, torch.Tensor]:
+def run(
+    tokens: list[Token], config: AlgorithmConfig, denominator: float
+) -> tuple[LossOutputs, torch.Tensor]:
     def column(name: str) -> torch.Tensor:
-        return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float32)
+        return torch.tensor(
+            [getattr(token, name) for token in tokens], dtype=torch.float32
+        )
 
     current_N = column("current").requires_grad_()
     outputs = policy_loss(
@@ -86,7 +99,8 @@ def run(tokens: list[Token], config: AlgorithmConfig, denominator: float) -> tup
 
 
 def near_a_bound(token: Token, config: AlgorithmConfig) -> bool:
-    """float32 and float64 may disagree on which side of a bound a number lies; ties have their own test."""
+    """float32 and float64 may disagree on which side of a bound a number lies; ties
+    have their own test."""
     ratio = math.exp(token.current - token.old)
     bounds = (1 - config.eps_clip_low, 1 + config.eps_clip_high, config.dual_clip)
     gap = token.reference - token.current
@@ -129,8 +143,14 @@ configs = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(tokens=st.lists(tokens_strategy, min_size=1, max_size=40), config=configs, others=st.integers(0, 60))
-def test_loss_and_gradient_equal_float64(tokens: list[Token], config: AlgorithmConfig, others: int) -> None:
+@given(
+    tokens=st.lists(tokens_strategy, min_size=1, max_size=40),
+    config=configs,
+    others=st.integers(0, 60),
+)
+def test_loss_and_gradient_equal_float64(
+    tokens: list[Token], config: AlgorithmConfig, others: int
+) -> None:
     tokens = [token for token in tokens if not near_a_bound(token, config)]
     denominator = float(max(1, len(tokens)) + others)  # tokens that other ranks hold
     expected, gradient = reference_loss(tokens, config, denominator)
@@ -152,15 +172,18 @@ def test_loss_and_gradient_equal_float64(tokens: list[Token], config: AlgorithmC
 def test_losses_of_micro_batches_add_up(
     rows: list[list[Token]], config: AlgorithmConfig, mini_batches: int
 ) -> None:
-    """Rows may be empty (fully masked). Each mini-batch has its own denominator; its micro-batches, one
-    per row, sum to the loss, gradient and metrics of all its tokens at once."""
+    """Rows may be empty (fully masked). Each mini-batch has its own denominator; its
+    micro-batches, one per row, sum to the loss, gradient and metrics of all its tokens
+    at once."""
     for k in range(mini_batches):
         mine = rows[k::mini_batches]
         flat = [token for row in mine for token in row]
         denominator = float(max(1, len(flat)))
         whole, whole_gradient = run(flat, config, denominator)
         parts = [run(row, config, denominator) for row in mine]
-        assert sum(o.loss.item() for o, _ in parts) == pytest.approx(whole.loss.item(), rel=1e-5, abs=1e-5)
+        assert sum(o.loss.item() for o, _ in parts) == pytest.approx(
+            whole.loss.item(), rel=1e-5, abs=1e-5
+        )
         gradient = [g for _, part in parts for g in part.tolist()]
         assert gradient == pytest.approx(whole_gradient.tolist(), rel=1e-6, abs=1e-7)
         merged = resolve(merge(outputs.metrics for outputs, _ in parts))
@@ -171,7 +194,11 @@ def test_losses_of_micro_batches_add_up(
 def one(ratio: float, advantage: float) -> Token:
     """A token whose ratio is exact in float32: old is log-prob 0."""
     return Token(
-        current=math.log(ratio), old=0.0, rollout=0.0, advantage=advantage, reference=math.log(ratio)
+        current=math.log(ratio),
+        old=0.0,
+        rollout=0.0,
+        advantage=advantage,
+        reference=math.log(ratio),
     )
 
 
@@ -196,7 +223,8 @@ def test_clipping_in_each_direction_has_the_expected_loss_and_gradient(
 
 
 def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
-    """On the bound both branches are equal, so the loss is certain; the clip fraction counts neither."""
+    """On the bound both branches are equal, so the loss is certain; the clip fraction
+    counts neither."""
     from invrl.algorithms.surrogates import clip, clipped_tokens
 
     ratio_N = torch.tensor([1.25, 1.25, 0.5, 0.5], requires_grad=True)
@@ -207,7 +235,11 @@ def test_ratio_equal_to_the_bound_is_not_clipped() -> None:
     assert ratio_N.grad is not None
     assert torch.isfinite(ratio_N.grad).all()
     clipped = clipped_tokens(
-        ratio_N.detach(), advantages_N, eps_clip_low=0.5, eps_clip_high=0.25, dual_clip=1.25
+        ratio_N.detach(),
+        advantages_N,
+        eps_clip_low=0.5,
+        eps_clip_high=0.25,
+        dual_clip=1.25,
     )
     assert not clipped.any_N.any()
 
@@ -249,8 +281,8 @@ def test_metrics_count_dual_clipped_and_clamped_tokens() -> None:
 
 
 def test_approx_kl_is_the_estimator_for_samples_of_old() -> None:
-    """(r - 1) - log r with r = current/old. With r its inverse it is another number: at r = 1/2 0.307
-    instead of 0.193."""
+    """(r - 1) - log r with r = current/old. With r its inverse it is another number: at
+    r = 1/2 0.307 instead of 0.193."""
     ratios = (1.5, 0.5, 0.5, 1.0, 1.5)
     outputs, _ = run([one(ratio, 1.0) for ratio in ratios], AlgorithmConfig(), 5.0)
     expected = sum((ratio - 1) - math.log(ratio) for ratio in ratios) / 5
@@ -258,12 +290,17 @@ def test_approx_kl_is_the_estimator_for_samples_of_old() -> None:
 
 
 def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
-    """Two distributions over three tokens; the sample holds each token as often as old gives it, so the
-    mean of the estimator is KL(old || current) itself."""
+    """Two distributions over three tokens; the sample holds each token as often as old
+    gives it, so the mean of the estimator is KL(old || current) itself."""
     old, current = (0.5, 0.25, 0.25), (0.125, 0.625, 0.25)
     counts = (2, 1, 1)
     tokens = [
-        replace(one(1.0, 0.0), current=math.log(current[k]), old=math.log(old[k]), rollout=math.log(old[k]))
+        replace(
+            one(1.0, 0.0),
+            current=math.log(current[k]),
+            old=math.log(old[k]),
+            rollout=math.log(old[k]),
+        )
         for k in range(3)
         for _ in range(counts[k])
     ]
@@ -276,7 +313,8 @@ def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
 
 @pytest.mark.parametrize("gap", [1e-4, -1e-4, 0.01])
 def test_the_kl_of_policies_that_hardly_differ_keeps_its_digits(gap: float) -> None:
-    """Near 0 it is gap^2 / 2, of which exp(gap) - gap - 1 in float32 has no digit left."""
+    """Near 0 it is gap^2 / 2, of which exp(gap) - gap - 1 in float32 has no digit
+    left."""
     policy_N = torch.tensor([0.0])
     other_N = torch.tensor([gap])
     exact = math.expm1(other_N.item()) - other_N.item()
@@ -284,11 +322,17 @@ def test_the_kl_of_policies_that_hardly_differ_keeps_its_digits(gap: float) -> N
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_token_that_lost_its_probability_does_not_dominate_the_step(advantage: float) -> None:
-    """Its log-prob fell by 11 nats below the reference's among 3,000 ordinary tokens. Unbounded, its k3 is
-    59,862, with the same number as gradient."""
-    ordinary = [replace(one(1.0, 1.0 if k % 2 else -1.0), reference=0.01) for k in range(3000)]
-    lost = Token(current=-11.0, old=-11.0, rollout=-11.0, advantage=advantage, reference=0.0)
+def test_token_that_lost_its_probability_does_not_dominate_the_step(
+    advantage: float,
+) -> None:
+    """Its log-prob fell by 11 nats below the reference's among 3,000 ordinary tokens.
+    Unbounded, its k3 is 59,862, with the same number as gradient."""
+    ordinary = [
+        replace(one(1.0, 1.0 if k % 2 else -1.0), reference=0.01) for k in range(3000)
+    ]
+    lost = Token(
+        current=-11.0, old=-11.0, rollout=-11.0, advantage=advantage, reference=0.0
+    )
     config = AlgorithmConfig(kl_coef=0.04)
     outputs, gradient = run([*ordinary, lost], config, 3001.0)
     _, ordinary_gradient = run(ordinary, config, 3001.0)
@@ -303,8 +347,11 @@ def test_token_that_lost_its_probability_does_not_dominate_the_step(advantage: f
 
 
 def test_a_punished_token_that_became_likely_has_a_bounded_loss() -> None:
-    """A ratio of e^11 under an advantage of -1: a loss of 3 and no gradient; without the dual clip 59,874."""
-    token = Token(current=-1.0, old=-12.0, rollout=-12.0, advantage=-1.0, reference=-1.0)
+    """A ratio of e^11 under an advantage of -1: a loss of 3 and no gradient; without
+    the dual clip 59,874."""
+    token = Token(
+        current=-1.0, old=-12.0, rollout=-12.0, advantage=-1.0, reference=-1.0
+    )
     outputs, gradient = run([token], AlgorithmConfig(), 1.0)
     assert outputs.loss.item() == pytest.approx(3.0)
     assert gradient.tolist() == [0.0]
@@ -326,7 +373,11 @@ def test_large_logprob_gap_does_not_overflow_the_policy_loss(gap: float) -> None
     expected, expected_gradient = reference_loss(tokens, config, 3.0)
     assert outputs.loss.item() == pytest.approx(expected, rel=1e-5)
     assert gradient.tolist() == pytest.approx(expected_gradient, rel=1e-5)
-    assert all(math.isfinite(value) for name, value in resolve(outputs.metrics).items() if "gap" not in name)
+    assert all(
+        math.isfinite(value)
+        for name, value in resolve(outputs.metrics).items()
+        if "gap" not in name
+    )
 
 
 def test_an_empty_micro_batch_has_a_gradient_path_and_neutral_metrics() -> None:
@@ -409,7 +460,11 @@ def test_wrong_loss_inputs_are_refused() -> None:
 
 
 def unclipped(
-    ratio_N: torch.Tensor, advantages_N: torch.Tensor, *, eps_clip_low: float, eps_clip_high: float
+    ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
 ) -> torch.Tensor:
     return -ratio_N * advantages_N
 
@@ -430,8 +485,12 @@ def test_policy_loss_of_the_user_replaces_the_built_in_one() -> None:
     assert policy_loss(
         inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")
     ).loss.item() == pytest.approx(-2.0)
-    metrics = policy_loss(inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")).metrics
-    assert not [name for name in metrics if name.startswith("clip_fraction")], "it clips nothing"
+    metrics = policy_loss(
+        inputs, AlgorithmConfig(policy_loss=f"{__name__}:unclipped")
+    ).metrics
+    assert not [name for name in metrics if name.startswith("clip_fraction")], (
+        "it clips nothing"
+    )
     assert policy_loss(inputs, AlgorithmConfig()).loss.item() == pytest.approx(-1.2)
 
 

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.reward_shaping import Shaping, length_reward, soft_overlong_punishment
+from invrl.algorithms.reward_shaping import (
+    Shaping,
+    length_reward,
+    soft_overlong_punishment,
+)
 
 
 @given(
@@ -15,7 +19,9 @@ from invrl.algorithms.reward_shaping import Shaping, length_reward, soft_overlon
     max_length=st.integers(20, 120),
     buffer=st.integers(1, 20),
 )
-def test_the_overlong_punishment_has_three_cases(lengths: list[int], max_length: int, buffer: int) -> None:
+def test_the_overlong_punishment_has_three_cases(
+    lengths: list[int], max_length: int, buffer: int
+) -> None:
     expected: list[float] = []
     for length in lengths:
         if length <= max_length - buffer:
@@ -24,12 +30,16 @@ def test_the_overlong_punishment_has_three_cases(lengths: list[int], max_length:
             expected.append(((max_length - buffer) - length) / buffer)
         else:
             expected.append(-1.0)
-    measured = soft_overlong_punishment(np.array(lengths), max_length=max_length, buffer=buffer)
+    measured = soft_overlong_punishment(
+        np.array(lengths), max_length=max_length, buffer=buffer
+    )
     assert measured.tolist() == pytest.approx(expected)
 
 
 @given(
-    members=st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=9),
+    members=st.lists(
+        st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=9
+    ),
 )
 def test_the_length_reward_equals_the_loop(members: list[tuple[int, bool]]) -> None:
     lengths = [length for length, _ in members]
@@ -44,9 +54,14 @@ def test_the_length_reward_equals_the_loop(members: list[tuple[int, bool]]) -> N
 
 
 def test_reward_terms_are_weighted_and_added() -> None:
-    """Lengths 60, 90, 100 with a limit of 100 and a buffer of 20: 0, -0.5, -1, times 2. Length rewards 0.5,
-    -0.25 and, for a wrong answer, -0.5, times 0.4."""
-    shaping = Shaping(overlong_length=100, overlong_buffer=20, overlong_penalty=2.0, length_penalty=0.4)
+    """Lengths 60, 90, 100 with a limit of 100 and a buffer of 20: 0, -0.5, -1, times 2.
+    Length rewards 0.5, -0.25 and, for a wrong answer, -0.5, times 0.4."""
+    shaping = Shaping(
+        overlong_length=100,
+        overlong_buffer=20,
+        overlong_penalty=2.0,
+        length_penalty=0.4,
+    )
     terms = shaping.terms(np.array([1.0, 1.0, 0.0]), np.array([60, 90, 100]))
     assert terms.tolist() == pytest.approx([0.2, -1.0 - 0.1, -2.0 - 0.2])
     assert shaping.acts
@@ -55,4 +70,7 @@ def test_reward_terms_are_weighted_and_added() -> None:
 def test_reward_is_unchanged_without_shaping_settings() -> None:
     shaping = Shaping(overlong_length=100)
     assert not shaping.acts
-    assert shaping.terms(np.array([1.0, 0.0]), np.array([10, 1000])).tolist() == [0.0, 0.0]
+    assert shaping.terms(np.array([1.0, 0.0]), np.array([10, 1000])).tolist() == [
+        0.0,
+        0.0,
+    ]

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.algorithms.token_advantages import discounted_returns, gae, length_adaptive_lambda, v_trace
+from invrl.algorithms.token_advantages import (
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    v_trace,
+)
 
 numbers = st.floats(-3, 3)
 discounts = st.sampled_from([0.0, 0.5, 0.99, 1.0])
@@ -29,11 +34,16 @@ class Row:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """Up to 40 tokens, any of them trained, also none. Numbers of others are NaN: nothing reads them."""
+    """Up to 40 tokens, any of them trained, also none. Numbers of others are NaN:
+    nothing reads them."""
     mask = draw(st.lists(st.booleans(), max_size=40))
     columns = []
     for of in (numbers, numbers, st.floats(0, 4)):
-        columns.append(np.array([draw(of) if is_trained else np.nan for is_trained in mask], np.float64))
+        columns.append(
+            np.array(
+                [draw(of) if is_trained else np.nan for is_trained in mask], np.float64
+            )
+        )
     return Row(*columns, mask=np.array(mask, np.bool_))
 
 
@@ -60,8 +70,12 @@ def gae_loop(row: Row, discount: float, lam: float) -> np.ndarray:
     return advantages
 
 
-@given(row=rows(), discount=discounts, lam=discounts, critic_lambda=st.none() | discounts)
-def test_gae_equals_the_loop(row: Row, discount: float, lam: float, critic_lambda: float | None) -> None:
+@given(
+    row=rows(), discount=discounts, lam=discounts, critic_lambda=st.none() | discounts
+)
+def test_gae_equals_the_loop(
+    row: Row, discount: float, lam: float, critic_lambda: float | None
+) -> None:
     credit = gae(
         row.rewards,
         row.values,
@@ -71,26 +85,47 @@ def test_gae_equals_the_loop(row: Row, discount: float, lam: float, critic_lambd
         critic_lambda=critic_lambda,
     )
     expected = gae_loop(row, discount, lam)
-    assert credit.advantages_T.tolist() == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
+    assert credit.advantages_T.tolist() == pytest.approx(
+        expected.tolist(), rel=1e-9, abs=1e-9
+    )
     returns = gae_loop(row, discount, lam if critic_lambda is None else critic_lambda)
     for t in row.steps:
-        assert credit.returns_T[t] == pytest.approx(returns[t] + row.values[t], rel=1e-9, abs=1e-9)
+        assert credit.returns_T[t] == pytest.approx(
+            returns[t] + row.values[t], rel=1e-9, abs=1e-9
+        )
     assert not credit.returns_T[~row.mask].any()
 
 
 @given(row=rows(), discount=discounts)
 def test_critic_target_with_lambda_1_is_the_return(row: Row, discount: float) -> None:
-    credit = gae(row.rewards, row.values, row.mask, discount=discount, policy_lambda=0.3, critic_lambda=1.0)
+    credit = gae(
+        row.rewards,
+        row.values,
+        row.mask,
+        discount=discount,
+        policy_lambda=0.3,
+        critic_lambda=1.0,
+    )
     expected = discounted_returns(row.rewards, row.mask, discount=discount)
-    assert credit.returns_T.tolist() == pytest.approx(expected.tolist(), rel=1e-7, abs=1e-7)
+    assert credit.returns_T.tolist() == pytest.approx(
+        expected.tolist(), rel=1e-7, abs=1e-7
+    )
 
 
 @given(row=rows(), discount=discounts, lam=discounts)
-def test_context_tokens_are_not_steps_of_token_advantages(row: Row, discount: float, lam: float) -> None:
+def test_context_tokens_are_not_steps_of_token_advantages(
+    row: Row, discount: float, lam: float
+) -> None:
     """The same numbers without the tokens in between."""
     whole = gae(row.rewards, row.values, row.mask, discount=discount, policy_lambda=lam)
     only = np.ones(len(row.steps), np.bool_)
-    packed = gae(row.rewards[row.mask], row.values[row.mask], only, discount=discount, policy_lambda=lam)
+    packed = gae(
+        row.rewards[row.mask],
+        row.values[row.mask],
+        only,
+        discount=discount,
+        policy_lambda=lam,
+    )
     assert whole.advantages_T[row.mask].tolist() == packed.advantages_T.tolist()
 
 
@@ -101,7 +136,9 @@ def test_context_tokens_are_not_steps_of_token_advantages(row: Row, discount: fl
     c_bar=st.sampled_from([0.5, 1.0]),
     lam=st.sampled_from([0.9, 1.0]),
 )
-def test_v_trace_equals_the_loop(row: Row, discount: float, rho_bar: float, c_bar: float, lam: float) -> None:
+def test_v_trace_equals_the_loop(
+    row: Row, discount: float, rho_bar: float, c_bar: float, lam: float
+) -> None:
     credit = v_trace(
         row.rewards,
         row.values,
@@ -124,15 +161,23 @@ def test_v_trace_equals_the_loop(row: Row, discount: float, rho_bar: float, c_ba
         next_target = row.values[t] + error + discount * c * (next_target - next_value)
         next_value = row.values[t]
         targets[t] = next_target
-    assert credit.returns_T.tolist() == pytest.approx(targets.tolist(), rel=1e-9, abs=1e-9)
-    assert credit.advantages_T.tolist() == pytest.approx(advantages.tolist(), rel=1e-9, abs=1e-9)
+    assert credit.returns_T.tolist() == pytest.approx(
+        targets.tolist(), rel=1e-9, abs=1e-9
+    )
+    assert credit.advantages_T.tolist() == pytest.approx(
+        advantages.tolist(), rel=1e-9, abs=1e-9
+    )
 
 
 @given(row=rows(), discount=discounts)
 def test_on_policy_v_trace_is_the_return(row: Row, discount: float) -> None:
-    credit = v_trace(row.rewards, row.values, np.ones(len(row.mask)), row.mask, discount=discount)
+    credit = v_trace(
+        row.rewards, row.values, np.ones(len(row.mask)), row.mask, discount=discount
+    )
     expected = discounted_returns(row.rewards, row.mask, discount=discount)
-    assert credit.returns_T.tolist() == pytest.approx(expected.tolist(), rel=1e-7, abs=1e-7)
+    assert credit.returns_T.tolist() == pytest.approx(
+        expected.tolist(), rel=1e-7, abs=1e-7
+    )
 
 
 def test_exact_value_leaves_exactly_zero_advantage() -> None:

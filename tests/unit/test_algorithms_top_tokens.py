@@ -1,5 +1,6 @@
-"""Losses that read the likeliest tokens (DPPO's top-k divergences, SimKO) against float64 in plain loops over
-whole distributions, with gradients by finite differences of the log-probs of tokens and of candidates."""
+"""Losses that read the likeliest tokens (DPPO's top-k divergences, SimKO) against
+float64 in plain loops over whole distributions, with gradients by finite differences of
+the log-probs of tokens and of candidates."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Token:
     current: list[float]
     sampled: int
     candidates: list[int]
-    """The likeliest of the rollout policy, the likeliest first; may be fewer than K, or none."""
+    """The likeliest of the rollout policy, the likeliest first; may be fewer than K, or
+    none."""
     advantage: float
 
     @property
@@ -42,7 +44,8 @@ class Token:
 
 
 def random_tokens(lengths: list[int], width: int, seed: int) -> list[list[Token]]:
-    """One list for each row. Every fifth token has no candidates, every seventh one only."""
+    """One list for each row. Every fifth token has no candidates, every seventh one
+    only."""
     rng = np.random.default_rng(seed)
 
     def distribution(near_V: np.ndarray, scale: float) -> np.ndarray:
@@ -70,11 +73,12 @@ def random_tokens(lengths: list[int], width: int, seed: int) -> list[list[Token]
     return rows
 
 
-# ------------------------------------------------------------------ the reference
+# ----------------------------------------------------------------- the reference
 
 
 def divergence_of(token: Token, *, name: str) -> float:
-    """Over the candidates, the sampled token and everything else, written out over the vocabulary."""
+    """Over the candidates, the sampled token and everything else, written out over the
+    vocabulary."""
     named = {*token.candidates, token.sampled}
     others = [token_id for token_id in range(VOCABULARY) if token_id not in named]
     outcomes = [[token_id] for token_id in named] + ([others] if others else [])
@@ -95,13 +99,18 @@ def quantile_of(values: list[float], share: float) -> float:
 
 
 def reference_loss(
-    rows: list[list[Token]], config: AlgorithmConfig, moved: dict[tuple[int, int, int], float]
+    rows: list[list[Token]],
+    config: AlgorithmConfig,
+    moved: dict[tuple[int, int, int], float],
 ) -> float:
-    """The mean over tokens. `moved`: by how much a current log-prob is moved where it has a gradient, by row,
-    token, and -1 for the sampled one or the number of a candidate."""
+    """The mean over tokens. `moved`: by how much a current log-prob is moved where it
+    has a gradient, by row, token, and -1 for the sampled one or the number of a
+    candidate."""
     losses: list[float] = []
     for r, row in enumerate(rows):
-        bound = quantile_of([token.entropy for token in row], config.simko_entropy_quantile)
+        bound = quantile_of(
+            [token.entropy for token in row], config.simko_entropy_quantile
+        )
         for t, token in enumerate(row):
             still = token.current[token.sampled]
             before = token.rollout if config.old_logprobs == "engine" else token.old
@@ -111,7 +120,10 @@ def reference_loss(
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
                 p = still
                 q = token.rollout[token.sampled]
-                is_far = divergence_of(token, name=config.policy_loss) > config.dppo_threshold
+                is_far = (
+                    divergence_of(token, name=config.policy_loss)
+                    > config.dppo_threshold
+                )
                 masked = is_far and ((a > 0 and p > q) or (a < 0 and p < q))
                 losses.append(0.0 if masked else -ratio * a)
                 continue
@@ -119,12 +131,23 @@ def reference_loss(
                 own = (1 - config.simko_alpha) * ratio
                 for k, candidate in enumerate(token.candidates):
                     # eq. 4, with the old log-prob of the candidate, which cancels
-                    stopped = math.exp(still - old) / math.exp(token.current[candidate] - before[candidate])
+                    stopped = math.exp(still - old) / math.exp(
+                        token.current[candidate] - before[candidate]
+                    )
                     logprob = token.current[candidate] + moved.get((r, t, k), 0.0)
                     of_candidate = math.exp(logprob - before[candidate])
-                    own += config.simko_alpha / len(token.candidates) * stopped * of_candidate
+                    own += (
+                        config.simko_alpha
+                        / len(token.candidates)
+                        * stopped
+                        * of_candidate
+                    )
                 ratio = own
-            if token.entropy > bound and a < 0 and token.candidates[:1] == [token.sampled]:
+            if (
+                token.entropy > bound
+                and a < 0
+                and token.candidates[:1] == [token.sampled]
+            ):
                 ratio = config.simko_top1_weight * ratio
             low = 1 - config.eps_clip_low
             high = 1 + config.eps_clip_high
@@ -132,14 +155,18 @@ def reference_loss(
     return sum(losses) / len(losses)
 
 
-# ------------------------------------------------------------------ what is tested
+# ----------------------------------------------------------------- what is tested
 
 
-def inputs_of(rows: list[list[Token]], width: int, dtype: torch.dtype = torch.float64) -> LossInputs:
+def inputs_of(
+    rows: list[list[Token]], width: int, dtype: torch.dtype = torch.float64
+) -> LossInputs:
     tokens = [token for row in rows for token in row]
 
     def sampled(policy: str) -> torch.Tensor:
-        return torch.tensor([getattr(token, policy)[token.sampled] for token in tokens], dtype=dtype)
+        return torch.tensor(
+            [getattr(token, policy)[token.sampled] for token in tokens], dtype=dtype
+        )
 
     def candidates(policy: str) -> torch.Tensor:
         values = torch.full((len(tokens), width), -math.inf, dtype=dtype)
@@ -150,7 +177,9 @@ def inputs_of(rows: list[list[Token]], width: int, dtype: torch.dtype = torch.fl
 
     ids_NK = torch.full((len(tokens), width), -1)
     for n, token in enumerate(tokens):
-        ids_NK[n, : len(token.candidates)] = torch.tensor(token.candidates, dtype=torch.int64)
+        ids_NK[n, : len(token.candidates)] = torch.tensor(
+            token.candidates, dtype=torch.int64
+        )
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     entropies = [token.entropy for token in tokens]
     return LossInputs(
@@ -172,12 +201,16 @@ def inputs_of(rows: list[list[Token]], width: int, dtype: torch.dtype = torch.fl
             rollout_NK=candidates("rollout"),
             ids_NK=ids_NK,
             is_sampled_NK=ids_NK
-            == torch.tensor([token.sampled for token in tokens], dtype=torch.int64)[:, None],
+            == torch.tensor([token.sampled for token in tokens], dtype=torch.int64)[
+                :, None
+            ],
         ),
     )
 
 
-def run(inputs: LossInputs, config: AlgorithmConfig) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
+def run(
+    inputs: LossInputs, config: AlgorithmConfig
+) -> tuple[LossOutputs, torch.Tensor, torch.Tensor]:
     """Outputs, and the gradients of the current log-probs of tokens and candidates."""
     outputs = policy_loss(inputs, config)
     outputs.loss.backward()
@@ -226,7 +259,9 @@ def test_loss_and_gradient_equal_float64_loops(
                 if abs((above - middle) - (middle - below)) > 1e-3 * STEP:
                     continue  # on a bound of the clip
                 measured = gradient_N[n] if k < 0 else of_top_NK[n, k]
-                assert measured.item() == pytest.approx((above - below) / (2 * STEP), rel=1e-5, abs=1e-7)
+                assert measured.item() == pytest.approx(
+                    (above - below) / (2 * STEP), rel=1e-5, abs=1e-7
+                )
             assert (of_top_NK[n, len(token.candidates) :] == 0).all()
             n += 1
 
@@ -246,12 +281,23 @@ def test_float32_is_near_float64_and_finite(
 
 @settings(max_examples=100, deadline=None)
 @given(width=widths, seed=st.integers(0, 10**6), name=st.sampled_from(["tv", "kl"]))
-def test_divergence_over_more_top_tokens_is_not_smaller(width: int, seed: int, name: str) -> None:
-    """So binary masks are a subset of top-k masks; without candidates the two are equal."""
+def test_divergence_over_more_top_tokens_is_not_smaller(
+    width: int, seed: int, name: str
+) -> None:
+    """So binary masks are a subset of top-k masks; without candidates the two are
+    equal."""
     rows = random_tokens([5, 4], width, seed)
-    settings_of = {"correction": "none", "old_logprobs": "engine", "dppo_threshold": 0.05}
-    binary = AlgorithmConfig.model_validate({**settings_of, "policy_loss": f"dppo_{name}"})
-    top_k = AlgorithmConfig.model_validate({**settings_of, "policy_loss": f"dppo_{name}_topk"})
+    settings_of = {
+        "correction": "none",
+        "old_logprobs": "engine",
+        "dppo_threshold": 0.05,
+    }
+    binary = AlgorithmConfig.model_validate(
+        {**settings_of, "policy_loss": f"dppo_{name}"}
+    )
+    top_k = AlgorithmConfig.model_validate(
+        {**settings_of, "policy_loss": f"dppo_{name}_topk"}
+    )
     _, binary_N, _ = run(inputs_of(rows, width), binary)
     _, top_k_N, _ = run(inputs_of(rows, width), top_k)
     assert ((top_k_N == 0) | (top_k_N == binary_N)).all()
@@ -264,25 +310,38 @@ def test_divergence_over_more_top_tokens_is_not_smaller(width: int, seed: int, n
 def test_divergence_over_the_whole_vocabulary_is_exact() -> None:
     """With every token a candidate nothing is left for the others, also in float32."""
     rows = random_tokens([8], VOCABULARY, 3)
-    full = [[replace(token, candidates=list(range(VOCABULARY))) for token in row] for row in rows]
+    full = [
+        [replace(token, candidates=list(range(VOCABULARY))) for token in row]
+        for row in rows
+    ]
     for name in ("dppo_tv_topk", "dppo_kl_topk"):
         exact = [divergence_of(token, name=name) for token in full[0]]
         for bound in (min(exact), max(exact)):
             for shift in (0.999, 1.001):
                 config = AlgorithmConfig(
-                    policy_loss=name, dppo_threshold=bound * shift, correction="none", old_logprobs="engine"
+                    policy_loss=name,
+                    dppo_threshold=bound * shift,
+                    correction="none",
+                    old_logprobs="engine",
                 )
-                outputs, gradient_N, _ = run(inputs_of(full, VOCABULARY, torch.float32), config)
+                outputs, gradient_N, _ = run(
+                    inputs_of(full, VOCABULARY, torch.float32), config
+                )
                 expected = reference_loss(full, config, {})
                 assert outputs.loss.item() == pytest.approx(expected, rel=1e-5)
                 assert torch.isfinite(gradient_N).all()
 
 
 def test_simko_moves_a_share_of_the_gradient_and_no_loss_value() -> None:
-    """At alpha 0.3 the sampled token keeps 0.7 of its gradient, and its 2 candidates get 0.15 each."""
+    """At alpha 0.3 the sampled token keeps 0.7 of its gradient, and its 2 candidates
+    get 0.15 each."""
     token = random_tokens([1], 2, 0)[0][0]
-    token = replace(token, candidates=[0, 1], sampled=2, advantage=2.0, old=token.current)
-    flat = replace(token, current=[math.log(1 / VOCABULARY)] * VOCABULARY, old=token.current)
+    token = replace(
+        token, candidates=[0, 1], sampled=2, advantage=2.0, old=token.current
+    )
+    flat = replace(
+        token, current=[math.log(1 / VOCABULARY)] * VOCABULARY, old=token.current
+    )
     rows = [[token, flat]]
     if token.entropy > flat.entropy:
         pytest.fail("a uniform distribution has the largest entropy")
@@ -297,7 +356,10 @@ def test_simko_moves_a_share_of_the_gradient_and_no_loss_value() -> None:
     outputs, gradient_N, of_top_NK = run(inputs_of(rows, 2), config)
     ratio = math.exp(flat.current[2] - flat.old[2])
     assert gradient_N.tolist() == pytest.approx([-1.0, -0.7 * ratio])
-    assert of_top_NK.tolist() == [[0.0, 0.0], pytest.approx([-0.15 * ratio, -0.15 * ratio])]
+    assert of_top_NK.tolist() == [
+        [0.0, 0.0],
+        pytest.approx([-0.15 * ratio, -0.15 * ratio]),
+    ]
     assert outputs.loss.item() == pytest.approx(-(1 + ratio))
     metrics = resolve(outputs.metrics)
     assert metrics["simko_mixed_fraction"] == 0.5
@@ -309,7 +371,8 @@ def test_top_token_losses_of_an_empty_batch_are_0() -> None:
     for name in ON_TOP_TOKENS:
         inputs = inputs_of([], 3)
         outputs, _, _ = run(
-            replace(inputs, denominators=tokens_alone(5.0)), AlgorithmConfig(policy_loss=name)
+            replace(inputs, denominators=tokens_alone(5.0)),
+            AlgorithmConfig(policy_loss=name),
         )
         assert outputs.loss.item() == 0.0
 
@@ -317,7 +380,9 @@ def test_top_token_losses_of_an_empty_batch_are_0() -> None:
 def test_only_top_token_losses_need_top_logprobs() -> None:
     for name in ON_TOP_TOKENS:
         assert needs_of(AlgorithmConfig(policy_loss=name)).top_logprobs
-        assert needs_of(AlgorithmConfig(policy_loss=name, objective="distillation")).top_logprobs
+        assert needs_of(
+            AlgorithmConfig(policy_loss=name, objective="distillation")
+        ).top_logprobs
     assert not needs_of(AlgorithmConfig(policy_loss="dppo_tv")).top_logprobs
     assert not needs_of(AlgorithmConfig(objective="sft")).top_logprobs
 
@@ -327,6 +392,11 @@ def test_top_tokens_of_another_shape_are_refused() -> None:
     assert inputs.top is not None
     with pytest.raises(ValueError, match=r"not all of one shape \[N, K\]"):
         replace(inputs, top=replace(inputs.top, ids_NK=inputs.top.ids_NK[:, :1]))
-    shorter = {name: getattr(inputs.top, name)[:2] for name in ("current_NK", "rollout_NK", "ids_NK")}
+    shorter = {
+        name: getattr(inputs.top, name)[:2]
+        for name in ("current_NK", "rollout_NK", "ids_NK")
+    }
     with pytest.raises(ValueError, match=r"not all of one shape \[N\]"):
-        replace(inputs, top=TopTokens(**shorter, is_sampled_NK=inputs.top.is_sampled_NK[:2]))
+        replace(
+            inputs, top=TopTokens(**shorter, is_sampled_NK=inputs.top.is_sampled_NK[:2])
+        )

@@ -19,7 +19,8 @@ Row = tuple[list[float], list[bool], str]
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Row]:
-    """Rows of up to 6 tokens, some without a trained one; several may be of one rollout."""
+    """Rows of up to 6 tokens, some without a trained one; several may be of one
+    rollout."""
     rows: list[Row] = []
     for _ in range(draw(st.integers(1, 7))):
         mask = draw(st.lists(st.booleans(), max_size=6))
@@ -28,7 +29,9 @@ def batches(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-def whitened(rows: list[Row], over: WhitenedOver, std_floor: float = 0.0) -> list[list[float]]:
+def whitened(
+    rows: list[Row], over: WhitenedOver, std_floor: float = 0.0
+) -> list[list[float]]:
     arrays = whiten_rows(
         [np.array(values, np.float64) for values, _, _ in rows],
         [np.array(mask, np.bool_) for _, mask, _ in rows],
@@ -63,13 +66,17 @@ def test_whitening_over_tokens_counts_each_trained_token_once(rows: list[Row]) -
     if statistics.variance(tokens) < 1e-9:  # as small as its own rounding
         return
     mean = statistics.mean(tokens)
-    expected = [(value - mean) / math.sqrt(statistics.variance(tokens) + 1e-8) for value in tokens]
+    expected = [
+        (value - mean) / math.sqrt(statistics.variance(tokens) + 1e-8)
+        for value in tokens
+    ]
     assert measured == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @given(rows=batches())
 def test_whitening_over_rollouts_counts_each_rollout_once(rows: list[Row]) -> None:
-    """Against a batch in which every rollout's tokens are repeated until all rollouts have as many."""
+    """Against a batch in which every rollout's tokens are repeated until all rollouts
+    have as many."""
     tokens = trained(rows)
     names = sorted({rollout for _, rollout in tokens})
     if len(names) < 2:
@@ -93,8 +100,13 @@ def test_whitening_over_rollouts_counts_each_rollout_once(rows: list[Row]) -> No
 
 
 def test_whitening_over_rollouts_ignores_their_length() -> None:
-    """Rollout a has 4 tokens of 1 in two rows, b one token of 4: the mean is 2.5, over tokens it is 1.6."""
-    rows: list[Row] = [([1.0, 1.0], [True] * 2, "a"), ([4.0], [True], "b"), ([1.0, 1.0], [True] * 2, "a")]
+    """Rollout a has 4 tokens of 1 in two rows, b one token of 4: the mean is 2.5, over
+    tokens it is 1.6."""
+    rows: list[Row] = [
+        ([1.0, 1.0], [True] * 2, "a"),
+        ([4.0], [True], "b"),
+        ([1.0, 1.0], [True] * 2, "a"),
+    ]
     deviation = math.sqrt(4.5 + 1e-8)
     assert whitened(rows, "rollouts")[1] == pytest.approx([1.5 / deviation])
     assert whitened(rows, "rollouts")[0] == pytest.approx([-1.5 / deviation] * 2)
@@ -103,7 +115,10 @@ def test_whitening_over_rollouts_ignores_their_length() -> None:
 
 @pytest.mark.parametrize("over", ["tokens", "rollouts"])
 def test_whitened_equal_advantages_are_exactly_zero(over: WhitenedOver) -> None:
-    rows: list[Row] = [([0.1] * 7, [True] * 7, "a"), ([0.1] * 3, [True, False, True], "b")]
+    rows: list[Row] = [
+        ([0.1] * 7, [True] * 7, "a"),
+        ([0.1] * 3, [True, False, True], "b"),
+    ]
     assert whitened(rows, over) == [[0.0] * 7, [0.0] * 3]
     assert whitened([([5.0], [True], "a")], over) == [[0.0]]
     assert whitened([([5.0, 5.0], [False, False], "a")], over) == [[0.0, 0.0]]
@@ -120,7 +135,10 @@ def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
 
 def test_floor_bounds_the_deviation_of_whitening() -> None:
     rows: list[Row] = [([1.0], [True], "a"), ([1.01], [True], "b")]
-    assert whitened(rows, "tokens", std_floor=0.5) == [pytest.approx([-0.01]), pytest.approx([0.01])]
+    assert whitened(rows, "tokens", std_floor=0.5) == [
+        pytest.approx([-0.01]),
+        pytest.approx([0.01]),
+    ]
 
 
 @given(parts=st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=5))
@@ -135,7 +153,9 @@ def test_whitening_sums_of_parts_add_up_to_the_whole(parts: list[list[float]]) -
         return
     assert together.mean == pytest.approx(statistics.mean(whole), abs=1e-12)
     if len(whole) > 1:
-        assert together.variance == pytest.approx(statistics.variance(whole), rel=1e-6, abs=1e-9)
+        assert together.variance == pytest.approx(
+            statistics.variance(whole), rel=1e-6, abs=1e-9
+        )
 
 
 def test_whitening_without_shift_keeps_the_mean() -> None:
@@ -143,16 +163,25 @@ def test_whitening_without_shift_keeps_the_mean() -> None:
     values_N = np.array([1.0, 2.0, 6.0])
     moments = Moments.of(values_N)
     shifted_N = whiten(values_N, moments)
-    assert whiten(values_N, moments, shift_mean=False).tolist() == pytest.approx((shifted_N + 3.0).tolist())
+    assert whiten(values_N, moments, shift_mean=False).tolist() == pytest.approx(
+        (shifted_N + 3.0).tolist()
+    )
     assert shifted_N.mean() == pytest.approx(0.0, abs=1e-12)
     assert shifted_N.std(ddof=1) == pytest.approx(1.0, rel=1e-6)
 
 
 @given(rows=batches(), constant=st.sampled_from([-4.0, 3.0]))
-def test_constant_added_to_all_advantages_does_not_change_whitening(rows: list[Row], constant: float) -> None:
+def test_constant_added_to_all_advantages_does_not_change_whitening(
+    rows: list[Row], constant: float
+) -> None:
     values = [value for value, _ in trained(rows)]
     if len(values) < 2 or statistics.variance(values) < 1e-3:
         return
-    shifted = [([value + constant for value in row], mask, rollout) for row, mask, rollout in rows]
-    for row, moved in zip(whitened(rows, "tokens"), whitened(shifted, "tokens"), strict=True):
+    shifted = [
+        ([value + constant for value in row], mask, rollout)
+        for row, mask, rollout in rows
+    ]
+    for row, moved in zip(
+        whitened(rows, "tokens"), whitened(shifted, "tokens"), strict=True
+    ):
         assert moved == pytest.approx(row, rel=1e-6, abs=1e-6)

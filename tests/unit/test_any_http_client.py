@@ -1,5 +1,5 @@
-"""What HTTP clients do that our own do not: compressed bodies, pages in a browser, base URLs that are a bit
-wrong, bodies that are no JSON, and no body at all."""
+"""What HTTP clients do that our own do not: compressed bodies, pages in a browser, base
+URLs that are a bit wrong, bodies that are no JSON, and no body at all."""
 
 import asyncio
 import contextlib
@@ -24,9 +24,14 @@ CHAT = {"model": "tiny", "messages": [ASK]}
 async def test_a_compressed_body_is_read(gateway: Running, route: Route):
     [session] = await gateway.open()
     body = json.dumps(route.good).encode()
-    for encoding, content in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
+    for encoding, content in (
+        ("gzip", gzip.compress(body)),
+        ("deflate", zlib.compress(body)),
+    ):
         answer = await gateway.http.post(
-            session.base_url + route.path, content=content, headers={"content-encoding": encoding}
+            session.base_url + route.path,
+            content=content,
+            headers={"content-encoding": encoding},
         )
         assert answer.status_code == 200, answer.text
 
@@ -44,7 +49,9 @@ async def test_a_body_that_would_grow_without_end_is_refused(gateway: Running):
         (415, "gzip, gzip", gzip.compress(good)),
     ]
     for status, encoding, content in refused:
-        answer = await gateway.http.post(url, content=content, headers={"content-encoding": encoding})
+        answer = await gateway.http.post(
+            url, content=content, headers={"content-encoding": encoding}
+        )
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
     assert gateway.engine.requests == []
@@ -96,7 +103,9 @@ async def test_the_jdks_first_request_is_answered(gateway: Running):
     port = int(gateway.url.rpartition(":")[2])
 
     def ask() -> bytes:
-        with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=60)) as connection:
+        with contextlib.closing(
+            socket.create_connection(("127.0.0.1", port), timeout=60)
+        ) as connection:
             connection.sendall(head.encode() + body)
             return connection.recv(65_536)
 
@@ -104,30 +113,40 @@ async def test_the_jdks_first_request_is_answered(gateway: Running):
     assert answer.startswith(b"HTTP/1.1 200 OK"), answer
 
 
-async def test_a_page_in_a_browser_may_call_if_its_origin_is_named(tmp_path, model, renderer: Renderer):
+async def test_a_page_in_a_browser_may_call_if_its_origin_is_named(
+    tmp_path, model, renderer: Renderer
+):
     page = {"origin": "https://page.example"}
     asked = {
         **page,
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",
     }
-    async with running(tmp_path, model, renderer, gateway_cors_origins=["https://page.example"]) as served:
+    async with running(
+        tmp_path, model, renderer, gateway_cors_origins=["https://page.example"]
+    ) as served:
         [session] = await served.open()
         url = session.base_url + "/chat/completions"
         preflight = await served.http.options(url, headers=asked)
         assert preflight.status_code == 200, preflight.text
-        assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        assert (
+            preflight.headers["access-control-allow-origin"] == "https://page.example"
+        )
         answer = await served.http.post(url, json=CHAT, headers=page)
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
         assert "access-control-allow-credentials" not in answer.headers
-        refused = await served.http.options(url, headers={**asked, "origin": "https://other.example"})
+        refused = await served.http.options(
+            url, headers={**asked, "origin": "https://other.example"}
+        )
         assert "access-control-allow-origin" not in refused.headers
 
 
 async def test_no_page_may_call_by_default(gateway: Running):
     [session] = await gateway.open()
     page = {"origin": "https://page.example"}
-    answer = await gateway.http.post(session.base_url + "/chat/completions", json=CHAT, headers=page)
+    answer = await gateway.http.post(
+        session.base_url + "/chat/completions", json=CHAT, headers=page
+    )
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
@@ -150,7 +169,9 @@ async def test_a_base_url_that_is_a_bit_wrong_gets_a_hint(gateway: Running, path
     assert answer.status_code == 404
     assert "http://HOST:PORT/s/KEY/v1" in answer.json()["error"]["message"]
     assert session.key not in answer.text
-    unknown = await gateway.http.post(f"{gateway.url}/s/{session.key}/v1/embeddings", json=CHAT)
+    unknown = await gateway.http.post(
+        f"{gateway.url}/s/{session.key}/v1/embeddings", json=CHAT
+    )
     assert "base URL" not in unknown.json()["error"]["message"]
 
 
@@ -191,11 +212,15 @@ async def test_the_session_api_calls_it_so_too(gateway: Running):
             )
             assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "invalid_json"
-            assert answer.json()["error"]["message"].startswith("the body is not valid JSON: ")
+            assert answer.json()["error"]["message"].startswith(
+                "the body is not valid JSON: "
+            )
             assert reason in answer.json()["error"]["message"]
     headers = {"authorization": f"Bearer {session.key}"}
     url = f"{gateway.url}/sessions/{session.id}/abort"
-    answer = await gateway.http.post(url, content=b'{"detail": "\\ud800"}', headers=headers)
+    answer = await gateway.http.post(
+        url, content=b'{"detail": "\\ud800"}', headers=headers
+    )
     assert answer.json()["error"]["message"] == (
         "detail: a lone surrogate, half of a UTF-16 pair, is no character"
     )
@@ -218,7 +243,9 @@ async def test_calls_that_need_no_body_take_none(gateway: Running):
     assert (ended.status_code, ended.json()["reason"]) == (200, "aborted"), ended.text
     rewarded = await call(child_of, "reward")
     assert rewarded.json()["error"]["param"] == "reward"
-    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl sends with -d
+    form = {
+        "content-type": "application/x-www-form-urlencoded"
+    }  # what curl sends with -d
     rewarded = await gateway.http.post(
         f"{gateway.url}/sessions/{child_of.id}/reward",
         content=b'{"reward": 0.5}',

@@ -1,4 +1,5 @@
-"""Where the weight arena is: in the memory of the one GPU that trainer and engines share, if it has room."""
+"""Where the weight arena is: in the memory of the one GPU that trainer and engines
+share, if it has room."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def configured(model: Path, *flags: str) -> Config:
 def test_arena_is_on_the_gpu_shared_by_trainer_and_engine_unless_set_otherwise(
     model: Path, flags: list[str], gpus: int, expected: bool
 ) -> None:
-    assert arena_on_gpu(configured(model, *flags), gpus=gpus, gpu_bytes=H100_BYTES) is expected
+    assert (
+        arena_on_gpu(configured(model, *flags), gpus=gpus, gpu_bytes=H100_BYTES)
+        is expected
+    )
 
 
 def test_arena_on_a_gpu_takes_at_most_an_eighth_of_its_memory(model: Path) -> None:
@@ -70,12 +74,18 @@ def test_memory_estimate_counts_arena_slots_on_their_device(model: Path) -> None
         copies_checkpoints=False,
         on_cuda=False,
     )
-    for on_cuda, in_gpu, slots in ((False, False, 2), (True, False, 0), (True, True, 2)):
+    for on_cuda, in_gpu, slots in (
+        (False, False, 2),
+        (True, False, 0),
+        (True, True, 2),
+    ):
         budget = replace(on_cpu, on_cuda=on_cuda, arena_on_gpu=in_gpu)
         assert budget.largest().staging == slots * 2 * size
 
 
-def test_memory_of_the_smallest_gpu_is_read_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_smallest_gpu_is_read_without_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes = [80 << 30, 40 << 30]
 
     class Driver:

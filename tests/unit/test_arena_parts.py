@@ -1,5 +1,5 @@
-"""Ranks that write a slot of the arena together: parts in their places, and what is missing. With Megatron's
-ranks: `test_weight_sync.py`."""
+"""Ranks that write a slot of the arena together: parts in their places, and what is
+missing. With Megatron's ranks: `test_weight_sync.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import torch
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.train import arena_parts
-from invrl.train.arena_parts import check_covered, shares, stage_first, stage_other, write_parts
+from invrl.train.arena_parts import (
+    check_covered,
+    shares,
+    stage_first,
+    stage_other,
+    write_parts,
+)
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
 from invrl.weights.checksums import xxh3_checksums
@@ -34,7 +40,9 @@ VERSION = WeightVersion(1)
 def model() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
-        spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        spec.name: torch.randn(spec.shape, generator=generator).to(
+            getattr(torch, spec.dtype)
+        )
         for spec in LAYOUT
     }
 
@@ -55,7 +63,8 @@ def parts_of(rank: int) -> list[TensorPart]:
 
 
 class Wire:
-    """What two ranks send one another, where each waits in a thread of its own for the other."""
+    """What two ranks send one another, where each waits in a thread of its own for the
+    other."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._queues = {name: queue.Queue() for name in ("first", "other")}
@@ -69,7 +78,9 @@ class Wire:
         return self._queues["other" if rank == 0 else "first"].get(timeout=30.0)
 
 
-def test_two_ranks_write_one_slot_and_divide_its_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_write_one_slot_and_divide_its_hashing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Wire(monkeypatch)
     hashed: dict[str, list[str]] = {"first": [], "other": []}
     writer = ArenaWriter(LAYOUT)
@@ -86,7 +97,9 @@ def test_two_ranks_write_one_slot_and_divide_its_hashing(monkeypatch: pytest.Mon
     other.start()
     staged = stage_first(writer, VERSION, LAYOUT, parts_of(0), [1])
     other.join(30.0)
-    assert dict(staged.checksums) == {name: checksum(tensor) for name, tensor in model().items()}
+    assert dict(staged.checksums) == {
+        name: checksum(tensor) for name, tensor in model().items()
+    }
     place = msgspec.json.decode(staged.handle, type=ArenaHandle)
     slot = map_arena(place.path, LAYOUT)[place.slot]
     assert all(torch.equal(slot[name], tensor) for name, tensor in model().items())
@@ -104,7 +117,9 @@ def test_slot_with_an_unwritten_part_is_named_and_not_staged(
     first = writer.stage(VERSION, model().items())
     monkeypatch.setattr(arena_parts, "_send", lambda value, rank: None)
     monkeypatch.setattr(arena_parts, "_receive", lambda rank: {})
-    with pytest.raises(LayoutError, match="rows: the ranks wrote 12 of its 24 elements"):
+    with pytest.raises(
+        LayoutError, match="rows: the ranks wrote 12 of its 24 elements"
+    ):
         stage_first(writer, WeightVersion(2), LAYOUT, parts_of(0), [1])
     again = writer.stage(WeightVersion(2), model().items())
     assert again.handle != first.handle  # the slot of the version before was kept
@@ -114,7 +129,9 @@ def test_slot_with_one_element_too_many_or_too_few_is_refused() -> None:
     whole = {spec.name: torch.zeros(spec.shape).numel() for spec in LAYOUT}
     check_covered(LAYOUT, [whole])
     for size in (4, 6):
-        with pytest.raises(LayoutError, match=f"whole: the ranks wrote {size} of its 5"):
+        with pytest.raises(
+            LayoutError, match=f"whole: the ranks wrote {size} of its 5"
+        ):
             check_covered(LAYOUT, [whole | {"whole": 4}, {"whole": size - 4}])
 
 
@@ -125,11 +142,19 @@ def test_slot_with_one_element_too_many_or_too_few_is_refused() -> None:
         (TensorPart(name="rows", values=torch.zeros(3, 4), start=4), "ends beyond"),
         (TensorPart(name="rows", values=torch.zeros(3, 5)), "no part of"),
         (TensorPart(name="whole", values=torch.zeros(5)), "no part of"),
-        (TensorPart(name="columns", values=torch.zeros(3, 6), dimension=1), "no part of"),
+        (
+            TensorPart(name="columns", values=torch.zeros(3, 6), dimension=1),
+            "no part of",
+        ),
     ],
 )
-def test_part_that_does_not_fit_its_tensor_is_refused(part: TensorPart, reason: str) -> None:
-    with ArenaWriter(LAYOUT).writing(VERSION) as (_, slot), pytest.raises(LayoutError, match=reason):
+def test_part_that_does_not_fit_its_tensor_is_refused(
+    part: TensorPart, reason: str
+) -> None:
+    with (
+        ArenaWriter(LAYOUT).writing(VERSION) as (_, slot),
+        pytest.raises(LayoutError, match=reason),
+    ):
         write_parts(slot, [part])
 
 
@@ -155,19 +180,30 @@ def test_written_part_is_freed_at_once() -> None:
 
 def test_hashing_shares_are_even_in_bytes() -> None:
     layout = tuple(
-        TensorSpec(name=str(i), shape=(size,), dtype="float32") for i, size in enumerate([8, 3, 3, 2])
+        TensorSpec(name=str(i), shape=(size,), dtype="float32")
+        for i, size in enumerate([8, 3, 3, 2])
     )
     sizes = {spec.name: num_bytes(spec) for spec in layout}
-    assert [sum(sizes[name] for name in names) for names in shares(layout, 2)] == [32, 32]
+    assert [sum(sizes[name] for name in names) for names in shares(layout, 2)] == [
+        32,
+        32,
+    ]
     assert shares(layout, 5)[4] == []
 
 
-def test_no_rank_writes_a_slot_that_an_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_writes_a_slot_that_an_engine_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[object] = []
     monkeypatch.setattr(arena_parts, "_send", lambda value, rank: sent.append(value))
     monkeypatch.setattr("invrl.weights.arena._SLOT_FREE_WITHIN_S", 0.05)
     writer = ArenaWriter(LAYOUT)
-    place = msgspec.json.decode(writer.stage(VERSION, model().items()).handle, type=ArenaHandle)
-    with SlotLease(place.path, 1 - place.slot, writes=False), pytest.raises(WeightSyncError, match="reads"):
+    place = msgspec.json.decode(
+        writer.stage(VERSION, model().items()).handle, type=ArenaHandle
+    )
+    with (
+        SlotLease(place.path, 1 - place.slot, writes=False),
+        pytest.raises(WeightSyncError, match="reads"),
+    ):
         stage_first(writer, WeightVersion(2), LAYOUT, parts_of(0), [1])
     assert sent == []

@@ -1,4 +1,5 @@
-"""The SDPA calls of packed rows: each query sees the keys of its block's mask, and masks stay small."""
+"""The SDPA calls of packed rows: each query sees the keys of its block's mask, and
+masks stay small."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ from invrl.train.packing import pack
 CPU = torch.device("cpu")
 
 
-def calls_of(micro_batch: MicroBatch, ranks: int) -> list[tuple[list[AttentionBlock], AttentionCalls]]:
+def calls_of(
+    micro_batch: MicroBatch, ranks: int
+) -> list[tuple[list[AttentionBlock], AttentionCalls]]:
     """For each context-parallel rank its blocks, and the calls that compute them."""
     found: list[tuple[list[AttentionBlock], AttentionCalls]] = []
     for rank in range(ranks):
         share = ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=1)
         blocks = list(share.own_blocks(share.micro_batch.blocks))
-        found.append((blocks, AttentionCalls.of(blocks, share.gathered_P, CPU, torch.float32)))
+        found.append(
+            (blocks, AttentionCalls.of(blocks, share.gathered_P, CPU, torch.float32))
+        )
     return found
 
 
@@ -39,7 +44,9 @@ def seen(block: BlockCalls) -> list[list[int]]:
             visible_QK = call.bias_QK == 0
             assert (call.bias_QK[~visible_QK] == -torch.inf).all()
         assert visible_QK.shape == (call.num_queries, call.num_keys)
-        seen_by_query += [torch.nonzero(visible_K)[:, 0].tolist() for visible_K in visible_QK]
+        seen_by_query += [
+            torch.nonzero(visible_K)[:, 0].tolist() for visible_K in visible_QK
+        ]
     return seen_by_query
 
 
@@ -66,13 +73,20 @@ def test_each_query_attends_to_the_keys_of_its_block(
             assert block_calls.num_keys == num_prefix + num_queries
             mask_QK = block.mask_QK
             if mask_QK is None:
-                mask_QK = np.tri(num_queries, num_prefix + num_queries, num_prefix, dtype=bool)
-            assert seen(block_calls) == [np.flatnonzero(mask_K).tolist() for mask_K in mask_QK]
+                mask_QK = np.tri(
+                    num_queries, num_prefix + num_queries, num_prefix, dtype=bool
+                )
+            assert seen(block_calls) == [
+                np.flatnonzero(mask_K).tolist() for mask_K in mask_QK
+            ]
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 12), (12, 24)])
-def test_values_of_another_size_than_keys_do_not_materialize_scores(key_dim: int, value_dim: int) -> None:
-    """Against the formula in float64. Two branches behind a prompt, two heads of keys for four of queries."""
+def test_values_of_another_size_than_keys_do_not_materialize_scores(
+    key_dim: int, value_dim: int
+) -> None:
+    """Against the formula in float64. Two branches behind a prompt, two heads of keys
+    for four of queries."""
     prompt_T = np.zeros(100, np.int32)
     data = [
         Row(
@@ -105,13 +119,19 @@ def test_values_of_another_size_than_keys_do_not_materialize_scores(key_dim: int
     queries = exact[0].unflatten(1, (2, 2))
     keys, values = (tensor.unsqueeze(2) for tensor in exact[1:])
     places = np.arange(num_tokens)
-    sees_QK = (places[None, :] <= places[:, None]) & (places[:, None] < micro_batch.ends_P[None, :])
-    scores = (0.3 * queries @ keys.mT).masked_fill(torch.from_numpy(~sees_QK), -torch.inf)
+    sees_QK = (places[None, :] <= places[:, None]) & (
+        places[:, None] < micro_batch.ends_P[None, :]
+    )
+    scores = (0.3 * queries @ keys.mT).masked_fill(
+        torch.from_numpy(~sees_QK), -torch.inf
+    )
     expected = (scores.softmax(dim=-1) @ values).flatten(1, 2)
     weights = torch.randn(output.shape, generator=generator)
     gradients = torch.autograd.grad(output, tensors, weights)
     exact_gradients = torch.autograd.grad(expected, exact, weights.double())
-    for found, wanted in zip((output, *gradients), (expected, *exact_gradients), strict=True):
+    for found, wanted in zip(
+        (output, *gradients), (expected, *exact_gradients), strict=True
+    ):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -120,15 +140,26 @@ def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:
     most = 0
     for _, calls in calls_of(micro_batch, ranks):
         biases = [call.bias_QK for block in calls.blocks for call in block.calls]
-        storages = {bias.untyped_storage().data_ptr(): bias for bias in biases if bias is not None}
-        most = max(most, sum(bias.untyped_storage().nbytes() for bias in storages.values()))
+        storages = {
+            bias.untyped_storage().data_ptr(): bias
+            for bias in biases
+            if bias is not None
+        }
+        most = max(
+            most, sum(bias.untyped_storage().nbytes() for bias in storages.values())
+        )
     return most
 
 
 def test_long_row_has_the_masks_of_one_call() -> None:
-    """A row of 32,768 tokens on two ranks: 128 MiB, where explicit masks took 1.5 GB."""
+    """A row of 32,768 tokens on two ranks: 128 MiB, where explicit masks took 1.5
+    GB."""
     length = 32_768
-    row = Row(tokens_T=np.zeros(length + 1, np.int32), wanted_N=np.array([length]), temperature=1.0)
+    row = Row(
+        tokens_T=np.zeros(length + 1, np.int32),
+        wanted_N=np.array([length]),
+        temperature=1.0,
+    )
     (micro_batch,) = pack([row], max_tokens=length, share_prefixes=True)
     assert 0 < mask_bytes(micro_batch, 2) <= attention_calls.QUERY_CHUNK * length * 4
 

@@ -1,5 +1,5 @@
-"""Bad input as a person gives it: `invrl.cli.main` answers with field, value, reason and fix and exit code
-2, and neither a process nor a run folder has come to be."""
+"""Bad input as a person gives it: `invrl.cli.main` answers with field, value, reason
+and fix and exit code 2, and neither a process nor a run folder has come to be."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Refused:
-    """Runs `invrl train` with these flags on a good model; returns the block that it answers with."""
+    """Runs `invrl train` with these flags on a good model; returns the block that it
+    answers with."""
 
     def started(*_: object) -> None:
         raise AssertionError("processes would have been started")
@@ -71,14 +72,30 @@ def refused(
     monkeypatch.syspath_prepend(tmp_path)
     runs = tmp_path / "runs"
 
-    def run(*flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE) -> dict[str, str]:
-        children = set(psutil.Process().children())  # not theirs: other tests' engines may start some
+    def run(
+        *flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE
+    ) -> dict[str, str]:
+        children = set(
+            psutil.Process().children()
+        )  # not theirs: other tests' engines may start some
         before = sorted(runs.rglob("*"))
-        given = ["train", "--model-path", str(model), "--run-root", str(runs), *AGENT, *tasks, *flags]
+        given = [
+            "train",
+            "--model-path",
+            str(model),
+            "--run-root",
+            str(runs),
+            *AGENT,
+            *tasks,
+            *flags,
+        ]
         assert cli.main(given) == 2
         first, *lines = capsys.readouterr().err.rstrip("\n").split("\n")
         assert first == "invrl: bad input; nothing was started."
-        block = {name.strip(): rest.strip() for name, _, rest in (line.partition(":") for line in lines)}
+        block = {
+            name.strip(): rest.strip()
+            for name, _, rest in (line.partition(":") for line in lines)
+        }
         assert list(block) == ["where", "value", "reason", "fix"]
         assert all(block.values())
         assert set(psutil.Process().children()) <= children
@@ -167,24 +184,67 @@ def test_error_names_the_downloaded_folder_of_a_hub_model(
     ("spoil", "reason", "fix"),
     [
         (shutil.rmtree, "no such folder", "prepare-model"),
-        (lambda m: (m / "config.json").unlink(), "it has no config.json", "prepare-model"),
-        (lambda m: (m / "config.json").write_text("{"), "config.json is not readable JSON", "prepare-model"),
-        (lambda m: (m / "config.json").write_bytes(b"\xff"), "config.json is not readable", "prepare-model"),
-        (lambda m: (m / "model.safetensors").unlink(), "has no model.safetensors", "prepare-model"),
+        (
+            lambda m: (m / "config.json").unlink(),
+            "it has no config.json",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "config.json").write_text("{"),
+            "config.json is not readable JSON",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "config.json").write_bytes(b"\xff"),
+            "config.json is not readable",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "model.safetensors").unlink(),
+            "has no model.safetensors",
+            "prepare-model",
+        ),
         (truncated, "model.safetensors is damaged", "prepare-model"),
         (
             edited("config.json", model_type="mamba"),
             "model_type is 'mamba'",
             f"type {', '.join(sorted(FAMILIES))}",
         ),
-        (edited("config.json", quantization_config={"bits": 4}), "weights are quantized", "prepare-model"),
-        (edited("config.json", hidden_act="gelu"), "does not support it", "another model"),
-        (edited("config.json", vocab_size=600), "the embedding has 512 rows", "prepare-model"),
-        (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read", "prepare-model"),
-        (lambda m: (m / "tokenizer.json").unlink(), "it has no tokenizer.json", "prepare-model"),
-        (lambda m: (m / "tokenizer_config.json").unlink(), "no tokenizer_config.json", "prepare-model"),
         (
-            edited("tokenizer_config.json", added_tokens_decoder={"3": {"content": "<|im_end|>"}}),
+            edited("config.json", quantization_config={"bits": 4}),
+            "weights are quantized",
+            "prepare-model",
+        ),
+        (
+            edited("config.json", hidden_act="gelu"),
+            "does not support it",
+            "another model",
+        ),
+        (
+            edited("config.json", vocab_size=600),
+            "the embedding has 512 rows",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "tokenizer.json").write_text("{}"),
+            "tokenizer.json cannot be read",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "tokenizer.json").unlink(),
+            "it has no tokenizer.json",
+            "prepare-model",
+        ),
+        (
+            lambda m: (m / "tokenizer_config.json").unlink(),
+            "no tokenizer_config.json",
+            "prepare-model",
+        ),
+        (
+            edited(
+                "tokenizer_config.json",
+                added_tokens_decoder={"3": {"content": "<|im_end|>"}},
+            ),
             "tokenizer_config.json and tokenizer.json differ on '<|im_end|>'",
             "save the tokenizer",
         ),
@@ -198,8 +258,16 @@ def test_error_names_the_downloaded_folder_of_a_hub_model(
             "no chat template",
             "--chat-template-path FILE (shipped here: chatml-tools, chatml-tools-short)",
         ),
-        (template("{% for m in messages %}"), "Unexpected end of template", "chat_template.jinja"),
-        (template("{{ raise_exception('no') }}"), "refuses this conversation", "chat_template.jinja"),
+        (
+            template("{% for m in messages %}"),
+            "Unexpected end of template",
+            "chat_template.jinja",
+        ),
+        (
+            template("{{ raise_exception('no') }}"),
+            "refuses this conversation",
+            "chat_template.jinja",
+        ),
         (template("{{ '' }}"), "to nothing", "chat_template.jinja"),
     ],
 )
@@ -227,7 +295,11 @@ def swapped_tokens(model: Path) -> None:
     [
         (shutil.rmtree, "no such folder", "prepare-model"),
         (truncated, "model.safetensors is damaged", "prepare-model"),
-        (edited("config.json", num_attention_heads=8, head_dim=8), "differs from", "the same model"),
+        (
+            edited("config.json", num_attention_heads=8, head_dim=8),
+            "differs from",
+            "the same model",
+        ),
         (
             edited("config.json", rope_theta=5e5, rope_parameters=None),
             "differs from the model of --model-path in rope",
@@ -241,7 +313,10 @@ def test_reference_or_critic_of_another_architecture_is_refused(
     refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
 ) -> None:
     spoil(model)
-    for name, others in (("reference", ("--kl-coef", "0.1")), ("critic", ("--advantage", "gae"))):
+    for name, others in (
+        ("reference", ("--kl-coef", "0.1")),
+        ("critic", ("--advantage", "gae")),
+    ):
         block = refused(f"--{name}-model-path", str(model), *others)
         assert block["where"] == f"model.{name}_model_path"
         assert block["value"] == repr(str(model))
@@ -259,14 +334,24 @@ def test_unused_reference_model_is_refused(refused: Refused, model: Path) -> Non
     ("spoil", "reason"),
     [
         (lambda m: (m / "tokenizer.json").unlink(), "it has no tokenizer.json"),
-        (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be read"),
-        (edited("tokenizer_config.json", added_tokens_decoder={"3": {"content": "<|im_end|>"}}), "differ on"),
+        (
+            lambda m: (m / "tokenizer.json").write_text("{}"),
+            "tokenizer.json cannot be read",
+        ),
+        (
+            edited(
+                "tokenizer_config.json",
+                added_tokens_decoder={"3": {"content": "<|im_end|>"}},
+            ),
+            "differ on",
+        ),
     ],
 )
 def test_check_template_refuses_a_broken_tokenizer(
     model: Path, capsys: pytest.CaptureFixture[str], spoil: Edit, reason: str
 ) -> None:
-    """It needs no more of the folder: one with a tokenizer and without weights will do."""
+    """It needs no more of the folder: one with a tokenizer and without weights will
+    do."""
     (model / "model.safetensors").unlink()
     assert cli.main(["check-template", str(model)]) == 0
     spoil(model)
@@ -285,13 +370,22 @@ def test_check_template_refuses_a_broken_tokenizer(
     ],
 )
 def test_prepared_folder_with_a_damaged_record_is_neither_reused_nor_removed(
-    good_model: Path, model: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+    good_model: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    reason: str,
 ) -> None:
     """The folder may hold another model, so it is neither reused nor removed."""
     record = model / "prepared.json"
     record.write_bytes(text.encode(errors="surrogateescape"))
     before = sorted(model.iterdir())
-    assert cli.main(["prepare-model", "--from-folder", str(good_model), "--out", str(model)]) == 2
+    assert (
+        cli.main(
+            ["prepare-model", "--from-folder", str(good_model), "--out", str(model)]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert f"{record}, which says what the folder was made from, is damaged: " in error
     assert reason in error
@@ -320,14 +414,20 @@ def test_replay_checks_the_model_folder_before_any_process_starts(
         ("no_such_agent:rollout", "no module 'no_such_agent'", "as Python imports it"),
         ("bad_agent:rolout", "bad_agent has no 'rolout'", "did you mean 'rollout'"),
         ("bad_agent:number", "3 is not callable", "give a function"),
-        ("bad_agent:rollout", "does not take the call", "write it as rollout(task, endpoint)"),
+        (
+            "bad_agent:rollout",
+            "does not take the call",
+            "write it as rollout(task, endpoint)",
+        ),
         ("broken_agent:rollout", "importing broken_agent raised", "python -c"),
     ],
 )
 def test_unusable_rollout_function_is_refused_with_reason_and_fix(
     refused: Refused, tmp_path: Path, path: str, reason: str, fix: str
 ) -> None:
-    (tmp_path / "bad_agent.py").write_text("number = 3\ndef rollout(task): return 1.0\n")
+    (tmp_path / "bad_agent.py").write_text(
+        "number = 3\ndef rollout(task): return 1.0\n"
+    )
     (tmp_path / "broken_agent.py").write_text("import no_such_library\n")
     block = refused("--rollout-function-path", path)
     assert block["where"] == "rollout_function_path"
@@ -351,16 +451,37 @@ def text(content: str) -> Edit:
     [
         ("t.jsonl", lambda path: None, "cannot be read", "a JSONL file"),
         ("t.jsonl", text("\n"), "has no tasks", "one JSON object per line"),
-        ("t.jsonl", text('{"answer": 1}\n{"answer": \n'), "line 2 is not JSON", "one JSON object per line"),
-        ("t.jsonl", text('{"answer": 1}\n{"q": 1}\n'), "line 2 has no field 'answer'", "--task-label-key"),
+        (
+            "t.jsonl",
+            text('{"answer": 1}\n{"answer": \n'),
+            "line 2 is not JSON",
+            "one JSON object per line",
+        ),
+        (
+            "t.jsonl",
+            text('{"answer": 1}\n{"q": 1}\n'),
+            "line 2 has no field 'answer'",
+            "--task-label-key",
+        ),
         ("t.parquet", lambda path: None, "cannot be read", "a Parquet file"),
         ("t.parquet", text('{"answer": 1}\n'), "cannot be read", "a Parquet file"),
         ("t.parquet", parquet({"answer": []}), "has no tasks", "one row per task"),
-        ("t.parquet", parquet({"q": ["a"]}), "row 1 has no field 'answer'", "--task-label-key"),
+        (
+            "t.parquet",
+            parquet({"q": ["a"]}),
+            "row 1 has no field 'answer'",
+            "--task-label-key",
+        ),
     ],
 )
 def test_unusable_task_file_is_refused_with_reason_and_fix(
-    refused: Refused, tmp_path: Path, flag: str, name: str, write: Edit, reason: str, fix: str
+    refused: Refused,
+    tmp_path: Path,
+    flag: str,
+    name: str,
+    write: Edit,
+    reason: str,
+    fix: str,
 ) -> None:
     good = tmp_path / "good.jsonl"
     bad = tmp_path / name
@@ -371,7 +492,10 @@ def test_unusable_task_file_is_refused_with_reason_and_fix(
         *("--task-label-key", "answer", "--eval-tasks", "1"),
         tasks=tuple(part for pair in files.items() for part in pair),
     )
-    assert (block["where"], block["value"]) == (flag[2:].replace("-", "_"), repr(str(bad)))
+    assert (block["where"], block["value"]) == (
+        flag[2:].replace("-", "_"),
+        repr(str(bad)),
+    )
     assert reason in block["reason"]
     assert fix in block["fix"]
 
@@ -411,7 +535,12 @@ def test_taken_metrics_port_is_refused(refused: Refused) -> None:
             "greater than or equal to 0",
             "set metrics_port: port",
         ),
-        (["--metrics-port", "http"], "run.metrics_port", "integer", "set metrics_port: port"),
+        (
+            ["--metrics-port", "http"],
+            "run.metrics_port",
+            "integer",
+            "set metrics_port: port",
+        ),
         (
             ["--metrics-port", "9464", "--gateway-port", "9464"],
             "run.metrics_port",
@@ -419,7 +548,12 @@ def test_taken_metrics_port_is_refused(refused: Refused) -> None:
             "another --metrics-port",
         ),
         (
-            ["--metrics-port", "9464", "--metrics-host", "192.0.2.1"],  # of documentation, not of a machine
+            [
+                "--metrics-port",
+                "9464",
+                "--metrics-host",
+                "192.0.2.1",
+            ],  # of documentation, not of a machine
             "run.metrics_host",
             "cannot listen on 192.0.2.1:9464",
             "--metrics-host (127.0.0.1, or 0.0.0.0 for all)",
@@ -445,8 +579,18 @@ def test_unusable_metrics_address_is_refused(
             "fewer than the 33 copies of the model",
             "--rollout-batch",
         ),
-        (["--objective", "dpo"], "data.data_path", "trains on a file", "--data-path FILE.jsonl"),
-        (["--objective", "distillation"], "algorithm.objective", "needs a teacher", "--teacher-url"),
+        (
+            ["--objective", "dpo"],
+            "data.data_path",
+            "trains on a file",
+            "--data-path FILE.jsonl",
+        ),
+        (
+            ["--objective", "distillation"],
+            "algorithm.objective",
+            "needs a teacher",
+            "--teacher-url",
+        ),
         (
             ["--objective", "distillation", "--teacher-model-path", "/m"],
             "buffer.group_filter",
@@ -460,7 +604,12 @@ def test_unusable_metrics_address_is_refused(
             "rl has no teacher",
             "--objective distillation",
         ),
-        (["--teacher-model-path", "/m"], "model.teacher_model_path", "rl has no teacher", "distillation"),
+        (
+            ["--teacher-model-path", "/m"],
+            "model.teacher_model_path",
+            "rl has no teacher",
+            "distillation",
+        ),
         (
             [*TAUGHT, "--teacher-model-path", "/m"],
             "model.teacher_url",
@@ -473,17 +622,44 @@ def test_unusable_metrics_address_is_refused(
             "at temperature 1",
             "--teacher-model-path",
         ),
-        ([*TAUGHT, "--constrained", "masked"], "gateway.constrained", "whole vocabulary", "leave it out"),
         (
-            ["--objective", "distillation", "--teacher-url", "http://user:key@10.0.0.5:30000"],
+            [*TAUGHT, "--constrained", "masked"],
+            "gateway.constrained",
+            "whole vocabulary",
+            "leave it out",
+        ),
+        (
+            [
+                "--objective",
+                "distillation",
+                "--teacher-url",
+                "http://user:key@10.0.0.5:30000",
+            ],
             "model.teacher_url",
             "holds a user or a key",
             "http://10.0.0.5:30000",
         ),
-        (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--rollout-batch-size"),
-        (["--routing-replay", "trainer"], "train.routing_replay", "is the old one", "--num-minibatches"),
         (
-            ["--routing-replay", "trainer", "--num-minibatches", "2", "--old-logprobs", "engine"],
+            ["--num-minibatches", "5"],
+            "algorithm.num_minibatches",
+            "whole groups",
+            "--rollout-batch-size",
+        ),
+        (
+            ["--routing-replay", "trainer"],
+            "train.routing_replay",
+            "is the old one",
+            "--num-minibatches",
+        ),
+        (
+            [
+                "--routing-replay",
+                "trainer",
+                "--num-minibatches",
+                "2",
+                "--old-logprobs",
+                "engine",
+            ],
             "train.routing_replay",
             "makes no pass",
             "--old-logprobs recompute",
@@ -534,19 +710,39 @@ def test_unusable_metrics_address_is_refused(
             "set --pipeline-model-parallel-size",
         ),
         (
-            ["--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "2"],
+            [
+                "--pipeline-model-parallel-size",
+                "2",
+                "--virtual-pipeline-model-parallel-size",
+                "2",
+            ],
             "train.virtual_pipeline_model_parallel_size",
             "the 1 layers of a pipeline stage",
             "may be only 1",
         ),
         (
-            ["--pipeline-model-parallel-size", "2", "--num-layers-in-last-pipeline-stage", "2"],
+            [
+                "--pipeline-model-parallel-size",
+                "2",
+                "--num-layers-in-last-pipeline-stage",
+                "2",
+            ],
             "train.num_layers_in_last_pipeline_stage",
             "other stages (1) need layers too",
             "--num-layers-in-last-pipeline-stage 1 fits",
         ),
-        (["--max-row-tokens", "8"], "rollout.max_new_tokens", "a conversation holds 8", "--max-row-tokens"),
-        (["--gateway-host", "192.0.2.1"], "gateway.gateway_host", "cannot listen", "of this machine"),
+        (
+            ["--max-row-tokens", "8"],
+            "rollout.max_new_tokens",
+            "a conversation holds 8",
+            "--max-row-tokens",
+        ),
+        (
+            ["--gateway-host", "192.0.2.1"],
+            "gateway.gateway_host",
+            "cannot listen",
+            "of this machine",
+        ),
         (
             ["--weight-transport", "disk", "--weight-folder", "/nowhere"],
             "weight_sync.weight_folder",
@@ -614,10 +810,30 @@ def test_unusable_metrics_address_is_refused(
             "nothing drains",
             "add --weight-update-inflight drain",
         ),
-        (["--session-ttl-s", "9"], "gateway.session_ttl_s", "rollout_timeout_s = 300", "--session-ttl-s"),
-        (["--batch-timeout-s", "9"], "buffer.batch_timeout_s", "may take", "--rollout-timeout-s"),
-        (["--late-reward", "accept"], "gateway.late_reward", "reward_deadline_s is 0", "--reward-deadline-s"),
-        (["--reward-deadline-s", "7201"], "gateway.reward_deadline_s", "7200 s", "--batch-timeout-s"),
+        (
+            ["--session-ttl-s", "9"],
+            "gateway.session_ttl_s",
+            "rollout_timeout_s = 300",
+            "--session-ttl-s",
+        ),
+        (
+            ["--batch-timeout-s", "9"],
+            "buffer.batch_timeout_s",
+            "may take",
+            "--rollout-timeout-s",
+        ),
+        (
+            ["--late-reward", "accept"],
+            "gateway.late_reward",
+            "reward_deadline_s is 0",
+            "--reward-deadline-s",
+        ),
+        (
+            ["--reward-deadline-s", "7201"],
+            "gateway.reward_deadline_s",
+            "7200 s",
+            "--batch-timeout-s",
+        ),
         (
             ["--external-environments", "--session-ttl-s", "7140"],
             "gateway.session_ttl_s",
@@ -625,19 +841,55 @@ def test_unusable_metrics_address_is_refused(
             "raise --batch-timeout-s",
         ),
         (
-            ["--external-environments", "--late-reward", "accept", "--reward-deadline-s", "3600"],
+            [
+                "--external-environments",
+                "--late-reward",
+                "accept",
+                "--reward-deadline-s",
+                "3600",
+            ],
             "gateway.session_ttl_s",
             "session_ttl_s + reward_deadline_s = 7260 s",
             "raise --batch-timeout-s",
         ),
         (["--task-file", "x"], "task_source_path", "both", "give one of"),
-        (["--eval-interval", "3"], "rollout.eval_interval", "no held-out tasks", "--eval-tasks"),
-        (["--megatron-recompute-granularity", "full"], "--megatron-*", "recompute_method", "change or add"),
+        (
+            ["--eval-interval", "3"],
+            "rollout.eval_interval",
+            "no held-out tasks",
+            "--eval-tasks",
+        ),
+        (
+            ["--megatron-recompute-granularity", "full"],
+            "--megatron-*",
+            "recompute_method",
+            "change or add",
+        ),
         # options of other packages
-        (["--sglang-attention-backend", "tritn"], "--sglang-attention-backend", "invalid choice", "triton"),
-        (["--sglang-max-running-requests"], "--sglang-max-running-requests", "value is missing", "--help"),
-        (["--router-max-payload-size", "x"], "--router-max-payload-size", "invalid int value", "--help"),
-        (["--router-prefil", "x"], "--router-prefil", "no such field", "--router-prefill"),
+        (
+            ["--sglang-attention-backend", "tritn"],
+            "--sglang-attention-backend",
+            "invalid choice",
+            "triton",
+        ),
+        (
+            ["--sglang-max-running-requests"],
+            "--sglang-max-running-requests",
+            "value is missing",
+            "--help",
+        ),
+        (
+            ["--router-max-payload-size", "x"],
+            "--router-max-payload-size",
+            "invalid int value",
+            "--help",
+        ),
+        (
+            ["--router-prefil", "x"],
+            "--router-prefil",
+            "no such field",
+            "--router-prefill",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused_with_reason_and_fix(
@@ -649,7 +901,9 @@ def test_settings_that_do_not_fit_each_other_are_refused_with_reason_and_fix(
     assert fix in block["fix"]
 
 
-def test_guessable_environment_key_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guessable_environment_key_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INVRL_ENV_KEY", "hunter2")
     block = refused()
     assert block["where"] == "INVRL_ENV_KEY"
@@ -666,12 +920,15 @@ def test_run_folder_of_a_live_run_is_refused(
     capsys: pytest.CaptureFixture[str],
     command: str,
 ) -> None:
-    """No command that writes into it starts, and the gateway's keys and the logs in it stay as they are."""
+    """No command that writes into it starts, and the gateway's keys and the logs in it
+    stay as they are."""
     place = ["--run-root", str(tmp_path / "runs"), "--run-name", "live"]
     flags = ["--model-path", str(good_model), *place]
     if command != "serve":
         flags += [*AGENT, *SOURCE, "--eval-tasks", "2"]
-    config = resolve(*parse_flags(flags, command=command), settings_of(command).source())
+    config = resolve(
+        *parse_flags(flags, command=command), settings_of(command).source()
+    )
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     folder = make_run_folder(config)
@@ -683,12 +940,17 @@ def test_run_folder_of_a_live_run_is_refused(
     (folder.path / "private" / "gateway.json").write_text("the run's")
     with folder.held("train"):
         before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
-        given = {"resume": [str(folder.path)], "replay": [str(folder.path), "--step", "1"]}
+        given = {
+            "resume": [str(folder.path)],
+            "replay": [str(folder.path), "--step", "1"],
+        }
         monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
         assert cli.main([command, *given.get(command, flags)]) == 2
         error = capsys.readouterr().err
         assert f"process {os.getpid()} (invrl train) works in {folder.path}" in error
-        assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
+        assert {
+            path: path.stat().st_mtime_ns for path in folder.path.rglob("*")
+        } == before
 
 
 def test_run_folder_of_another_configuration_or_of_something_else_is_refused(
@@ -698,7 +960,10 @@ def test_run_folder_of_another_configuration_or_of_something_else_is_refused(
     handlers = logging.getLogger().handlers[:]
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: 0)
     runs = ("--run-root", str(tmp_path / "runs"), "--run-name", "first")
-    assert cli.main(["train", "--model-path", str(good_model), *AGENT, *SOURCE, *runs]) == 0
+    assert (
+        cli.main(["train", "--model-path", str(good_model), *AGENT, *SOURCE, *runs])
+        == 0
+    )
     logging.getLogger().handlers[:] = handlers
     block = refused("--run-name", "first", "--lr", "5e-5")
     assert block["where"] == "run.run_name"

@@ -1,4 +1,5 @@
-"""What no dialect may fall over, in each of them: a 4xx of the dialect's own shape, and nothing sampled.
+"""What no dialect may fall over, in each of them: a 4xx of the dialect's own shape, and
+nothing sampled.
 
 What is particular to one dialect's fields stands in its own test file."""
 
@@ -24,7 +25,11 @@ from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server import http_protocol
 
-FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +48,18 @@ class Route:
         assert answer.status_code == status, answer.text
         assert answer.headers["content-type"] == "application/json"
         if self.anthropic:
-            kinds = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error"}
+            kinds = {
+                401: "authentication_error",
+                404: "not_found_error",
+                408: "timeout_error",
+            }
             kinds[413] = "request_too_large"
             body = answer.json()
             assert body.keys() == {"type", "error", "request_id"}
-            assert (body["type"], body["error"].keys()) == ("error", {"type", "message"})
+            assert (body["type"], body["error"].keys()) == (
+                "error",
+                {"type", "message"},
+            )
             assert body["error"]["type"] == kinds.get(status, "invalid_request_error")
             assert body["error"]["message"]
         else:
@@ -82,7 +94,11 @@ ROUTES = [
         path="/completions",
         good={"model": "tiny", "prompt": "What is 12*13?"},
         limit="max_tokens",
-        refused={"wrong type": {"prompt": {}}, "negative n": {"n": -1}, "absurd n": {"n": 10**30}},
+        refused={
+            "wrong type": {"prompt": {}},
+            "negative n": {"n": -1},
+            "absurd n": {"n": 10**30},
+        },
     ),
     Route(
         path="/responses",
@@ -103,7 +119,10 @@ ROUTES = [
         good={"model": "tiny", "max_tokens": 8, "messages": [ASK]},
         limit="max_tokens",
         refused={
-            "unknown tool": {"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "other"}},
+            "unknown tool": {
+                "tools": [CLAUDE_TOOL],
+                "tool_choice": {"type": "tool", "name": "other"},
+            },
             "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
             "wrong type": {"messages": 1},
             "no such sampling": {"n": -1},
@@ -141,9 +160,16 @@ def bodies(route: Route) -> Iterator[tuple[str, bytes]]:
     bombs = (b"[" * 500_000, b'{"a":' * 500_000, b"[" * 100_000 + b"]" * 100_000)
     for number, bomb in enumerate(bombs):
         yield f"bomb {number}", bomb
-        yield f"bomb {number} in an ignored field", good[:-1] + b', "metadata": ' + bomb + b"}"
+        yield (
+            f"bomb {number} in an ignored field",
+            good[:-1] + b', "metadata": ' + bomb + b"}",
+        )
         yield f"bomb {number} in tools", good[:-1] + b', "tools": ' + bomb + b"}"
-    changes = {**route.refused, "no model's name": {"model": 7}, "stream": {"stream": "yes"}}
+    changes = {
+        **route.refused,
+        "no model's name": {"model": 7},
+        "stream": {"stream": "yes"},
+    }
     if route.limit:
         for limit in (-1, 0, 1.5, "8", True, 1e300, [8]):
             changes[f"{route.limit} {limit!r}"[:40]] = {route.limit: limit}
@@ -159,7 +185,9 @@ async def test_malformed_bodies_are_400(gateway: Running, route: Route):
         assert answer.status_code == 400, (name, answer.text)
         route.check(answer, 400)
     [serving] = await gateway.open(purpose="serve")
-    unknown = await gateway.http.post(serving.base_url + route.path, json=route.good | {"model": "gpt-9"})
+    unknown = await gateway.http.post(
+        serving.base_url + route.path, json=route.good | {"model": "gpt-9"}
+    )
     route.check(unknown, 404, "model_not_found")
     assert gateway.engine.requests == []
     good = await gateway.http.post(session.base_url + route.path, json=route.good)
@@ -167,7 +195,9 @@ async def test_malformed_bodies_are_400(gateway: Running, route: Route):
 
 
 @every_route
-async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Running, route: Route):
+async def test_absurd_token_limit_is_bounded_by_the_session_limit(
+    gateway: Running, route: Route
+):
     if not route.limit:
         return
     [session] = await gateway.open(sampling={"max_new_tokens": 5})
@@ -175,11 +205,16 @@ async def test_absurd_token_limit_is_bounded_by_the_session_limit(gateway: Runni
         body = route.good | {route.limit: limit}
         answer = await gateway.http.post(session.base_url + route.path, json=body)
         assert answer.status_code == 200, answer.text
-    assert [request["sampling_params"]["max_new_tokens"] for request in gateway.engine.requests] == [5, 5]
+    assert [
+        request["sampling_params"]["max_new_tokens"]
+        for request in gateway.engine.requests
+    ] == [5, 5]
 
 
 @every_route
-async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Running, route: Route):
+async def test_foreign_guessed_and_finished_session_keys_are_401(
+    gateway: Running, route: Route
+):
     mine, other = await gateway.open(members=2)
     url = gateway.url + "/v1" + route.path
 
@@ -190,8 +225,21 @@ async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Runnin
     route.check(await ask(authorization=f"Bearer {ENV_KEY}"), 401, "invalid_api_key")
     both = await ask(authorization=f"Bearer {mine.key}", **{"x-api-key": other.key})
     route.check(both, 401, "conflicting_keys")
-    route.check(await ask(mine.base_url + route.path, **{"x-api-key": other.key}), 401, "conflicting_keys")
-    for key in ("", "isk-", mine.key[:-1], mine.key + "A", mine.key.upper(), "%00", "é" * 9, "x" * 30_000):
+    route.check(
+        await ask(mine.base_url + route.path, **{"x-api-key": other.key}),
+        401,
+        "conflicting_keys",
+    )
+    for key in (
+        "",
+        "isk-",
+        mine.key[:-1],
+        mine.key + "A",
+        mine.key.upper(),
+        "%00",
+        "é" * 9,
+        "x" * 30_000,
+    ):
         at = f"{gateway.url}/s/{key or '%20'}/v1{route.path}"
         route.check(await ask(at), 401, "invalid_api_key")
     assert gateway.engine.requests == []
@@ -202,9 +250,12 @@ async def test_foreign_guessed_and_finished_session_keys_are_401(gateway: Runnin
 
 
 async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
-    """2,000 at each route, on kept connections, while a session is open that none of them is of."""
+    """2,000 at each route, on kept connections, while a session is open that none of
+    them is of."""
     [session] = await gateway.open()
-    prefix = session.key[:-8]  # the guesses share all but the last 8 characters with a real key
+    prefix = session.key[
+        :-8
+    ]  # the guesses share all but the last 8 characters with a real key
     guessed = 0
     async with aiohttp.ClientSession() as http:
 
@@ -213,7 +264,11 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
             content = json.dumps(route.good).encode()
             for number in range(2000):
                 key = prefix + secrets.token_urlsafe(6)
-                headers = {"x-api-key": key} if number % 2 else {"authorization": f"Bearer {key}"}
+                headers = (
+                    {"x-api-key": key}
+                    if number % 2
+                    else {"authorization": f"Bearer {key}"}
+                )
                 async with http.post(
                     gateway.url + "/v1" + route.path, data=content, headers=headers
                 ) as response:
@@ -230,14 +285,18 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
 
 @dataclass(kw_only=True)
 class Upload:
-    """A request's body as it is sent, piece after piece, and the answer that comes meanwhile."""
+    """A request's body as it is sent, piece after piece, and the answer that comes
+    meanwhile."""
 
     sent: int = 0
     status: int = 0
     raw: bytes = b""
 
-    async def send(self, url: str, path: str, head: str, pieces: int, pause_s: float = 0.0) -> None:
-        """Ends with the last piece, or when the other side has closed the connection."""
+    async def send(
+        self, url: str, path: str, head: str, pieces: int, pause_s: float = 0.0
+    ) -> None:
+        """Ends with the last piece, or when the other side has closed the
+        connection."""
         host, _, port = url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         reading = asyncio.create_task(self.read(reader))
@@ -255,11 +314,17 @@ class Upload:
     async def read(self, reader: asyncio.StreamReader) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.status = int(head.split()[1])
-        length = next(line for line in head.lower().splitlines() if line.startswith("content-length"))
+        length = next(
+            line
+            for line in head.lower().splitlines()
+            if line.startswith("content-length")
+        )
         self.raw = await reader.readexactly(int(length.split(":")[1]))
 
     def answer(self) -> httpx.Response:
-        return httpx.Response(self.status, content=self.raw, headers={"content-type": "application/json"})
+        return httpx.Response(
+            self.status, content=self.raw, headers={"content-type": "application/json"}
+        )
 
 
 CHUNKED = "transfer-encoding: chunked"
@@ -274,11 +339,14 @@ async def test_body_of_a_hundred_megabytes_is_413(
     head: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The answer comes while the body does, of which no more is held than a body may have."""
+    """The answer comes while the body does, of which no more is held than a body may
+    have."""
     monkeypatch.setattr(http_protocol, "_LINGER_S", 0.05)
     [session] = await gateway.open()
     upload = Upload()
-    await upload.send(gateway.url, f"/s/{session.key}/v1{route.path}", head, pieces=1600)
+    await upload.send(
+        gateway.url, f"/s/{session.key}/v1{route.path}", head, pieces=1600
+    )
     route.check(upload.answer(), 413, "request_too_large")
 
 
@@ -304,7 +372,11 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     gateway: Running,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    loop, lingering, later = asyncio.get_running_loop(), list[asyncio.TimerHandle](), 3600.0
+    loop, lingering, later = (
+        asyncio.get_running_loop(),
+        list[asyncio.TimerHandle](),
+        3600.0,
+    )
 
     def call_later(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle:
         made = BaseEventLoop.call_later(loop, delay, *call, **more)  # type: ignore[arg-type]
@@ -318,7 +390,8 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     reader, writer = await asyncio.open_connection(host, int(port))
 
     async def ask(key: str, body: bytes, *, first: int) -> int:
-        """Status of the answer, which comes when `first` bytes of the body are there."""
+        """Status of the answer, which comes when `first` bytes of the body are
+        there."""
         head = f"POST /s/{key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body[:first])
         upload = Upload()
@@ -334,25 +407,43 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     writer.close()
 
 
-# ------------------------------------------------------------------ sessions
+# ----------------------------------------------------------------- sessions
 
 
-async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(gateway: Running):
+async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(
+    gateway: Running,
+):
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
     route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
-    headers = {"authorization": f"Bearer {mine.key}", "content-type": "application/json"}
-    for raw in (b'{"reward": NaN}', b'{"reward": -Infinity}', b'{"reward": 1e400}', b'{"reward": "1"}'):
-        refused = await gateway.http.post(gateway.url + path, content=raw, headers=headers)
+    headers = {
+        "authorization": f"Bearer {mine.key}",
+        "content-type": "application/json",
+    }
+    for raw in (
+        b'{"reward": NaN}',
+        b'{"reward": -Infinity}',
+        b'{"reward": 1e400}',
+        b'{"reward": "1"}',
+    ):
+        refused = await gateway.http.post(
+            gateway.url + path, content=raw, headers=headers
+        )
         route.check(refused, 400, "invalid_request")
-    route.check(await gateway.env(path, {"reward": 1.0}, key=other.key), 401, "invalid_api_key")
+    route.check(
+        await gateway.env(path, {"reward": 1.0}, key=other.key), 401, "invalid_api_key"
+    )
     for reward in (0.25, 0.75):
-        assert (await gateway.env(path, {"reward": reward}, key=mine.key)).status_code == 200
+        assert (
+            await gateway.env(path, {"reward": reward}, key=mine.key)
+        ).status_code == 200
     assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.75
     assert (await gateway.env(f"/sessions/{other.id}")).json()["reward"] is None
     await gateway.http.post(mine.base_url + "/chat/completions", json=CHAT)
     await gateway.finish(mine, reward=0.5)
-    route.check(await gateway.env(path, {"reward": 1.0}, key=mine.key), 409, "session_closed")
+    route.check(
+        await gateway.env(path, {"reward": 1.0}, key=mine.key), 409, "session_closed"
+    )
     assert (await gateway.env(f"/sessions/{mine.id}")).json()["reward"] == 0.5
 
 
@@ -361,8 +452,11 @@ async def test_unreadable_session_opening_is_answered_by_any_worker(
     model: Path,
     renderer: Renderer,
 ):
-    """Behind several workers the one that was asked looks into the body first, for its `request_id`."""
-    async with running(tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))) as gateway:
+    """Behind several workers the one that was asked looks into the body first, for its
+    `request_id`."""
+    async with running(
+        tmp_path, model, renderer, place=WorkerPlace(urls=("", "http://x"))
+    ) as gateway:
         codes = {
             b"[" * 10**6: "",  # as the parser of the worker that is asked reads it
             b'{"a":' + b"[" * 10**6: "",
@@ -371,6 +465,11 @@ async def test_unreadable_session_opening_is_answered_by_any_worker(
             b"": "invalid_request",
         }
         for raw, code in codes.items():
-            headers = {"authorization": f"Bearer {ENV_KEY}", "content-type": "application/json"}
-            answer = await gateway.http.post(gateway.url + "/sessions", content=raw, headers=headers)
+            headers = {
+                "authorization": f"Bearer {ENV_KEY}",
+                "content-type": "application/json",
+            }
+            answer = await gateway.http.post(
+                gateway.url + "/sessions", content=raw, headers=headers
+            )
             ROUTES[0].check(answer, 400, code)

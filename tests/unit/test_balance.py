@@ -1,4 +1,5 @@
-"""Micro-batches that are full, and ranks that have equally much to do. Shared prefixes count once."""
+"""Micro-batches that are full, and ranks that have equally much to do. Shared prefixes
+count once."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from invrl.train.packing import common_prefix, pack, token_order_key
 from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
-SMOLLM2 = ComputeCost(token=2 * 106e6, pairs=((None, 4.0 * 576 * 30),), projection=2.0 * 49_152 * 576)
+SMOLLM2 = ComputeCost(
+    token=2 * 106e6, pairs=((None, 4.0 * 576 * 30),), projection=2.0 * 49_152 * 576
+)
 """About that of SmolLM2-135M."""
 
 
@@ -28,10 +31,14 @@ def long_tailed(
     rng: np.random.Generator, count: int, *, median: float = 1100, longest: int = 16_384
 ) -> list[int]:
     """Half of them are shorter than the median, some are as long as allowed."""
-    return np.clip(rng.lognormal(np.log(median), 1.2, count), 8, longest).astype(int).tolist()
+    return (
+        np.clip(rng.lognormal(np.log(median), 1.2, count), 8, longest)
+        .astype(int)
+        .tolist()
+    )
 
 
-# ------------------------------------------------------------------ bins
+# ----------------------------------------------------------------- bins
 
 Tokens = tuple[int, ...]
 
@@ -49,16 +56,25 @@ def distinct_tokens(rows: list[Tokens]) -> int:
 
 
 @given(
-    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), max_size=10).map(sorted),
+    rows=st.lists(
+        st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), max_size=10
+    ).map(sorted),
     capacity=st.integers(1, 25),
 )
 @settings(max_examples=500, deadline=None)
-def test_every_row_is_in_exactly_one_bin_within_its_capacity(rows: list[Tokens], capacity: int) -> None:
-    bins = fill_bins([len(row) for row in rows], shared_lengths(rows), capacity=capacity)
+def test_every_row_is_in_exactly_one_bin_within_its_capacity(
+    rows: list[Tokens], capacity: int
+) -> None:
+    bins = fill_bins(
+        [len(row) for row in rows], shared_lengths(rows), capacity=capacity
+    )
     assert sorted(itertools.chain(*bins)) == list(range(len(rows)))
     assert bins == sorted(sorted(places) for places in bins)
     for places in bins:
-        assert distinct_tokens([rows[place] for place in places]) <= capacity or len(places) == 1
+        assert (
+            distinct_tokens([rows[place] for place in places]) <= capacity
+            or len(places) == 1
+        )
     if distinct_tokens(rows) <= capacity:
         assert len(bins) <= 1
 
@@ -73,30 +89,39 @@ def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
 
 
 def test_group_over_the_capacity_repeats_its_prompt_as_rarely_as_possible() -> None:
-    """16 rows of a prompt of 3,000 and an answer of 200: five answers fit beside the prompt."""
+    """16 rows of a prompt of 3,000 and an answer of 200: five answers fit beside the
+    prompt."""
     bins = fill_bins([3200] * 16, [0] + [3000] * 15, capacity=4096)
     assert [len(places) for places in bins] == [5, 5, 5, 1]
 
 
 def test_rests_of_split_groups_share_a_bin() -> None:
-    """Three of a group's four rows fill a bin. Of the three rows left over two fit together."""
+    """Three of a group's four rows fill a bin. Of the three rows left over two fit
+    together."""
     bins = fill_bins([400] * 12, ([0] + [100] * 3) * 3, capacity=1000)
     assert sorted(len(places) for places in bins) == [1, 2, 3, 3, 3]
 
 
 def test_chain_of_forks_deeper_than_the_recursion_limit_is_packed() -> None:
-    """Each of 5,000 rows goes one token further along the one before it and then leaves it."""
+    """Each of 5,000 rows goes one token further along the one before it and then leaves
+    it."""
     lengths = list(range(2, 5002))
     bins = fill_bins(lengths, [0, *range(1, 5000)], capacity=4000)
     assert sorted(itertools.chain(*bins)) == list(range(5000))
     assert len(bins) < 1100
 
 
-def group_rows(rng: np.random.Generator, groups: int, members: int, *, system: int = 0) -> list[Row]:
-    return rows_of(long_tailed_batch(rng, groups, members, system=system, longest=1500).samples)
+def group_rows(
+    rng: np.random.Generator, groups: int, members: int, *, system: int = 0
+) -> list[Row]:
+    return rows_of(
+        long_tailed_batch(rng, groups, members, system=system, longest=1500).samples
+    )
 
 
-@pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
+@pytest.mark.parametrize(
+    "system", [0, 500], ids=["no system prompt", "a system prompt"]
+)
 def test_group_that_fits_into_a_bin_is_computed_once(system: int) -> None:
     """Every prompt is in one micro-batch, the system prompt once in each."""
     rows = group_rows(np.random.default_rng(0), 100, 8, system=system)
@@ -114,11 +139,15 @@ def test_group_that_fits_into_a_bin_is_computed_once(system: int) -> None:
     assert computed / (len(micro_batches) * 16_384) > 0.9
 
 
-# ------------------------------------------------------------------ even micro-batches
+# ----------------------------------------------------------------- even micro-batches
 
 
 @given(
-    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple), min_size=2, max_size=10),
+    rows=st.lists(
+        st.lists(st.integers(0, 1), min_size=1, max_size=10).map(tuple),
+        min_size=2,
+        max_size=10,
+    ),
     capacity=st.integers(1, 25),
     prefix=st.integers(0, 2),
 )
@@ -134,45 +163,66 @@ def test_evening_out_bins_keeps_their_rows_and_raises_no_maximum_cost(
         return SMOLLM2.tokens(start, lengths[place])
 
     def cost(places: list[int]) -> float:
-        inner = [0, *(min(shared[a + 1 : b + 1]) for a, b in itertools.pairwise(places))]
-        return sum(work(place, start) for place, start in zip(places, inner, strict=True))
+        inner = [
+            0,
+            *(min(shared[a + 1 : b + 1]) for a, b in itertools.pairwise(places)),
+        ]
+        return sum(
+            work(place, start) for place, start in zip(places, inner, strict=True)
+        )
 
     bins = fill_bins(lengths, shared, capacity=capacity)
     even = even_bins(bins, lengths, shared, capacity=capacity, work=work)
     assert len(even) == len(bins)
     assert sorted(itertools.chain(*even)) == list(range(len(rows)))
     for places in even:
-        assert distinct_tokens([rows[place] for place in places]) <= capacity or len(places) == 1
+        assert (
+            distinct_tokens([rows[place] for place in places]) <= capacity
+            or len(places) == 1
+        )
     assert max(map(cost, even)) <= max(map(cost, bins)) * (1 + 1e-9)
 
 
 def micro_batch_costs(rows: list[Row], max_tokens: int) -> list[float]:
     micro_batches = pack(rows, max_tokens=max_tokens, share_prefixes=True, cost=SMOLLM2)
-    return [work([rows[index] for index, _ in batch.rows], SMOLLM2) for batch in micro_batches]
+    return [
+        work([rows[index] for index, _ in batch.rows], SMOLLM2)
+        for batch in micro_batches
+    ]
 
 
-@pytest.mark.parametrize("system", [0, 500], ids=["no system prompt", "a system prompt"])
+@pytest.mark.parametrize(
+    "system", [0, 500], ids=["no system prompt", "a system prompt"]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_micro_batches_have_equal_cost(seed: int, system: int) -> None:
-    """Of full ones, the last would have the rest: the slowest would take 1.26 times the mean."""
+    """Of full ones, the last would have the rest: the slowest would take 1.26 times the
+    mean."""
     rows = group_rows(np.random.default_rng(seed), 40, 8, system=system)
     costs = micro_batch_costs(rows, 32_768)
     assert len(costs) == 5
     assert max(costs) <= 1.03 * sum(costs) / len(costs)
 
 
-# ------------------------------------------------------------------ ranks
+# ----------------------------------------------------------------- ranks
 
 
 def long_tailed_batch(
-    rng: np.random.Generator, groups: int, members: int, *, system: int = 0, longest: int = 16_384
+    rng: np.random.Generator,
+    groups: int,
+    members: int,
+    *,
+    system: int = 0,
+    longest: int = 16_384,
 ) -> TrainBatch:
     """Groups that share a prompt; answers of all lengths, wholly trained."""
     system_T = rng.integers(0, 1000, system)
     samples: list[TrainSample] = []
     for group in range(groups):
         prompt_T = rng.integers(0, 1000, int(rng.integers(50, 600)))
-        for member, answer in enumerate(long_tailed(rng, members, median=250, longest=longest)):
+        for member, answer in enumerate(
+            long_tailed(rng, members, median=250, longest=longest)
+        ):
             answer_T = rng.integers(0, 1000, answer)
             tokens_T = np.concatenate([system_T, prompt_T, answer_T]).astype(np.int32)
             mask_T = np.arange(len(tokens_T)) >= len(tokens_T) - answer
@@ -198,7 +248,8 @@ def long_tailed_batch(
 
 
 def work(rows: list[Row], cost: ComputeCost) -> float:
-    """Of computing these rows together, as the packing does: token by token of their prefix tree."""
+    """Of computing these rows together, as the packing does: token by token of their
+    prefix tree."""
     total = 0.0
     previous_T = np.empty(0, np.int32)
     for row in sorted(rows, key=lambda row: token_order_key(row.tokens_T)):
@@ -223,20 +274,26 @@ def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
     batch = long_tailed_batch(np.random.default_rng(0), 1250, 8)
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
-    assert sum(by_rank) == pytest.approx(work(rows_of(batch.samples), SMOLLM2), rel=1e-4), (
-        "no group was split"
-    )
+    assert sum(by_rank) == pytest.approx(
+        work(rows_of(batch.samples), SMOLLM2), rel=1e-4
+    ), "no group was split"
 
 
 @pytest.mark.parametrize(
     ("groups", "members", "ranks", "system"),
     [(64, 8, 8, 0), (64, 8, 16, 0), (16, 16, 8, 1000), (8, 32, 8, 0)],
 )
-def test_few_groups_are_split_to_balance_ranks(groups: int, members: int, ranks: int, system: int) -> None:
-    batch = long_tailed_batch(np.random.default_rng(1), groups, members, system=system, longest=4096)
+def test_few_groups_are_split_to_balance_ranks(
+    groups: int, members: int, ranks: int, system: int
+) -> None:
+    batch = long_tailed_batch(
+        np.random.default_rng(1), groups, members, system=system, longest=4096
+    )
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     assert max(by_rank) <= 1.02 * sum(by_rank) / ranks
-    alone = work(rows_of(batch.samples), SMOLLM2) + (ranks - 1) * SMOLLM2.tokens(0, system)
+    alone = work(rows_of(batch.samples), SMOLLM2) + (ranks - 1) * SMOLLM2.tokens(
+        0, system
+    )
     assert sum(by_rank) < 1.06 * alone
 
 
@@ -249,7 +306,9 @@ def test_rollouts_are_exchanged_until_ranks_have_even_work(
     seed: int, groups: int, members: int, ranks: int
 ) -> None:
     """The worst of 40 draws. A rollout longer than the mean has a rank for itself."""
-    batch = long_tailed_batch(np.random.default_rng(seed), groups, members, longest=4096)
+    batch = long_tailed_batch(
+        np.random.default_rng(seed), groups, members, longest=4096
+    )
     by_rank = work_by_rank(batch, ranks, SMOLLM2)
     longest = max(work([row], SMOLLM2) for row in rows_of(batch.samples))
     assert max(by_rank) <= max(1.02 * sum(by_rank) / ranks, 1.0001 * longest)
@@ -257,8 +316,8 @@ def test_rollouts_are_exchanged_until_ranks_have_even_work(
 
 
 def test_balancing_also_starts_from_splits_with_more_work() -> None:
-    """Exchanges from it alone leave the slowest rank with 1.060 times the work of a rank that computes every
-    prompt once; from another split it is 1.038."""
+    """Exchanges from it alone leave the slowest rank with 1.060 times the work of a
+    rank that computes every prompt once; from another split it is 1.038."""
     batch = long_tailed_batch(np.random.default_rng(7), 8, 16, longest=4096)
     by_rank = work_by_rank(batch, 8, SMOLLM2)
     assert max(by_rank) <= 1.045 * work(rows_of(batch.samples), SMOLLM2) / 8
@@ -271,7 +330,9 @@ def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:
         replace(sample, rollout_id=f"{sample.group_id}r{index % 12 // (1 + index % 3)}")
         for index, sample in enumerate(batch.samples)
     )
-    shards = shard_batch(replace(batch, samples=samples), ranks=4, steps=1, cost=SMOLLM2)
+    shards = shard_batch(
+        replace(batch, samples=samples), ranks=4, steps=1, cost=SMOLLM2
+    )
     placed = [id(sample) for shard in shards for sample in shard[0].samples]
     assert sorted(placed) == sorted(id(sample) for sample in samples)
     ranks_of: dict[str, set[int]] = {}
@@ -282,7 +343,8 @@ def test_every_sample_is_on_one_rank_with_its_whole_rollout() -> None:
 
 
 def test_cost_of_a_long_row_includes_attention() -> None:
-    """One row of 32,000 tokens costs as much as many of 1,000: without attention it would be 32 of them."""
+    """One row of 32,000 tokens costs as much as many of 1,000: without attention it
+    would be 32 of them."""
     rng = np.random.default_rng(2)
     batch = long_tailed_batch(rng, 1, 1, longest=1)
     lengths = [32_000] + [1000] * 400
@@ -323,7 +385,7 @@ def test_cost_of_a_long_row_includes_attention() -> None:
     assert others < 200 - 32
 
 
-# ------------------------------------------------------------------ the cost of a model
+# ---------------------------------------------------------------- the cost of a model
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
@@ -337,7 +399,9 @@ def test_the_cost_of_tokens_is_a_sum_over_queries_and_keys(window: int | None) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_model_size_counts_the_parameters_in_its_files(tmp_path: Path, tied: bool) -> None:
+def test_model_size_counts_the_parameters_in_its_files(
+    tmp_path: Path, tied: bool
+) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_embeddings=tied, layers=2)
     config = read_hf_config(folder)
     size = ModelSize.of(folder, config)
@@ -347,7 +411,9 @@ def test_model_size_counts_the_parameters_in_its_files(tmp_path: Path, tied: boo
     cost = ComputeCost.of_model(folder)
     assert cost.token == 2 * size.layers
     assert cost.projection == 2 * vocabulary
-    assert cost.pairs == ((None, 4.0 * config.num_attention_heads * config.head_dim * 2),)
+    assert cost.pairs == (
+        (None, 4.0 * config.num_attention_heads * config.head_dim * 2),
+    )
 
 
 def test_default_cost_doubles_for_a_token_at_position_4096() -> None:

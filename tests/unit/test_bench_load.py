@@ -1,4 +1,5 @@
-"""What the gateway's bench is made of: the paced stand-in engine, arrivals, loads that count what fails."""
+"""What the gateway's bench is made of: the paced stand-in engine, arrivals, loads that
+count what fails."""
 
 from __future__ import annotations
 
@@ -29,15 +30,21 @@ async def client(engine: PacedEngine) -> AsyncIterator[SglangClient]:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with SglangClient(url, limits=EngineLimits(vocab_size=99, context_length=99)) as client:
+    async with SglangClient(
+        url, limits=EngineLimits(vocab_size=99, context_length=99)
+    ) as client:
         yield client
     server.close()
 
 
-async def test_fake_engine_of_the_bench_replies_whole_and_streamed(engine: PacedEngine, client: SglangClient):
+async def test_fake_engine_of_the_bench_replies_whole_and_streamed(
+    engine: PacedEngine, client: SglangClient
+):
     engine.pace_s = 0.01
     request = GenerateRequest(
-        rid="r", input_ids_T=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=5)
+        rid="r",
+        input_ids_T=np.array([1, 2], np.int32),
+        sampling=Sampling(max_new_tokens=5),
     )
     started = time.monotonic()
     whole = await client.generate(request)
@@ -45,7 +52,9 @@ async def test_fake_engine_of_the_bench_replies_whole_and_streamed(engine: Paced
     chunks, result = await collect(client.stream(request))
     for one in (whole, result):
         assert one.ids_T.tolist() == [11, 12, 13, 11, 12]
-        assert one.logprobs_T.tolist() == pytest.approx([fixed_logprob(id) for id in one.ids_T.tolist()])
+        assert one.logprobs_T.tolist() == pytest.approx(
+            [fixed_logprob(id) for id in one.ids_T.tolist()]
+        )
     assert (whole.prompt_tokens, whole.finish_reason) == (2, "length")
     assert chunks[-1].spans[-1].end == 5
 
@@ -55,7 +64,9 @@ def test_arrivals_are_a_poisson_process_of_the_set_rate() -> None:
     gaps = np.diff(due_s)
     assert (np.all(gaps > 0), due_s[-1] < 100) == (True, True)
     assert len(due_s) == pytest.approx(20_000, rel=0.03)
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)  # as in an exponential distribution
+    assert gaps.std() == pytest.approx(
+        gaps.mean(), rel=0.03
+    )  # as in an exponential distribution
     assert arrivals(rate=200, seconds=1, seed=3) == due_s[due_s < 1].tolist()
 
 
@@ -65,7 +76,9 @@ async def test_delay_of_the_load_generator_counts_as_latency_and_turns_stay_in_o
     async def ask(session: int, turn: int) -> float:
         asked.append((session, turn))
         if len(asked) == 1:
-            time.sleep(0.05)  # stops this whole process: what is due meanwhile leaves late
+            time.sleep(
+                0.05
+            )  # stops this whole process: what is due meanwhile leaves late
         return time.perf_counter()
 
     measured = await open_loop(ask, SCRIPT, due_s=[0.0, 0.001, 0.002])

@@ -8,12 +8,21 @@ import pytest
 import run_bench
 from bench.live_run import role_of, step_shares
 
-from invrl.bench.ratios import Entry, Speeds, append_history, falls, missed, read_history
+from invrl.bench.ratios import (
+    Entry,
+    Speeds,
+    append_history,
+    falls,
+    missed,
+    read_history,
+)
 from invrl.cli.main import main as invrl
 
 
 def entry(machine: str = "laptop", model: str = "m", **ratios: float) -> Entry:
-    return Entry(date="2026-11-21", commit="abc", machine=machine, model=model, ratios=ratios)
+    return Entry(
+        date="2026-11-21", commit="abc", machine=machine, model=model, ratios=ratios
+    )
 
 
 def test_ratio_is_the_median_of_pairs_measured_together() -> None:
@@ -27,18 +36,28 @@ def test_ratio_is_the_median_of_pairs_measured_together() -> None:
 
 
 def test_fall_by_more_than_a_tenth_of_the_median_is_flagged() -> None:
-    history = [entry(fleet=1.0, trainer=2.0), entry(fleet=0.9, trainer=2.0), entry(fleet=5.0, trainer=2.0)]
+    history = [
+        entry(fleet=1.0, trainer=2.0),
+        entry(fleet=0.9, trainer=2.0),
+        entry(fleet=5.0, trainer=2.0),
+    ]
     [fall] = falls(entry(fleet=0.91, trainer=1.79), history)
     assert fall.name == "trainer"
     assert fall.before == 2.0
     assert fall.runs == 3
     assert str(fall) == "trainer fell to 1.790: -10% from 2.000 in 3 runs"
     assert falls(entry(fleet=0.9, trainer=1.8), history) == []
-    assert [fall.name for fall in falls(entry(fleet=0.89, trainer=1.8), history)] == ["fleet"]
+    assert [fall.name for fall in falls(entry(fleet=0.89, trainer=1.8), history)] == [
+        "fleet"
+    ]
 
 
 def test_only_runs_of_the_same_machine_and_model_are_compared() -> None:
-    history = [entry(machine="server", fleet=2.0), entry(model="other", fleet=2.0), entry(trainer=2.0)]
+    history = [
+        entry(machine="server", fleet=2.0),
+        entry(model="other", fleet=2.0),
+        entry(trainer=2.0),
+    ]
     assert falls(entry(fleet=0.5), history) == []
 
 
@@ -62,11 +81,18 @@ def test_bench_exits_with_1_and_names_the_ratio_that_fell(
     from bench import loop
 
     for fleet, code in ((0.97, 0), (0.99, 0), (0.80, 1)):
-        monkeypatch.setattr(loop, "_measure", lambda *_, fleet=fleet: ({"fleet": fleet}, {}))
-        assert run_bench.main(["loop", "--model-path", "m", "--results", str(tmp_path)]) == code
+        monkeypatch.setattr(
+            loop, "_measure", lambda *_, fleet=fleet: ({"fleet": fleet}, {})
+        )
+        assert (
+            run_bench.main(["loop", "--model-path", "m", "--results", str(tmp_path)])
+            == code
+        )
     out = capsys.readouterr()
     assert "FELL: fleet fell to 0.800: -18% from 0.980 in 2 runs" in out.err
-    assert [one.ratios["fleet"] for one in read_history(tmp_path / "history.jsonl")] == [0.97, 0.99, 0.8]
+    assert [
+        one.ratios["fleet"] for one in read_history(tmp_path / "history.jsonl")
+    ] == [0.97, 0.99, 0.8]
     assert not (tmp_path / "baseline.json").exists()
 
 
@@ -80,21 +106,37 @@ def test_commands_of_earlier_versions_are_answered_with_their_scripts(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invrl([name, "loop"]) == 2
-    [fix] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  fix:")]
+    [fix] = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("  fix:")
+    ]
     [script] = [word for word in fix.split() if word.startswith("tests/")]
     assert (Path(__file__).parents[2] / script).is_file()
 
 
 def test_time_shares_exclude_the_first_and_the_last_step() -> None:
-    """Two steps of 10 s each count: 6 + 7 s rollouts, 2 + 1 s training, 1 + 1 s sync, 2 s of neither."""
+    """Two steps of 10 s each count: 6 + 7 s rollouts, 2 + 1 s training, 1 + 1 s sync, 2
+    s of neither."""
 
     def row(time: float, rollout: float, train: float, sync: float) -> dict[str, float]:
         phases = {"time/rollout_s": rollout, "time/train_s": train, "time/sync_s": sync}
         return {"time": time, "time/step_s": rollout + train + sync + 0.5, **phases}
 
     evaluation = {"time": 60.0, "eval/sampled/accuracy": 0.5}
-    rows = [evaluation, row(100, 40, 5, 5), row(110, 6, 2, 1), row(120, 7, 1, 1), row(180, 5, 2, 1)]
-    assert step_shares(rows) == {"rollout": 0.65, "train": 0.15, "sync": 0.1, "busy_share": 0.9}
+    rows = [
+        evaluation,
+        row(100, 40, 5, 5),
+        row(110, 6, 2, 1),
+        row(120, 7, 1, 1),
+        row(180, 5, 2, 1),
+    ]
+    assert step_shares(rows) == {
+        "rollout": 0.65,
+        "train": 0.15,
+        "sync": 0.1,
+        "busy_share": 0.9,
+    }
 
 
 @pytest.mark.parametrize(

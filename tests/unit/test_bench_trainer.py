@@ -1,4 +1,5 @@
-"""What `invrl bench train` measures with, and how ratios follow from what its processes wrote."""
+"""What `invrl bench train` measures with, and how ratios follow from what its processes
+wrote."""
 
 from __future__ import annotations
 
@@ -48,11 +49,16 @@ def test_bench_lengths_are_equal_or_long_tailed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workload", "computed"), [("equal_lengths", 16 * 255), ("shared_prompts", 2 * 128 + 16 * 127)]
+    ("workload", "computed"),
+    [("equal_lengths", 16 * 255), ("shared_prompts", 2 * 128 + 16 * 127)],
 )
 def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> None:
     batch = make_batch(workload, num_tokens=4096, longest=1024, vocab_size=50_000)
-    assert batch.trained.tokens == sum(int(sample.loss_mask_T.sum()) for sample in batch.samples) > 0
+    assert (
+        batch.trained.tokens
+        == sum(int(sample.loss_mask_T.sum()) for sample in batch.samples)
+        > 0
+    )
     micro_batches = pack(rows_of(batch.samples), max_tokens=8192, share_prefixes=True)
     assert sum(len(micro_batch.tokens_P) for micro_batch in micro_batches) == computed
 
@@ -70,7 +76,9 @@ def test_a_plain_step_pads_every_row_once(sorted_by_length: bool) -> None:
         assert len(rows.rollout_N) == int(rows.trained_BT.sum())
     expected = [len(sample.tokens_T) for sample in batch.samples]
     assert row_lengths == (sorted(expected) if sorted_by_length else expected)
-    assert padded.denominators.tokens == sum(int(rows.trained_BT.sum()) for rows in padded.micro_batches)
+    assert padded.denominators.tokens == sum(
+        int(rows.trained_BT.sum()) for rows in padded.micro_batches
+    )
 
 
 def test_objective_time_excludes_model_and_optimizer() -> None:
@@ -78,8 +86,18 @@ def test_objective_time_excludes_model_and_optimizer() -> None:
     steps = _StepResult(
         speeds={"equal_lengths": {"ours": [300.0, 330.0], "reference": [300.0, 300.0]}},
         phases=[
-            {"forward_backward": 8.0, "optimizer": 1.0, "objective": 0.5, "total": 10.0},
-            {"forward_backward": 7.0, "optimizer": 1.0, "objective": 0.5, "total": 10.0},
+            {
+                "forward_backward": 8.0,
+                "optimizer": 1.0,
+                "objective": 0.5,
+                "total": 10.0,
+            },
+            {
+                "forward_backward": 7.0,
+                "optimizer": 1.0,
+                "objective": 0.5,
+                "total": 10.0,
+            },
         ],
         operations_per_s=[4e9, 6e9],
         matmul_operations_per_s=1e10,
@@ -89,22 +107,36 @@ def test_objective_time_excludes_model_and_optimizer() -> None:
     )
 
 
-def test_a_layout_that_does_not_divide_the_model_is_not_measured(tmp_path: Path) -> None:
+def test_a_layout_that_does_not_divide_the_model_is_not_measured(
+    tmp_path: Path,
+) -> None:
     model = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
     settings = bench_settings(model)
-    assert "num_attention_heads 3" in _refusal(settings, {"tensor_model_parallel_size": 2})
+    assert "num_attention_heads 3" in _refusal(
+        settings, {"tensor_model_parallel_size": 2}
+    )
     assert _refusal(settings, {"data_parallel_size": 2}) == ""
 
 
 @pytest.mark.parametrize(
     ("own", "even"),
-    [((9, 3), (8, 2)), ((3, 3), (2, 2)), ((1, 1), (2, 2)), ((12, 4), (12, 4)), ((14, 6), (14, 2))],
+    [
+        ((9, 3), (8, 2)),
+        ((3, 3), (2, 2)),
+        ((1, 1), (2, 2)),
+        ((12, 4), (12, 4)),
+        ((14, 6), (14, 2)),
+    ],
 )
-def test_two_ranks_divide_the_heads(own: tuple[int, int], even: tuple[int, int]) -> None:
+def test_two_ranks_divide_the_heads(
+    own: tuple[int, int], even: tuple[int, int]
+) -> None:
     assert even_heads(*own) == even
 
 
-def test_bench_uses_another_model_where_two_ranks_cannot_divide_the_heads(tmp_path: Path) -> None:
+def test_bench_uses_another_model_where_two_ranks_cannot_divide_the_heads(
+    tmp_path: Path,
+) -> None:
     source = make_tiny_model(tmp_path / "model", heads=3, kv_heads=3, head_dim=16)
     make_even_model(source, tmp_path / "even")
     config = read_hf_config(tmp_path / "even")
@@ -112,7 +144,10 @@ def test_bench_uses_another_model_where_two_ranks_cannot_divide_the_heads(tmp_pa
     assert config.differences(before) == ["num_attention_heads", "num_key_value_heads"]
     TrainConfig(tensor_model_parallel_size=2).check_model(config)
     shapes = tensor_shapes(tmp_path / "even")
-    assert shapes["model.layers.0.self_attn.q_proj.weight"] == [2 * 16, config.hidden_size]
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == [
+        2 * 16,
+        config.hidden_size,
+    ]
 
 
 def bench_settings(model: Path) -> BenchSettings:
@@ -129,7 +164,8 @@ def bench_settings(model: Path) -> BenchSettings:
 def measured(
     monkeypatch: pytest.MonkeyPatch, model: Path, *, failing: str
 ) -> tuple[list[Part], list[tuple[str, bool]]]:
-    """The parts, and what was measured: (layout, whether of the model itself). `failing`: a layout."""
+    """The parts, and what was measured: (layout, whether of the model itself).
+    `failing`: a layout."""
     layouts: list[tuple[str, bool]] = []
 
     def layout_result(
@@ -139,7 +175,10 @@ def measured(
         if name == failing:
             raise TrainError("out of memory")
         return _LayoutResult(
-            seconds=[2.0], peak_memory_gb=2.0, largest_micro_batch=512, row_tokens=100 * threads
+            seconds=[2.0],
+            peak_memory_gb=2.0,
+            largest_micro_batch=512,
+            row_tokens=100 * threads,
         )
 
     def steps_fail(*_: object) -> None:
@@ -170,7 +209,11 @@ def test_comparison_with_one_process_needs_its_measurement(
     parts, layouts = measured(monkeypatch, model, failing="one_process")
     assert [bool(part.failure) for part in parts] == [True, True, True, False]
     assert "nothing to compare with" in parts[2].failure
-    assert layouts == [("one_process", True), ("one_even", False), ("tensor_parallel_2", False)]
+    assert layouts == [
+        ("one_process", True),
+        ("one_even", False),
+        ("tensor_parallel_2", False),
+    ]
     assert parts[3].details["tensor_parallel_2"]["heads"] == [2, 2]
 
 
@@ -204,13 +247,22 @@ def test_measured_process_ends_with_a_killed_bench(tmp_path: Path) -> None:
         (["train"], "--model-path"),
         (["train", "--model-path", "MODEL", "--tokens", "many"], "bench num_tokens"),
         (["train", "--model-path", "EMPTY"], "config.json"),
-        (["train", "--model-path", "MODEL", "--repetition", "2"], "did you mean --repetitions"),
+        (
+            ["train", "--model-path", "MODEL", "--repetition", "2"],
+            "did you mean --repetitions",
+        ),
     ],
 )
 def test_trainer_bench_refuses_bad_arguments(
-    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folders = {"MODEL": str(make_tiny_model(tmp_path / "model")), "EMPTY": str(tmp_path)}
+    folders = {
+        "MODEL": str(make_tiny_model(tmp_path / "model")),
+        "EMPTY": str(tmp_path),
+    }
     given = [folders.get(argument, argument) for argument in arguments]
     assert main(["bench", *given]) == 2
     assert reason in capsys.readouterr().err

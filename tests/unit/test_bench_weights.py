@@ -1,4 +1,5 @@
-"""What `invrl bench weights` makes of the times of tokens and updates, and what it measures with."""
+"""What `invrl bench weights` makes of the times of tokens and updates, and what it
+measures with."""
 
 from __future__ import annotations
 
@@ -75,15 +76,23 @@ def test_decode_step_is_measured_outside_of_updates() -> None:
         decode_step([FIRST], [window(2.5, 6.5)])
 
 
-def timed_update(start: float, end: float, *, ready_s: float = 0.3, **phases: float) -> TimedUpdate:
+def timed_update(
+    start: float, end: float, *, ready_s: float = 0.3, **phases: float
+) -> TimedUpdate:
     """It was resumed 0.05 s before its end."""
     return TimedUpdate(
-        window=window(start, end), resumed_at=end - 0.05, ready_s=ready_s, copy_s=0.1, phases=phases
+        window=window(start, end),
+        resumed_at=end - 0.05,
+        ready_s=ready_s,
+        copy_s=0.1,
+        phases=phases,
     )
 
 
 def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Streams:
-    client = SglangClient("http://127.0.0.1:1", limits=EngineLimits(vocab_size=512, context_length=64))
+    client = SglangClient(
+        "http://127.0.0.1:1", limits=EngineLimits(vocab_size=512, context_length=64)
+    )
     streams = Streams(client, number=len(times), max_new_tokens=8, deadline_s=1.0)
     streams.times = list(times)
     streams.failures = list(failures)
@@ -91,8 +100,9 @@ def ended_streams(*times: list[float], failures: tuple[str, ...] = ()) -> Stream
 
 
 def test_pause_is_the_gap_minus_the_decode_step_as_a_multiple_of_a_copy() -> None:
-    """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s. In the second update a token comes
-    after the engine was resumed and before the canary ends: a longer gap follows the one of the load."""
+    """Gaps of 0.5, 0.7 and 0.8 s, a decode step of 0.1 s, copies of 0.1 s. In the
+    second update a token comes after the engine was resumed and before the canary ends:
+    a longer gap follows the one of the load."""
     tokens = [0.0, 0.1, 0.6, 0.7, 1.26, 1.96, 2.06, 2.16, 2.96]
     updates = [timed_update(0.2, 0.5), timed_update(0.8, 1.3), timed_update(2.2, 2.9)]
     quiet = [window(0.0, 0.1), window(0.6, 0.7), window(1.96, 2.16)]
@@ -112,8 +122,12 @@ def test_pause_is_the_gap_minus_the_decode_step_as_a_multiple_of_a_copy() -> Non
 
 
 def test_failed_requests_or_wrong_tensors_fail_the_bench() -> None:
-    streams = ended_streams([0.0, 0.1, 0.2, 0.9], failures=("connection reset", "aborted"))
-    part = part_in_flight([timed_update(0.3, 0.8)], streams, [window(0.0, 0.3)], number=8, unequal=3)
+    streams = ended_streams(
+        [0.0, 0.1, 0.2, 0.9], failures=("connection reset", "aborted")
+    )
+    part = part_in_flight(
+        [timed_update(0.3, 0.8)], streams, [window(0.0, 0.3)], number=8, unequal=3
+    )
     assert part.ratios["failed_requests_8"] == 2
     assert part.ratios["unequal_tensors_8"] == 3
     assert "2 requests failed, the first with: connection reset" in part.failure
@@ -121,7 +135,10 @@ def test_failed_requests_or_wrong_tensors_fail_the_bench() -> None:
 
 
 def test_bench_phases_are_medians() -> None:
-    updates = [timed_update(0, 1, load=seconds, ready_s=10 * seconds) for seconds in (0.3, 0.1, 0.2)]
+    updates = [
+        timed_update(0, 1, load=seconds, ready_s=10 * seconds)
+        for seconds in (0.3, 0.1, 0.2)
+    ]
     summary = summary_of(updates)
     assert summary["phases"] == {"load": 0.2}
     assert summary["ready_s"] == 2.0
@@ -129,20 +146,29 @@ def test_bench_phases_are_medians() -> None:
 
 
 def entry(**ratios: float) -> Entry:
-    return Entry(date="2026-11-23", commit="abc", machine="laptop", model="m", ratios=ratios)
+    return Entry(
+        date="2026-11-23", commit="abc", machine="laptop", model="m", ratios=ratios
+    )
 
 
 def test_costs_that_rise_by_more_than_a_quarter_are_flagged() -> None:
-    history = [entry(idle=4.0, failed=0.0), entry(idle=5.0, failed=0.0), entry(idle=90.0, failed=0.0)]
+    history = [
+        entry(idle=4.0, failed=0.0),
+        entry(idle=5.0, failed=0.0),
+        entry(idle=90.0, failed=0.0),
+    ]
     assert rises(entry(idle=6.25, failed=0.0), history) == []
     failed, idle = rises(entry(failed=1.0, idle=6.3), history)
     assert str(idle) == "idle rose to 6.300: +26% from 5.000 in 3 runs"
     assert str(failed) == "failed rose to 1.000: from 0.000 in 3 runs"
-    assert exceeded({"idle": 3.1, "failed": 0.0, "other": 9.0}, {"idle": 3.0, "failed": 0.0}) == ["idle"]
+    assert exceeded(
+        {"idle": 3.1, "failed": 0.0, "other": 9.0}, {"idle": 3.0, "failed": 0.0}
+    ) == ["idle"]
 
 
 async def test_bench_weights_differ_from_those_of_the_two_previous_versions() -> None:
-    """Else a slot of the arena that was not written could hold the right bytes by chance."""
+    """Else a slot of the arena that was not written could hold the right bytes by
+    chance."""
     tensors = {"weight": torch.linspace(0.5, 1.0, 257).bfloat16()}
     sender = ChangingWeights(tensors)
     versions: list[torch.Tensor] = []
@@ -154,7 +180,9 @@ async def test_bench_weights_differ_from_those_of_the_two_previous_versions() ->
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_loader_has_the_parameters_of_an_engine(family: str, tmp_path: Path) -> None:
+def test_the_loader_has_the_parameters_of_an_engine(
+    family: str, tmp_path: Path
+) -> None:
     model = make_tiny_model(tmp_path / "model", family=family)  # type: ignore[arg-type]
     empty = empty_tensors(config_of(model), torch.float32)
     layout = tuple(spec_of(name, tensor) for name, tensor in empty.items())
@@ -170,11 +198,15 @@ def test_the_large_model_has_1_24_billion_parameters() -> None:
 
 
 async def test_bench_loader_unpickles_nothing_without_the_key() -> None:
-    application = make_application(make_module({"weight": (2, 2)}, torch.float32), "secret")
+    application = make_application(
+        make_module({"weight": (2, 2)}, torch.float32), "secret"
+    )
     async with TestClient(TestServer(application)) as client:
         body = {"serialized_named_tensors": ["not even base64"]}
         for headers in ({}, {"Authorization": "Bearer other"}):
-            answer = await client.post("/update_weights_from_tensor", json=body, headers=headers)
+            answer = await client.post(
+                "/update_weights_from_tensor", json=body, headers=headers
+            )
             assert answer.status == 401
 
 
@@ -187,13 +219,16 @@ TENSORS = {
 
 
 class StandIn:
-    """An engine made of scripted replies and the weight loader. While it is paused no reply goes on."""
+    """An engine made of scripted replies and the weight loader. While it is paused no
+    reply goes on."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self.is_paused = False
         self.replies = FakeEngine(random_reply(tokens=2000), token_delay_s=0.002)
         self.replies.holds = lambda _: self.is_paused
-        self.application = make_application(make_module(engine_shapes(layout), torch.float32), "key")
+        self.application = make_application(
+            make_module(engine_shapes(layout), torch.float32), "key"
+        )
         self.application.add_routes(self.replies.routes())
         self.application.add_routes([web.post("/pause_generation", self._pause)])
         self.application.add_routes([web.post("/continue_generation", self._resume)])
@@ -215,9 +250,15 @@ async def updated() -> AsyncIterator[tuple[UpdatedEngine, SglangClient, StandIn]
     async with TestServer(stand_in.application) as server:
         limits = EngineLimits(vocab_size=512, context_length=4096)
         url = str(server.make_url("/"))
-        async with SglangClient(url, limits=limits, api_key="key", admin_key="key") as client:
-            receiver = ArenaReceiver("stand-in", client, WeightSyncConfig(weight_sync_timeout_s=60.0))
-            engine = UpdatedEngine(sender, receiver, canary_prompts=(), dtype="float32", deadline_s=60.0)
+        async with SglangClient(
+            url, limits=limits, api_key="key", admin_key="key"
+        ) as client:
+            receiver = ArenaReceiver(
+                "stand-in", client, WeightSyncConfig(weight_sync_timeout_s=60.0)
+            )
+            engine = UpdatedEngine(
+                sender, receiver, canary_prompts=(), dtype="float32", deadline_s=60.0
+            )
             await engine.warm_up()
             yield engine, client, stand_in
 
@@ -250,7 +291,8 @@ async def test_request_cut_short_fails_the_bench(
 
 
 async def test_missing_engine_tensors_fail_the_bench(
-    updated: tuple[UpdatedEngine, SglangClient, StandIn], monkeypatch: pytest.MonkeyPatch
+    updated: tuple[UpdatedEngine, SglangClient, StandIn],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, _, _ = updated
     assert (await measure_idle(engine, name="idle", updates=2)).failure == ""
@@ -335,7 +377,11 @@ def test_weight_bench_refuses_bad_arguments(
 
 
 def test_gpu_bench_compares_both_ends_and_the_memory_with_the_weight_bytes() -> None:
-    details = {"copy_s": 0.5, "num_bytes": 1000, "phases": {"stage": 2.0, "load": 3.0, "pause": 7.0}}
+    details = {
+        "copy_s": 0.5,
+        "num_bytes": 1000,
+        "phases": {"stage": 2.0, "load": 3.0, "pause": 7.0},
+    }
     part = Part(ratios={"loader": 30.0}, details={"loader": details})
     measured = weights.with_gpu_ratios(part, "loader", memory_growth=250)
     assert measured.ratios == {

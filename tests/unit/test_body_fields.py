@@ -1,4 +1,5 @@
-"""Fields that a dialect does not know: named where they cannot matter, refused where they change sampling."""
+"""Fields that a dialect does not know: named where they cannot matter, refused where
+they change sampling."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ DIALECTS: dict[str, tuple[Dialect[Any], dict[str, Any]]] = {
 }
 every_dialect = pytest.mark.parametrize("name", list(DIALECTS))
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
     for name in ("calc", "shell")
 ]
 
@@ -58,7 +62,9 @@ def renderer(model: Path) -> Renderer:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers, max_new_tokens=256) as made:
         yield made
@@ -66,7 +72,12 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
 
 @every_dialect
 def test_unknown_harmless_fields_are_ignored_and_named(name: str):
-    fields = {"provider": {"order": ["x"]}, "usage": {"include": True}, "trace": "x", "unset": None}
+    fields = {
+        "provider": {"order": ["x"]},
+        "usage": {"include": True},
+        "trace": "x",
+        "unset": None,
+    }
     assert parsed(name, **fields).ignored == ("provider", "usage", "trace")
     assert parsed(name).ignored == ()
 
@@ -87,7 +98,9 @@ def test_unknown_harmless_fields_are_ignored_and_named(name: str):
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_unknown_field_that_would_change_sampling_is_refused(name: str, field: dict[str, Any]):
+def test_unknown_field_that_would_change_sampling_is_refused(
+    name: str, field: dict[str, Any]
+):
     with pytest.raises(SessionError) as refused:
         parsed(name, **field)
     [param] = field
@@ -97,13 +110,23 @@ def test_unknown_field_that_would_change_sampling_is_refused(name: str, field: d
 
 @every_dialect
 def test_sampling_fields_with_neutral_values_are_accepted(name: str):
-    fields = {"min_tokens": 0, "ignore_eos": False, "guided_json": None, "typical_p": 1.0, "bad_words": []}
+    fields = {
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "guided_json": None,
+        "typical_p": 1.0,
+        "bad_words": [],
+    }
     assert parsed(name, **fields).ignored == ()
 
 
 @pytest.mark.parametrize("name", ["messages", "responses"])
-@pytest.mark.parametrize("field", [{"min_p": 0.5}, {"seed": 3}, {"stop": ["x"]}, {"max_new_tokens": 3}])
-def test_sampling_parameters_of_other_apis_are_refused(name: str, field: dict[str, Any]):
+@pytest.mark.parametrize(
+    "field", [{"min_p": 0.5}, {"seed": 3}, {"stop": ["x"]}, {"max_new_tokens": 3}]
+)
+def test_sampling_parameters_of_other_apis_are_refused(
+    name: str, field: dict[str, Any]
+):
     if name == "responses" and field.keys() & {"min_p", "seed"}:
         assert parsed(name, **field).ignored == ()  # its own
         return
@@ -124,44 +147,75 @@ def test_misspelt_parameter_is_answered_with_the_right_name():
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])
 def test_unknown_fields_of_messages_are_ignored(name: str):
     entries = "input" if name == "responses" else "messages"
-    extra = {"parsed": {"a": 1}, "thinking_blocks": [], "reasoning_details": [{"x": 1}], "metadata": {}}
+    extra = {
+        "parsed": {"a": 1},
+        "thinking_blocks": [],
+        "reasoning_details": [{"x": 1}],
+        "metadata": {},
+    }
     sent = [
         ASK | {"cache_control": {"type": "ephemeral"}},
         {"role": "assistant", "content": "Hi"} | extra,
         MORE,
     ]
     turn = parsed(name, **{entries: sent})
-    assert [message.content for message in turn.messages] == [ASK["content"], "Hi", MORE["content"]]
-    assert set(turn.ignored) == {f"{entries}[].{field}" for field in ("cache_control", *extra)}
+    assert [message.content for message in turn.messages] == [
+        ASK["content"],
+        "Hi",
+        MORE["content"],
+    ]
+    assert set(turn.ignored) == {
+        f"{entries}[].{field}" for field in ("cache_control", *extra)
+    }
 
 
 def test_anthropic_reply_can_be_sent_back_whole():
     usage = {"input_tokens": 1, "output_tokens": 2}
-    answer = {"id": "msg_1", "type": "message", "model": "tiny", "stop_reason": "end_turn", "usage": usage}
-    reply = answer | {"role": "assistant", "content": [{"type": "text", "text": "Hi", "parsed_output": 1}]}
+    answer = {
+        "id": "msg_1",
+        "type": "message",
+        "model": "tiny",
+        "stop_reason": "end_turn",
+        "usage": usage,
+    }
+    reply = answer | {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "Hi", "parsed_output": 1}],
+    }
     turn = parsed("messages", messages=[ASK, reply, MORE])
     assert [message.role for message in turn.messages] == ["user", "assistant", "user"]
     assert turn.ignored == ()
 
 
 def test_litellm_message_can_be_sent_back_whole():
-    extra = {"reasoning_content": "So", "thinking_blocks": [{"type": "thinking", "thinking": "So"}]}
+    extra = {
+        "reasoning_content": "So",
+        "thinking_blocks": [{"type": "thinking", "thinking": "So"}],
+    }
     unset = {"function_call": None, "audio": None, "images": None, "annotations": []}
     known = {"provider_specific_fields": {"refusal": None}, "tool_calls": None}
     reply = {"role": "assistant", "content": "Hi", **extra, **unset, **known}
     turn = parsed("chat", messages=[ASK, reply, MORE])
     assert turn.messages[1].reasoning == "So"
-    assert set(turn.ignored) == {"messages[].thinking_blocks", "messages[].provider_specific_fields"}
+    assert set(turn.ignored) == {
+        "messages[].thinking_blocks",
+        "messages[].provider_specific_fields",
+    }
 
 
 def test_prefilled_reply_is_refused():
     with pytest.raises(SessionError) as refused:
-        parsed("chat", messages=[ASK, {"role": "assistant", "content": "It", "prefix": True}])
+        parsed(
+            "chat",
+            messages=[ASK, {"role": "assistant", "content": "It", "prefix": True}],
+        )
     assert refused.value.param == "messages[1].prefix"
 
 
 @every_dialect
-def test_body_with_thousands_of_unknown_names_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_body_with_thousands_of_unknown_names_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     compared: list[str] = []
 
     def counted(word: str, *_: Any, **__: Any) -> list[str]:
@@ -174,7 +228,9 @@ def test_body_with_thousands_of_unknown_names_is_refused(name: str, monkeypatch:
     assert refused.value.status == 400
     assert refused.value.code == "too_many_fields"
     assert parsed(name, **{"q" * 1_000_000: 1}).ignored == ("q" * 64,)
-    assert not compared  # each comparison takes 50 us, and a long name's in proportion to its length
+    assert (
+        not compared
+    )  # each comparison takes 50 us, and a long name's in proportion to its length
 
 
 def test_number_of_recorded_client_fields_is_bounded():
@@ -198,7 +254,13 @@ def test_number_of_recorded_client_fields_is_bounded():
         ({"reasoning": {"enabled": False}}, False),
         ({"reasoning": {"max_tokens": 100}}, None),
         ({"chat_template_kwargs": {"thinking": True}}, True),
-        ({"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True}, False),
+        (
+            {
+                "chat_template_kwargs": {"enable_thinking": False},
+                "enable_thinking": True,
+            },
+            False,
+        ),
         ({"reasoning_effort": "minimal"}, False),
     ],
 )
@@ -219,7 +281,11 @@ def test_a_negative_seed_is_a_400(name: str):
 
 
 def test_text_and_calls_in_two_messages_are_one_reply():
-    call = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "calc", "arguments": "{}"},
+    }
     said = {"role": "assistant", "content": "Let me see."}
     called = {"role": "assistant", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
@@ -234,7 +300,9 @@ class Sum(BaseModel):
     value: int
 
 
-async def test_reply_of_the_openai_parse_method_can_be_sent_back(gateway: Running, renderer: Renderer):
+async def test_reply_of_the_openai_parse_method_can_be_sent_back(
+    gateway: Running, renderer: Renderer
+):
     gateway.engine.script = lambda _: [*renderer.encode('{"value": 156}'), END]
     [session] = await gateway.open(purpose="serve")
     chat = gateway.client(session).chat.completions
@@ -247,9 +315,16 @@ async def test_reply_of_the_openai_parse_method_can_be_sent_back(gateway: Runnin
     answer = await responses.parse(model="tiny", input="What?", text_format=Sum)
     assert answer.output_parsed == Sum(value=156)
     user = {"role": "user", "content": "What?"}
-    await responses.parse(model="tiny", input=[user, *answer.output, MORE], text_format=Sum)
+    await responses.parse(
+        model="tiny", input=[user, *answer.output, MORE], text_format=Sum
+    )
     turns = gateway.turns(session)
-    assert [turn.parent_id for turn in turns] == [None, *[turns[0].id] * 3, None, turns[4].id]
+    assert [turn.parent_id for turn in turns] == [
+        None,
+        *[turns[0].id] * 3,
+        None,
+        turns[4].id,
+    ]
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
     assert shown["ignored"] == {"messages[].parsed": 3}
     measured = (await gateway.env("/metrics")).json()
@@ -257,10 +332,16 @@ async def test_reply_of_the_openai_parse_method_can_be_sent_back(gateway: Runnin
 
 
 def assistant_parts(name: str, texts: Sequence[str]) -> dict[str, Any]:
-    """A conversation in which one reply, of as many calls as there are texts, comes in as many parts."""
+    """A conversation in which one reply, of as many calls as there are texts, comes in
+    as many parts."""
     if name == "responses":
         calls: list[dict[str, Any]] = [
-            {"type": "function_call", "call_id": f"c{at}", "name": "calc", "arguments": text}
+            {
+                "type": "function_call",
+                "call_id": f"c{at}",
+                "name": "calc",
+                "arguments": text,
+            }
             for at, text in enumerate(texts)
         ]
         return {"input": [ASK, *calls]}
@@ -268,17 +349,28 @@ def assistant_parts(name: str, texts: Sequence[str]) -> dict[str, Any]:
         parts = [{"role": "assistant", "content": text} for text in texts]
         return {"messages": [ASK, *parts, ASK], "max_tokens": 8}
     calls = [
-        {"id": f"c{at}", "type": "function", "function": {"name": "calc", "arguments": text}}
+        {
+            "id": f"c{at}",
+            "type": "function",
+            "function": {"name": "calc", "arguments": text},
+        }
         for at, text in enumerate(texts)
     ]
     return {
-        "messages": [ASK, *({"role": "assistant", "content": "x", "tool_calls": [call]} for call in calls)]
+        "messages": [
+            ASK,
+            *(
+                {"role": "assistant", "content": "x", "tool_calls": [call]}
+                for call in calls
+            ),
+        ]
     }
 
 
 @pytest.mark.parametrize("name", ["chat", "responses", "messages"])
 def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Two at a time, 8 MB of parts took seconds: each copied all that came before it."""
+    """Two at a time, 8 MB of parts took seconds: each copied all that came before
+    it."""
     sizes: list[int] = []
 
     def counted(*parts: Any, **named: Any) -> Message:
@@ -292,7 +384,9 @@ def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyP
     reply = request.messages[1]
     told = [call.arguments for call in reply.tool_calls] or [reply.content]
     assert "".join(told) == "".join(texts)
-    assert reply.content == ({"chat": "x" * 500, "responses": ""}.get(name, "".join(texts)))
+    assert reply.content == (
+        {"chat": "x" * 500, "responses": ""}.get(name, "".join(texts))
+    )
     assert sum(sizes) <= reply.characters
 
 
@@ -310,8 +404,13 @@ def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyP
 def test_consecutive_chat_messages_are_joined_into_one_reply_by_their_calls(
     sent: list[str], joined: list[str]
 ):
-    """Of chat; + is a call. Two texts in a row are two replies, unless a call has joined them."""
-    call = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+    """Of chat; + is a call. Two texts in a row are two replies, unless a call has
+    joined them."""
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "calc", "arguments": "{}"},
+    }
     parts = []
     for each in sent:
         text = each.removeprefix("+")
@@ -321,4 +420,6 @@ def test_consecutive_chat_messages_are_joined_into_one_reply_by_their_calls(
         parts.append(part)
     request = parsed("chat", messages=[ASK, *parts, ASK])
     assert [message.content for message in request.messages[1:-1]] == joined
-    assert sum(len(message.tool_calls) for message in request.messages) == sum("+" in one for one in sent)
+    assert sum(len(message.tool_calls) for message in request.messages) == sum(
+        "+" in one for one in sent
+    )

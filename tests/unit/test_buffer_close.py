@@ -1,4 +1,5 @@
-"""The buffer's end while its ledger is being written: nothing is cut off, nothing is lost, nothing twice."""
+"""The buffer's end while its ledger is being written: nothing is cut off, nothing is
+lost, nothing twice."""
 
 from __future__ import annotations
 
@@ -123,12 +124,16 @@ async def test_buffer_may_be_closed_twice_and_before_its_start(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("statement", ["INSERT", "COMMIT"])
-def test_failed_ledger_write_leaves_no_open_transaction(tmp_path: Path, statement: str) -> None:
+def test_failed_ledger_write_leaves_no_open_transaction(
+    tmp_path: Path, statement: str
+) -> None:
     """Of the two faults one is in the rows, one at the commit (a full disk)."""
 
     def entry(sequence: int) -> LedgerEntry:
         place = Place("g0", sequence, 0)
-        return LedgerEntry(sequence=sequence, place=place, task_id="t", state=RolloutState.IN_FLIGHT)
+        return LedgerEntry(
+            sequence=sequence, place=place, task_id="t", state=RolloutState.IN_FLIGHT
+        )
 
     path = tmp_path / "run.sqlite"
     store = LedgerStore(path)

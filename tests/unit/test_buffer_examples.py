@@ -25,14 +25,20 @@ def values(buffer: GroupBuffer) -> dict[str, float]:
     return resolve(buffer.metrics())
 
 
-# ------------------------------------------------------------------ admission
+# ----------------------------------------------------------------- admission
 
 
-@pytest.mark.parametrize(("staleness", "over", "expected"), [(0, 0, 3), (1, 0, 6), (3, 2, 14)])
-def test_number_of_open_groups_is_bounded_by_staleness(staleness: int, over: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "over", "expected"), [(0, 0, 3), (1, 0, 6), (3, 2, 14)]
+)
+def test_number_of_open_groups_is_bounded_by_staleness(
+    staleness: int, over: int, expected: int
+) -> None:
     buffer = make(staleness=staleness, over=over, batch=3)
     assert len(lease_all(buffer)) == expected
-    assert expected == admission_limit(BufferConfig(max_staleness=staleness, over_sampling_groups=over), 3)
+    assert expected == admission_limit(
+        BufferConfig(max_staleness=staleness, over_sampling_groups=over), 3
+    )
 
 
 def test_bound_0_leases_nothing_between_take_and_advance() -> None:
@@ -50,9 +56,12 @@ def test_bound_0_leases_nothing_between_take_and_advance() -> None:
 
 
 @pytest.mark.parametrize(("staleness", "is_taken"), [(0, False), (1, True)])
-def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(staleness: int, is_taken: bool) -> None:
-    """In a rolling update engines differ by a version, so a rollout may have tokens of both. It is taken once
-    the last engine holds the newer version, if the bound admits the older one."""
+def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(
+    staleness: int, is_taken: bool
+) -> None:
+    """In a rolling update engines differ by a version, so a rollout may have tokens of
+    both. It is taken once the last engine holds the newer version, if the bound admits
+    the older one."""
     buffer = make(staleness=staleness)
     lease = lease_all(buffer)[0]
     complete(buffer, lease.group_id, oldest=0, newest=1)
@@ -103,11 +112,13 @@ def test_rollout_only_drops_a_batch_and_leases_the_next() -> None:
         assert batch is not None
         assert batch.batch_id == step
         buffer.advance(batch.version)
-    assert [entry.reason for entry in entries if entry.reason] == [DropReason.NOT_TRAINED] * 4
+    assert [entry.reason for entry in entries if entry.reason] == [
+        DropReason.NOT_TRAINED
+    ] * 4
     assert values(buffer)["groups_dropped/not_trained"] == 2
 
 
-# ------------------------------------------------------------------ failed members
+# ----------------------------------------------------------------- failed members
 
 
 def test_a_failed_member_is_replaced_before_new_groups_begin() -> None:
@@ -151,7 +162,9 @@ def test_group_is_dropped_whole_after_the_last_attempt() -> None:
         Place("g0", 1, 0): DropReason.INCOMPLETE,
         Place("g0", 2, 0): DropReason.INCOMPLETE,
     }
-    assert [e.failure for e in entries if e.place.index == 0 and e.reason] == [FailureReason.EXCEPTION] * 2
+    assert [e.failure for e in entries if e.place.index == 0 and e.reason] == [
+        FailureReason.EXCEPTION
+    ] * 2
     buffer.record(summary("g0", 2))  # its worker did not know
     metrics = values(buffer)
     assert metrics["groups_dropped/incomplete"] == 1
@@ -183,7 +196,7 @@ def test_reward_that_is_not_a_number_fails_the_rollout(reward: float) -> None:
     assert values(buffer)["rollouts_failed/bad_reward"] == 1
 
 
-# ------------------------------------------------------------------ filters
+# ----------------------------------------------------------------- filters
 
 
 def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
@@ -201,7 +214,9 @@ def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
     metrics = values(buffer)
     assert metrics["groups_dropped/zero_variance"] == 1
     assert metrics["rollouts_dropped/zero_variance"] == 2
-    assert metrics["finished_reward_mean"] == 0.5  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    assert (
+        metrics["finished_reward_mean"] == 0.5
+    )  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
 
 
 def raising(group: Group) -> str | None:
@@ -220,13 +235,17 @@ def wordless(group: Group) -> str | None:
         (wordless, "filter_returned_no_word"),
     ],
 )
-def test_group_filter_of_the_user_names_its_own_drop_reason(group_filter: GroupFilter, word: str) -> None:
+def test_group_filter_of_the_user_names_its_own_drop_reason(
+    group_filter: GroupFilter, word: str
+) -> None:
     entries: list[LedgerEntry] = []
     buffer = make(group_filter=group_filter, entries=entries)
     buffer.lease()
     complete(buffer, "g0")
     assert values(buffer)[f"groups_dropped/filtered/{word}"] == 1
-    assert {(e.reason, e.detail) for e in entries if e.reason} == {(DropReason.FILTERED, word)}
+    assert {(e.reason, e.detail) for e in entries if e.reason} == {
+        (DropReason.FILTERED, word)
+    }
     assert buffer.events.dropped == {f"filtered/{word}": 1}
 
 
@@ -238,13 +257,15 @@ def test_a_group_without_a_trained_token_is_dropped() -> None:
     assert values(buffer)["groups_dropped/filtered/no_trained_tokens"] == 1
 
 
-def test_group_filters_are_found_by_name_and_a_wrong_name_suggests_the_nearest() -> None:
+def test_group_filters_are_found_by_name_and_a_wrong_name_suggests_the_nearest() -> (
+    None
+):
     assert group_filter_function("nonzero_variance") is nonzero_variance
     with pytest.raises(PluginError, match="did you mean 'nonzero_variance'"):
         group_filter_function("non_zero_variance")
 
 
-# ------------------------------------------------------------------ versions
+# ----------------------------------------------------------------- versions
 
 
 def test_batch_is_taken_only_after_the_canary_of_its_version() -> None:
@@ -258,7 +279,8 @@ def test_batch_is_taken_only_after_the_canary_of_its_version() -> None:
 
 
 def test_oldest_token_of_a_group_decides_whether_it_is_stale() -> None:
-    """Bound 1, trainer at 2: a rollout that began under 0 is too old, whatever it ended under."""
+    """Bound 1, trainer at 2: a rollout that began under 0 is too old, whatever it ended
+    under."""
     buffer = make(staleness=1, batch=1)
     leases = lease_all(buffer)
     assert [lease.group_id for lease in leases] == ["g0", "g1"]
@@ -325,7 +347,7 @@ def test_groups_left_over_by_a_full_batch_are_dropped_as_over_sampled() -> None:
     assert metrics["groups_trained"] == 1
 
 
-# ------------------------------------------------------------------ the order of calls
+# ----------------------------------------------------------------- the order of calls
 
 
 def test_buffer_calls_out_of_order_are_refused() -> None:
@@ -372,12 +394,14 @@ def test_closing_the_buffer_drops_every_open_rollout() -> None:
     buffer.close()
     last = {e.place: e for e in entries}
     assert len(last) == 6
-    assert {(e.state, e.reason) for e in last.values()} == {(RolloutState.DROPPED, DropReason.RUN_ENDED)}
+    assert {(e.state, e.reason) for e in last.values()} == {
+        (RolloutState.DROPPED, DropReason.RUN_ENDED)
+    }
     assert values(buffer)["groups_dropped/run_ended"] == 3
     assert buffer.lease() is None
 
 
-# ------------------------------------------------------------------ the task source
+# ----------------------------------------------------------------- the task source
 
 
 def broken_source() -> Iterator[Task]:
@@ -409,7 +433,7 @@ def test_task_source_that_ends_is_named(source: Iterator[Task], word: str) -> No
     assert word in str(buffer)
 
 
-# ------------------------------------------------------------------ the ledger
+# ----------------------------------------------------------------- the ledger
 
 
 def test_ledger_records_only_allowed_state_transitions() -> None:
@@ -434,7 +458,10 @@ def test_ledger_records_only_allowed_state_transitions() -> None:
 
 
 def test_a_rollout_never_comes_back_to_a_state() -> None:
-    ledger, group = Ledger(), OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None])
+    ledger, group = (
+        Ledger(),
+        OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None]),
+    )
     path = [
         RolloutState.IN_FLIGHT,
         RolloutState.FINISHED,
@@ -442,7 +469,10 @@ def test_a_rollout_never_comes_back_to_a_state() -> None:
         RolloutState.TAKEN,
         RolloutState.TRAINED,
     ]
-    facts = {RolloutState.TAKEN: EntryFacts(batch_id=0), RolloutState.TRAINED: EntryFacts(batch_id=0)}
+    facts = {
+        RolloutState.TAKEN: EntryFacts(batch_id=0),
+        RolloutState.TRAINED: EntryFacts(batch_id=0),
+    }
     for number, state in enumerate(path, start=1):
         ledger.move(group, 0, state, **facts.get(state, EntryFacts()))
         for earlier in path[:number]:

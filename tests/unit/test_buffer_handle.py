@@ -26,7 +26,8 @@ def handle(answer: Future[FailureReport]) -> BufferHandle:
 
 
 async def test_cancellation_that_arrives_with_a_reply_is_not_lost() -> None:
-    """Whoever cancels waits for the end of the task: a lost cancellation is a wait for ever."""
+    """Whoever cancels waits for the end of the task: a lost cancellation is a wait for
+    ever."""
     answer: Future[FailureReport] = Future()
 
     class Screen:
@@ -37,11 +38,15 @@ async def test_cancellation_that_arrives_with_a_reply_is_not_lost() -> None:
             pass
 
     telling = asyncio.create_task(
-        report_failures(handle(answer), FailureReporter(LIMITS), Screen(), interval_s=3600.0)
+        report_failures(
+            handle(answer), FailureReporter(LIMITS), Screen(), interval_s=3600.0
+        )
     )
     await asyncio.sleep(0)
     answer.set_result(FailureReport(failed={}, finished=0, alike=0))
-    await asyncio.sleep(0)  # the answer is in this loop now, and `telling` has not seen it
+    await asyncio.sleep(
+        0
+    )  # the answer is in this loop now, and `telling` has not seen it
     telling.cancel()
     done, _ = await asyncio.wait({telling}, timeout=10.0)
     assert done, "it goes on"

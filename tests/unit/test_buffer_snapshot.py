@@ -1,4 +1,5 @@
-"""A buffer restored from a checkpoint's snapshot goes on as the one that was never stopped."""
+"""A buffer restored from a checkpoint's snapshot goes on as the one that was never
+stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from small_buffer import complete, failure, lease_all, make, summary, tasks
 
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
-from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_incarnations, read_ledger
+from invrl.buffer.ledger_store import (
+    LedgerStore,
+    check_lineage,
+    read_incarnations,
+    read_ledger,
+)
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
@@ -20,12 +26,16 @@ from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
 
 def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
     return msgspec.json.decode(
-        msgspec.json.encode(buffer.snapshot(WeightVersion(trained))), type=BufferSnapshot
+        msgspec.json.encode(buffer.snapshot(WeightVersion(trained))),
+        type=BufferSnapshot,
     )
 
 
-def play(buffer: GroupBuffer, pending: list[GroupLease], step: int, *, draw: random.Random) -> TakenBatch:
-    """One step of a loop whose rollouts fail now and then. `pending`: leases without an outcome."""
+def play(
+    buffer: GroupBuffer, pending: list[GroupLease], step: int, *, draw: random.Random
+) -> TakenBatch:
+    """One step of a loop whose rollouts fail now and then. `pending`: leases without an
+    outcome."""
     while (batch := buffer.take()) is None:
         pending.extend(lease_all(buffer))
         lease = pending.pop(draw.randrange(len(pending)))
@@ -57,11 +67,14 @@ def go_on(buffer: GroupBuffer, version: int) -> None:
 def test_restored_buffer_repeats_the_decisions_of_the_uninterrupted_buffer(
     staleness: int, stop_after: int
 ) -> None:
-    """Twenty seeds, each with failures and replacements. The first buffer's open leases are recorded after
-    the snapshot in the same order that the second one leases them again."""
+    """Twenty seeds, each with failures and replacements. The first buffer's open leases
+    are recorded after the snapshot in the same order that the second one leases them
+    again."""
     for seed in range(20):
         entries: list[LedgerEntry] = []
-        first = make(staleness=staleness, batch=2, attempts=3, source=tasks(), entries=entries)
+        first = make(
+            staleness=staleness, batch=2, attempts=3, source=tasks(), entries=entries
+        )
         draw, pending = random.Random(seed), list[GroupLease]()
         for step in range(stop_after):
             play(first, pending, step, draw=draw)
@@ -69,18 +82,28 @@ def test_restored_buffer_repeats_the_decisions_of_the_uninterrupted_buffer(
                 go_on(first, step + 1)
         saved = through_bytes(first, stop_after)
         again: list[LedgerEntry] = []
-        second = make(staleness=staleness, batch=2, attempts=3, source=tasks(), entries=again)
+        second = make(
+            staleness=staleness, batch=2, attempts=3, source=tasks(), entries=again
+        )
         second.restore(saved, [])
         assert saved == through_bytes_of_open(first, second, stop_after)
         kept = [entry for entry in entries if entry.sequence < saved.sequence]
         for buffer in (first, second):
             go_on(buffer, stop_after)
         alive = in_flight(first)  # a lease may outlive its group
-        pending = [lease for lease in pending if alive & {place_of(lease, m) for m in lease.members}]
-        leased = {place_of(lease, m) for lease in pending for m in lease.members} & alive
+        pending = [
+            lease
+            for lease in pending
+            if alive & {place_of(lease, m) for m in lease.members}
+        ]
+        leased = {
+            place_of(lease, m) for lease in pending for m in lease.members
+        } & alive
         pending_again = lease_all(second)
         newly = {place_of(lease, m) for lease in pending_again for m in lease.members}
-        assert leased <= newly, "what was in flight is leased again, under the same attempt"
+        assert leased <= newly, (
+            "what was in flight is leased again, under the same attempt"
+        )
         pending.extend(lease_all(first))
         assert newly == in_flight(first) == in_flight(second)
         for step in range(stop_after, stop_after + 3):
@@ -103,10 +126,17 @@ def place_of(lease: GroupLease, member) -> Place:
     return Place(lease.group_id, member.index, member.attempt)
 
 
-def through_bytes_of_open(first: GroupBuffer, second: GroupBuffer, trained: int) -> BufferSnapshot:
-    """The second buffer's snapshot with the members that were in flight in flight again: what it restored."""
-    lease_again = [buffer.snapshot(WeightVersion(trained)) for buffer in (first, second)]
-    assert [g.finished for g in lease_again[1].in_flight] == [g.finished for g in lease_again[0].in_flight]
+def through_bytes_of_open(
+    first: GroupBuffer, second: GroupBuffer, trained: int
+) -> BufferSnapshot:
+    """The second buffer's snapshot with the members that were in flight in flight
+    again: what it restored."""
+    lease_again = [
+        buffer.snapshot(WeightVersion(trained)) for buffer in (first, second)
+    ]
+    assert [g.finished for g in lease_again[1].in_flight] == [
+        g.finished for g in lease_again[0].in_flight
+    ]
     assert lease_again[1].ready == lease_again[0].ready
     assert lease_again[1].groups_leased == lease_again[0].groups_leased
     return lease_again[0]
@@ -140,9 +170,15 @@ class TestOutcomesAfterTheSnapshot:
         buffer = make(staleness=2, batch=1)
         buffer.restore(saved, since)
         go_on(buffer, 1)
-        return [(lease.group_id, m.index, m.attempt) for lease in lease_all(buffer) for m in lease.members]
+        return [
+            (lease.group_id, m.index, m.attempt)
+            for lease in lease_all(buffer)
+            for m in lease.members
+        ]
 
-    def test_rollouts_in_flight_at_a_snapshot_are_leased_again(self, saved: BufferSnapshot) -> None:
+    def test_rollouts_in_flight_at_a_snapshot_are_leased_again(
+        self, saved: BufferSnapshot
+    ) -> None:
         assert self.leased(saved)[:3] == [("g1", 1, 0), ("g2", 0, 0), ("g2", 1, 0)]
 
     def test_rollout_sampled_under_the_checkpoints_weights_counts_after_a_restore(
@@ -151,29 +187,47 @@ class TestOutcomesAfterTheSnapshot:
         leased = self.leased(saved, summary("g1", 1, reward=1.0, newest=1))
         assert leased[:2] == [("g2", 0, 0), ("g2", 1, 0)]
 
-    def test_rollout_sampled_under_lost_weights_is_leased_again(self, saved: BufferSnapshot) -> None:
-        assert ("g1", 1, 0) in self.leased(saved, summary("g1", 1, reward=1.0, newest=2))
+    def test_rollout_sampled_under_lost_weights_is_leased_again(
+        self, saved: BufferSnapshot
+    ) -> None:
+        assert ("g1", 1, 0) in self.leased(
+            saved, summary("g1", 1, reward=1.0, newest=2)
+        )
 
-    def test_failure_in_a_lost_incarnation_does_not_count_as_an_attempt(self, saved: BufferSnapshot) -> None:
+    def test_failure_in_a_lost_incarnation_does_not_count_as_an_attempt(
+        self, saved: BufferSnapshot
+    ) -> None:
         assert ("g1", 1, 0) in self.leased(saved, failure("g1", 1))
 
-    def test_group_leased_only_by_a_lost_incarnation_is_leased_again(self, saved: BufferSnapshot) -> None:
+    def test_group_leased_only_by_a_lost_incarnation_is_leased_again(
+        self, saved: BufferSnapshot
+    ) -> None:
         assert ("g3", 0, 0) in self.leased(saved, summary("g3", 0, reward=1.0))
 
-    def test_closing_before_restored_rollouts_are_leased_drops_them(self, saved: BufferSnapshot) -> None:
+    def test_closing_before_restored_rollouts_are_leased_drops_them(
+        self, saved: BufferSnapshot
+    ) -> None:
         again: list[LedgerEntry] = []
         buffer = make(staleness=2, batch=1, entries=again)
         buffer.restore(saved, [])
         buffer.close()
-        last = {(entry.place.group_id, entry.place.index): entry.state for entry in again}
-        assert last == dict.fromkeys([("g1", 0), ("g1", 1), ("g2", 0), ("g2", 1)], RolloutState.DROPPED)
+        last = {
+            (entry.place.group_id, entry.place.index): entry.state for entry in again
+        }
+        assert last == dict.fromkeys(
+            [("g1", 0), ("g1", 1), ("g2", 0), ("g2", 1)], RolloutState.DROPPED
+        )
 
     def test_restore_with_other_tasks_is_refused(self, saved: BufferSnapshot) -> None:
         renamed = (task for task in tasks() if task.id != "t0")
-        with pytest.raises(BufferStateError, match="g1 had task t1, the task source now gives t2"):
+        with pytest.raises(
+            BufferStateError, match="g1 had task t1, the task source now gives t2"
+        ):
             make(staleness=2, source=renamed).restore(saved, [])
 
-    def test_restore_with_too_short_a_task_source_is_refused(self, saved: BufferSnapshot) -> None:
+    def test_restore_with_too_short_a_task_source_is_refused(
+        self, saved: BufferSnapshot
+    ) -> None:
         with pytest.raises(BufferStateError, match="the task source has ended"):
             make(staleness=2, source=tasks(2)).restore(saved, [])
 
@@ -201,19 +255,31 @@ def test_a_snapshot_stays_as_it_is_while_the_buffer_goes_on() -> None:
 
 
 class TestLineage:
-    """Three incarnations: the second goes on from the first's checkpoint, the third from the first's too."""
+    """Three incarnations: the second goes on from the first's checkpoint, the third
+    from the first's too."""
 
-    def entry(self, sequence: int, group: str, state: RolloutState, batch: int | None = None) -> LedgerEntry:
+    def entry(
+        self, sequence: int, group: str, state: RolloutState, batch: int | None = None
+    ) -> LedgerEntry:
         return LedgerEntry(
-            sequence=sequence, place=Place(group, 0, 0), task_id="t", state=state, batch_id=batch
+            sequence=sequence,
+            place=Place(group, 0, 0),
+            task_id="t",
+            state=state,
+            batch_id=batch,
         )
 
-    def test_ledger_keeps_only_entries_of_the_last_incarnations_ancestors(self, tmp_path: Path) -> None:
+    def test_ledger_keeps_only_entries_of_the_last_incarnations_ancestors(
+        self, tmp_path: Path
+    ) -> None:
         path = tmp_path / "run.sqlite"
         store = LedgerStore(path)
         assert store.begin(parent=0, step=0, sequence=0) == 1
         store.write(
-            [self.entry(0, "g0", RolloutState.IN_FLIGHT), self.entry(1, "g1", RolloutState.IN_FLIGHT)]
+            [
+                self.entry(0, "g0", RolloutState.IN_FLIGHT),
+                self.entry(1, "g1", RolloutState.IN_FLIGHT),
+            ]
         )
         store.begin(parent=1, step=4, sequence=1)
         store.write([self.entry(1, "g2", RolloutState.IN_FLIGHT)])
@@ -227,18 +293,29 @@ class TestLineage:
             (2, 1, 4),
             (3, 1, 4),
         ]
-        kept = [record.entry.place.group_id for record in read_ledger(path) if not record.lost]
+        kept = [
+            record.entry.place.group_id
+            for record in read_ledger(path)
+            if not record.lost
+        ]
         assert kept == ["g0", "g3"]
 
-    def test_entries_lost_by_a_grandparent_incarnation_stay_lost(self, tmp_path: Path) -> None:
-        """The grandchild began with a checkpoint that its parent inherited from before its own beginning."""
+    def test_entries_lost_by_a_grandparent_incarnation_stay_lost(
+        self, tmp_path: Path
+    ) -> None:
+        """The grandchild began with a checkpoint that its parent inherited from before
+        its own beginning."""
         path = tmp_path / "run.sqlite"
         store = LedgerStore(path)
         store.begin(parent=0, step=0, sequence=0)
         store.write([self.entry(n, f"g{n}", RolloutState.IN_FLIGHT) for n in range(6)])
         store.begin(parent=1, step=2, sequence=3)
         store.begin(parent=2, step=1, sequence=2)
-        assert [record.entry.place.group_id for record in read_ledger(path) if not record.lost] == [
+        assert [
+            record.entry.place.group_id
+            for record in read_ledger(path)
+            if not record.lost
+        ] == [
             "g0",
             "g1",
         ]
@@ -246,10 +323,19 @@ class TestLineage:
     @pytest.mark.parametrize(
         ("entries", "message"),
         [
-            ([("g0", RolloutState.TRAINED, 0), ("g0", RolloutState.TRAINED, 1)], "ended as trained"),
-            ([("g0", RolloutState.DROPPED, None), ("g0", RolloutState.TAKEN, 0)], "ended as dropped"),
+            (
+                [("g0", RolloutState.TRAINED, 0), ("g0", RolloutState.TRAINED, 1)],
+                "ended as trained",
+            ),
+            (
+                [("g0", RolloutState.DROPPED, None), ("g0", RolloutState.TAKEN, 0)],
+                "ended as dropped",
+            ),
             ([("g0", RolloutState.TRAINED, 1)], "one is missing"),
-            ([("g0", RolloutState.TRAINED, 0), ("g1", RolloutState.TRAINED, 2)], "one is missing"),
+            (
+                [("g0", RolloutState.TRAINED, 0), ("g1", RolloutState.TRAINED, 2)],
+                "one is missing",
+            ),
             ([("g0", RolloutState.FINISHED, None)], "1 rollouts have not ended"),
         ],
     )
@@ -258,7 +344,12 @@ class TestLineage:
     ) -> None:
         store = LedgerStore(tmp_path / "run.sqlite")
         store.begin(parent=0, step=0, sequence=0)
-        store.write([self.entry(n, group, state, batch) for n, (group, state, batch) in enumerate(entries)])
+        store.write(
+            [
+                self.entry(n, group, state, batch)
+                for n, (group, state, batch) in enumerate(entries)
+            ]
+        )
         with pytest.raises(BufferStateError, match=message):
             check_lineage(read_ledger(tmp_path / "run.sqlite"), ended=True)
 
@@ -266,7 +357,11 @@ class TestLineage:
 @pytest.mark.parametrize(
     ("reached", "is_trained", "state"),
     [
-        (1, True, RolloutState.TRAINED),  # interrupted after the batch was trained, and the buffer knows
+        (
+            1,
+            True,
+            RolloutState.TRAINED,
+        ),  # interrupted after the batch was trained, and the buffer knows
         (
             1,
             False,

@@ -1,7 +1,8 @@
-"""Random lives of the buffer: leases, outcomes in any order and repeated, failures, equal rewards, weight
-updates that span rollouts, restarts. After every step the invariants hold, and from wherever it stands a run
-whose rollouts succeed gets its batch. The tasks are of a plain source, or of one that is told outcomes and
-picks by them; the group filter sees the history of each task."""
+"""Random lives of the buffer: leases, outcomes in any order and repeated, failures,
+equal rewards, weight updates that span rollouts, restarts. After every step the
+invariants hold, and from wherever it stands a run whose rollouts succeed gets its
+batch. The tasks are of a plain source, or of one that is told outcomes and picks by
+them; the group filter sees the history of each task."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -43,7 +50,9 @@ def endless_tasks() -> Iterator[Task]:
     return (Task(id=f"t{n}", payload={}) for n in itertools.count())
 
 
-def finished(place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5) -> RolloutSummary:
+def finished(
+    place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5
+) -> RolloutSummary:
     return RolloutSummary(
         session_id=f"{place.group_id}.{place.index}.{place.attempt}",
         task_id="t",
@@ -67,7 +76,9 @@ def finished(place: Place, *, reward: float, oldest: int, newest: int, tokens: i
     )
 
 
-def failed(place: Place, reason: FailureReason = FailureReason.TIMEOUT) -> FailedRollout:
+def failed(
+    place: Place, reason: FailureReason = FailureReason.TIMEOUT
+) -> FailedRollout:
     return FailedRollout(
         session_id=f"{place.group_id}.{place.index}.{place.attempt}",
         task_id="t",
@@ -80,8 +91,9 @@ def failed(place: Place, reason: FailureReason = FailureReason.TIMEOUT) -> Faile
 
 
 class ToldTasks:
-    """Five tasks that come back. Which one comes next depends on every outcome so far, so a source that is
-    read again, or that misses an outcome over a restart, gives others."""
+    """Five tasks that come back. Which one comes next depends on every outcome so far,
+    so a source that is read again, or that misses an outcome over a restart, gives
+    others."""
 
     def __init__(self) -> None:
         self.picks = 0
@@ -94,22 +106,35 @@ class ToldTasks:
     def __next__(self) -> Task:
         self.picks += 1
         return Task(
-            id=f"t{(self.picks * 3 + self.solved + len(self.told)) % 5}", payload={"pick": self.picks}
+            id=f"t{(self.picks * 3 + self.solved + len(self.told)) % 5}",
+            payload={"pick": self.picks},
         )
 
     def record(self, outcome: GroupOutcome) -> None:
         self.solved += outcome.num_solved
-        self.told.append([outcome.group_id, outcome.task_id, list(outcome.rewards_G), outcome.dropped])
+        self.told.append(
+            [
+                outcome.group_id,
+                outcome.task_id,
+                list(outcome.rewards_G),
+                outcome.dropped,
+            ]
+        )
 
     def state(self) -> dict[str, object]:
         return {"picks": self.picks, "solved": self.solved, "told": self.told}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.picks, self.solved, self.told = state["picks"], state["solved"], state["told"]
+        self.picks, self.solved, self.told = (
+            state["picks"],
+            state["solved"],
+            state["told"],
+        )
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """The model beside the buffer: who is in flight since which version, and every ledger entry."""
+    """The model beside the buffer: who is in flight since which version, and every
+    ledger entry."""
 
     @initialize(
         staleness=st.sampled_from([0, 1, 3]),
@@ -119,13 +144,23 @@ class BufferMachine(RuleBasedStateMachine):
         over=st.integers(0, 2),
         is_told=st.booleans(),
     )
-    def begin(self, staleness: int, batch: int, group: int, attempts: int, over: int, is_told: bool) -> None:
+    def begin(
+        self,
+        staleness: int,
+        batch: int,
+        group: int,
+        attempts: int,
+        over: int,
+        is_told: bool,
+    ) -> None:
         self.is_told = is_told
         self.source = ToldTasks()
         self.leased_task: dict[str, Task] = {}
-        """By group id. A group that is leased again has the task that it had, over restarts too."""
+        """By group id. A group that is leased again has the task that it had, over
+        restarts too."""
         self.seen_histories: dict[str, TaskHistory] = {}
-        """By group id: the history that the filter was shown when it judged the group."""
+        """By group id: the history that the filter was shown when it judged the
+        group."""
         self.staleness, self.batch_size, self.group_size = staleness, batch, group
         self.max_attempts, self.over = attempts, over
         self.entries: list[LedgerEntry] = []
@@ -141,7 +176,9 @@ class BufferMachine(RuleBasedStateMachine):
 
     def new_buffer(self) -> GroupBuffer:
         self.source = ToldTasks()
-        without_variance = group_filter_function("nonzero_variance" if self.group_size > 1 else "none")
+        without_variance = group_filter_function(
+            "nonzero_variance" if self.group_size > 1 else "none"
+        )
 
         def looks_back(group: Group, *, history: TaskHistory) -> str | None:
             self.seen_histories[group.id] = history
@@ -160,7 +197,7 @@ class BufferMachine(RuleBasedStateMachine):
             emit=self.entries.append,
         )
 
-    # ---------------------------------------------------------------- what the model knows
+    # ------------------------------------------------------------ what the model knows
 
     def note_lease(self, lease: GroupLease) -> None:
         for member in lease.members:
@@ -169,8 +206,12 @@ class BufferMachine(RuleBasedStateMachine):
             assert place.group_id not in self.named, "leased although it is not wanted"
             assert member.attempt < self.max_attempts
             self.in_flight[place] = self.version
-        assert self.leased_task.setdefault(lease.group_id, lease.task) == lease.task, "another task"
-        assert len({task.id for task in self.leased_task.values()}) == len(self.leased_task)
+        assert self.leased_task.setdefault(lease.group_id, lease.task) == lease.task, (
+            "another task"
+        )
+        assert len({task.id for task in self.leased_task.values()}) == len(
+            self.leased_task
+        )
 
     def send(self, outcome: RolloutSummary | FailedRollout) -> None:
         self.recorded.append(outcome)
@@ -180,18 +221,24 @@ class BufferMachine(RuleBasedStateMachine):
         assert len(batch.groups) == self.batch_size
         assert batch.version == self.version
         for group in batch.groups:
-            assert [rollout.index for rollout in group.rollouts_G] == list(range(self.group_size))
+            assert [rollout.index for rollout in group.rollouts_G] == list(
+                range(self.group_size)
+            )
             if self.group_size > 1:
                 assert len({rollout.reward for rollout in group.rollouts_G}) > 1
             for rollout in group.rollouts_G:
                 place = Place(group.id, rollout.index, rollout.attempt)
                 assert place not in self.ever_taken, "in two batches"
                 self.ever_taken.add(place)
-                assert self.version - rollout.oldest_version <= self.staleness, "too stale"
-                assert rollout.newest_version <= self.buffer.version, "its canary has not passed"
+                assert self.version - rollout.oldest_version <= self.staleness, (
+                    "too stale"
+                )
+                assert rollout.newest_version <= self.buffer.version, (
+                    "its canary has not passed"
+                )
         self.batch, self.trained_now = batch, False
 
-    # ---------------------------------------------------------------- what may happen
+    # --------------------------------------------------------------- what may happen
 
     @rule(times=st.integers(1, 6))
     def lease(self, times: int) -> None:
@@ -204,10 +251,15 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), times=st.integers(1, 4))
     def finish(self, data: st.DataObject, reward: float, times: int) -> None:
-        """A rollout holds tokens from the version it began under up to the one it ended under."""
-        for place in data.draw(st.permutations(sorted(self.in_flight, key=str)))[:times]:
+        """A rollout holds tokens from the version it began under up to the one it ended
+        under."""
+        for place in data.draw(st.permutations(sorted(self.in_flight, key=str)))[
+            :times
+        ]:
             started = self.in_flight.pop(place)
-            self.send(finished(place, reward=reward, oldest=started, newest=self.version))
+            self.send(
+                finished(place, reward=reward, oldest=started, newest=self.version)
+            )
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), reason=st.sampled_from(list(FailureReason)))
@@ -225,16 +277,20 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel_what_is_not_wanted(self, data: st.DataObject) -> None:
-        """Each group is named once, and every place of it has ended. What its cancelled rollouts, or those
-        that ended just before, still send changes nothing."""
+        """Each group is named once, and every place of it has ended. What its cancelled
+        rollouts, or those that ended just before, still send changes nothing."""
         groups = self.buffer.unwanted()
         assert self.buffer.unwanted() == ()
         before = len(self.entries)
         for group in groups:
             assert group.group_id not in self.named, "named twice"
             self.named.add(group.group_id)
-            running = [place for place in self.in_flight if place.group_id == group.group_id]
-            assert all(self.last[place].state is RolloutState.DROPPED for place in running)
+            running = [
+                place for place in self.in_flight if place.group_id == group.group_id
+            ]
+            assert all(
+                self.last[place].state is RolloutState.DROPPED for place in running
+            )
             cut_off = [
                 place
                 for place, entry in self.last.items()
@@ -246,28 +302,48 @@ class BufferMachine(RuleBasedStateMachine):
                 if data.draw(st.booleans()):
                     self.send(failed(place, FailureReason.GROUP_DROPPED))
                 else:
-                    self.send(finished(place, reward=1.0, oldest=started, newest=self.version))
+                    self.send(
+                        finished(place, reward=1.0, oldest=started, newest=self.version)
+                    )
         assert len(self.entries) == before
         for place in self.in_flight:
-            assert self.last[place].state is RolloutState.IN_FLIGHT, "it runs on and is not wanted"
+            assert self.last[place].state is RolloutState.IN_FLIGHT, (
+                "it runs on and is not wanted"
+            )
 
     @rule(data=st.data())
     def look_at_what_runs(self, data: st.DataObject) -> None:
-        """What rollouts that run have sampled so far, each at its lease's version or a newer one, is told for
-        all suspects. A group is dropped exactly when such a version is too old."""
+        """What rollouts that run have sampled so far, each at its lease's version or a
+        newer one, is told for all suspects. A group is dropped exactly when such a
+        version is too old."""
         suspects = set(self.buffer.suspects())
-        running = {place: started for place, started in self.in_flight.items() if self.wanted(place)}
-        sampled = {place: data.draw(st.integers(started, self.version)) for place, started in running.items()}
+        running = {
+            place: started
+            for place, started in self.in_flight.items()
+            if self.wanted(place)
+        }
+        sampled = {
+            place: data.draw(st.integers(started, self.version))
+            for place, started in running.items()
+        }
         too_old = {
-            place.group_id for place, oldest in sampled.items() if self.version - oldest > self.staleness
+            place.group_id
+            for place, oldest in sampled.items()
+            if self.version - oldest > self.staleness
         }
         assert too_old <= suspects, "nobody would look"
-        earlier = {place: max(0, place.attempt - 1) for place in sampled if place.attempt}
-        told = [(Place(place.group_id, place.index, attempt), 0) for place, attempt in earlier.items()]
+        earlier = {
+            place: max(0, place.attempt - 1) for place in sampled if place.attempt
+        }
+        told = [
+            (Place(place.group_id, place.index, attempt), 0)
+            for place, attempt in earlier.items()
+        ]
         told += sampled.items()
         stale_before = self.buffer.events.dropped["stale"]
         self.buffer.note_sampled(
-            SampledSoFar(place=place, oldest_version=WeightVersion(oldest)) for place, oldest in told
+            SampledSoFar(place=place, oldest_version=WeightVersion(oldest))
+            for place, oldest in told
         )
         assert self.buffer.events.dropped["stale"] == stale_before + len(too_old)
         self.every_place_moves_forward_and_ends_once()
@@ -310,22 +386,25 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.trained_now)
     @rule()
     def restart(self) -> None:
-        """The run resumes from a checkpoint that it has just made. What ran then has no worker any more; its
-        groups may be dropped before they are leased again."""
+        """The run resumes from a checkpoint that it has just made. What ran then has no
+        worker any more; its groups may be dropped before they are leased again."""
         saved = self.buffer.snapshot(WeightVersion(self.version + 1))
         saved = msgspec.json.decode(msgspec.json.encode(saved), type=BufferSnapshot)
         state_before = self.source.state()
         self.buffer = self.new_buffer()
         self.buffer.restore(saved, [])
-        assert self.source.state() == (state_before if self.is_told else ToldTasks().state())
+        assert self.source.state() == (
+            state_before if self.is_told else ToldTasks().state()
+        )
         assert self.buffer.snapshot(saved.trained).histories == saved.histories
         self.in_flight = {}
         self.update_weights()
 
     @rule()
     def a_batch_always_comes_together(self) -> None:
-        """No deadlock: if rollouts now finish with differing rewards, the loop moves on. Twice, because
-        the second batch must also pass over what the first left to age."""
+        """No deadlock: if rollouts now finish with differing rewards, the loop moves
+        on. Twice, because the second batch must also pass over what the first left to
+        age."""
         for _ in range(2):
             if self.batch is not None:
                 if not self.trained_now:
@@ -339,27 +418,41 @@ class BufferMachine(RuleBasedStateMachine):
                 self.lease(50)
                 for place in list(self.in_flight):
                     started = self.in_flight.pop(place)
-                    self.send(finished(place, reward=float(place.index), oldest=started, newest=self.version))
+                    self.send(
+                        finished(
+                            place,
+                            reward=float(place.index),
+                            oldest=started,
+                            newest=self.version,
+                        )
+                    )
             else:
                 raise AssertionError(f"no batch: {self.buffer}")
 
     def teardown(self) -> None:
-        """The run ends here: everything leased has ended, and what still comes in changes nothing."""
+        """The run ends here: everything leased has ended, and what still comes in
+        changes nothing."""
         if not hasattr(self, "buffer"):
             return
         self.buffer.close()
         assert self.buffer.lease() is None
         assert self.buffer.take() is None
-        ended = {e.place for e in self.entries if e.state in (RolloutState.TRAINED, RolloutState.DROPPED)}
+        ended = {
+            e.place
+            for e in self.entries
+            if e.state in (RolloutState.TRAINED, RolloutState.DROPPED)
+        }
         assert ended == {entry.place for entry in self.entries}
         before = len(self.entries)
         num_told = len(self.source.told)
         for place in self.in_flight:
-            self.buffer.record(finished(place, reward=1.0, oldest=self.version, newest=self.version))
+            self.buffer.record(
+                finished(place, reward=1.0, oldest=self.version, newest=self.version)
+            )
         assert len(self.entries) == before
         assert len(self.source.told) == num_told
 
-    # ---------------------------------------------------------------- what always holds
+    # --------------------------------------------------------------- what always holds
 
     @invariant()
     def every_place_moves_forward_and_ends_once(self) -> None:
@@ -385,28 +478,41 @@ class BufferMachine(RuleBasedStateMachine):
         open_groups = {group.group_id for group in self.buffer.wait_report().in_flight}
         leased = {place.group_id for place in self.last}
         assert set(told) == leased - open_groups
-        ready_or_later = (RolloutState.GROUPED, RolloutState.TAKEN, RolloutState.TRAINED)
+        ready_or_later = (
+            RolloutState.GROUPED,
+            RolloutState.TAKEN,
+            RolloutState.TRAINED,
+        )
         for place, entry in self.last.items():
             if entry.state in ready_or_later:
                 assert told[place.group_id] == ""
         for _, task_id, _, _ in self.source.told:
-            assert str(task_id) in {f"t{n}" for n in range(5)}, "the source's own id, not t1@2"
+            assert str(task_id) in {f"t{n}" for n in range(5)}, (
+                "the source's own id, not t1@2"
+            )
 
     @invariant()
     def a_history_has_the_complete_groups_of_its_task_that_came_before(self) -> None:
-        """What the filter was shown for the newest group of a task is what the source was told before it."""
+        """What the filter was shown for the newest group of a task is what the source
+        was told before it."""
         if not self.is_told:
             return
-        complete = [entry for entry in self.source.told if len(entry[2]) == self.group_size]  # type: ignore[arg-type]
+        complete = [
+            entry for entry in self.source.told if len(entry[2]) == self.group_size
+        ]  # type: ignore[arg-type]
         rewards_so_far: dict[object, list[list[float]]] = {}
         for group_id, task_id, rewards, _ in complete:
             before = rewards_so_far.setdefault(task_id, [])
             history = self.seen_histories.get(str(group_id))
-            if history is not None:  # None: dropped before the filter saw it, stale when it was complete
+            if (
+                history is not None
+            ):  # None: dropped before the filter saw it, stale when it was complete
                 assert history.task_id == task_id
                 assert history.num_groups == len(before)
                 assert [list(past.rewards_G) for past in history.recent] == before[-16:]
-                assert history.num_solved == sum(reward >= 1.0 for group in before for reward in group)
+                assert history.num_solved == sum(
+                    reward >= 1.0 for group in before for reward in group
+                )
             before.append(rewards)  # type: ignore[arg-type]
 
     @invariant()
@@ -437,12 +543,15 @@ TestBufferMachine = BufferMachine.TestCase
 def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
     staleness: int, over: int
 ) -> None:
-    """Fifty steps with a third of the rollouts failing or equal, the engine always one lease behind: no
-    step starves, no group waits longer than the bound, and every drop has its reason."""
+    """Fifty steps with a third of the rollouts failing or equal, the engine always one
+    lease behind: no step starves, no group waits longer than the bound, and every drop
+    has its reason."""
     entries: list[LedgerEntry] = []
     buffer = GroupBuffer(
         BufferConfig(max_staleness=staleness, over_sampling_groups=over),
-        RolloutConfig(rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_attempts=2),
+        RolloutConfig(
+            rollout_batch_size=3, n_samples_per_prompt=2, rollout_max_attempts=2
+        ),
         tasks=endless_tasks(),
         group_filter=group_filter_function("nonzero_variance"),
         emit=entries.append,
@@ -456,7 +565,9 @@ def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
             if batch is not None:
                 break
             while (lease := buffer.lease()) is not None:
-                places = [Place(lease.group_id, m.index, m.attempt) for m in lease.members]
+                places = [
+                    Place(lease.group_id, m.index, m.attempt) for m in lease.members
+                ]
                 pending += [(place, version) for place in places]
             place, started = pending.pop(0)
             luck = next(chance)
@@ -464,7 +575,9 @@ def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
                 buffer.record(failed(place))
             else:
                 reward = float(place.index if luck > 2 else 1)
-                buffer.record(finished(place, reward=reward, oldest=started, newest=version))
+                buffer.record(
+                    finished(place, reward=reward, oldest=started, newest=version)
+                )
             batch = buffer.take()
         assert batch is not None, f"step {version}: {buffer}"
         ages += [version - r.oldest_version for g in batch.groups for r in g.rollouts_G]

@@ -1,4 +1,5 @@
-"""The actor as a plain class: the outbox is polled, takes wait and say what is missing."""
+"""The actor as a plain class: the outbox is polled, takes wait and say what is
+missing."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from invrl.errors import BufferStateError, DeadlineError, RunStoreError
 from invrl.metrics import resolve
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, GroupLease, RolloutSummary, SampledSoFar, Task, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    GroupLease,
+    RolloutSummary,
+    SampledSoFar,
+    Task,
+    WeightVersion,
+)
 
 
 class Outbox:
@@ -52,7 +60,9 @@ class Outbox:
         return []
 
 
-def finish(lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: int = 0) -> None:
+def finish(
+    lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: int = 0
+) -> None:
     for member in lease.members:
         outbox.rows.append(
             RolloutSummary(
@@ -88,12 +98,16 @@ def one() -> Iterator[Task]:
 
 
 @asynccontextmanager
-async def running(outbox: Outbox, *, batch: int = 2, tasks=endless) -> AsyncIterator[BufferActor]:
+async def running(
+    outbox: Outbox, *, batch: int = 2, tasks=endless
+) -> AsyncIterator[BufferActor]:
     stores = {name: lambda path, **_: outbox for name in ("RunStore", "LedgerStore")}
     with patch.multiple("invrl.buffer.buffer_actor", **stores):
         actor = BufferActor(
             BufferConfig(),
-            RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1),
+            RolloutConfig(
+                rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1
+            ),
             tasks_factory=tasks,
             run_store_path=Path("unused"),
             poll_interval_s=0.001,
@@ -165,7 +179,9 @@ async def test_deadline_of_a_take_names_the_missing_groups() -> None:
             await asyncio.sleep(0.001)
         with pytest.raises(DeadlineError) as caught:
             await actor.take(0.3)
-        assert "a batch of 2 groups; 1 ready, 0 in flight (at most 2 under way)" in str(caught.value)
+        assert "a batch of 2 groups; 1 ready, 0 in flight (at most 2 under way)" in str(
+            caught.value
+        )
         assert "groups dropped: 1 incomplete, 1 zero_variance" in str(caught.value)
         assert "rollouts failed: 1 timeout" in str(caught.value)
 

@@ -1,4 +1,5 @@
-"""The quickstart task: rewards by what the model wrote, and splits that cannot overlap."""
+"""The quickstart task: rewards by what the model wrote, and splits that cannot
+overlap."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ class ScriptedModel:
             self.asked.append(request)
             text, finish_reason = self.turns[len(self.asked) - 1]
             message = SimpleNamespace(content=text)
-            return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=finish_reason)])
+            return SimpleNamespace(
+                choices=[SimpleNamespace(message=message, finish_reason=finish_reason)]
+            )
 
-        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+        return SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
 
 
 TASK = Task(id="21*34", payload={"a": 21, "b": 34}, label=714)
@@ -88,7 +93,9 @@ def test_splits_share_no_pair_of_numbers_for_any_seeds():
     train = pairs(islice(calculator.task_source("train", 1), ALL_ORDERED))
     for seed in range(5):
         assert not train & pairs(calculator.task_source("eval", seed))
-    everything = {tuple(sorted(pair)) for pair in product(calculator.OPERANDS, repeat=2)}
+    everything = {
+        tuple(sorted(pair)) for pair in product(calculator.OPERANDS, repeat=2)
+    }
     assert train | pairs(calculator.task_source("eval", 0)) == everything - {(12, 13)}
 
 
@@ -107,7 +114,9 @@ def test_equal_seeds_give_equal_calculator_tasks():
 
 
 def test_train_split_uses_all_pairs_before_repeating():
-    ids = [task.id for task in islice(calculator.task_source("train", 0), 3 * ALL_ORDERED)]
+    ids = [
+        task.id for task in islice(calculator.task_source("train", 0), 3 * ALL_ORDERED)
+    ]
     one_pass = len(set(ids))
     assert len(set(ids[:one_pass])) == one_pass
     assert set(ids[one_pass : 2 * one_pass]) == set(ids[:one_pass])

@@ -1,4 +1,5 @@
-"""Tools, reasoning, several choices and schemas in chat completions, through the official client."""
+"""Tools, reasoning, several choices and schemas in chat completions, through the
+official client."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ CALC = {
     "function": {
         "name": "calc",
         "description": "Computes.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+        },
     },
 }
 SHELL = {"type": "function", "function": {"name": "shell"}}
@@ -44,7 +49,9 @@ def renderer(model: Path) -> Renderer:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     settings = {"max_new_tokens": 256, "constrained": "skip"}
     async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
         yield made
@@ -63,8 +70,12 @@ def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
 async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **options):
     """(choice, usage) whole or put together from a stream."""
     if not stream:
-        answer = await client.chat.completions.create(model="tiny", messages=messages, **options)
-        return answer.choices[0].message.model_dump(exclude_none=True), answer.choices[0].finish_reason
+        answer = await client.chat.completions.create(
+            model="tiny", messages=messages, **options
+        )
+        return answer.choices[0].message.model_dump(exclude_none=True), answer.choices[
+            0
+        ].finish_reason
     message: dict = {"role": "assistant", "content": ""}
     finish = None
     async for chunk in await client.chat.completions.create(
@@ -97,23 +108,33 @@ def path_is_whole(gateway: Running, session) -> None:
         turn, ids = turns[request["rid"]], []
         parent = turn.parent_id
         while parent:
-            ids = [*turns[parent].context_ids_T.tolist(), *turns[parent].sampled_ids_T.tolist(), *ids]
+            ids = [
+                *turns[parent].context_ids_T.tolist(),
+                *turns[parent].sampled_ids_T.tolist(),
+                *ids,
+            ]
             parent = turns[parent].parent_id
         assert request["input_ids"] == [*ids, *turn.context_ids_T.tolist()]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
+async def test_chat_tool_loop_continues_the_exact_ids(
+    gateway: Running, renderer: Renderer, stream: bool
+):
     say(gateway, renderer, "<think>12*13 is\nhard</think>\n\n" + TWO, "It is 156.")
     [session] = await gateway.open()
-    client, options = gateway.client(session), {"stream": stream, "tools": [CALC, SHELL]}
+    client, options = (
+        gateway.client(session),
+        {"stream": stream, "tools": [CALC, SHELL]},
+    )
     message, finish = await ask(client, [ASK], **options)
     assert finish == "tool_calls"
     assert message["content"].strip() == "Sure."
     assert message["reasoning_content"].strip() == "12*13 is\nhard"
     assert message["reasoning"] == message["reasoning_content"]
     assert [
-        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]
+        (c["function"]["name"], json.loads(c["function"]["arguments"]))
+        for c in message["tool_calls"]
     ] == [
         ("calc", {"a": 12, "b": "x"}),
         ("shell", {"cmd": "ls"}),
@@ -138,19 +159,26 @@ async def test_hundreds_of_tools_are_taken(gateway: Running, renderer: Renderer)
     say(gateway, renderer, ONE)
     [session] = await gateway.open()
     tools = [CALC]
-    tools += [{"type": "function", "function": {"name": f"f{number}"}} for number in range(300)]
+    tools += [
+        {"type": "function", "function": {"name": f"f{number}"}}
+        for number in range(300)
+    ]
     counted = await gateway.http.post(
         session.base_url + "/messages/count_tokens",
         json={
             "messages": [ASK],
-            "tools": [{"name": tool["function"]["name"], "input_schema": {}} for tool in tools],
+            "tools": [
+                {"name": tool["function"]["name"], "input_schema": {}} for tool in tools
+            ],
         },
     )
     assert counted.status_code == 200, counted.text
     assert counted.json()["input_tokens"] > 1000
 
 
-async def test_reply_sent_back_without_its_reasoning_still_matches(gateway: Running, renderer: Renderer):
+async def test_reply_sent_back_without_its_reasoning_still_matches(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, "<think>hm</think>" + ONE, "156.")
     [session] = await gateway.open()
     client = gateway.client(session)
@@ -176,12 +204,19 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     asked = [
         {"tools": [CALC], "tool_choice": "required"},
         {"tools": [CALC], "tool_choice": named},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            }
+        },
         {"response_format": {"type": "json_object"}},
     ]
     [session, mixed] = await gateway.open(2)
     for options in asked:
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **options)
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK], **options
+        )
     sent = [request["sampling_params"] for request in gateway.engine.requests]
     assert all('"calc' in each["ebnf"] or "calc" in each["ebnf"] for each in sent[:2])
     assert json.loads(sent[2]["json_schema"]) == schema
@@ -190,45 +225,69 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     failed = await gateway.finish(session)
     assert isinstance(failed, FailedRollout)
     assert failed.reason == "constrained"
-    assert "the client sends response_format and tool_choice=named and tool_choice=required" in failed.detail
+    assert (
+        "the client sends response_format and tool_choice=named and tool_choice=required"
+        in failed.detail
+    )
     client = gateway.client(mixed)
     message, _ = await ask(client, [ASK], stream=False, **asked[0])
-    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "156"}
+    result = {
+        "role": "tool",
+        "tool_call_id": message["tool_calls"][0]["id"],
+        "content": "156",
+    }
     await ask(client, [ASK, message, result], stream=False, tools=[CALC])
     forced, free = gateway.turns(mixed)
     summary = await gateway.finish(mixed)
     assert isinstance(summary, RolloutSummary)
-    assert (forced.constrained, free.constrained, free.parent_id) == (True, False, forced.id)
+    assert (forced.constrained, free.constrained, free.parent_id) == (
+        True,
+        False,
+        forced.id,
+    )
     assert summary.trained_tokens == len(free.sampled_ids_T) < summary.sampled_tokens
 
 
 @pytest.mark.parametrize(
-    "text", [TWO, f"{TWO}\n<tool_call>\njunk\n</tool_call>", f"Hm {TWO[:-40]}", TWO + " So."]
+    "text",
+    [TWO, f"{TWO}\n<tool_call>\njunk\n</tool_call>", f"Hm {TWO[:-40]}", TWO + " So."],
 )
-async def test_retried_stream_repeats_the_first_stream(gateway: Running, renderer: Renderer, text: str):
+async def test_retried_stream_repeats_the_first_stream(
+    gateway: Running, renderer: Renderer, text: str
+):
     say(gateway, renderer, text)
     [session] = await gateway.open()
     client, options = gateway.client(session), {"stream": True, "tools": [CALC, SHELL]}
     told = [
-        await ask(client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options)
+        await ask(
+            client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options
+        )
         for retry in ("0", "1")
     ]
     assert told[0] == told[1]
     assert len(gateway.turns(session)) == 1
 
 
-async def test_only_one_call_is_returned_if_parallel_calls_are_off(gateway: Running, renderer: Renderer):
+async def test_only_one_call_is_returned_if_parallel_calls_are_off(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, TWO)
     [session] = await gateway.open()
     for stream in (False, True):
         message, _ = await ask(
-            gateway.client(session), [ASK], stream=stream, tools=[CALC, SHELL], parallel_tool_calls=False
+            gateway.client(session),
+            [ASK],
+            stream=stream,
+            tools=[CALC, SHELL],
+            parallel_tool_calls=False,
         )
         [call] = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"a": 12, "b": "x"}
 
 
-async def test_tool_choice_none_returns_the_reply_as_text(gateway: Running, renderer: Renderer):
+async def test_tool_choice_none_returns_the_reply_as_text(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, ONE)
     [session] = await gateway.open()
     message, finish = await ask(
@@ -238,7 +297,9 @@ async def test_tool_choice_none_returns_the_reply_as_text(gateway: Running, rend
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_n_choices_are_recorded_as_n_sibling_turns(gateway: Running, stream: bool):
+async def test_n_choices_are_recorded_as_n_sibling_turns(
+    gateway: Running, stream: bool
+):
     [session] = await gateway.open()
     client = gateway.client(session)
     options = {"model": "tiny", "messages": [ASK], "n": 3}
@@ -254,33 +315,54 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(gateway: Running, strea
                 texts[choice.index] += choice.delta.content or ""
     else:
         answer = await client.chat.completions.create(**options)
-        texts, usage = [choice.message.content for choice in answer.choices], answer.usage
+        texts, usage = (
+            [choice.message.content for choice in answer.choices],
+            answer.usage,
+        )
     turns = gateway.turns(session)
     assert len({turn.sampled_ids_T.tobytes() for turn in turns}) == 3 == len(set(texts))
     assert [turn.parent_id for turn in turns] == [None] * 3
     assert usage.completion_tokens == sum(len(turn.sampled_ids_T) for turn in turns)
     await gateway.finish(session)
-    assert all(turn.delivered for turn in gateway.turns(session)), "each choice reached the client"
+    assert all(turn.delivered for turn in gateway.turns(session)), (
+        "each choice reached the client"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"tools": [CALC, CALC]}, "tools"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+        ),
         ({"tools": [{"type": "custom"}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [CALC], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        (
+            {
+                "tools": [CALC],
+                "tool_choice": {"type": "function", "function": {"name": "no"}},
+            },
+            "tool_choice",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": []}}
+                ]
+            },
             "tools[0].function.parameters",
         ),
         (
             {
                 "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "nonsense"}},
+                    }
                 ],
                 "tool_choice": "required",
             },
@@ -291,14 +373,20 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(gateway: Running, strea
 async def test_bad_tools_are_refused(gateway: Running, options: dict, param: str):
     [session] = await gateway.open()
     with pytest.raises(openai.BadRequestError) as caught:
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **options)
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK], **options
+        )
     assert caught.value.param == param
 
 
-async def test_choices_over_the_turn_limit_leave_no_generation_running(gateway: Running):
+async def test_choices_over_the_turn_limit_leave_no_generation_running(
+    gateway: Running,
+):
     gateway.engine.holds = lambda _: True
     [session] = await gateway.open(limits={"max_turns": 2})
     with pytest.raises(openai.PermissionDeniedError, match="turns"):
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], n=3)
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK], n=3
+        )
     await eventually(lambda: not gateway.engine.running)
     assert len(gateway.engine.cancelled) == len(gateway.engine.requests)

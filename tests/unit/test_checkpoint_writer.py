@@ -36,7 +36,9 @@ def write(folder: Path) -> tuple[list[str], Any]:
     writer = _Writer(folder, late, {})
     item = WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO)
     planner: Any = Planner()
-    writer.prepare_write_data(SavePlan([item], storage_data=_StoragePrefix("__0_")), planner)
+    writer.prepare_write_data(
+        SavePlan([item], storage_data=_StoragePrefix("__0_")), planner
+    )
     work, *_ = writer.get_save_function_and_args()
     work()
     return gathered, writer.retrieve_write_results()
@@ -49,13 +51,17 @@ def test_local_tensors_are_written_before_gathered_tensors(tmp_path: Path) -> No
     assert (tmp_path / "__0_0.distcp").read_bytes() == b"state"
 
 
-def test_file_that_cannot_be_created_is_reported_as_this_ranks_error(tmp_path: Path) -> None:
+def test_file_that_cannot_be_created_is_reported_as_this_ranks_error(
+    tmp_path: Path,
+) -> None:
     gathered, (error, _) = write(tmp_path / "missing")
     assert gathered == ["here"]
     assert isinstance(error, FileNotFoundError)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="there is no device that is always full"
+)
 def test_disk_full_on_closing_is_reported_as_this_ranks_error(tmp_path: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
     gathered, (error, _) = write(tmp_path)

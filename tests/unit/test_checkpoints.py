@@ -1,4 +1,5 @@
-"""Checkpoints appear whole; batches on disk are exact; a run folder goes on where its checkpoint is."""
+"""Checkpoints appear whole; batches on disk are exact; a run folder goes on where its
+checkpoint is."""
 
 from __future__ import annotations
 
@@ -44,21 +45,27 @@ def test_newest_checkpoints_are_kept_and_listed_in_order(tmp_path: Path) -> None
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [4, 10]
 
 
-def test_uncommitted_checkpoint_does_not_count_and_the_next_save_removes_it(tmp_path: Path) -> None:
+def test_uncommitted_checkpoint_does_not_count_and_the_next_save_removes_it(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 2)
     fill(checkpoints.begin(4), "half")  # the crash
     again = Checkpoints(tmp_path)
     assert [checkpoint.step for checkpoint in again.all()] == [2]
     write(again, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000002",
+        "step-000003",
+    ]
 
 
 @pytest.mark.parametrize("crash_at", range(1, 14))
 def test_crash_at_any_call_of_the_commit_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
-    """Step 4 is written over a step 4 of a lost incarnation; the crash comes at the n-th flush or rename."""
+    """Step 4 is written over a step 4 of a lost incarnation; the crash comes at the
+    n-th flush or rename."""
     write(Checkpoints(tmp_path), 2, "two")
     write(Checkpoints(tmp_path), 4, "old four")
     crash = CrashAt(crash_at)
@@ -77,8 +84,11 @@ def test_crash_at_any_call_of_the_commit_leaves_a_whole_checkpoint(
     check_manifest(latest.path)  # every file is what was written
 
 
-async def test_save_touches_the_disk_only_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop watches the run's processes, while old folders go and files are written."""
+async def test_save_touches_the_disk_only_in_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop watches the run's processes, while old folders go and files are
+    written."""
     (tmp_path / "step-000002.partial").mkdir()
     touched: dict[str, int] = {}
 
@@ -125,7 +135,9 @@ def random_training_batch(seed: int) -> TrainBatch:
         return TrainSample(
             tokens_T=draw.integers(0, 9, length).astype(np.int32),
             loss_mask_T=mask_T,
-            rollout_logprobs_T=np.where(mask_T, draw.normal(size=length), 0).astype(np.float32),
+            rollout_logprobs_T=np.where(mask_T, draw.normal(size=length), 0).astype(
+                np.float32
+            ),
             versions_T=np.where(mask_T, 3, -1).astype(np.int32),
             reward=0.1,
             temperature=0.7,
@@ -133,7 +145,9 @@ def random_training_batch(seed: int) -> TrainBatch:
             rollout_id="r",
             attempt=1,
             turn_ids=("a", "b"),
-            experts_TLK=draw.integers(0, 255, (length, 3, 2)).astype(np.uint8) if length % 2 else None,
+            experts_TLK=draw.integers(0, 255, (length, 3, 2)).astype(np.uint8)
+            if length % 2
+            else None,
         )
 
     samples = tuple(sample(length) for length in draw.integers(1, 9, 4))
@@ -141,7 +155,10 @@ def random_training_batch(seed: int) -> TrainBatch:
         batch_id=1,
         version=WeightVersion(2),
         samples=samples,
-        advantages=tuple(draw.normal(size=len(sample.tokens_T)).astype(np.float32) for sample in samples),
+        advantages=tuple(
+            draw.normal(size=len(sample.tokens_T)).astype(np.float32)
+            for sample in samples
+        ),
     )
 
 
@@ -190,12 +207,19 @@ class TestRunFolderGoesOn:
         rows = [json.dumps({"step": step, "time": 1.0}) for step in range(6)]
         folder.metrics_path.write_text("\n".join([*rows, '{"step": 6, "ti']))
         folder.rewind_metrics(3)
-        steps = [json.loads(line)["step"] for line in folder.metrics_path.read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"]
+            for line in folder.metrics_path.read_text().splitlines()
+        ]
         assert steps == [0, 1, 2, 3]
 
     def test_second_driver_of_a_run_folder_is_refused(self, tmp_path: Path) -> None:
         folder = make_run_folder(config(tmp_path, "one"))
-        with folder.held("a"), pytest.raises(ConfigError, match=r"\(invrl a\) works"), folder.held("b"):
+        with (
+            folder.held("a"),
+            pytest.raises(ConfigError, match=r"\(invrl a\) works"),
+            folder.held("b"),
+        ):
             pass
         with folder.held("c"):
             pass

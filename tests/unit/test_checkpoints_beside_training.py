@@ -1,4 +1,5 @@
-"""A checkpoint that is written while the run trains on: one at a time, whole or not there, failures told."""
+"""A checkpoint that is written while the run trains on: one at a time, whole or not
+there, failures told."""
 
 from __future__ import annotations
 
@@ -51,12 +52,18 @@ class SlowTrainer(FolderTrainer):
         return self.weights
 
 
-def begin(checkpoints: Checkpoints, trainer: SlowTrainer, step: int) -> asyncio.Task[None]:
-    saving = checkpoints.save_beside_training(cast(CopyingTrainer, trainer), step, b"the buffer")
+def begin(
+    checkpoints: Checkpoints, trainer: SlowTrainer, step: int
+) -> asyncio.Task[None]:
+    saving = checkpoints.save_beside_training(
+        cast(CopyingTrainer, trainer), step, b"the buffer"
+    )
     return asyncio.create_task(cast(Any, saving))
 
 
-async def test_checkpoint_written_during_training_holds_the_copied_weights(tmp_path: Path) -> None:
+async def test_checkpoint_written_during_training_holds_the_copied_weights(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     trainer = SlowTrainer()
     trainer.weights = 4
@@ -68,7 +75,12 @@ async def test_checkpoint_written_during_training_holds_the_copied_weights(tmp_p
     saved = checkpoints.newest_whole(pytest.fail, NO_MODEL)
     assert saved is not None
     assert (saved.hugging_face / "model.safetensors").read_text() == "weights 4"
-    assert names(saved.path) == ["buffer.json", "hugging_face", "manifest.json", "megatron"]
+    assert names(saved.path) == [
+        "buffer.json",
+        "hugging_face",
+        "manifest.json",
+        "megatron",
+    ]
     assert names(tmp_path) == ["step-000004"]
 
 
@@ -99,17 +111,25 @@ async def test_failed_save_raises_in_every_waiter_and_keeps_the_previous_checkpo
     await begin(checkpoints, trainer, 4)
     assert not watch.done()
     trainer.may_write.set()
-    for waiting in (watch, checkpoints.wait_until_saved(), begin(checkpoints, trainer, 6)):
+    for waiting in (
+        watch,
+        checkpoints.wait_until_saved(),
+        begin(checkpoints, trainer, 6),
+    ):
         with pytest.raises(TrainError, match="no memory is left"):
             await waiting
     newest = Checkpoints(tmp_path).newest_whole(pytest.fail, NO_MODEL)
     assert newest is not None
     assert newest.step == 2
     saved_models = [path.name for path in Checkpoints(tmp_path).models()]
-    assert saved_models == (["model-000004"] if fails_in == "checkpoint_written" else [])
+    assert saved_models == (
+        ["model-000004"] if fails_in == "checkpoint_written" else []
+    )
 
 
-async def test_interrupted_run_finishes_the_running_save_before_saving_newer_weights(tmp_path: Path) -> None:
+async def test_interrupted_run_finishes_the_running_save_before_saving_newer_weights(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     trainer = SlowTrainer()
     await begin(checkpoints, trainer, 4)
@@ -117,7 +137,11 @@ async def test_interrupted_run_finishes_the_running_save_before_saving_newer_wei
     asyncio.get_running_loop().call_soon(trainer.may_write.set)
     notes: list[str] = []
     await save_unsaved_weights(
-        cast(Any, trainer), checkpoints, first_step=0, timeout_s=120.0, note=notes.append
+        cast(Any, trainer),
+        checkpoints,
+        first_step=0,
+        timeout_s=120.0,
+        note=notes.append,
     )
     assert trainer.calls == [
         *("model_written", "checkpoint_written", "finish_checkpoint"), "export_hugging_face",

@@ -72,21 +72,27 @@ def test_closed_output_pipe_prints_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "invrl.cli", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_version_option_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_package_version(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"invrl {importlib.metadata.version('invrl')}\n"
     assert importlib.metadata.version("invrl") == invrl.__version__
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["bench", "--help"], ["train", "--help"]]
+)
 def test_help_and_version_load_no_command(arguments: list[str]) -> None:
-    """They answer at once: pydantic alone would take longer than all the rest. Only the help of settings
-    needs it."""
+    """They answer at once: pydantic alone would take longer than all the rest. Only the
+    help of settings needs it."""
     code = """
 import sys
 from invrl.cli.main import main
@@ -101,9 +107,13 @@ sys.exit(", ".join(heavy & sys.modules.keys()))
     assert done.stderr.strip() == "", done.stderr
 
 
-def test_help_of_train_begins_with_the_settings_of_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_begins_with_the_settings_of_a_first_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["train", "--help"]) == 0
-    flags_in_order = re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)
+    flags_in_order = re.findall(
+        r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE
+    )
     assert flags_in_order[:11] == [
         "--config", "--model-path", "--rollout-function-path", "--task-file", "--reward-function-path",
         "--num-steps", "--rollout-batch-size", "--n-samples-per-prompt", "--max-new-tokens", "--lr",
@@ -119,7 +129,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert "example" in out or "usage" in out
     shown = set(re.findall(r"--[a-z0-9-]+", out.partition("sources:")[2]))
     own = {
-        setting.flag for setting in flags.SETTING_FLAGS if settings_of(name).uses(setting.table, setting.key)
+        setting.flag
+        for setting in flags.SETTING_FLAGS
+        if settings_of(name).uses(setting.table, setting.key)
     }
     settings = {setting.flag for setting in flags.SETTING_FLAGS}
     assert settings & shown == (own if cli.COMMANDS[name].takes_settings else set())
@@ -134,21 +146,39 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["train"], "--model-path"),
         (["serve", "--model-path", "/no/such"], "no such folder"),
         (["prepare-model", "--out", "x"], "one of --gguf"),
-        (["prepare-model", "--gguf", "a", "--from-folder", "b", "--out", "x"], "one of --gguf"),
+        (
+            ["prepare-model", "--gguf", "a", "--from-folder", "b", "--out", "x"],
+            "one of --gguf",
+        ),
         (["prepare-model", "--gguf", "a"], "--out FOLDER"),
         (["prepare-model", "--ggfu", "a"], "--gguf"),
         (["prepare-model", "--gguf", "/no/such", "--out", "/tmp/x"], "no such file"),
-        (["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"], "bfloat16 or float32"),
+        (
+            ["prepare-model", "--gguf", "a", "--out", "x", "--dtype", "int4"],
+            "bfloat16 or float32",
+        ),
         (["eval", "--model-path", "/no/such"], "no tasks"),
         (["serve", "--model-path", "/no/such", "--lr", "1e-5"], "invrl serve --help"),
-        (["serve", "--model-path", "/no/such", "--num-steps=3"], "it means nothing to `invrl serve`"),
-        (["serve", "--model-path", "/no/such", "--megatron-fp16"], "it means nothing to `invrl serve`"),
-        (["serve", "--model-path", "/no/such", "--no-train-auxiliary-roots"], "it means nothing"),
+        (
+            ["serve", "--model-path", "/no/such", "--num-steps=3"],
+            "it means nothing to `invrl serve`",
+        ),
+        (
+            ["serve", "--model-path", "/no/such", "--megatron-fp16"],
+            "it means nothing to `invrl serve`",
+        ),
+        (
+            ["serve", "--model-path", "/no/such", "--no-train-auxiliary-roots"],
+            "it means nothing",
+        ),
         (
             ["eval", "--model-path", "/no/such", "--rollout-batch-size", "4"],
             "it means nothing to `invrl eval`",
         ),
-        (["eval", "--model-path", "/no/such", "--eval-taks", "4"], "did you mean --eval-tasks?"),
+        (
+            ["eval", "--model-path", "/no/such", "--eval-taks", "4"],
+            "did you mean --eval-tasks?",
+        ),
         (["report"], "run folder"),
         (["report", "/no/such"], "no steps"),
     ],
@@ -165,7 +195,9 @@ def test_bad_input_prints_one_block_and_exits_with_2(
     ]  # fmt: skip
 
 
-def test_show_config_prints_the_resolved_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_config_prints_the_resolved_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["show-config", "--lr", "0.125"]) == 0
     file = tmp_path / "c.toml"
     file.write_text(capsys.readouterr().out)
@@ -176,7 +208,9 @@ def test_train_passes_a_checked_config_and_its_run_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Config, RunFolder]] = []
-    monkeypatch.setattr(supervisor, "supervise", lambda config, folder: seen.append((config, folder)))
+    monkeypatch.setattr(
+        supervisor, "supervise", lambda config, folder: seen.append((config, folder))
+    )
     assert train(model, tmp_path, "--num-steps", "3") == 0
     [(config, folder)] = seen
     assert config.run.num_steps == 3
@@ -216,12 +250,18 @@ def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
         assert uses("gateway", "chat_template_path")
         assert uses("engine", "num_engines")
         assert not uses("run", "num_steps")
-        assert not any(uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS if leaf.table in TRAIN_ONLY)
+        assert not any(
+            uses(leaf.table, leaf.key)
+            for leaf in flags.SETTING_FLAGS
+            if leaf.table in TRAIN_ONLY
+        )
     assert settings_of("serve").uses("rollout", "temperature")
     assert not settings_of("serve").uses("rollout", "rollout_function_path")
     assert settings_of("eval").uses("rollout", "rollout_function_path")
     assert settings_of("eval").uses("rollout", "eval_samples_per_task")
-    assert all(settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS)
+    assert all(
+        settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,14 +271,18 @@ def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
         ("eval", ["--rollout-timeout-s", "100000", "--session-ttl-s", "100000"]),
     ],
 )
-def test_settings_of_other_commands_do_not_contradict_a_limit(command: str, limits: list[str]) -> None:
+def test_settings_of_other_commands_do_not_contradict_a_limit(
+    command: str, limits: list[str]
+) -> None:
     with pytest.raises(ConfigError):
         resolve(*flags.parse_flags(limits))  # it does in training
     own = settings_of(command)
     config = resolve(*flags.parse_flags(limits, command=command), own.source())
     for table, values in own.neutral.items():
         assert not any(own.uses(table, key) for key in values)
-    assert resolve(Source(name="again", tables=tomllib.loads(config.to_toml()))) == config
+    assert (
+        resolve(Source(name="again", tables=tomllib.loads(config.to_toml()))) == config
+    )
 
 
 def test_checkpoint_is_served_under_the_name_of_its_run(tmp_path: Path) -> None:
@@ -254,18 +298,28 @@ def test_checkpoint_is_served_under_the_name_of_its_run(tmp_path: Path) -> None:
     assert name(tmp_path / "models" / "smollm2") == "smollm2"
 
 
-def test_interrupt_exits_with_130(model: Path, tmp_path: Path, cluster: types.ModuleType) -> None:
+def test_interrupt_exits_with_130(
+    model: Path, tmp_path: Path, cluster: types.ModuleType
+) -> None:
     def serve(config: Config, folder: RunFolder) -> None:
         raise KeyboardInterrupt
 
     vars(cluster)["serve"] = serve
-    assert cli.main(["serve", "--model-path", str(model), "--run-root", str(tmp_path)]) == 130
+    assert (
+        cli.main(["serve", "--model-path", str(model), "--run-root", str(tmp_path)])
+        == 130
+    )
 
 
 def test_train_refuses_bad_user_code_before_a_run_folder_exists(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(model, tmp_path, "--rollout-function-path", "rollout_fns.calculator:rolout") == 2
+    assert (
+        train(
+            model, tmp_path, "--rollout-function-path", "rollout_fns.calculator:rolout"
+        )
+        == 2
+    )
     assert "rollout" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -299,6 +353,9 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     (checkpoint / "hugging_face").symlink_to(model)
     assert cli.main(flags) == 0
     assert seen[0].model.folder == (checkpoint / "hugging_face")
-    assert (seen[0].rollout.task_file, seen[0].rollout.eval_task_file) == ("", str(tasks))
+    assert (seen[0].rollout.task_file, seen[0].rollout.eval_task_file) == (
+        "",
+        str(tasks),
+    )
     assert cli.main([*flags, "--eval-tasks", "2"]) == 2
     assert "has 1 tasks" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A policy that has collapsed is told once, with what helps; one that has solved its tasks is not."""
+"""A policy that has collapsed is told once, with what helps; one that has solved its
+tasks is not."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from invrl.viewer.viewed_run import ViewedRun
 
 
 def row(
-    step: int, distinct: int, *, deviation: float = 0.0, low: float = 0.0, high: float = 1.0
+    step: int,
+    distinct: int,
+    *,
+    deviation: float = 0.0,
+    low: float = 0.0,
+    high: float = 1.0,
 ) -> dict[str, float | None]:
     """A step of 8 groups of 8."""
     return {
@@ -34,7 +40,9 @@ COLLAPSED = [*HEALTHY, *(row(step, 5) for step in (4, 5, 6))]
 
 def test_a_collapse_names_its_step_its_signs_and_what_helps():
     text = collapse(COLLAPSED)
-    assert "since step 4 it gives one reply to each task (5 distinct replies of 64" in text
+    assert (
+        "since step 4 it gives one reply to each task (5 distinct replies of 64" in text
+    )
     assert "entropy 0.75 -> 0.062 nats" in text
     for flag in ("--lr", "--kl-coef", "--entropy-coef"):
         assert flag in text
@@ -66,7 +74,9 @@ def test_groups_of_one_and_rows_of_evaluations_say_nothing():
 def test_report_terminal_and_overview_tell_it(tmp_path: Path):
     tables = {"run": {"run_root": str(tmp_path), "run_name": "r"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
-    folder.metrics_path.write_text("".join(json.dumps(each) + "\n" for each in COLLAPSED))
+    folder.metrics_path.write_text(
+        "".join(json.dumps(each) + "\n" for each in COLLAPSED)
+    )
     assert [note for note in RunReader(folder).read().notes if "collapsed" in note]
     viewed = ViewedRun("r", folder, tmp_path / "cache")
     viewed.metrics.refresh()

@@ -1,4 +1,5 @@
-"""`/v1/completions` as its clients see it: raw prompts, continued with the exact ids of what came before."""
+"""`/v1/completions` as its clients see it: raw prompts, continued with the exact ids of
+what came before."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def renderer(model: Path) -> Renderer:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers) as made:
         yield made
@@ -43,7 +46,9 @@ def spelled(renderer: Renderer, text: str) -> list[int]:
     return [token for letter in text for token in renderer.encode(letter)]
 
 
-async def test_continued_prompt_keeps_the_sampled_ids(gateway: Running, renderer: Renderer):
+async def test_continued_prompt_keeps_the_sampled_ids(
+    gateway: Running, renderer: Renderer
+):
     sampled = [*spelled(renderer, "the user"), END]
     assert sampled[:-1] != renderer.encode("the user")
     gateway.engine.script = lambda _: sampled
@@ -66,20 +71,30 @@ async def test_continued_prompt_keeps_the_sampled_ids(gateway: Running, renderer
     assert turns[1].context_ids_T.tolist() == rest
     path = [*renderer.encode(HEAD), *sampled]
     prompts = [request["input_ids"] for request in gateway.engine.requests]
-    assert prompts[:3] == [renderer.encode(HEAD), [*path, *rest], [*path, *rest, *sampled, *rest]]
+    assert prompts[:3] == [
+        renderer.encode(HEAD),
+        [*path, *rest],
+        [*path, *rest, *sampled, *rest],
+    ]
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
     assert summary.trained_tokens == 4 * len(sampled)
 
 
-async def test_stop_string_repeated_by_the_prompt_is_part_of_the_path(gateway: Running, renderer: Renderer):
+async def test_stop_string_repeated_by_the_prompt_is_part_of_the_path(
+    gateway: Running, renderer: Renderer
+):
     sampled = renderer.encode("Look up.\nResult:")
     gateway.engine.script = lambda _: sampled
     [session] = await gateway.open()
     create = gateway.client(session).completions.create
-    first = await create(model="tiny", prompt="Q", stop="Result:", max_tokens=len(sampled))
+    first = await create(
+        model="tiny", prompt="Q", stop="Result:", max_tokens=len(sampled)
+    )
     assert first.choices[0].text == "Look up.\n"
-    await create(model="tiny", prompt="Q" + first.choices[0].text + "Result: 5", max_tokens=5)
+    await create(
+        model="tiny", prompt="Q" + first.choices[0].text + "Result: 5", max_tokens=5
+    )
     turns = gateway.turns(session)
     assert turns[1].parent_id == turns[0].id
     assert turns[1].context_ids_T.tolist() == renderer.encode(" 5")
@@ -108,7 +123,9 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     gateway.engine.script = lambda _: reply
     [session] = await gateway.open(purpose="serve")
     create = gateway.client(session).completions.create
-    whole = await create(model="tiny", prompt="Q", max_tokens=60, logprobs=0, n=2, temperature=0.5)
+    whole = await create(
+        model="tiny", prompt="Q", max_tokens=60, logprobs=0, n=2, temperature=0.5
+    )
     assert [choice.text for choice in whole.choices] == ["Hi 漢<think>🙂"] * 2
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 2 * len(reply)
@@ -116,7 +133,9 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     shown = whole.choices[1].logprobs
     assert shown is not None
     assert shown.tokens is not None
-    assert shown.text_offset == [len("".join(shown.tokens[:at])) for at in range(len(reply))]
+    assert shown.text_offset == [
+        len("".join(shown.tokens[:at])) for at in range(len(reply))
+    ]
     stream = await create(
         model="tiny",
         prompt="Q",
@@ -131,12 +150,16 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     assert [piece.finish_reason for piece in pieces][-2:] == [None, "stop"]
     told = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [each for one in told for each in getattr(one, name)] == getattr(shown, name)
+        assert [each for one in told for each in getattr(one, name)] == getattr(
+            shown, name
+        )
     assert events[-1].usage.completion_tokens == len(reply)
     assert {turn.parent_id for turn in gateway.turns(session)} == {None}
 
 
-async def test_chat_and_completions_of_a_session_do_not_mix(gateway: Running, renderer: Renderer):
+async def test_chat_and_completions_of_a_session_do_not_mix(
+    gateway: Running, renderer: Renderer
+):
     gateway.engine.script = lambda _: [*renderer.encode("Yes"), END]
     [session] = await gateway.open()
     client = gateway.client(session)
@@ -145,7 +168,9 @@ async def test_chat_and_completions_of_a_session_do_not_mix(gateway: Running, re
     done = await client.completions.create(model="tiny", prompt=HEAD + "Yes" + MORE)
     with pytest.raises(openai.BadRequestError, match="not of this session"):
         await client.responses.create(
-            model="tiny", input="x", previous_response_id=done.id.replace("cmpl-", "resp_")
+            model="tiny",
+            input="x",
+            previous_response_id=done.id.replace("cmpl-", "resp_"),
         )
     reply = {"role": "assistant", "content": "Yes"}
     await client.chat.completions.create(model="tiny", messages=[ask, reply, ask])
@@ -183,7 +208,9 @@ async def test_bad_completions_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     for name, fields in BAD_FIELDS.items():
         body = json.dumps({"model": "tiny", "prompt": "x"} | fields)
-        answer = await gateway.http.post(session.base_url + "/completions", content=body)
+        answer = await gateway.http.post(
+            session.base_url + "/completions", content=body
+        )
         assert answer.status_code == 400, (name, answer.text)
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}

@@ -84,7 +84,9 @@ import invrl.observe.sinks, invrl.observe.progress, invrl.observe.report
 from invrl.run.config import resolve
 print(resolve().run.num_steps)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "100"
 
@@ -97,7 +99,9 @@ def test_every_preset_file_loads_and_repeats_no_default(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_preset_file_names_existing_code_and_tasks(path: Path, tmp_path: Path) -> None:
+def test_every_preset_file_names_existing_code_and_tasks(
+    path: Path, tmp_path: Path
+) -> None:
     sources = [read_toml(path)]
     if "task_source_path" not in sources[0].tables["rollout"]:  # its tasks come by flag
         tasks = write(tmp_path / "tasks.jsonl", '{"question": "2+2?", "label": 4}\n')
@@ -108,36 +112,69 @@ def test_every_preset_file_names_existing_code_and_tasks(path: Path, tmp_path: P
 def test_quickstart_preset_has_the_measured_settings() -> None:
     config = load_resolved(ROOT / "invrl" / "presets" / "quickstart.toml")
     rollout, train = config.rollout, config.train
-    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_new_tokens) == (4, 8, 14)
-    assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (3e-5, 0.9, 0.99, 1.0)
+    assert (
+        rollout.rollout_batch_size,
+        rollout.n_samples_per_prompt,
+        rollout.max_new_tokens,
+    ) == (4, 8, 14)
+    assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (
+        3e-5,
+        0.9,
+        0.99,
+        1.0,
+    )
     assert (config.algorithm.kl_coef, config.algorithm.num_minibatches) == (0.0, 1)
     assert rollout.eval_tasks >= 100
     make_checks(config, USER_CODE)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_algorithm_preset_is_valid_and_below_the_other_sources(name: str, tmp_path: Path) -> None:
+def test_every_algorithm_preset_is_valid_and_below_the_other_sources(
+    name: str, tmp_path: Path
+) -> None:
     config = from_flags("--algorithm-preset", name)
     assert config.algorithm.model_dump() == {
         **AlgorithmConfig().model_dump(),
         **PRESETS[name],
         "algorithm_preset": name,
     }
-    file = write(tmp_path / "c.toml", "[algorithm]\neps_clip_low = 0.11\neps_clip_high = 0.12\n")
-    config = from_flags("--config", str(file), "--eps-clip-high", "0.13", "--algorithm-preset", name)
-    assert (config.algorithm.eps_clip_low, config.algorithm.eps_clip_high) == (0.11, 0.13)
+    file = write(
+        tmp_path / "c.toml", "[algorithm]\neps_clip_low = 0.11\neps_clip_high = 0.12\n"
+    )
+    config = from_flags(
+        "--config", str(file), "--eps-clip-high", "0.13", "--algorithm-preset", name
+    )
+    assert (config.algorithm.eps_clip_low, config.algorithm.eps_clip_high) == (
+        0.11,
+        0.13,
+    )
 
 
 def test_a_preset_named_by_a_flag_replaces_the_one_in_the_file(tmp_path: Path) -> None:
     file = write(tmp_path / "c.toml", '[algorithm]\nalgorithm_preset = "grpo"\n')
-    assert from_flags("--config", str(file)).algorithm.kl_coef == PRESETS["grpo"]["kl_coef"]
-    assert from_flags("--config", str(file), "--algorithm-preset", "dapo").algorithm.eps_clip_high == 0.28
+    assert (
+        from_flags("--config", str(file)).algorithm.kl_coef
+        == PRESETS["grpo"]["kl_coef"]
+    )
+    assert (
+        from_flags(
+            "--config", str(file), "--algorithm-preset", "dapo"
+        ).algorithm.eps_clip_high
+        == 0.28
+    )
 
 
 def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path / "c.toml", "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n")
+    file = write(
+        tmp_path / "c.toml",
+        "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n",
+    )
     config = from_flags("--lr=0.25", "--config", str(file), "--tensorboard")
-    assert (config.train.lr, config.train.clip_grad, config.train.adam_beta1) == (0.25, 2.0, 0.9)
+    assert (config.train.lr, config.train.clip_grad, config.train.adam_beta1) == (
+        0.25,
+        2.0,
+        0.9,
+    )
     assert config.run.tensorboard
 
 
@@ -294,7 +331,9 @@ def test_configuration_is_frozen() -> None:
         (["--sglang-api-key", "s3cret"], "sglang.api_key", "keys", "leave --sglang-api-key out"),
     ],
 )  # fmt: skip
-def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reason: str, fix: str) -> None:
+def test_bad_flags_name_field_reason_and_fix(
+    flags: list[str], field: str, reason: str, fix: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         from_flags(*flags)
     assert caught.value.field == field
@@ -308,10 +347,22 @@ def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reaso
     [
         ("[rolout]\n", "rolout", "rollout"),
         ("[rollout]\ntemprature = 1\n", "rollout.temprature", "temperature"),
-        ("[train]\ntemperature = 1.0\n", "train.temperature", "move it to table [rollout]"),
+        (
+            "[train]\ntemperature = 1.0\n",
+            "train.temperature",
+            "move it to table [rollout]",
+        ),
         ("[train]\nlearning_rate = 1e-5\n", "train.learning_rate", "did you mean lr?"),
-        ("[train]\nbatch_size = 8\n", "train.batch_size", "rollout_batch_size, in table [rollout]"),
-        ("[rollout]\nmax_tokens = 8\n", "rollout.max_tokens", "did you mean max_new_tokens?"),
+        (
+            "[train]\nbatch_size = 8\n",
+            "train.batch_size",
+            "rollout_batch_size, in table [rollout]",
+        ),
+        (
+            "[rollout]\nmax_tokens = 8\n",
+            "rollout.max_tokens",
+            "did you mean max_new_tokens?",
+        ),
         ("learning_rate = 1e-5\n", "learning_rate", "write it as lr, in table [train]"),
         ("train = 3\n", "train", "[train]"),
         ("[train\n", "--config", "readable TOML"),
@@ -319,23 +370,35 @@ def test_bad_flags_name_field_reason_and_fix(flags: list[str], field: str, reaso
         ("[sglang]\nx = [1, 2]\n", "sglang", "a string, a number or a boolean"),
     ],
 )
-def test_bad_toml_names_its_line(text: str, field: str, fix: str, tmp_path: Path) -> None:
+def test_bad_toml_names_its_line(
+    text: str, field: str, fix: str, tmp_path: Path
+) -> None:
     file = write(tmp_path / "bad.toml", text)
     with pytest.raises(ConfigError) as caught:
         from_flags("--config", str(file))
     assert caught.value.field.startswith(field)
     assert fix in caught.value.fix
-    assert str(file) in caught.value.field + str(caught.value.value) + caught.value.reason
+    assert (
+        str(file) in caught.value.field + str(caught.value.value) + caught.value.reason
+    )
 
 
 def test_user_code_is_checked_by_path() -> None:
     with pytest.raises(PluginError, match="calculater"):
-        make_checks(from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"), USER_CODE)
+        make_checks(
+            from_flags("--rollout-function-path", "rollout_fns.calculater:rollout"),
+            USER_CODE,
+        )
     with pytest.raises(ConfigError, match="there are no tasks"):
-        make_checks(from_flags("--rollout-function-path", "rollout_fns.calculator:rollout"), USER_CODE)
+        make_checks(
+            from_flags("--rollout-function-path", "rollout_fns.calculator:rollout"),
+            USER_CODE,
+        )
 
 
-def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here() -> None:
+def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here() -> (
+    None
+):
     with pytest.raises(ConfigError) as caught:
         make_checks(resolve(), USER_CODE)
     error = caught.value
@@ -345,10 +408,17 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
 
     outside = from_flags("--external-environments")
     assert "your environments" in str(run_check("rollout function", outside))
-    with pytest.raises(ConfigError, match="are always run by our own workers") as caught:
-        make_checks(from_flags("--external-environments", "--eval-tasks", "4"), ("rollout function",))
+    with pytest.raises(
+        ConfigError, match="are always run by our own workers"
+    ) as caught:
+        make_checks(
+            from_flags("--external-environments", "--eval-tasks", "4"),
+            ("rollout function",),
+        )
     assert "--eval-tasks 0" in caught.value.fix
-    assert held_out_only(from_flags("--external-environments", "--task-file", "t").rollout).runs_rollouts
+    assert held_out_only(
+        from_flags("--external-environments", "--task-file", "t").rollout
+    ).runs_rollouts
 
 
 @pytest.mark.parametrize(
@@ -359,14 +429,21 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
         ("--megatron-recompute-granularit", "full", "recompute-granularity"),
     ],
 )
-def test_passed_through_options_are_checked_against_their_package(flag: str, value: str, fix: str) -> None:
+def test_passed_through_options_are_checked_against_their_package(
+    flag: str, value: str, fix: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_checks(from_flags(flag, value), ("sglang options", "router options", "megatron options"))
+        make_checks(
+            from_flags(flag, value),
+            ("sglang options", "router options", "megatron options"),
+        )
     assert fix in caught.value.fix.replace("_", "-")
 
 
 def test_a_field_of_ours_wins_over_a_package_prefix() -> None:
-    assert from_flags("--router-start-timeout-s", "7").engine.router_start_timeout_s == 7
+    assert (
+        from_flags("--router-start-timeout-s", "7").engine.router_start_timeout_s == 7
+    )
 
 
 def test_passed_through_values_keep_their_written_type() -> None:
@@ -395,9 +472,16 @@ def test_configuration_sections_are_documented() -> None:
 
 
 def test_seeded_sampling_needs_its_attention_backends() -> None:
-    flags = ["--sglang-attention-backend", "fa3", "--sglang-sampling-backend", "pytorch"]
+    flags = [
+        "--sglang-attention-backend",
+        "fa3",
+        "--sglang-sampling-backend",
+        "pytorch",
+    ]
     assert from_flags("--seeded-sampling", *flags).engine.seeded_sampling
-    assert not from_flags("--sglang-attention-backend", "flex_attention").engine.seeded_sampling
+    assert not from_flags(
+        "--sglang-attention-backend", "flex_attention"
+    ).engine.seeded_sampling
 
 
 DETERMINISTIC = (
@@ -409,8 +493,20 @@ DETERMINISTIC = (
 def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
     assert from_flags(*DETERMINISTIC).train.deterministic
     with pytest.raises(ConfigError) as error:
-        from_flags("--deterministic", "--seeded-sampling", "--max-staleness", "2", "--num-engines", "2")
-    for flag in ("--max-staleness 0", "--num-engines 1", "--rollout-concurrency 1", "--engine-dtype float32"):
+        from_flags(
+            "--deterministic",
+            "--seeded-sampling",
+            "--max-staleness",
+            "2",
+            "--num-engines",
+            "2",
+        )
+    for flag in (
+        "--max-staleness 0",
+        "--num-engines 1",
+        "--rollout-concurrency 1",
+        "--engine-dtype float32",
+    ):
         assert flag in error.value.fix
     assert "--seeded-sampling" not in error.value.fix
     with pytest.raises(ConfigError, match="add --no-external-environments; or leave"):
@@ -420,15 +516,17 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
-    from invrl.run.cluster import _gateway_settings  # slow to import, and only needed here
+    from invrl.run.cluster import (
+        _gateway_settings,
+    )  # slow to import, and only needed here
 
     flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
-    flags += (
-        "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
-    )
+    flags += "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
-    fleet = SimpleNamespace(limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k"))
+    fleet = SimpleNamespace(
+        limits=limits, router=SimpleNamespace(url="http://127.0.0.1:1", api_key="k")
+    )
 
     def gateway_settings(longest_row: int | None) -> GatewaySettings:
         return _gateway_settings(
@@ -441,20 +539,28 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
         )
 
     settings = gateway_settings(None)
-    assert (settings.gateway_workers, settings.session_max_turns, settings.late_reward) == (3, 7, "accept")
+    assert (
+        settings.gateway_workers,
+        settings.session_max_turns,
+        settings.late_reward,
+    ) == (3, 7, "accept")
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
-    assert taken == config.gateway.model_dump() | {"gateway_port": settings.gateway_port}
+    assert taken == config.gateway.model_dump() | {
+        "gateway_port": settings.gateway_port
+    }
     assert settings.gateway_port == 20_001
     assert settings.context_length == 64
     assert gateway_settings(100).context_length == 64
     assert gateway_settings(33).context_length == 33
 
 
-# ------------------------------------------------------------------ what cannot act
+# ----------------------------------------------------------------- what cannot act
 
 
 def first_words(config: Config) -> list[str]:
-    return [" ".join(sentence.split()[:2]) for sentence in config.algorithm.without_effect()]
+    return [
+        " ".join(sentence.split()[:2]) for sentence in config.algorithm.without_effect()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -474,13 +580,24 @@ def test_settings_without_effect_are_listed(flags: list[str], inert: list[str]) 
     assert first_words(from_flags(*flags)) == inert
 
 
-@pytest.mark.parametrize("flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]]
+)
 def test_run_prints_settings_without_effect_at_its_start(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = from_flags(*flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard")
+    config = from_flags(
+        *flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard"
+    )
     monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
     run_incarnation(config, make_run_folder(config))
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    told = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("note: ")
+    ]
     assert len(told) == (1 if not flags else 0)
     assert all("the clip" in line and "--num-minibatches" in line for line in told)

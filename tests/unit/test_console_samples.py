@@ -1,4 +1,5 @@
-"""What the console tells of a step's replies: some of them, how many are cut, and how many are distinct."""
+"""What the console tells of a step's replies: some of them, how many are cut, and how
+many are distinct."""
 
 from __future__ import annotations
 
@@ -34,9 +35,18 @@ def taken(groups: int = 4, members: int = 8) -> TakenBatch:
     made = []
     for number in range(groups):
         places = tuple(GroupMember(index=index, attempt=0) for index in range(members))
-        lease = GroupLease(group_id=f"g{number}", task=Task(id=f"task-{number}", payload={}), members=places)
-        rollouts = tuple(summary_of(lease, index=index, attempt=0, version=0) for index in range(members))
-        made.append(Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts))
+        lease = GroupLease(
+            group_id=f"g{number}",
+            task=Task(id=f"task-{number}", payload={}),
+            members=places,
+        )
+        rollouts = tuple(
+            summary_of(lease, index=index, attempt=0, version=0)
+            for index in range(members)
+        )
+        made.append(
+            Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts)
+        )
     return TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(made))
 
 
@@ -59,7 +69,9 @@ def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
 
 def batch(*rows: TrainSample) -> TrainBatch:
     advantages = tuple(np.zeros(len(one.tokens_T), np.float32) for one in rows)
-    return TrainBatch(batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages)
+    return TrainBatch(
+        batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages
+    )
 
 
 def distinct(*rows: TrainSample) -> float:
@@ -67,8 +79,12 @@ def distinct(*rows: TrainSample) -> float:
 
 
 def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
-    assert distinct(*(row(f"r{number}", [number, 7], [1, 2]) for number in range(80))) == 1
-    assert distinct(*(row(f"r{number}", [9], [1, number]) for number in range(80))) == 80
+    assert (
+        distinct(*(row(f"r{number}", [number, 7], [1, 2]) for number in range(80))) == 1
+    )
+    assert (
+        distinct(*(row(f"r{number}", [9], [1, number]) for number in range(80))) == 80
+    )
     assert distinct() == 0
 
 
@@ -80,19 +96,33 @@ def test_a_rollout_of_several_rows_is_one_reply() -> None:
     assert distinct(*one) == distinct(*one, *same) == 1
     assert distinct(*one, *same, *other) == 2
     assert distinct(row("a", [9], [1]), row("a", [9], [2])) == 1
-    assert distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
+    assert (
+        distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
+    )
 
 
-def test_step_line_shows_shares_of_truncated_and_distinct_replies(capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"rollout/reward_mean": 1.0, "rollout/truncated_share": 0.975, "rollout/distinct_replies": 1.0}
+def test_step_line_shows_shares_of_truncated_and_distinct_replies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {
+        "rollout/reward_mean": 1.0,
+        "rollout/truncated_share": 0.975,
+        "rollout/distinct_replies": 1.0,
+    }
     PlainProgress(3).step(2, values | {"rollout/rollouts": 80.0})
     assert "reward 1, cut 98%, distinct replies 1 of 80" in capsys.readouterr().out
 
 
 def test_samples_come_from_several_groups_and_change_members_each_step() -> None:
     of_step = [choose_rollouts(taken(), 4, step) for step in range(3)]
-    assert [[sample.group_id for sample in chosen] for chosen in of_step] == [["g0", "g1", "g2", "g3"]] * 3
-    assert [{sample.index for sample in chosen} for chosen in of_step] == [{0}, {1}, {2}]
+    assert [[sample.group_id for sample in chosen] for chosen in of_step] == [
+        ["g0", "g1", "g2", "g3"]
+    ] * 3
+    assert [{sample.index for sample in chosen} for chosen in of_step] == [
+        {0},
+        {1},
+        {2},
+    ]
     assert len(choose_rollouts(taken(1, 3), 9, 5)) == 3
     assert choose_rollouts(taken(), 0, 5) == []
     assert choose_rollouts(taken(0), 2, 5) == []
@@ -100,7 +130,9 @@ def test_samples_come_from_several_groups_and_change_members_each_step() -> None
 
 def test_a_sample_is_shown_with_task_reward_prompt_and_reply(tmp_path: Path) -> None:
     run = record_run(tmp_path)
-    name = run.add("7*6", ["thinking\n\tof it", "42 \x1b[2J" + "!" * 5_000], 0.5, ending="length")
+    name = run.add(
+        "7*6", ["thinking\n\tof it", "42 \x1b[2J" + "!" * 5_000], 0.5, ending="length"
+    )
     stored = RunStore(run.folder.store_path).closed_session(name)
     assert stored is not None
     assert isinstance(stored.outcome, RolloutSummary)
@@ -153,7 +185,11 @@ async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
         return [f"sample {number} of step {step}" for number in (1, 2)]
 
     parts = Parts(
-        buffer=EmptyBatches(), assemble=assemble, observer=Observer(), learner=None, show_samples=show
+        buffer=EmptyBatches(),
+        assemble=assemble,
+        observer=Observer(),
+        learner=None,
+        show_samples=show,
     )
     await run_loop(parts, done=0, num_steps=2)
     assert told == [

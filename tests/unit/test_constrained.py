@@ -1,4 +1,5 @@
-"""Replies that a client wants forced into a form: what the engine is asked for, and what is trained."""
+"""Replies that a client wants forced into a form: what the engine is asked for, and
+what is trained."""
 
 from __future__ import annotations
 
@@ -21,10 +22,18 @@ from invrl.types import FailedRollout, RolloutSummary
 
 END = 2
 PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+}
 CALC = {"type": "function", "function": {"name": "calc", "parameters": PARAMETERS}}
 SHELL = {"type": "function", "function": {"name": "shell", "parameters": PARAMETERS}}
-SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
 CALL = '<tool_call>\n{"name":"%s", "arguments":{"a": 12}}\n</tool_call>'
 FORCED: dict[str, dict[str, Any]] = {
@@ -94,7 +103,9 @@ async def test_constrained_free_samples_without_a_grammar_and_trains_the_turn(
 
 
 @pytest.mark.parametrize("gateway", ["free"], indirect=True)
-async def test_constrained_free_parses_the_calls_that_the_model_makes(gateway: Running, renderer: Renderer):
+async def test_constrained_free_parses_the_calls_that_the_model_makes(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, CALL % "shell")
     [session] = await gateway.open()
     for way in ("tool_choice=required", "tool_choice=named"):
@@ -102,7 +113,9 @@ async def test_constrained_free_parses_the_calls_that_the_model_makes(gateway: R
             model="tiny", messages=[ASK], **FORCED[way]
         )
         [call] = answer.choices[0].message.tool_calls or []
-        assert call.function.name == "shell"  # another than the named one: the client judges it
+        assert (
+            call.function.name == "shell"
+        )  # another than the named one: the client judges it
 
 
 @every_way
@@ -110,8 +123,12 @@ async def test_constrained_free_parses_the_calls_that_the_model_makes(gateway: R
 async def test_serving_forces_the_reply(gateway: Running, renderer: Renderer, way: str):
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open(purpose="serve")
-    await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
-    assert grammar_of(gateway) == {"json_schema" if way == "response_format" else "ebnf"}
+    await gateway.client(session).chat.completions.create(
+        model="tiny", messages=[ASK], **FORCED[way]
+    )
+    assert grammar_of(gateway) == {
+        "json_schema" if way == "response_format" else "ebnf"
+    }
     seen = await shown(gateway, session.id)
     assert seen["overridden"] == []
     assert [turn["constrained"] for turn in seen["turns"]] == [True]
@@ -129,8 +146,12 @@ async def test_constrained_skip_reports_why_a_rollout_is_not_trained(
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open()
     for _ in range(2):
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
-    assert [turn["constrained"] for turn in (await shown(gateway, session.id))["turns"]] == [True] * 2
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK], **FORCED[way]
+        )
+    assert [
+        turn["constrained"] for turn in (await shown(gateway, session.id))["turns"]
+    ] == [True] * 2
     failed = await gateway.finish(session)
     assert isinstance(failed, FailedRollout)
     assert failed.reason is FailureReason.CONSTRAINED
@@ -146,7 +167,9 @@ async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
     say(gateway, renderer, CALL % "calc")
     [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
     for each in (session, evaluated):
-        await gateway.client(each).chat.completions.create(model="tiny", messages=[ASK], **FORCED[way])
+        await gateway.client(each).chat.completions.create(
+            model="tiny", messages=[ASK], **FORCED[way]
+        )
     params = gateway.engine.requests[0]["sampling_params"]
     [turn] = gateway.turns(session)
     [name] = grammar_of(gateway)
@@ -159,7 +182,9 @@ async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
 
 
 @pytest.mark.parametrize("gateway", ["skip"], indirect=True)
-async def test_constrained_skip_trains_the_free_turns(gateway: Running, renderer: Renderer):
+async def test_constrained_skip_trains_the_free_turns(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, CALL % "calc")
     [session] = await gateway.open()
     create = gateway.client(session).chat.completions.create
@@ -190,14 +215,17 @@ def accepts(model: Path, ebnf: str, text: str) -> bool:
 def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
     functions = [each["function"] for each in shown]
     return tuple(
-        Tool(name=function["name"], parameters=json.dumps(function["parameters"])) for function in functions
+        Tool(name=function["name"], parameters=json.dumps(function["parameters"]))
+        for function in functions
     )
 
 
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])
 def test_response_format_applies_to_the_final_message_only(model: Path, parser: str):
     parsers = Parsers(tool_calls=parser)
-    made = parsers.constraint(tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA))
+    made = parsers.constraint(
+        tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA)
+    )
     calls = {
         "qwen25": CALL % "calc",
         "hermes": (CALL % "calc").replace("\n", ""),
@@ -215,13 +243,17 @@ def test_response_format_applies_to_the_final_message_only(model: Path, parser: 
 def test_response_format_without_calls_is_the_schema():
     schema = json.dumps(SCHEMA)
     for offered, choice in (((), ToolChoice()), (tools(CALC), ToolChoice(mode="none"))):
-        assert PARSERS.constraint(offered, choice, parallel=True, schema=schema) == {"json_schema": schema}
+        assert PARSERS.constraint(offered, choice, parallel=True, schema=schema) == {
+            "json_schema": schema
+        }
     assert PARSERS.constraint(tools(CALC), ToolChoice(), parallel=True) == {}
 
 
 def test_required_call_precedes_the_response_format(model: Path):
     choice = ToolChoice(mode="required")
-    made = PARSERS.constraint(tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA))
+    made = PARSERS.constraint(
+        tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA)
+    )
     assert accepts(model, str(made["ebnf"]), CALL % "calc")
     assert not accepts(model, str(made["ebnf"]), '{"sum": 156}')
 
@@ -236,24 +268,37 @@ async def test_only_allowed_tools_may_be_called(
 
     async def names(mode: str, *allowed: str) -> list[str]:
         if dialect == "chat":
-            listed = [{"type": "function", "function": {"name": each}} for each in allowed]
-            choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+            listed = [
+                {"type": "function", "function": {"name": each}} for each in allowed
+            ]
+            choice: Any = {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": listed},
+            }
             answer = await client.chat.completions.create(
                 model="tiny", messages=[ASK], tools=[CALC, SHELL], tool_choice=choice
             )
-            return [call.function.name for call in answer.choices[0].message.tool_calls or []]
+            return [
+                call.function.name
+                for call in answer.choices[0].message.tool_calls or []
+            ]
         listed = [{"type": "function", "name": each} for each in allowed]
         choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
         flat: list[Any] = [
-            {"type": "function", "strict": False, **each["function"]} for each in (CALC, SHELL)
+            {"type": "function", "strict": False, **each["function"]}
+            for each in (CALC, SHELL)
         ]
-        answer = await client.responses.create(model="tiny", input=[ASK], tools=flat, tool_choice=choice)
+        answer = await client.responses.create(
+            model="tiny", input=[ASK], tools=flat, tool_choice=choice
+        )
         return [item.name for item in answer.output if item.type == "function_call"]
 
     say(gateway, renderer, CALL % "shell")
     assert await names("auto", "shell") == ["shell"]
     assert await names("auto", "calc", "shell") == ["shell"]
-    assert await names("auto", "calc") == []  # not offered: what looks like a call of it is text
+    assert (
+        await names("auto", "calc") == []
+    )  # not offered: what looks like a call of it is text
     prompts = [request["input_ids"] for request in gateway.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2]  # which shows both tools
     assert "shell" in renderer.decode(prompts[0])

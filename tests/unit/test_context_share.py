@@ -1,4 +1,5 @@
-"""Context parallelism read back from the shares of all ranks: together they compute what one rank would."""
+"""Context parallelism read back from the shares of all ranks: together they compute
+what one rank would."""
 
 from __future__ import annotations
 
@@ -15,8 +16,13 @@ from invrl.train.packing import pack
 from invrl.train.sliding_window import windowed
 
 
-def shares_of(micro_batch: MicroBatch, ranks: int, multiple: int = 1) -> list[ContextShare]:
-    return [ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=multiple) for rank in range(ranks)]
+def shares_of(
+    micro_batch: MicroBatch, ranks: int, multiple: int = 1
+) -> list[ContextShare]:
+    return [
+        ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=multiple)
+        for rank in range(ranks)
+    ]
 
 
 def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
@@ -51,10 +57,14 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
     padded = shares[0].micro_batch
     assert len(padded.tokens_P) % (ranks * multiple) == 0
     places = np.concatenate([share.places_Q for share in shares])
-    assert sorted(places.tolist()) == list(range(len(padded.tokens_P))), "every token has one rank"
+    assert sorted(places.tolist()) == list(range(len(padded.tokens_P))), (
+        "every token has one rank"
+    )
     if ranks > 1:
         assert shares[0].gathered_P is not None
-        assert (shares[0].gathered_P[places] == np.arange(len(places))).all(), "gathered rank by rank"
+        assert (shares[0].gathered_P[places] == np.arange(len(places))).all(), (
+            "gathered rank by rank"
+        )
     whole_blocks = list(padded.blocks)
     if window is not None:
         whole_blocks = windowed(whole_blocks, padded.positions_P, window)
@@ -63,7 +73,9 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
         assert len(share.places_Q) * ranks == len(padded.tokens_P)
         assert (share.tokens_Q == padded.tokens_P[share.places_Q]).all()
         own_blocks = list(share.own_blocks(whole_blocks))
-        queries = np.concatenate([np.arange(block.start, block.end) for block in own_blocks])
+        queries = np.concatenate(
+            [np.arange(block.start, block.end) for block in own_blocks]
+        )
         assert (queries == share.places_Q).all(), "in the order of the rank's tokens"
         assert sights(own_blocks) == [expected[place] for place in queries]
 
@@ -74,7 +86,9 @@ def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) 
     num_tokens = len(micro_batch.tokens_P)
     padded = shares_of(micro_batch, ranks, multiple)[0].micro_batch
     attended = visible(padded)
-    for expected, found in zip(visible(micro_batch), attended[:num_tokens], strict=True):
+    for expected, found in zip(
+        visible(micro_batch), attended[:num_tokens], strict=True
+    ):
         assert (found == expected).all()
     for places in attended[num_tokens:]:
         assert places.min() >= num_tokens
@@ -83,7 +97,9 @@ def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) 
 
 
 @given(data=rows(), ranks=st.integers(1, 4))
-def test_every_wanted_token_is_predicted_on_one_rank(data: list[Row], ranks: int) -> None:
+def test_every_wanted_token_is_predicted_on_one_rank(
+    data: list[Row], ranks: int
+) -> None:
     """From the token before it, at its own temperature."""
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     places_N = micro_batch.project_U[micro_batch.projection_N]
@@ -104,13 +120,18 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
     """Every second token is under a mask of its own."""
     masks = tuple(bytes([number]) if number % 2 else None for number in range(1, 9))
     row = Row(
-        tokens_T=np.arange(9, dtype=np.int32), wanted_N=np.arange(1, 9), temperature=1.0, allowed_N=masks
+        tokens_T=np.arange(9, dtype=np.int32),
+        wanted_N=np.arange(1, 9),
+        temperature=1.0,
+        allowed_N=masks,
     )
     (micro_batch,) = pack([row], max_tokens=100, share_prefixes=True)
     found: dict[int, int] = {}
     for share in shares_of(micro_batch, 2):
         own, _ = share.own_projections()
-        for row_of_logits, allowed_W in zip(own.restricted_M, own.allowed_MW, strict=True):
+        for row_of_logits, allowed_W in zip(
+            own.restricted_M, own.allowed_MW, strict=True
+        ):
             [token] = own.targets_N[own.projection_N == row_of_logits]
             found[int(token)] = int(allowed_W[0])
     assert found == {1: 1, 3: 3, 5: 5, 7: 7}
@@ -120,12 +141,19 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
 def test_a_long_row_is_divided_evenly(ranks: int) -> None:
     """Tokens to within one of each piece, and keys seen to within a percent."""
     length = 2001
-    row = Row(tokens_T=np.arange(length, dtype=np.int32), wanted_N=np.array([length - 1]), temperature=1.0)
+    row = Row(
+        tokens_T=np.arange(length, dtype=np.int32),
+        wanted_N=np.array([length - 1]),
+        temperature=1.0,
+    )
     (micro_batch,) = pack([row], max_tokens=length, share_prefixes=True)
     shares = shares_of(micro_batch, ranks)
     assert len(shares[0].places_Q) <= (length - 1) // ranks + 2
     keys = [
-        sum(len(seen) for seen in sights(list(share.own_blocks(share.micro_batch.blocks))))
+        sum(
+            len(seen)
+            for seen in sights(list(share.own_blocks(share.micro_batch.blocks)))
+        )
         for share in shares
     ]
     assert max(keys) < 1.01 * sum(keys) / ranks

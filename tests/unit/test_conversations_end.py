@@ -1,5 +1,6 @@
-"""A closed session leaves nothing behind, however its calls ended: without the help of the collector for
-cycles, which the gateway lets look at old objects about once in half a million requests."""
+"""A closed session leaves nothing behind, however its calls ended: without the help of
+the collector for cycles, which the gateway lets look at old objects about once in half
+a million requests."""
 
 from __future__ import annotations
 
@@ -28,11 +29,14 @@ End = Callable[[Running, Session, bool], Awaitable[None]]
 
 
 _earlier: list[object] = []
-"""What tests before this one left alive: a gateway may live on in their process when it has ended."""
+"""What tests before this one left alive: a gateway may live on in their process when it
+has ended."""
 
 
 def alive() -> list[object]:
-    return [found for found in gc.get_objects() if type(found) in (Conversation, Generation)]
+    return [
+        found for found in gc.get_objects() if type(found) in (Conversation, Generation)
+    ]
 
 
 @pytest.fixture
@@ -77,7 +81,9 @@ async def go_away(gateway: Running, session: Session, stream: bool) -> None:
     before = len(gateway.engine.cancelled)
     async with httpx.AsyncClient() as http:
         body = {"model": "tiny", "messages": [ASK], "stream": stream}
-        call = asyncio.create_task(http.post(session.base_url + "/chat/completions", json=body))
+        call = asyncio.create_task(
+            http.post(session.base_url + "/chat/completions", json=body)
+        )
         await eventually(lambda: bool(gateway.engine.running))
         call.cancel()
     await eventually(lambda: len(gateway.engine.cancelled) > before)
@@ -109,17 +115,29 @@ async def fail_of_two(gateway: Running, session: Session, stream: bool) -> None:
 
 
 async def be_refused(gateway: Running, session: Session, stream: bool) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 20_000}], "stream": stream}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x" * 20_000}],
+        "stream": stream,
+    }
     answer = await gateway.http.post(session.base_url + "/chat/completions", json=body)
     assert answer.status_code == 400
 
 
-async def be_refused_in_a_thread(gateway: Running, session: Session, stream: bool) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 200_000}], "stream": stream}
+async def be_refused_in_a_thread(
+    gateway: Running, session: Session, stream: bool
+) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x" * 200_000}],
+        "stream": stream,
+    }
     for path in ("/chat/completions", "/messages/count_tokens"):
         answer = await gateway.http.post(session.base_url + path, json=body)
         assert answer.status_code == (400 if path == "/chat/completions" else 200)
-    answer = await gateway.http.post(session.base_url + "/chat/completions", content=b"[" * 100_000)
+    answer = await gateway.http.post(
+        session.base_url + "/chat/completions", content=b"[" * 100_000
+    )
     assert answer.status_code == 400
 
 
@@ -193,13 +211,19 @@ async def test_session_with_an_internal_error_is_freed(
         if fault == "decoding":
             patched.setattr(TextStream, "push", fail)
         else:
-            for store in [found for found in gc.get_objects() if type(found) is RunStoreWriter]:
+            for store in [
+                found for found in gc.get_objects() if type(found) is RunStoreWriter
+            ]:
                 patched.setattr(store, "_db", FullDisk(store._db))
         assert await ask(gateway, session, stream=stream) == 500 or stream
     if fault == "decoding":
         [turn] = gateway.turns(session)
         assert turn.finish_reason == "abort"
-        assert turn.sampled_ids_T.tolist() == list(range(10, 60))[: len(turn.sampled_ids_T)] != []
+        assert (
+            turn.sampled_ids_T.tolist()
+            == list(range(10, 60))[: len(turn.sampled_ids_T)]
+            != []
+        )
     await gateway.finish(session)
     await all_let_go()
 
@@ -208,5 +232,7 @@ async def test_sixty_aborted_sessions_leave_no_conversation_in_memory(gateway: R
     for _ in range(60):
         [session] = await gateway.open()
         await go_away(gateway, session, True)
-        await gateway.env(f"/sessions/{session.id}/abort", {"reason": "aborted", "detail": "x"})
+        await gateway.env(
+            f"/sessions/{session.id}/abort", {"reason": "aborted", "detail": "x"}
+        )
     await all_let_go()

@@ -1,5 +1,5 @@
-"""Batches whose rewards are shaped, whose rollouts are left out, or which are compared and whitened as a
-whole."""
+"""Batches whose rewards are shaped, whose rollouts are left out, or which are compared
+and whitened as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from invrl.buffer.config import RewardUse
 from invrl.buffer.training_samples import build_batch
 from invrl.observe.step_metrics import shaping_metrics
 from invrl.reasons import FailureReason
-from invrl.types import Group, Rollout, RolloutSummary, TakenBatch, TrainBatch, Turn, WeightVersion
+from invrl.types import (
+    Group,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    TrainBatch,
+    Turn,
+    WeightVersion,
+)
 
 
 def built(
@@ -33,17 +41,26 @@ def built(
     """Each rollout has a row of two sampled tokens for each branch."""
     algorithm = AlgorithmConfig.model_validate(settings)
     taken_groups = [
-        Group(id=members[0].group_id, task_id="t", rollouts_G=tuple(members)) for members in groups
+        Group(id=members[0].group_id, task_id="t", rollouts_G=tuple(members))
+        for members in groups
     ]
     rollouts: list[Rollout] = []
     for members in groups:
         for member in members:
-            paths = [[turn(f"{member.session_id}.{n}", None, [1], [2, 3])] for n in range(num_branches)]
+            paths = [
+                [turn(f"{member.session_id}.{n}", None, [1], [2, 3])]
+                for n in range(num_branches)
+            ]
             rollouts.append(rollout(*paths, of=member))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(taken_groups))
     rules = credit_rules(algorithm, max_new_tokens)
     return build_batch(
-        taken, rollouts, configured_advantage(algorithm), algorithm.advantage_eps, use=use, rules=rules
+        taken,
+        rollouts,
+        configured_advantage(algorithm),
+        algorithm.advantage_eps,
+        use=use,
+        rules=rules,
     )
 
 
@@ -62,10 +79,23 @@ def test_rows_record_whether_their_rollout_solved_its_task() -> None:
         groups=(Group(id="g", task_id="t", rollouts_G=tuple(group)),),
     )
     rollouts = [
-        rollout(*[[turn(f"{of.session_id}.{n}", None, [1], [2, 3])] for n in range(2)], of=of) for of in group
+        rollout(
+            *[[turn(f"{of.session_id}.{n}", None, [1], [2, 3])] for n in range(2)],
+            of=of,
+        )
+        for of in group
     ]
-    batch = build_batch(taken, rollouts, configured_advantage(algorithm), 1e-4, rules=rules)
-    assert [sample.numbers["solved"] for sample in batch.samples] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    batch = build_batch(
+        taken, rollouts, configured_advantage(algorithm), 1e-4, rules=rules
+    )
+    assert [sample.numbers["solved"] for sample in batch.samples] == [
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert batch.trained.solved_tokens == 8
     assert batch.trained.tokens == 12
     plain = build_batch(taken, rollouts, configured_advantage(algorithm), 1e-4)
@@ -81,7 +111,8 @@ def firsts(batch: TrainBatch) -> list[float]:
 
 
 def test_reinforce_baseline_is_over_the_batch() -> None:
-    """Rewards 0 0 and 3: the mean of the batch is 1, and a group of one has an advantage too."""
+    """Rewards 0 0 and 3: the mean of the batch is 1, and a group of one has an
+    advantage too."""
     batch = built(members("g", [0.0, 0.0]), members("h", [3.0]), advantage="reinforce")
     assert firsts(batch) == [-1.0, -1.0, 2.0]
 
@@ -95,18 +126,28 @@ def test_reinforce_counts_a_rollout_once_for_any_number_of_rows() -> None:
 
 def test_reinforce_pp_whitens_the_raw_reward_over_tokens() -> None:
     """Three rows of two tokens: 0 0 0 0 3 3."""
-    batch = built(members("g", [0.0, 0.0]), members("h", [3.0]), advantage="reinforce_pp")
+    batch = built(
+        members("g", [0.0, 0.0]), members("h", [3.0]), advantage="reinforce_pp"
+    )
     deviation = math.sqrt(12 / 5 + 1e-8)
-    assert firsts(batch) == pytest.approx([-1 / deviation, -1 / deviation, 2 / deviation])
+    assert firsts(batch) == pytest.approx(
+        [-1 / deviation, -1 / deviation, 2 / deviation]
+    )
 
 
 def test_reinforce_pp_baseline_subtracts_the_group_mean_first() -> None:
-    batch = built(members("g", [0.0, 2.0]), members("h", [5.0, 5.0]), advantage="reinforce_pp_baseline")
+    batch = built(
+        members("g", [0.0, 2.0]),
+        members("h", [5.0, 5.0]),
+        advantage="reinforce_pp_baseline",
+    )
     deviation = math.sqrt(4 / 7 + 1e-8)
     assert firsts(batch) == pytest.approx([-1 / deviation, 1 / deviation, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("advantage", ["reinforce", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    "advantage", ["reinforce", "reinforce_pp", "reinforce_pp_baseline"]
+)
 def test_batch_of_equal_rewards_has_exactly_zero_advantages(advantage: str) -> None:
     batch = built(members("g", [0.1] * 4), members("h", [0.1] * 3), advantage=advantage)
     assert firsts(batch) == [0.0] * 7
@@ -115,9 +156,13 @@ def test_batch_of_equal_rewards_has_exactly_zero_advantages(advantage: str) -> N
 @settings(max_examples=50, deadline=None)
 @given(
     groups=st.lists(
-        st.lists(st.sampled_from([0.0, 0.25, 1.0, 2.0]), min_size=1, max_size=4), min_size=1, max_size=4
+        st.lists(st.sampled_from([0.0, 0.25, 1.0, 2.0]), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
     ),
-    advantage=st.sampled_from(["grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "reinforce_pp"]),
+    advantage=st.sampled_from(
+        ["grpo", "dr_grpo", "rloo", "maxrl", "reinforce", "reinforce_pp"]
+    ),
     order=st.randoms(use_true_random=False),
 )
 def test_groups_are_defined_by_ids_and_not_by_positions(
@@ -127,7 +172,8 @@ def test_groups_are_defined_by_ids_and_not_by_positions(
     named = [members(f"g{n}", rewards) for n, rewards in enumerate(groups)]
     batch = built(*named, advantage=advantage)
     by_session = {
-        sample.rollout_id: first for sample, first in zip(batch.samples, firsts(batch), strict=True)
+        sample.rollout_id: first
+        for sample, first in zip(batch.samples, firsts(batch), strict=True)
     }
     shuffled = [list(group) for group in named]
     for group in shuffled:
@@ -138,7 +184,7 @@ def test_groups_are_defined_by_ids_and_not_by_positions(
         assert first == pytest.approx(by_session[sample.rollout_id], rel=1e-6, abs=1e-6)
 
 
-# ------------------------------------------------------------------ left out
+# ----------------------------------------------------------------- left out
 
 
 def failed(member: RolloutSummary) -> RolloutSummary:
@@ -150,17 +196,29 @@ def test_failed_rollout_is_trained_or_only_counted_or_left_out() -> None:
     one, two, three = members("g", [1.0, 2.0, 0.0])
     group = [one, two, failed(three)]
     assert firsts(built(group, advantage="dr_grpo")) == [0.0, 1.0, -1.0]
-    assert firsts(built(group, advantage="dr_grpo", failed_rollouts="baseline")) == [0.0, 1.0]
-    assert firsts(built(group, advantage="dr_grpo", failed_rollouts="leave_out")) == [-0.5, 0.5]
-    batch = built([failed(one), failed(two)], advantage="dr_grpo", failed_rollouts="leave_out")
+    assert firsts(built(group, advantage="dr_grpo", failed_rollouts="baseline")) == [
+        0.0,
+        1.0,
+    ]
+    assert firsts(built(group, advantage="dr_grpo", failed_rollouts="leave_out")) == [
+        -0.5,
+        0.5,
+    ]
+    batch = built(
+        [failed(one), failed(two)], advantage="dr_grpo", failed_rollouts="leave_out"
+    )
     assert batch.samples == ()
 
 
 def test_stricter_rule_applies_to_a_truncated_failed_rollout() -> None:
     one, two, three = members("g", [1.0, 2.0, 0.0])
     cut = replace(three, truncated=True)
-    assert firsts(built([one, two, cut], advantage="dr_grpo", failed_rollouts="leave_out")) == [0, 1, -1]
-    assert firsts(built([one, two, cut], advantage="dr_grpo", truncated_rollouts="baseline")) == [0, 1]
+    assert firsts(
+        built([one, two, cut], advantage="dr_grpo", failed_rollouts="leave_out")
+    ) == [0, 1, -1]
+    assert firsts(
+        built([one, two, cut], advantage="dr_grpo", truncated_rollouts="baseline")
+    ) == [0, 1]
     both = failed(cut)
     batch = built(
         [one, two, both],
@@ -171,11 +229,12 @@ def test_stricter_rule_applies_to_a_truncated_failed_rollout() -> None:
     assert firsts(batch) == [-0.5, 0.5]
 
 
-# ------------------------------------------------------------------ shaping
+# ----------------------------------------------------------------- shaping
 
 
 def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
-    """Both are right; the second is 90 tokens long, with a limit of 100 and a buffer of 20: it loses 0.5."""
+    """Both are right; the second is 90 tokens long, with a limit of 100 and a buffer of
+    20: it loses 0.5."""
     one, two = members("g", [1.0, 1.0])
     group = [replace(one, sampled_tokens=10), replace(two, sampled_tokens=90)]
     batch = built(group, advantage="dr_grpo", overlong_buffer=20)
@@ -205,17 +264,23 @@ def test_length_reward_compares_only_rollouts_that_count() -> None:
         replace(two, sampled_tokens=20),
         failed(replace(three, sampled_tokens=1000)),
     ]
-    batch = built(group, advantage="dr_grpo", length_penalty=1.0, failed_rollouts="leave_out")
+    batch = built(
+        group, advantage="dr_grpo", length_penalty=1.0, failed_rollouts="leave_out"
+    )
     assert firsts(batch) == [0.5, -0.5]
 
 
-# ------------------------------------------------------------------ discount
+# ----------------------------------------------------------------- discount
 
 
 def test_turn_reward_is_discounted_per_turn_in_between() -> None:
-    """One rollout of three turns, raw rewards: final 4, turns 1, 2 and 0, discount 1/2."""
+    """One rollout of three turns, raw rewards: final 4, turns 1, 2 and 0, discount
+    1/2."""
     ids = ["a", "b", "c"]
-    path: list[Turn] = [turn(id, parent, [1], [2]) for id, parent in zip(ids, [None, "a", "b"], strict=True)]
+    path: list[Turn] = [
+        turn(id, parent, [1], [2])
+        for id, parent in zip(ids, [None, "a", "b"], strict=True)
+    ]
     of = replace(summary(reward=4.0), turn_rewards={"a": 1.0, "b": 2.0})
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))

@@ -1,5 +1,6 @@
-"""The arena in a GPU's memory, without a GPU: handles and errors against a driver of this test, and the whole
-way into an engine with shared memory in the place of the GPU's. On a GPU: `test_cuda_arena.py`."""
+"""The arena in a GPU's memory, without a GPU: handles and errors against a driver of
+this test, and the whole way into an engine with shared memory in the place of the
+GPU's. On a GPU: `test_cuda_arena.py`."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=UUIDS[index])
+        torch.cuda,
+        "get_device_properties",
+        lambda index: types.SimpleNamespace(uuid=UUIDS[index]),
     )
     return fake
 
@@ -116,10 +119,16 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
     assert len(base64.b64decode(fields["ipc_handle"])) == 64
     received = msgspec.json.decode(sent, type=CudaHandle)
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index])
+        torch.cuda,
+        "get_device_properties",
+        lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index]),
     )
     opened = cuda_memory.open_memory(received)
-    assert place_of(opened) == (8192, 1000, 0)  # this process numbers the GPUs otherwise
+    assert place_of(opened) == (
+        8192,
+        1000,
+        0,
+    )  # this process numbers the GPUs otherwise
     assert driver.opened == [(0, 8192)]
     del opened
     assert driver.opened == []
@@ -133,14 +142,22 @@ def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
 ) -> None:
     _, handle = cuda_memory.allocate(1000, GPU)
     elsewhere = msgspec.structs.replace(handle, device_uuid="33333333-0000")
-    with pytest.raises(WeightSyncError, match="on GPU 33333333-0000, and the engine sees 11111111-0000, 2"):
+    with pytest.raises(
+        WeightSyncError,
+        match="on GPU 33333333-0000, and the engine sees 11111111-0000, 2",
+    ):
         cuda_memory.open_memory(elsewhere)
     with pytest.raises(WeightSyncError, match="has 64 bytes, this one 3"):
         cuda_memory.open_memory(msgspec.structs.replace(handle, ipc_handle=b"abc"))
     driver.status = 400
-    with pytest.raises(WeightSyncError, match=r"cuIpcOpenMemHandle_v2 .*CUDA_ERROR_INVALID_HANDLE \(400\)"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"cuIpcOpenMemHandle_v2 .*CUDA_ERROR_INVALID_HANDLE \(400\)",
+    ):
         cuda_memory.open_memory(handle)
-    with pytest.raises(WeightSyncError, match=r"GPU 0 gives no .*cuMemAlloc_v2 failed.*device cpu"):
+    with pytest.raises(
+        WeightSyncError, match=r"GPU 0 gives no .*cuMemAlloc_v2 failed.*device cpu"
+    ):
         cuda_memory.allocate(1000, GPU)
 
     def no_driver() -> ctypes.CDLL:
@@ -155,15 +172,23 @@ def test_gpu_memory_that_cannot_be_opened_is_an_error_with_its_reason(
 def shared_memory_as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated on a GPU is shared memory, whose path is the handle."""
 
-    def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHandle]:
+    def allocate(
+        num_bytes: int, device: torch.device
+    ) -> tuple[torch.Tensor, CudaHandle]:
         assert device == GPU
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('invrl-test')}"
-        handle = CudaHandle(device_uuid="x", num_bytes=num_bytes, offset=0, ipc_handle=path.encode())
-        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), handle
+        handle = CudaHandle(
+            device_uuid="x", num_bytes=num_bytes, offset=0, ipc_handle=path.encode()
+        )
+        return torch.from_file(
+            path, shared=True, size=num_bytes, dtype=torch.uint8
+        ), handle
 
     def open_memory(handle: CudaHandle) -> torch.Tensor:
         path = handle.ipc_handle.decode()
-        return torch.from_file(path, shared=True, size=handle.num_bytes, dtype=torch.uint8)
+        return torch.from_file(
+            path, shared=True, size=handle.num_bytes, dtype=torch.uint8
+        )
 
     monkeypatch.setattr(arena, "allocate", allocate)
     monkeypatch.setattr(arena, "open_memory", open_memory)
@@ -197,7 +222,9 @@ async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
     engine.parameters["model.norm.weight"].fill_(4.0)
     engine.parameters[LAYOUT[1].name][3, 3] = 9.0
     held = await receiver.checksums(staged)
-    assert [name for name, value in staged.checksums.items() if held[name] != value] == [LAYOUT[1].name]
+    assert [
+        name for name, value in staged.checksums.items() if held[name] != value
+    ] == [LAYOUT[1].name]
 
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
@@ -212,7 +239,9 @@ async def test_engine_ranks_load_their_slices_from_a_gpu_arena() -> None:
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
 def test_gpu_arena_of_another_layout_is_refused() -> None:
-    handle = msgspec.json.decode(stage(ArenaWriter(LAYOUT, device=GPU), 1).handle, type=ArenaHandle)
+    handle = msgspec.json.decode(
+        stage(ArenaWriter(LAYOUT, device=GPU), 1).handle, type=ArenaHandle
+    )
     open_arena(handle, LAYOUT)
     larger = (*LAYOUT, TensorSpec(name="d", shape=(4096,), dtype="float32"))
     with pytest.raises(LayoutError, match="not of this layout"):

@@ -1,5 +1,5 @@
-"""The curriculum: schemes against their formulas, the same picks for the same seed and outcomes, a state that
-goes on where it was, and what its settings refuse."""
+"""The curriculum: schemes against their formulas, the same picks for the same seed and
+outcomes, a state that goes on where it was, and what its settings refuse."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def listed(count: int) -> list[Task]:
     return [Task(id=f"q{n}", payload={"n": n}) for n in range(count)]
 
 
-def make(count: int, scheme: str = "learnability", decay: float = 0.5, seed: int = 0) -> Curriculum:
+def make(
+    count: int, scheme: str = "learnability", decay: float = 0.5, seed: int = 0
+) -> Curriculum:
     return Curriculum(listed(count), CURRICULA[scheme], decay=decay, seed=seed)
 
 
-def ended(task_id: str, solved: int, size: int = 8, *, complete: bool = True) -> GroupOutcome:
+def ended(
+    task_id: str, solved: int, size: int = 8, *, complete: bool = True
+) -> GroupOutcome:
     return GroupOutcome(
         task_id=task_id,
         group_id="g",
@@ -47,7 +51,8 @@ def ended(task_id: str, solved: int, size: int = 8, *, complete: bool = True) ->
 
 
 def shares(curriculum: Curriculum, picks: int) -> dict[str, float]:
-    """How often each task is picked while nothing is learned: each group is dropped before it is complete."""
+    """How often each task is picked while nothing is learned: each group is dropped
+    before it is complete."""
     counts: Counter[str] = Counter()
     for _ in range(picks):
         task = next(curriculum)
@@ -56,16 +61,18 @@ def shares(curriculum: Curriculum, picks: int) -> dict[str, float]:
     return {task_id: count / picks for task_id, count in counts.items()}
 
 
-# ------------------------------------------------------------------ the posterior and the schemes
+# ------------------------------------------------------ the posterior and the schemes
 
 
 @given(
     decay=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
     solved=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=12),
 )
-def test_curriculum_posterior_is_the_discounted_count(decay: float, solved: list[tuple[int, int]]) -> None:
-    """Against the sum written out, in exact fractions: the prior never fades, the group before last weighs
-    decay, the one before it decay squared."""
+def test_curriculum_posterior_is_the_discounted_count(
+    decay: float, solved: list[tuple[int, int]]
+) -> None:
+    """Against the sum written out, in exact fractions: the prior never fades, the group
+    before last weighs decay, the one before it decay squared."""
     curriculum = make(2, decay=decay)
     for num_solved, num_unsolved in solved:
         curriculum.record(ended("q1", num_solved, num_solved + num_unsolved))
@@ -75,7 +82,9 @@ def test_curriculum_posterior_is_the_discounted_count(decay: float, solved: list
         alpha += Fraction(decay) ** age * num_solved
         beta += Fraction(decay) ** age * num_unsolved
     expected = [] if alpha == beta == 1 else [float(alpha), float(beta), 0]
-    assert curriculum.state()["tasks"].get("q1", []) == pytest.approx(expected, rel=1e-12)  # type: ignore[union-attr]
+    assert curriculum.state()["tasks"].get("q1", []) == pytest.approx(
+        expected, rel=1e-12
+    )  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("scheme", ["learnability", "prioritized"])
@@ -137,7 +146,7 @@ def test_no_task_is_open_twice_while_other_tasks_are_free(scheme: str) -> None:
     assert next(curriculum).id == "q3"
 
 
-# ------------------------------------------------------------------ the same again, and over a resume
+# -------------------------------------------------- the same again, and over a resume
 
 
 @settings(max_examples=150, deadline=None)
@@ -152,7 +161,8 @@ def test_no_task_is_open_twice_while_other_tasks_are_free(scheme: str) -> None:
 def test_restored_curriculum_continues_with_the_same_picks(
     scheme: str, count: int, seed: int, decay: float, moves: list[int], cut: int
 ) -> None:
-    """Picks and outcomes in any order; the state passes through JSON after any of them."""
+    """Picks and outcomes in any order; the state passes through JSON after any of
+    them."""
     first, second = (make(count, scheme, decay, seed) for _ in range(2))
     open_ids: list[str] = []
     for number, move in enumerate(moves):
@@ -197,15 +207,19 @@ def test_curriculum_state_of_another_task_list_is_refused() -> None:
     with pytest.raises(ValueError, match="the state is of 3 tasks, the list has 4"):
         make(4).restore(state)
     renamed = Curriculum(
-        [Task(id=f"r{n}", payload={}) for n in range(3)], CURRICULA["thompson"], decay=0.5, seed=0
+        [Task(id=f"r{n}", payload={}) for n in range(3)],
+        CURRICULA["thompson"],
+        decay=0.5,
+        seed=0,
     )
     with pytest.raises(ValueError, match="among them 'q"):
         renamed.restore(state)
 
 
 def test_a_curriculum_raises_the_share_of_groups_that_teach() -> None:
-    """Simulated: of 60 tasks a third is solved never, a third always, a third half of the time. The share of
-    groups with both rewards among the last of 300, against a third and less without a curriculum."""
+    """Simulated: of 60 tasks a third is solved never, a third always, a third half of
+    the time. The share of groups with both rewards among the last of 300, against a
+    third and less without a curriculum."""
     success_rate = [0.0, 1.0, 0.5]
     for scheme in ("learnability", "thompson"):
         draw = random.Random(0)
@@ -213,13 +227,15 @@ def test_a_curriculum_raises_the_share_of_groups_that_teach() -> None:
         teaching: list[bool] = []
         for _ in range(300):
             task = next(curriculum)
-            solved = sum(draw.random() < success_rate[int(task.id[1:]) % 3] for _ in range(8))
+            solved = sum(
+                draw.random() < success_rate[int(task.id[1:]) % 3] for _ in range(8)
+            )
             curriculum.record(ended(task.id, solved))
             teaching.append(0 < solved < 8)
         assert sum(teaching[150:]) / 150 > 0.5, scheme
 
 
-# ------------------------------------------------------------------ settings
+# ----------------------------------------------------------------- settings
 
 
 @pytest.fixture
@@ -256,7 +272,9 @@ def told(split: str, seed: int) -> Iterator[Task]:
 
 
 def from_source(name: str, **fields: object) -> RolloutConfig:
-    return RolloutConfig.model_validate({"task_source_path": f"{__name__}:{name}", **fields})
+    return RolloutConfig.model_validate(
+        {"task_source_path": f"{__name__}:{name}", **fields}
+    )
 
 
 def first_ids(config: RolloutConfig, count: int) -> set[str]:
@@ -266,13 +284,17 @@ def first_ids(config: RolloutConfig, count: int) -> set[str]:
 
 
 @pytest.mark.parametrize("curriculum", SCHEMES)
-def test_curriculum_picks_from_a_file_or_a_source(file: str, curriculum: CurriculumScheme) -> None:
+def test_curriculum_picks_from_a_file_or_a_source(
+    file: str, curriculum: CurriculumScheme
+) -> None:
     config = RolloutConfig(task_file=file, curriculum=curriculum)
     check_tasks(config, 3)
     assert first_ids(config, 6) == {f"q{n}" for n in range(6)}
     two = config.model_copy(update={"curriculum_tasks": 2})
     assert first_ids(two, 20) == {"q0", "q1"}
-    assert first_ids(from_source("finite", curriculum=curriculum), 5) == {f"q{n}" for n in range(5)}
+    assert first_ids(from_source("finite", curriculum=curriculum), 5) == {
+        f"q{n}" for n in range(5)
+    }
     of_endless = from_source("endless", curriculum=curriculum, curriculum_tasks=5)
     assert first_ids(of_endless, 5) == {"3-0", "3-1", "3-2", "3-3", "3-0@1"}
 
@@ -280,10 +302,28 @@ def test_curriculum_picks_from_a_file_or_a_source(file: str, curriculum: Curricu
 @pytest.mark.parametrize(
     ("name", "fields", "field", "reason", "fix"),
     [
-        ("endless", {}, "curriculum_tasks", "more than 100000 training tasks", "give --curriculum-tasks N"),
-        ("finite", {"curriculum_tasks": 9}, "curriculum_tasks", "there are 5 training tasks", "at most 5"),
+        (
+            "endless",
+            {},
+            "curriculum_tasks",
+            "more than 100000 training tasks",
+            "give --curriculum-tasks N",
+        ),
+        (
+            "finite",
+            {"curriculum_tasks": 9},
+            "curriculum_tasks",
+            "there are 5 training tasks",
+            "at most 5",
+        ),
         ("empty", {}, "task_source_path", "has no tasks", "yield"),
-        ("told", {}, "curriculum", "picks its tasks by itself", "leave --curriculum out"),
+        (
+            "told",
+            {},
+            "curriculum",
+            "picks its tasks by itself",
+            "leave --curriculum out",
+        ),
     ],
 )
 def test_task_source_unfit_for_a_curriculum_is_refused_before_the_run(
@@ -303,12 +343,20 @@ def test_task_source_unfit_for_a_curriculum_is_refused_before_the_run(
         (["--curriculum-decay", "0.9"], "curriculum_decay"),
         (["--curriculum", "easy"], "curriculum"),
         (["--curriculum", "thompson", "--curriculum-decay", "1.5"], "curriculum_decay"),
-        (["--difficulty-low", "0.9", "--group-filter", "medium_difficulty"], "difficulty_low"),
+        (
+            ["--difficulty-low", "0.9", "--group-filter", "medium_difficulty"],
+            "difficulty_low",
+        ),
         (["--difficulty-groups", "2"], "difficulty_groups"),
-        (["--difficulty-groups", "17", "--group-filter", "medium_difficulty"], "difficulty_groups"),
+        (
+            ["--difficulty-groups", "17", "--group-filter", "medium_difficulty"],
+            "difficulty_groups",
+        ),
     ],
 )
-def test_meaningless_curriculum_settings_are_refused(flags: list[str], field: str) -> None:
+def test_meaningless_curriculum_settings_are_refused(
+    flags: list[str], field: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(*parse_flags(["--model-path", "m", "--task-file", "t.jsonl", *flags]))
     assert caught.value.field.endswith(field)

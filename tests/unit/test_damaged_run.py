@@ -1,4 +1,5 @@
-"""Files of a run folder that are not what was written: every one is named, none is loaded."""
+"""Files of a run folder that are not what was written: every one is named, none is
+loaded."""
 
 from __future__ import annotations
 
@@ -124,17 +125,25 @@ def write_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**architecture, **changes}))
 
 
-def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(tmp_path: Path) -> None:
+def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     older, newer = write(checkpoints, 4), write(checkpoints, 8)
     make_newer(newer)
     told: list[str] = []
     assert checkpoints.newest_whole(told.append, NO_MODEL) == older
     [line] = told
-    assert "manifest.json: it is of format 2, and this version of invrl reads formats up to 1" in line
+    assert (
+        "manifest.json: it is of format 2, and this version of invrl reads formats up to 1"
+        in line
+    )
     assert "kept as step-000008.refused" in line
     make_newer(older)
-    with pytest.raises(DamagedFileError, match=r"step-000004/manifest.json: it is of format 2.*Fix: use the"):
+    with pytest.raises(
+        DamagedFileError,
+        match=r"step-000004/manifest.json: it is of format 2.*Fix: use the",
+    ):
         checkpoints.newest_whole(told.append, NO_MODEL)
     assert older.path.is_dir(), "the version that wrote it finds it"
 
@@ -143,7 +152,10 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(tmp_path
     ("changes", "reason"),
     [
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and in .*model it is 2"),
-        ({"model_type": "qwen2"}, "model_type is 'qwen2', and in .*model it is 'llama'"),
+        (
+            {"model_type": "qwen2"},
+            "model_type is 'qwen2', and in .*model it is 'llama'",
+        ),
         ({"rope_theta": 5.0}, "rope is "),
     ],
 )
@@ -159,7 +171,9 @@ def test_checkpoint_of_another_model_is_put_aside_for_the_previous_one(
     told: list[str] = []
     assert checkpoints.newest_whole(told.append, model) == older
     [line] = told
-    assert re.search(f"step 8 cannot be used: config.json: it is of another model: {reason}", line)
+    assert re.search(
+        f"step 8 cannot be used: config.json: it is of another model: {reason}", line
+    )
     write_config(model, num_hidden_layers=5)
     with pytest.raises(DamagedFileError, match="another model: num_hidden_layers is 2"):
         checkpoints.newest_whole(told.append, model)
@@ -171,7 +185,11 @@ def test_whole_checkpoint_is_used_without_a_message(tmp_path: Path) -> None:
     assert checkpoints.newest_whole(pytest.fail, NO_MODEL) is None
     newest = write(checkpoints, 8)
     assert checkpoints.newest_whole(pytest.fail, NO_MODEL) == newest
-    size = sum((newest.path / name).stat().st_size for name in EVERY_FILE if name != MANIFEST_NAME)
+    size = sum(
+        (newest.path / name).stat().st_size
+        for name in EVERY_FILE
+        if name != MANIFEST_NAME
+    )
     assert check_manifest(newest.path) == size, "every byte is read"
 
 
@@ -180,11 +198,16 @@ def test_run_without_a_whole_checkpoint_is_refused_each_time(tmp_path: Path) -> 
     for step in (4, 8):
         flip_a_bit(write(checkpoints, step).buffer)
     for _ in range(2):
-        with pytest.raises(DamagedFileError, match=r"step-000004.damaged, step-000008.damaged.*--run-name"):
+        with pytest.raises(
+            DamagedFileError,
+            match=r"step-000004.damaged, step-000008.damaged.*--run-name",
+        ):
             checkpoints.newest_whole(lambda _: None, NO_MODEL)
 
 
-def test_second_damaged_checkpoint_of_a_step_is_kept_under_a_new_name(tmp_path: Path) -> None:
+def test_second_damaged_checkpoint_of_a_step_is_kept_under_a_new_name(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 4)
     for _ in range(3):
@@ -196,7 +219,8 @@ def test_second_damaged_checkpoint_of_a_step_is_kept_under_a_new_name(tmp_path: 
 
 
 def test_damaged_checkpoint_is_not_removed_by_keep(tmp_path: Path) -> None:
-    """`keep` is of whole ones; a damaged one is neither kept in its place nor removed."""
+    """`keep` is of whole ones; a damaged one is neither kept in its place nor
+    removed."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (2, 4):
         write(checkpoints, step)
@@ -208,20 +232,23 @@ def test_damaged_checkpoint_is_not_removed_by_keep(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(tmp_path: Path) -> None:
+def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(
+    tmp_path: Path,
+) -> None:
     newest = write(Checkpoints(tmp_path), 8)
     flip_a_bit(newest.buffer)
     check_served(newest.hugging_face)
     flip_a_bit(newest.hugging_face / "model.safetensors")
     with pytest.raises(
-        ConfigError, match=r"model\.safetensors: its checksum is [0-9a-f]{32}, and [0-9a-f]{32} was written"
+        ConfigError,
+        match=r"model\.safetensors: its checksum is [0-9a-f]{32}, and [0-9a-f]{32} was written",
     ):
         check_served(newest.hugging_face)
     (tmp_path / "hugging_face").mkdir()
     check_served(tmp_path / "hugging_face")  # of no checkpoint
 
 
-# ---------------------------------------------------------------------- the store
+# --------------------------------------------------------------------- the store
 
 
 def snapshot(*, incarnation: int, outbox_seq: int = 0) -> bytes:
@@ -242,7 +269,8 @@ def store(path: Path, incarnations: int = 1, rows: int = 400) -> Path:
     db = connect(path)
     for number in range(rows):
         db.execute(
-            "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,0,?)", (f"s{number}", b"x" * 900)
+            "INSERT INTO outbox (session_id, failed, outcome) VALUES (?,0,?)",
+            (f"s{number}", b"x" * 900),
         )
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()
@@ -268,25 +296,35 @@ def garbage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_pages, cut_in_half, garbage, empty, remove])
-def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(tmp_path: Path, damage) -> None:
+def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(
+    tmp_path: Path, damage
+) -> None:
     path = store(tmp_path / "run.sqlite")
     check_store_of(path, CHECKPOINT, snapshot(incarnation=1, outbox_seq=400))
     damage(path)
     with pytest.raises(DamagedFileError) as error:
         check_store_of(path, CHECKPOINT, snapshot(incarnation=1))
     assert str(error.value).startswith(f"{path}: ")
-    assert f"begin a new run: --run-name NEW --model-path {CHECKPOINT}" in str(error.value)
+    assert f"begin a new run: --run-name NEW --model-path {CHECKPOINT}" in str(
+        error.value
+    )
     assert path.exists() == (damage is not remove), "it is not made anew"
 
 
 @pytest.mark.parametrize(("incarnation", "row"), [(2, 0), (1, 401)])
-def test_older_copy_of_the_store_is_refused(tmp_path: Path, incarnation: int, row: int) -> None:
+def test_older_copy_of_the_store_is_refused(
+    tmp_path: Path, incarnation: int, row: int
+) -> None:
     path = store(tmp_path / "run.sqlite")
     with pytest.raises(DamagedFileError, match="older, or another run's"):
-        check_store_of(path, CHECKPOINT, snapshot(incarnation=incarnation, outbox_seq=row))
+        check_store_of(
+            path, CHECKPOINT, snapshot(incarnation=incarnation, outbox_seq=row)
+        )
 
 
-def test_incarnation_continues_only_from_an_incarnation_of_the_store(tmp_path: Path) -> None:
+def test_incarnation_continues_only_from_an_incarnation_of_the_store(
+    tmp_path: Path,
+) -> None:
     ledger = LedgerStore(tmp_path / "run.sqlite")
     with pytest.raises(RunStoreError, match="the checkpoint is of incarnation 1"):
         ledger.begin(parent=1, step=4, sequence=7)
@@ -322,10 +360,12 @@ def test_whole_store_passes_the_check(tmp_path: Path) -> None:
     check_store(store(tmp_path / "run.sqlite"))
 
 
-# ---------------------------------------------------------------------- metrics, batches
+# ------------------------------------------------------------------- metrics, batches
 
 
-def test_damaged_metrics_lines_are_left_out_and_the_file_is_kept(tmp_path: Path) -> None:
+def test_damaged_metrics_lines_are_left_out_and_the_file_is_kept(
+    tmp_path: Path,
+) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     lines = [json.dumps({"step": step, "time": 1.0}).encode() for step in range(1, 6)]
     lines[2] = b'{"step": 3, "ti\xff\xfe\x00'
@@ -348,7 +388,9 @@ def test_torn_last_metrics_line_does_not_count_as_damage(tmp_path: Path) -> None
 def test_missing_metrics_are_reported_after_the_first_step(tmp_path: Path) -> None:
     folder = make_run_folder(config(tmp_path, "r"))
     assert folder.rewind_metrics(0) == ""
-    folder.metrics_path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 4)))
+    folder.metrics_path.write_text(
+        "".join(f'{{"step": {step}}}\n' for step in range(1, 4))
+    )
     assert folder.rewind_metrics(3) == ""
     assert "was cut: it has no rows of steps 4 to 6" in folder.rewind_metrics(6)
     assert folder.rewind_metrics(2) == "rows of steps 3 to 3 are cut from metrics.jsonl"
@@ -357,7 +399,9 @@ def test_missing_metrics_are_reported_after_the_first_step(tmp_path: Path) -> No
     assert folder.metrics_path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("name", ["step-000003 (copy).batch", "step-3.batch", "step-new.batch"])
+@pytest.mark.parametrize(
+    "name", ["step-000003 (copy).batch", "step-3.batch", "step-new.batch"]
+)
 def test_unexpected_batch_file_is_named(tmp_path: Path, name: str) -> None:
     for step in (1, 2):
         batch_path(tmp_path, step).touch()
@@ -371,5 +415,8 @@ def test_batches_of_a_lost_incarnation_are_put_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         batch_path(tmp_path, step).touch()
     aside = put_lost_aside(tmp_path, after_step=2)
-    assert [path.name for path in aside] == ["step-000003.batch.lost", "step-000004.batch.lost"]
+    assert [path.name for path in aside] == [
+        "step-000003.batch.lost",
+        "step-000004.batch.lost",
+    ]
     assert saved_steps(tmp_path, after_step=0) == [1, 2]

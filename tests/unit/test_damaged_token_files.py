@@ -1,4 +1,5 @@
-"""Damaged or unusual token files of a model folder: named as what they are, by the check of doctor."""
+"""Damaged or unusual token files of a model folder: named as what they are, by the
+check of doctor."""
 
 from __future__ import annotations
 
@@ -26,12 +27,17 @@ def check(model: Path) -> None:
 def change(file: Path, **fields: object) -> None:
     settings = json.loads(file.read_text())
     settings.update(fields)
-    file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+    file.write_text(
+        json.dumps(
+            {name: value for name, value in settings.items() if value is not None}
+        )
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", "\udcff"])
 @pytest.mark.parametrize(
-    "name", ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json"]
+    "name",
+    ["generation_config.json", "special_tokens_map.json", "tokenizer_config.json"],
 )
 def test_a_damaged_file_is_named(model: Path, name: str, content: str):
     (model / name).write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -70,5 +76,7 @@ def test_an_end_token_in_the_map_of_special_tokens_is_enough(model: Path):
     (model / "special_tokens_map.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match="eos_token"):
         check(model)
-    (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (model / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|im_end|>"}})
+    )
     check(model)

@@ -1,4 +1,5 @@
-"""Training on a file: what is wrong is told before a process starts, with field, value, reason and fix."""
+"""Training on a file: what is wrong is told before a process starts, with field, value,
+reason and fix."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from invrl.cli.checks.doubts import Doubt
 from invrl.run import supervisor
 from invrl.run.config import Config, Source, resolve
 
-GOOD = {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+GOOD = {
+    "messages": [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+    ]
+}
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SFT = ("--objective", "sft", "--data-path", "DATA")
 Refused = Callable[..., dict[str, str]]
@@ -49,10 +55,18 @@ def refused(
     runs = tmp_path / "runs"
 
     def run(*flags: str) -> dict[str, str]:
-        assert cli.main(["train", "--model-path", str(model), "--run-root", str(runs), *flags]) == 2
+        assert (
+            cli.main(
+                ["train", "--model-path", str(model), "--run-root", str(runs), *flags]
+            )
+            == 2
+        )
         first, *lines = capsys.readouterr().err.rstrip("\n").split("\n")
         assert first == "invrl: bad input; nothing was started."
-        block = {name.strip(): rest.strip() for name, _, rest in (line.partition(":") for line in lines)}
+        block = {
+            name.strip(): rest.strip()
+            for name, _, rest in (line.partition(":") for line in lines)
+        }
         assert list(block) == ["where", "value", "reason", "fix"]
         assert all(block.values())
         assert not runs.exists()
@@ -72,7 +86,10 @@ def refused(
             "line 2: no message is the",
         ),
         (json.dumps({"messages": "text"}), "line 1: `messages` is text"),
-        (json.dumps({"messages": [{"role": "bot", "content": ""}]}), "'bot' is not one of"),
+        (
+            json.dumps({"messages": [{"role": "bot", "content": ""}]}),
+            "'bot' is not one of",
+        ),
         (json.dumps(PAIR), "line 1: it has neither `messages` nor"),
     ],
 )
@@ -109,19 +126,35 @@ def objective(inputs: object) -> object:
 
 
 def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
-    block = refused("--objective", "sft", "--data-path", str(tmp_path / "missing.jsonl"))
+    block = refused(
+        "--objective", "sft", "--data-path", str(tmp_path / "missing.jsonl")
+    )
     assert "cannot be read" in block["reason"]
-    block = refused("--objective", "sft", "--data-path", str(tmp_path / "missing.parquet"))
+    block = refused(
+        "--objective", "sft", "--data-path", str(tmp_path / "missing.parquet")
+    )
     assert block["where"] == "data.data_path"
 
 
 @pytest.mark.parametrize(
     ("flags", "where", "reason"),
     [
-        (["--objective", "sft"], "data.data_path", "the objective sft trains on a file"),
-        (["--objective", "dpo"], "data.data_path", "the objective dpo trains on a file"),
+        (
+            ["--objective", "sft"],
+            "data.data_path",
+            "the objective sft trains on a file",
+        ),
+        (
+            ["--objective", "dpo"],
+            "data.data_path",
+            "the objective dpo trains on a file",
+        ),
         (["--data-path", "DATA"], "algorithm.objective", "it trains on rollouts"),
-        (["--data-batch-size", "4"], "data.data_batch_size", "only where a run trains on data_path"),
+        (
+            ["--data-batch-size", "4"],
+            "data.data_batch_size",
+            "only where a run trains on data_path",
+        ),
         (
             [*SFT, "--data-kind", "pairs"],
             "data.data_kind",
@@ -197,7 +230,11 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
             "orpo does not read it",
         ),
         *(
-            ([*SFT, "--objective", "dpo", f"--{flag}", value], where, "dpo does not read it")
+            (
+                [*SFT, "--objective", "dpo", f"--{flag}", value],
+                where,
+                "dpo does not read it",
+            )
             for flag, value, where in (
                 ("eps-clip-low", "0.1", "algorithm.eps_clip_low"),
                 ("eps-clip-high", "0.1", "algorithm.eps_clip_high"),
@@ -237,7 +274,10 @@ def configuration(data: Path, model: Path) -> Config:
 def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> None:
     names = {check.name for check in checks_of("train", configuration(data, model))}
     assert {"model folder", "chat template", "training data", "trainer memory"} <= names
-    assert not {"rollout function", "tasks", "router", "gateway port", "servable model"} & names
+    assert (
+        not {"rollout function", "tasks", "router", "gateway port", "servable model"}
+        & names
+    )
     other = {"messages": [*GOOD["messages"][:1], {"role": "assistant", "content": "5"}]}
     data.write_text(json.dumps(GOOD) + "\n" + json.dumps(other) + "\n")
     seen = check_data(configuration(data, model))
@@ -246,7 +286,9 @@ def test_run_on_a_file_checks_only_what_it_starts(data: Path, model: Path) -> No
 
 
 def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) -> None:
-    with pytest.raises(Doubt, match="1 of 1 held-out rows are trained on too") as caught:
+    with pytest.raises(
+        Doubt, match="1 of 1 held-out rows are trained on too"
+    ) as caught:
         check_data(configuration(data, model))
     assert caught.value.field == "data.data_eval_fraction"
     same_file = {"data_path": str(data), "data_eval_path": str(data)}
@@ -255,6 +297,8 @@ def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) 
         "data": same_file,
         "model": {"model_path": str(model)},
     }
-    with pytest.raises(Doubt, match="2 of 2 held-out rows are trained on too") as caught:
+    with pytest.raises(
+        Doubt, match="2 of 2 held-out rows are trained on too"
+    ) as caught:
         check_data(resolve(Source(name="test", tables=tables)))
     assert caught.value.field == "data.data_eval_path"

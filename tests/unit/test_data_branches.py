@@ -1,4 +1,5 @@
-"""The tokens that a conversation trains, with real tokenizers and their own templates."""
+"""The tokens that a conversation trains, with real tokenizers and their own
+templates."""
 
 from __future__ import annotations
 
@@ -28,18 +29,24 @@ NO_LIMIT = 2**31
 
 @cache
 def renderer_of(model: str, *, keep_thinking: bool = True) -> Renderer:
-    return load_renderer(str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking)
+    return load_renderer(
+        str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking
+    )
 
 
 def replies_of(prompt: Prompt) -> tuple[int, ...]:
-    return tuple(at for at, message in enumerate(prompt.messages) if message.role == "assistant")
+    return tuple(
+        at for at, message in enumerate(prompt.messages) if message.role == "assistant"
+    )
 
 
 def shown(renderer: Renderer, branch: Branch) -> str:
     """The text, each trained stretch in [[ ]]."""
     text = ""
     last = False
-    for token, is_trained in zip(branch.tokens_T.tolist(), branch.trained_T.tolist(), strict=True):
+    for token, is_trained in zip(
+        branch.tokens_T.tolist(), branch.trained_T.tolist(), strict=True
+    ):
         if is_trained != last:
             text += "[[" if is_trained else "]]"
         text += renderer.decode([token])
@@ -75,7 +82,9 @@ def test_kept_thinking_makes_one_branch_and_dropped_thinking_several() -> None:
     second = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
     reply = "[[<think>\nHm.\n</think>\n\nYes.<|im_end|>]]"
     kept = renderer_of("qwen3")
-    assert [shown(kept, branch) for branch in branches(kept, dialogue)] == [first + reply + second + reply]
+    assert [shown(kept, branch) for branch in branches(kept, dialogue)] == [
+        first + reply + second + reply
+    ]
     dropped = renderer_of("qwen3", keep_thinking=False)
     assert [shown(dropped, branch) for branch in branches(dropped, dialogue)] == [
         first + reply,
@@ -87,22 +96,31 @@ def test_refused_thinking_is_context_and_not_trained() -> None:
     renderer = renderer_of("qwen3")
     dialogue = conversation(ASK, REPLY, chat_template_kwargs={"enable_thinking": False})
     [branch] = branches(renderer, dialogue)
-    assert shown(renderer, branch).endswith("assistant\n<think>\n\n</think>\n\n[[Yes.<|im_end|>]]")
+    assert shown(renderer, branch).endswith(
+        "assistant\n<think>\n\n</think>\n\n[[Yes.<|im_end|>]]"
+    )
 
 
 def test_reply_of_weight_0_is_only_context_of_its_branch() -> None:
     renderer = renderer_of("llama3.2")
-    [branch] = branches(renderer, conversation(ASK, {**REPLY, "weight": 0}, MORE, THOUGHT))
+    [branch] = branches(
+        renderer, conversation(ASK, {**REPLY, "weight": 0}, MORE, THOUGHT)
+    )
     assert shown(renderer, branch).count("[[") == 1
     assert shown(renderer, branch).endswith("\n\n[[Yes.<|eot_id|>]]")
-    between = conversation(ASK, REPLY, MORE, {**REPLY, "content": "No.", "weight": 0}, MORE, REPLY)
+    between = conversation(
+        ASK, REPLY, MORE, {**REPLY, "content": "No.", "weight": 0}, MORE, REPLY
+    )
     [branch] = branches(renderer, between)
     assert "No.<|eot_id|>" in shown(renderer, branch)
     assert shown(renderer, branch).count("[[Yes.<|eot_id|>]]") == 2
 
 
 REFUSED = {
-    ("qwen3", "consecutive replies"),  # it asks for the second reply with the first one's thinking removed
+    (
+        "qwen3",
+        "consecutive replies",
+    ),  # it asks for the second reply with the first one's thinking removed
     ("llama3.2", "parallel calls"),
     ("llama3.2", "parallel calls in turn"),
     # DeepSeek's template writes no end of turn behind a single call.
@@ -125,9 +143,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("keep_thinking", [True, False])
 @pytest.mark.parametrize("model", first_quick(MODELS))
-def test_each_reply_follows_the_prompt_that_the_gateway_would_send(model: str, keep_thinking: bool) -> None:
-    """The whole corpus: a branch begins with the ids of a first request, its last reply is what the template
-    writes, and a branch that goes on says what the template says, thinking aside."""
+def test_each_reply_follows_the_prompt_that_the_gateway_would_send(
+    model: str, keep_thinking: bool
+) -> None:
+    """The whole corpus: a branch begins with the ids of a first request, its last reply
+    is what the template writes, and a branch that goes on says what the template says,
+    thinking aside."""
     renderer = renderer_of(model, keep_thinking=keep_thinking)
     refused: set[tuple[str, str]] = set()
     for name, prompt in CORPUS.items():
@@ -141,19 +162,22 @@ def test_each_reply_follows_the_prompt_that_the_gateway_would_send(model: str, k
         for branch in made:
             starts = [at for at in range(len(branch.trained_T)) if _begins(branch, at)]
             place = places[stretches]
-            first = renderer.render_first(replace(prompt, messages=prompt.messages[:place]))
+            first = renderer.render_first(
+                replace(prompt, messages=prompt.messages[:place])
+            )
             assert branch.tokens_T[: starts[0]].tolist() == first, name
             stretches += len(starts)
             last = places[stretches - 1]
             whole = renderer.text(
-                replace(prompt, messages=prompt.messages[: last + 1]), add_generation_prompt=False
+                replace(prompt, messages=prompt.messages[: last + 1]),
+                add_generation_prompt=False,
             )
             whole = without_marks(whole)
             text = renderer.decode(branch.tokens_T.tolist())
             trained_tail = renderer.decode(branch.tokens_T[starts[-1] :].tolist())
-            assert (whole.removesuffix(renderer.after_reply) + renderer.end_of_turn).endswith(trained_tail), (
-                name
-            )
+            assert (
+                whole.removesuffix(renderer.after_reply) + renderer.end_of_turn
+            ).endswith(trained_tail), name
             assert renderer.without_thinking(text) == renderer.without_thinking(
                 whole.removesuffix(renderer.after_reply) + renderer.end_of_turn
             ), name
@@ -195,29 +219,45 @@ def test_mask_of_a_template_with_generation_marks_equals_that_of_transformers(
     [branch] = branches(load_renderer(str(folder), NO_LIMIT), conversation(*messages))
     length = len(branch.tokens_T)
     assert branch.tokens_T.tolist() == reference["input_ids"][:length]
-    assert branch.trained_T.astype(int).tolist() == reference["assistant_masks"][:length]
+    assert (
+        branch.trained_T.astype(int).tolist() == reference["assistant_masks"][:length]
+    )
     assert not any(reference["assistant_masks"][length:])
 
 
-def test_tokens_outside_of_the_templates_marks_are_not_trained(tiny: Path, tmp_path: Path) -> None:
-    """Here the mark begins behind a word that no prompt asks for, and leaves out the end of turn, which is
-    trained all the same."""
+def test_tokens_outside_of_the_templates_marks_are_not_trained(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Here the mark begins behind a word that no prompt asks for, and leaves out the
+    end of turn, which is trained all the same."""
     folder = Path(shutil.copytree(tiny, tmp_path / "marked"))
     marked = MARKED.replace("{% generation %}", "{{ 'Well: ' }}{% generation %}")
-    marked = marked.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    marked = marked.replace(
+        "+ '<|im_end|>' }}{% endgeneration %}",
+        "}}{% endgeneration %}{{ '<|im_end|>' }}",
+    )
     assert marked.count("Well") == 1
     (folder / "chat_template.jinja").write_text(marked)
     renderer = load_renderer(str(folder), NO_LIMIT)
     made = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
-    assert [shown(renderer, branch).count("assistant\nWell: [[Yes.<|im_end|>]]") for branch in made] == [1, 1]
-    assert "Well: Yes.<|im_end|>" in shown(renderer, made[1]), "the first reply is context of the second"
+    assert [
+        shown(renderer, branch).count("assistant\nWell: [[Yes.<|im_end|>]]")
+        for branch in made
+    ] == [1, 1]
+    assert "Well: Yes.<|im_end|>" in shown(renderer, made[1]), (
+        "the first reply is context of the second"
+    )
 
 
-def test_template_whose_prompt_differs_from_its_history_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_template_whose_prompt_differs_from_its_history_is_refused(
+    tiny: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "asking"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     source = settings["chat_template"]
-    asking = source.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}")
+    asking = source.replace(
+        "<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\n<think>\\n' }}"
+    )
     assert asking != source
     (folder / "chat_template.jinja").write_text(asking)
     with pytest.raises(UnusableRowError, match="another way than it asks") as caught:

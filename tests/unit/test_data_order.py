@@ -45,14 +45,20 @@ def test_rows_are_in_file_order_or_shuffled_by_the_seed() -> None:
     shuffled = replace(order, shuffle=True)
     other_seed = replace(shuffled, seed=1)
     orders = [
-        tuple(draw.index for draw in each.batch(step)) for each in (shuffled, other_seed) for step in (1, 2)
+        tuple(draw.index for draw in each.batch(step))
+        for each in (shuffled, other_seed)
+        for step in (1, 2)
     ]
-    assert len({tuple(range(50)), *orders}) == 5, "each pass and each seed has an order of its own"
+    assert len({tuple(range(50)), *orders}) == 5, (
+        "each pass and each seed has an order of its own"
+    )
     assert shuffled.batch(2) == replace(order, shuffle=True).batch(2)
 
 
 @given(st.integers(2, 200), st.floats(0.001, 0.9), st.integers(0, 5))
-def test_held_out_rows_are_not_trained(num_rows: int, fraction: float, seed: int) -> None:
+def test_held_out_rows_are_not_trained(
+    num_rows: int, fraction: float, seed: int
+) -> None:
     kept, held_out = split_off(num_rows, fraction, seed)
     assert sorted([*kept, *held_out]) == list(range(num_rows))
     assert len(held_out) == max(1, round(num_rows * fraction))

@@ -1,4 +1,5 @@
-"""From rows to samples and batches: groups, numbers, rows that are too long, rows that turn out unusable."""
+"""From rows to samples and batches: groups, numbers, rows that are too long, rows that
+turn out unusable."""
 
 from __future__ import annotations
 
@@ -52,42 +53,73 @@ def dataset(
 
 
 def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
-    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "6", "7")]
-    data = dataset(tmp_path, model, rows, objective="dpo", data_batch_size=3, data_shuffle=False)
+    rows = [
+        {"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "6", "7")
+    ]
+    data = dataset(
+        tmp_path, model, rows, objective="dpo", data_batch_size=3, data_shuffle=False
+    )
     batch = data.step(1).batch
-    assert [sample.numbers for sample in batch.samples] == [{"chosen": 1.0}, {"chosen": 0.0}] * 3
-    assert [sample.group_id for sample in batch.samples] == ["0/1", "0/1", "0/2", "0/2", "0/3", "0/3"]
+    assert [sample.numbers for sample in batch.samples] == [
+        {"chosen": 1.0},
+        {"chosen": 0.0},
+    ] * 3
+    assert [sample.group_id for sample in batch.samples] == [
+        "0/1",
+        "0/1",
+        "0/2",
+        "0/2",
+        "0/3",
+        "0/3",
+    ]
     assert len({sample.rollout_id for sample in batch.samples}) == 6
     counts = TrainedCounts.of(batch.samples)
     assert (counts.groups, counts.rows, counts.rollouts) == (3, 6, 6)
     chosen, rejected = batch.samples[:2]
     context = np.flatnonzero(chosen.loss_mask_T)[0]
     assert chosen.tokens_T[:context].tolist() == rejected.tokens_T[:context].tolist()
-    assert data.tokenizer.shown(chosen).endswith("2+2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]")
+    assert data.tokenizer.shown(chosen).endswith(
+        "2+2?<|im_end|>\n<|im_start|>assistant\n[[4<|im_end|>]]"
+    )
 
 
-def test_batch_across_the_end_of_an_epoch_repeats_a_row(tmp_path: Path, model: Path) -> None:
-    data = dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=3)
+def test_batch_across_the_end_of_an_epoch_repeats_a_row(
+    tmp_path: Path, model: Path
+) -> None:
+    data = dataset(
+        tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=3
+    )
     batch = data.step(2).batch
     assert [sample.group_id for sample in batch.samples] == ["3/1", "4/1", "5/1"]
     assert batch.batch_id == 2
     assert batch.version == 1
 
 
-def test_labelled_row_carries_its_label_as_a_number(tmp_path: Path, model: Path) -> None:
-    rows = [{"messages": [ASK, reply("4")], "label": True}, {"messages": [ASK, reply("5")], "label": False}]
-    data = dataset(tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False)
+def test_labelled_row_carries_its_label_as_a_number(
+    tmp_path: Path, model: Path
+) -> None:
+    rows = [
+        {"messages": [ASK, reply("4")], "label": True},
+        {"messages": [ASK, reply("5")], "label": False},
+    ]
+    data = dataset(
+        tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False
+    )
     assert [sample.numbers for sample in data.step(1).batch.samples] == [
         {"desirable": 1.0},
         {"desirable": 0.0},
     ]
     alone = dataset(tmp_path, model, rows, objective="kto", data_batch_size=1)
-    assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), "kto compares rows"
+    assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), (
+        "kto compares rows"
+    )
 
 
 def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -> None:
     [sample] = (
-        dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=1).step(1).batch.samples
+        dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=1)
+        .step(1)
+        .batch.samples
     )
     assert not sample.rollout_logprobs_T.any()
     assert np.array_equal(sample.versions_T, np.where(sample.loss_mask_T, 0, -1))
@@ -116,10 +148,19 @@ LONG = {"messages": [ASK, reply("4 " * 300)]}
 SHORT = {"messages": [ASK, reply("4")]}
 
 
-def test_a_row_that_is_too_long_is_skipped_and_counted(tmp_path: Path, model: Path) -> None:
-    data = dataset(tmp_path, model, [SHORT, LONG, SHORT], data_batch_size=3, data_shuffle=False)
+def test_a_row_that_is_too_long_is_skipped_and_counted(
+    tmp_path: Path, model: Path
+) -> None:
+    data = dataset(
+        tmp_path, model, [SHORT, LONG, SHORT], data_batch_size=3, data_shuffle=False
+    )
     step = data.step(1)
-    assert (len(step.batch.samples), step.rows, step.skipped, step.unusable) == (2, 3, 1, ())
+    assert (len(step.batch.samples), step.rows, step.skipped, step.unusable) == (
+        2,
+        3,
+        1,
+        (),
+    )
     assert "3 rows" in data.check_tokens()
 
 
@@ -129,19 +170,27 @@ def test_a_row_that_is_too_long_is_cut(tmp_path: Path, model: Path) -> None:
     assert len(sample.tokens_T) == 200
     assert sample.loss_mask_T[-1]
     prompt = {"messages": [{"role": "user", "content": "2 " * 300}, reply("4")]}
-    data = dataset(tmp_path, model, [prompt, SHORT], data_batch_size=2, data_overlong="truncate")
+    data = dataset(
+        tmp_path, model, [prompt, SHORT], data_batch_size=2, data_overlong="truncate"
+    )
     assert data.step(1).skipped == 1, "nothing of it would be trained"
 
 
 def test_a_row_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
-    data = dataset(tmp_path, model, [SHORT, LONG], data_batch_size=2, data_overlong="refuse")
-    with pytest.raises(ConfigError, match=r"line 2: it has \d+ tokens, and 200 are the most"):
+    data = dataset(
+        tmp_path, model, [SHORT, LONG], data_batch_size=2, data_overlong="refuse"
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 2: it has \d+ tokens, and 200 are the most"
+    ):
         data.check_tokens()
     with pytest.raises(ConfigError, match="line 2"):
         data.step(1)
 
 
-def test_data_file_with_only_too_long_rows_is_refused(tmp_path: Path, model: Path) -> None:
+def test_data_file_with_only_too_long_rows_is_refused(
+    tmp_path: Path, model: Path
+) -> None:
     with pytest.raises(ConfigError, match="none of 1 rows has 200 tokens or fewer"):
         dataset(tmp_path, model, [LONG]).check_tokens()
     (tmp_path / "held_out.jsonl").write_text(json.dumps(LONG))
@@ -160,12 +209,17 @@ def test_pair_with_one_too_long_side_is_skipped(tmp_path: Path, model: Path) -> 
 REFUSING = "{{ raise_exception('no digits') if '7' in messages[-1].content }}"
 
 
-def test_row_that_the_template_refuses_is_skipped_and_named(tmp_path: Path, model: Path) -> None:
-    """Found before the start where it is looked at; later it is left out and counted."""
+def test_row_that_the_template_refuses_is_skipped_and_named(
+    tmp_path: Path, model: Path
+) -> None:
+    """Found before the start where it is looked at; later it is left out and
+    counted."""
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (tmp_path / "template.jinja").write_text(REFUSING + settings["chat_template"])
     rows = [SHORT, {"messages": [ASK, reply("7")]}, SHORT]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     text = ModelText(
         folder=model,
         vocab_size=512,

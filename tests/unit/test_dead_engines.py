@@ -1,4 +1,5 @@
-"""Engines leave and come back while updates go on: one engine's trouble stays its own."""
+"""Engines leave and come back while updates go on: one engine's trouble stays its
+own."""
 
 from __future__ import annotations
 
@@ -59,7 +60,15 @@ class FakeServer:
     made: ClassVar[list[FakeServer]] = []
     may_be_ready = threading.Event()
 
-    def __init__(self, name: str, config: EngineConfig, *, model_path: Path, run_folder: Path, **_: object):
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        *,
+        model_path: Path,
+        run_folder: Path,
+        **_: object,
+    ):
         self.name = name
         self.url = f"http://{name}-{len(self.made)}"
         self.api_key = self.admin_key = "key"
@@ -139,7 +148,8 @@ class FakeRouter:
 
 
 class Trainer:
-    """Stages into two slots in turn, as the arena does, and takes a while to write one."""
+    """Stages into two slots in turn, as the arena does, and takes a while to write
+    one."""
 
     def __init__(self) -> None:
         self.slots = ["", ""]
@@ -156,7 +166,12 @@ class Trainer:
         if self.hold is not None:
             await self.hold.wait()
         self.slots[slot] = str(version)
-        return StagedWeights(version=version, handle=str(slot), checksums={"w": str(version)}, num_bytes=1)
+        return StagedWeights(
+            version=version,
+            handle=str(slot),
+            checksums={"w": str(version)},
+            num_bytes=1,
+        )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]):
         return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
@@ -168,7 +183,9 @@ class FakeReceiver:
     trainer: Trainer
     made: ClassVar[list[FakeReceiver]] = []
 
-    def __init__(self, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int) -> None:
+    def __init__(
+        self, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int
+    ) -> None:
         self.name = name
         self.deadline_s = settings.weight_sync_timeout_s
         self.is_paused = False
@@ -236,7 +253,12 @@ async def fleet(
     monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
     monkeypatch.setattr(fleet_module, "router_death", deaths.router)
     config = EngineConfig(num_engines=3, engine_max_restarts=2)
-    fleet = Fleet(config, tiny_model, tmp_path, weight_sync=WeightSyncConfig(weight_sync_timeout_s=900.0))
+    fleet = Fleet(
+        config,
+        tiny_model,
+        tmp_path,
+        weight_sync=WeightSyncConfig(weight_sync_timeout_s=900.0),
+    )
     FakeServer.may_be_ready.set()
     await fleet.start()
     try:
@@ -267,7 +289,9 @@ def receiver(fleet: Fleet, name: str) -> FakeReceiver:
     return found
 
 
-async def test_call_that_moves_weights_has_the_deadline_of_its_phase(fleet: Fleet) -> None:
+async def test_call_that_moves_weights_has_the_deadline_of_its_phase(
+    fleet: Fleet,
+) -> None:
     assert {receiver(fleet, name).deadline_s for name in fleet.engines} == {900.0}
 
 
@@ -291,9 +315,14 @@ async def test_update_continues_without_waiting_for_a_lost_engine(
     await updater.update(WeightVersion(3))
     FakeServer.may_be_ready.set()
     await eventually(lambda: len(fleet.engines) == 3)
-    assert (receiver(fleet, "engine-1").weights, receiver(fleet, "engine-1").version) == ("3", 3)
+    assert (
+        receiver(fleet, "engine-1").weights,
+        receiver(fleet, "engine-1").version,
+    ) == ("3", 3)
     assert fleet.evicted == {}
-    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
+    await eventually(
+        lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
+    )
     await updater.update(WeightVersion(4))
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"4"}
 
@@ -315,12 +344,19 @@ async def test_engine_that_starts_while_weights_are_staged_takes_part_in_the_upd
     assert (newcomer.weights, newcomer.version) == ("2", 2)
 
 
-async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -> FakeReceiver:
+async def newcomer_that_loads(
+    fleet: Fleet, name: str, goes_on: asyncio.Event
+) -> FakeReceiver:
     """Evicts an engine; its successor waits in `load` until `goes_on`."""
     init = FakeReceiver.__init__
 
     def slow(
-        self: FakeReceiver, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int
+        self: FakeReceiver,
+        name: str,
+        client: object,
+        settings: WeightSyncConfig,
+        *,
+        num_ranks: int,
     ) -> None:
         init(self, name, client, settings, num_ranks=num_ranks)
         self.load_waits = goes_on
@@ -338,7 +374,8 @@ async def newcomer_that_loads(fleet: Fleet, name: str, goes_on: asyncio.Event) -
 async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weights(
     fleet: Fleet, updater: WeightUpdater
 ) -> None:
-    """Version 2 goes to the other slot. Version 3 would be written where the newcomer reads version 1."""
+    """Version 2 goes to the other slot. Version 3 would be written where the newcomer
+    reads version 1."""
     await updater.update(WeightVersion(1))
     await fleet.admit()
     goes_on = asyncio.Event()
@@ -354,7 +391,9 @@ async def test_updates_during_the_load_of_a_new_engine_do_not_overwrite_its_weig
     await eventually(lambda: "engine-1" in fleet.engines)
     assert receiver(fleet, "engine-1") is newcomer
     assert {receiver(fleet, name).weights for name in fleet.engines} == {"3"}
-    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
+    await eventually(
+        lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
+    )
 
 
 async def test_new_engine_lost_by_an_update_before_its_registration_is_stopped(
@@ -393,13 +432,19 @@ async def test_new_engine_that_the_router_does_not_reach_is_evicted(
     fleet.evict("engine-1", "it died")
     await eventually(lambda: len(FakeServer.made) == 5 and "engine-1" in fleet.engines)
     assert FakeServer.made[3].stopped
-    await eventually(lambda: fleet.router.registered(fleet.engines["engine-1"].server.url))
+    await eventually(
+        lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
+    )
 
 
-async def test_engine_is_restarted_a_limited_number_of_times(fleet: Fleet, updater: WeightUpdater) -> None:
+async def test_engine_is_restarted_a_limited_number_of_times(
+    fleet: Fleet, updater: WeightUpdater
+) -> None:
     await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FakeReceiver, "check", FakeReceiver.commit)  # raises: it takes no such arguments
+        patch.setattr(
+            FakeReceiver, "check", FakeReceiver.commit
+        )  # raises: it takes no such arguments
         fleet.evict("engine-1", "it died")
         await eventually(fleet._replacements["engine-1"].done)
     assert len(FakeServer.made) == 5
@@ -433,8 +478,12 @@ async def test_new_engine_that_dies_while_loading_does_not_hold_up_updates(
     assert FakeServer.made[3].stopped
 
 
-async def test_failing_health_check_evicts_only_its_own_engine(fleet: Fleet, deaths: Deaths) -> None:
-    deaths.future(fleet.engines["engine-0"].server).set_exception(OSError("no more files"))
+async def test_failing_health_check_evicts_only_its_own_engine(
+    fleet: Fleet, deaths: Deaths
+) -> None:
+    deaths.future(fleet.engines["engine-0"].server).set_exception(
+        OSError("no more files")
+    )
     await eventually(lambda: "engine-0" in fleet.evicted)
     assert "no more files" in fleet.evicted["engine-0"]
     deaths.future(fleet.engines["engine-2"].server).set_result("it is dead")
@@ -443,7 +492,9 @@ async def test_failing_health_check_evicts_only_its_own_engine(fleet: Fleet, dea
     fleet.check()
     deaths.future(fleet.engines["engine-1"].server).set_result("it is dead")
     await eventually(lambda: not fleet.engines)
-    with pytest.raises(ServerError, match=r"no engine is left: engine-0.*engine-2.*engine-1"):
+    with pytest.raises(
+        ServerError, match=r"no engine is left: engine-0.*engine-2.*engine-1"
+    ):
         fleet.check()
 
 
@@ -490,33 +541,49 @@ async def test_failure_of_an_engine_watch_is_raised(
     monkeypatch.setattr(fleet, "evict", broken)
     deaths.future(fleet.engines["engine-1"].server).set_result("it is dead")
     await eventually(fleet._watches["engine-1"].done)
-    with pytest.raises(ServerError, match=r"nobody watches engine-1 any more.*a fault of ours"):
+    with pytest.raises(
+        ServerError, match=r"nobody watches engine-1 any more.*a fault of ours"
+    ):
         fleet.check()
 
 
-async def test_dead_router_is_restarted_with_its_engines(fleet: Fleet, deaths: Deaths) -> None:
+async def test_dead_router_is_restarted_with_its_engines(
+    fleet: Fleet, deaths: Deaths
+) -> None:
     await fleet.admit()
     first = FakeRouter.made[0]
     fleet.evict("engine-2", "it died")
     await eventually(lambda: len(first.urls) == 2)
     deaths.future(first).set_result("it hangs")
-    await eventually(lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2)
+    await eventually(
+        lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2
+    )
     assert first.stopped
     assert fleet.router is FakeRouter.made[1]
     assert FakeRouter.made[1].address is first.address
-    assert FakeRouter.made[1].urls == {engine.server.url for engine in fleet.engines.values()}
+    assert FakeRouter.made[1].urls == {
+        engine.server.url for engine in fleet.engines.values()
+    }
     fleet.check()
 
 
-async def test_restarted_router_gets_only_admitted_engines(fleet: Fleet, deaths: Deaths) -> None:
+async def test_restarted_router_gets_only_admitted_engines(
+    fleet: Fleet, deaths: Deaths
+) -> None:
     deaths.future(FakeRouter.made[0]).set_result("it hangs")
-    await eventually(lambda: len(FakeRouter.made) == 2 and FakeRouter.made[1] in deaths.of)
-    assert FakeRouter.made[1].urls == set(), "it is watched, and no engine was admitted yet"
+    await eventually(
+        lambda: len(FakeRouter.made) == 2 and FakeRouter.made[1] in deaths.of
+    )
+    assert FakeRouter.made[1].urls == set(), (
+        "it is watched, and no engine was admitted yet"
+    )
     await fleet.admit()
     assert len(FakeRouter.made[1].urls) == 3
 
 
-async def test_router_that_dies_repeatedly_ends_the_incarnation(fleet: Fleet, deaths: Deaths) -> None:
+async def test_router_that_dies_repeatedly_ends_the_incarnation(
+    fleet: Fleet, deaths: Deaths
+) -> None:
     for times in range(4):
         fleet.check()
         await eventually(lambda times=times: len(FakeRouter.made) == times + 1)
@@ -534,7 +601,9 @@ async def test_engine_that_the_router_does_not_reach_is_evicted(fleet: Fleet) ->
 
 
 async def test_a_router_that_reaches_no_engine_is_an_error(fleet: Fleet) -> None:
-    FakeRouter.made[0].unreachable = {engine.server.url for engine in fleet.engines.values()}
+    FakeRouter.made[0].unreachable = {
+        engine.server.url for engine in fleet.engines.values()
+    }
     with pytest.raises(ServerError, match="no route"):
         await fleet.admit()
 
@@ -566,7 +635,9 @@ async def test_failed_start_of_one_engine_stops_all_engines(
     starting = asyncio.create_task(second.start())
     await eventually(lambda: len(FakeServer.made) == 23)
 
-    FakeServer.made[10].stopped = True  # its process has died: the wait for it fails, the others' go on
+    FakeServer.made[
+        10
+    ].stopped = True  # its process has died: the wait for it fails, the others' go on
     with pytest.raises(ServerError, match="engine-7 ended"):
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
@@ -574,9 +645,14 @@ async def test_failed_start_of_one_engine_stops_all_engines(
 
 
 async def test_fleet_can_be_stopped_while_it_starts(
-    fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    fleet: Fleet,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog,
 ) -> None:
-    """As an interrupt does it: the start is cancelled, and the fleet is stopped beside it."""
+    """As an interrupt does it: the start is cancelled, and the fleet is stopped beside
+    it."""
     monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
     second = Fleet(EngineConfig(num_engines=3), tiny_model, tmp_path)
     starting = asyncio.create_task(second.start())
@@ -590,9 +666,14 @@ async def test_fleet_can_be_stopped_while_it_starts(
 
 
 async def test_fleet_can_be_stopped_before_its_start_is_awaited(
-    fleet: Fleet, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+    fleet: Fleet,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog,
 ) -> None:
-    """As a run does it whose Ray did not start: the engines' processes exist, and nobody has waited yet."""
+    """As a run does it whose Ray did not start: the engines' processes exist, and
+    nobody has waited yet."""
     monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
     second = Fleet(EngineConfig(num_engines=3), tiny_model, tmp_path)
     starting = asyncio.create_task(second.start())
@@ -630,7 +711,9 @@ async def mixed(
     monkeypatch.setattr(FakeExternal, "made", [])
     monkeypatch.setattr(fleet_module, "ExternalEngine", FakeExternal)
     config = EngineConfig(
-        external_engines=("http://a:1", "http://b:2/"), engine_max_restarts=0, engine_health_interval_s=0.01
+        external_engines=("http://a:1", "http://b:2/"),
+        engine_max_restarts=0,
+        engine_health_interval_s=0.01,
     )
     mixed = Fleet(config, tiny_model, tmp_path, external_key="theirs")
     await mixed.start()
@@ -645,7 +728,10 @@ def updater_of(fleet: Fleet) -> WeightUpdater:
     bound = CanaryBound(max_gap=0.1, mean_gap=0.1)
     sender = FakeReceiver.trainer
     return WeightUpdater(
-        WeightTransaction(sender, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound), fleet
+        WeightTransaction(
+            sender, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound
+        ),
+        fleet,
     )
 
 
@@ -684,7 +770,10 @@ async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns
         newcomer = mixed.engines["external-0"]
         assert newcomer is not left
         assert left.server.stopped  # type: ignore[attr-defined]
-        assert (receiver(mixed, "external-0").weights, receiver(mixed, "external-0").version) == (
+        assert (
+            receiver(mixed, "external-0").weights,
+            receiver(mixed, "external-0").version,
+        ) == (
             str(version),
             version,
         )
@@ -697,7 +786,12 @@ async def test_restarted_external_engine_is_identified_again(
 ) -> None:
     await updater_of(mixed).update(WeightVersion(1))
     await mixed.admit()
-    errors = [ConfigError("engine.external_engines", "http://a:1", "another model", "start it again"), None]
+    errors = [
+        ConfigError(
+            "engine.external_engines", "http://a:1", "another model", "start it again"
+        ),
+        None,
+    ]
     init = FakeExternal.__init__
 
     def fails_first(self: FakeExternal, name: str, url: str, **fields: str) -> None:
@@ -715,7 +809,9 @@ async def test_restart_limit_of_our_own_engines_holds_with_external_engines(
 ) -> None:
     await updater_of(mixed).update(WeightVersion(1))
     deaths.future(mixed.engines["engine-0"].server).set_result("it is dead")
-    await eventually(lambda: "engine-0" in mixed.evicted and mixed._replacements["engine-0"].done())
+    await eventually(
+        lambda: "engine-0" in mixed.evicted and mixed._replacements["engine-0"].done()
+    )
     assert set(mixed.engines) == {"external-0", "external-1"}
     mixed.check()
 
@@ -727,7 +823,9 @@ async def test_unsuitable_external_engine_ends_the_start(
 
     def fails(self: FakeExternal, name: str, url: str, **fields: str) -> None:
         init(self, name, url, **fields)
-        self.start_error = ConfigError("engine.external_engines", url, "another model", "start it again")
+        self.start_error = ConfigError(
+            "engine.external_engines", url, "another model", "start it again"
+        )
 
     monkeypatch.setattr(FakeExternal, "__init__", fails)
     config = EngineConfig(num_engines=1, external_engines=("http://c:3",))
@@ -746,7 +844,9 @@ async def test_an_engine_that_answers_wrongly_when_examined_leaves_and_comes_bac
     liar = fleet.engines["engine-1"]
     newest_versions: list[int] = []
 
-    async def verdict(client: object, *, newest_version: WeightVersion, **_: object) -> str:
+    async def verdict(
+        client: object, *, newest_version: WeightVersion, **_: object
+    ) -> str:
         newest_versions.append(newest_version)
         return "a log-prob of 5.0" if client is liar.client else ""
 
@@ -770,7 +870,9 @@ async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) 
     updater = WeightUpdater(
         transaction,
         fleet,
-        lambda version: announced.append((version, [receiver.version for receiver in FakeReceiver.made])),
+        lambda version: announced.append(
+            (version, [receiver.version for receiver in FakeReceiver.made])
+        ),
     )
     for version in (4, 5):
         await updater.update(WeightVersion(version))
@@ -790,7 +892,11 @@ async def test_an_engine_that_comes_back_while_the_router_is_away_waits_for_it(
     await asyncio.sleep(0.2)
     assert fleet.engines.get("engine-1") is back, "it waits"
     deaths.future(first).set_result("its process has ended")
-    await eventually(lambda: FakeRouter.made[-1].urls == {e.server.url for e in fleet.engines.values()})
+    await eventually(
+        lambda: (
+            FakeRouter.made[-1].urls == {e.server.url for e in fleet.engines.values()}
+        )
+    )
     assert fleet.engines["engine-1"] is back
     assert len(FakeServer.made) == 4
     fleet.check()
@@ -820,7 +926,9 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
 ) -> None:
     """At most 2; a run of weeks forgets those of yesterday."""
     now = [0.0]
-    monkeypatch.setattr(fleet_module, "RestartLimit", partial(RestartLimit, clock=lambda: now[0]))
+    monkeypatch.setattr(
+        fleet_module, "RestartLimit", partial(RestartLimit, clock=lambda: now[0])
+    )
     await updater.update(WeightVersion(1))
     for hour in range(3):
         now[0] = 4000.0 * hour
@@ -844,7 +952,9 @@ async def test_each_incident_of_the_fleet_is_a_line_on_the_console(
             fleet.evict("engine-1", "a process of it has ended\nlast lines of its log")
             await eventually(fleet._replacements["engine-1"].done)
         deaths.future(FakeRouter.made[0]).set_result("its process has ended")
-        await eventually(lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2)
+        await eventually(
+            lambda: len(FakeRouter.made) == 2 and len(FakeRouter.made[1].urls) == 2
+        )
         await eventually(lambda: "back" in lines[-1])
     left = "warning: engine-1 leaves the fleet: a process of it has ended (the log has more)"
     assert lines == [

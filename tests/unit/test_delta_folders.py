@@ -1,4 +1,5 @@
-"""The weight transport `delta`: which folders there are, what an engine makes of them, what it refuses."""
+"""The weight transport `delta`: which folders there are, what an engine makes of them,
+what it refuses."""
 
 from __future__ import annotations
 
@@ -41,13 +42,19 @@ def tensors(version: int) -> Tensors:
     for spec in LAYOUT:
         values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
         for step in range(version):
-            values += 1e-4 * torch.randn(spec.shape, generator=torch.Generator().manual_seed(step))
+            values += 1e-4 * torch.randn(
+                spec.shape, generator=torch.Generator().manual_seed(step)
+            )
         found[spec.name] = values.to(getattr(torch, spec.dtype))
     return found
 
 
-def stage(folders: DeltaFolders, version: int, given: Tensors | None = None) -> StagedWeights:
-    return folders.stage(WeightVersion(version), (tensors(version) if given is None else given).items())
+def stage(
+    folders: DeltaFolders, version: int, given: Tensors | None = None
+) -> StagedWeights:
+    return folders.stage(
+        WeightVersion(version), (tensors(version) if given is None else given).items()
+    )
 
 
 def chain(staged: StagedWeights) -> list[str]:
@@ -77,17 +84,23 @@ def folders(parent: Path) -> DeltaFolders:
     return DeltaFolders(LAYOUT, parent, full_every=4)
 
 
-def test_engine_on_the_previous_version_reads_only_deltas(folders: DeltaFolders) -> None:
+def test_engine_on_the_previous_version_reads_only_deltas(
+    folders: DeltaFolders,
+) -> None:
     held = zeros()
     for version in range(1, 4):
         staged = stage(folders, version)
         if version > 1:
-            Path(chain(staged)[0], WEIGHTS_NAME).unlink(missing_ok=True)  # nobody needs it who is up to date
+            Path(chain(staged)[0], WEIGHTS_NAME).unlink(
+                missing_ok=True
+            )  # nobody needs it who is up to date
         load_chain(chain(staged), LAYOUT, held)
         assert checksums(held) == staged.checksums == checksums(tensors(version))
 
 
-def test_engine_with_other_weights_loads_whole_weights_first(folders: DeltaFolders) -> None:
+def test_engine_with_other_weights_loads_whole_weights_first(
+    folders: DeltaFolders,
+) -> None:
     """Refused as a base, whatever it holds; then brought up by itself."""
     for version in range(1, 4):
         staged = stage(folders, version)
@@ -96,12 +109,16 @@ def test_engine_with_other_weights_loads_whole_weights_first(folders: DeltaFolde
         assert checksums(held) == staged.checksums
 
 
-def test_engine_that_is_behind_or_ahead_reaches_the_version(folders: DeltaFolders) -> None:
+def test_engine_that_is_behind_or_ahead_reaches_the_version(
+    folders: DeltaFolders,
+) -> None:
     first, second, third = (stage(folders, version) for version in (1, 2, 3))
     behind = tensors(1)
     load_chain(chain(third), LAYOUT, behind)
     assert checksums(behind) == third.checksums
-    load_chain(chain(second), LAYOUT, behind)  # an update that failed after it had loaded
+    load_chain(
+        chain(second), LAYOUT, behind
+    )  # an update that failed after it had loaded
     assert checksums(behind) == second.checksums
     assert names(first) == names(third)[:1]
 
@@ -113,10 +130,14 @@ def test_delta_chains_have_a_maximum_length_and_the_previous_chain_stays(
     assert [len(chain) for chain in kept] == [1, 2, 3, 4, 1, 2]
     assert sorted(path.name for path in parent.iterdir()) == kept[5]
     before = stage(DeltaFolders(LAYOUT, parent, full_every=2), 9)
-    assert sorted(path.name for path in parent.iterdir()) == names(before), "what a killed writer left goes"
+    assert sorted(path.name for path in parent.iterdir()) == names(before), (
+        "what a killed writer left goes"
+    )
 
 
-def test_retried_version_is_whole_and_the_previous_version_stays(folders: DeltaFolders) -> None:
+def test_retried_version_is_whole_and_the_previous_version_stays(
+    folders: DeltaFolders,
+) -> None:
     stage(folders, 1)
     before = stage(folders, 2)
     stage(folders, 3)
@@ -167,9 +188,20 @@ def test_small_changes_make_small_delta_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["follows", "is new"])
 @pytest.mark.parametrize(
-    "fault", ["gone", "no manifest", "torn manifest", "cut", "flipped", "another version's", "swapped frames"]
+    "fault",
+    [
+        "gone",
+        "no manifest",
+        "torn manifest",
+        "cut",
+        "flipped",
+        "another version's",
+        "swapped frames",
+    ],
 )
-def test_damaged_delta_changes_no_weight(folders: DeltaFolders, fault: str, engine: str) -> None:
+def test_damaged_delta_changes_no_weight(
+    folders: DeltaFolders, fault: str, engine: str
+) -> None:
     stage(folders, 1)
     other = stage(folders, 2)
     staged = stage(folders, 3)
@@ -206,7 +238,9 @@ def test_damaged_delta_changes_no_weight(folders: DeltaFolders, fault: str, engi
 
 def test_delta_frame_of_another_size_is_refused() -> None:
     """It may claim more memory than there is."""
-    small, large = (TensorSpec(name="w", shape=(size,), dtype="float32") for size in (10, 1000))
+    small, large = (
+        TensorSpec(name="w", shape=(size,), dtype="float32") for size in (10, 1000)
+    )
     for one, other in ((small, large), (large, small)):
         frame = compress(torch.zeros(4 * one.shape[0], dtype=torch.uint8), one)
         with pytest.raises(WeightSyncError, match="difference of w"):
@@ -219,7 +253,9 @@ def test_delta_frame_restores_every_byte(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 7), max_size=3)))
     spec = TensorSpec(name="w", shape=shape, dtype=str(dtype).removeprefix("torch."))
     size = torch.empty(shape, dtype=dtype).nbytes
-    random = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+    random = torch.tensor(
+        list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8
+    )
     assert torch.equal(decompress(compress(random, spec), spec), random)
 
 

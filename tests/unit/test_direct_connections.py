@@ -1,4 +1,5 @@
-"""A proxy in the environment serves user code; our own processes are reached without it."""
+"""A proxy in the environment serves user code; our own processes are reached without
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ import pytest
 from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies, open_directly
 
 DEAD_PROXY = "http://127.0.0.1:9"
-PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+PROXY_VARIABLES = (
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+)
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -32,7 +40,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server of this machine, in an environment whose proxy is dead."""
+    """The address of a server of this machine, in an environment whose proxy is
+    dead."""
     for name in (*PROXY_VARIABLES, "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in PROXY_VARIABLES:
@@ -59,11 +68,15 @@ def test_clients_of_user_code_reach_this_machine_without_the_proxy(url: str) -> 
     assert httpx.get(url).text == "direct"
     assert urlopen(url, timeout=10).read() == b"direct"
     child = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read())"
-    done = subprocess.run([sys.executable, "-c", child, url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", child, url], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "b'direct'"
 
 
-def test_the_user_s_proxy_and_exceptions_stay(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_the_user_s_proxy_and_exceptions_stay(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
     monkeypatch.setenv("no_proxy", "example.org, 10.0.0.7")
     monkeypatch.setenv("NO_PROXY", "example.com")
     for _ in range(2):
@@ -73,7 +86,9 @@ def test_the_user_s_proxy_and_exceptions_stay(monkeypatch: pytest.MonkeyPatch, u
     assert {os.environ[name] for name in PROXY_VARIABLES} == {DEAD_PROXY}
 
 
-def test_an_exception_for_every_host_stays_one(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_an_exception_for_every_host_stays_one(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
     bypass_proxies("127.0.0.1")
     assert urlopen(url, timeout=10).read() == b"direct"

@@ -1,5 +1,5 @@
-"""The distillation objective against the reverse KL itself: summed over a whole small vocabulary; and token
-by token, written out in float64."""
+"""The distillation objective against the reverse KL itself: summed over a whole small
+vocabulary; and token by token, written out in float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def outputs_of(
             denominators=tokens_alone(len(current_N)),
             old_N=old_N,
             rollout_N=current_N.detach() if rollout_N is None else rollout_N,
-            advantages_N=torch.full((len(current_N),), math.nan),  # rewards are not read
+            advantages_N=torch.full(
+                (len(current_N),), math.nan
+            ),  # rewards are not read
             reference_N=None,
             columns={} if teacher_N is None else {"teacher": teacher_N},
         )
@@ -44,7 +46,8 @@ def outputs_of(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_expected_distillation_gradient_is_that_of_the_reverse_kl(seed: int) -> None:
-    """Each token of a vocabulary once, weighted by its probability under the student."""
+    """Each token of a vocabulary once, weighted by its probability under the
+    student."""
     generator = torch.Generator().manual_seed(seed)
     logits_V = torch.randn(7, generator=generator).requires_grad_()
     teacher_V = torch.randn(7, generator=generator).log_softmax(0)
@@ -52,7 +55,9 @@ def test_expected_distillation_gradient_is_that_of_the_reverse_kl(seed: int) -> 
     expected = torch.zeros(7, dtype=torch.float64)
     for token in range(7):
         current_V = logits_V.log_softmax(0)
-        outputs = outputs_of(current_V[token : token + 1], teacher_V[token : token + 1], config)
+        outputs = outputs_of(
+            current_V[token : token + 1], teacher_V[token : token + 1], config
+        )
         [gradient_V] = torch.autograd.grad(outputs.loss, logits_V)
         expected += current_V[token].exp().item() * gradient_V.double()
     exact_V = logits_V.detach().double().requires_grad_()
@@ -76,15 +81,21 @@ def test_distillation_advantage_is_the_gap_of_each_token(
     rng = np.random.default_rng(seed)
 
     def column(center: np.ndarray | float, spread: float) -> torch.Tensor:
-        return torch.from_numpy((center + rng.normal(0, spread, length)).astype(np.float32))
+        return torch.from_numpy(
+            (center + rng.normal(0, spread, length)).astype(np.float32)
+        )
 
     current = column(-2.0, 1.0)
     old = column(current.numpy(), 0.3)
     rollout = column(old.numpy(), 0.3)
     teacher = column(-2.0, 1.0)
-    config = AlgorithmConfig(objective="distillation", old_logprobs=old_logprobs, correction=correction)
+    config = AlgorithmConfig(
+        objective="distillation", old_logprobs=old_logprobs, correction=correction
+    )
     current_N = current.clone().requires_grad_()
-    outputs = outputs_of(current_N, teacher, config, old_N=old if has_old else None, rollout_N=rollout)
+    outputs = outputs_of(
+        current_N, teacher, config, old_N=old if has_old else None, rollout_N=rollout
+    )
     outputs.loss.backward()
     before = old if has_old else current
     if old_logprobs == "engine":
@@ -108,14 +119,20 @@ def test_distillation_advantage_is_the_gap_of_each_token(
         gradient.append(0.0 if acts else -weight * ratio * advantage / length)
     assert outputs.loss.item() == pytest.approx(loss, rel=1e-4, abs=1e-5)
     assert current_N.grad is not None
-    assert current_N.grad.numpy() == pytest.approx(np.array(gradient), rel=1e-4, abs=1e-5)
+    assert current_N.grad.numpy() == pytest.approx(
+        np.array(gradient), rel=1e-4, abs=1e-5
+    )
     gaps = [before[token].item() - teacher[token].item() for token in range(length)]
-    assert resolve(outputs.metrics)["reverse_kl"] == pytest.approx(sum(gaps) / length, rel=1e-4, abs=1e-5)
+    assert resolve(outputs.metrics)["reverse_kl"] == pytest.approx(
+        sum(gaps) / length, rel=1e-4, abs=1e-5
+    )
 
 
 def test_student_equal_to_its_teacher_has_no_gradient() -> None:
     current_N = torch.tensor([-1.0, -3.0]).requires_grad_()
-    outputs = outputs_of(current_N, current_N.detach().clone(), AlgorithmConfig(objective="distillation"))
+    outputs = outputs_of(
+        current_N, current_N.detach().clone(), AlgorithmConfig(objective="distillation")
+    )
     outputs.loss.backward()
     assert current_N.grad is not None
     assert not current_N.grad.any()

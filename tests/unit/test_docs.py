@@ -1,5 +1,6 @@
-"""The documentation: the site builds without a warning and loads nothing from another host; every snippet
-parses or resolves; every flag, file and command that a page names exists."""
+"""The documentation: the site builds without a warning and loads nothing from another
+host; every snippet parses or resolves; every flag, file and command that a page names
+exists."""
 
 from __future__ import annotations
 
@@ -47,7 +48,18 @@ PAGES = [
 OTHER_PROGRAM = "<!-- other program -->"
 """Stands before a TOML block that is not a configuration of ours."""
 CONFIG_COMMANDS = ("train", "serve", "eval", "doctor", "show-config")
-OTHER_PROGRAMS = ("cd", "curl", "export", "pip", "python", "cp", "mkdir", "hf", "tensorboard", "git")
+OTHER_PROGRAMS = (
+    "cd",
+    "curl",
+    "export",
+    "pip",
+    "python",
+    "cp",
+    "mkdir",
+    "hf",
+    "tensorboard",
+    "git",
+)
 """Commands of a shell snippet that are not ours."""
 
 
@@ -95,7 +107,9 @@ def snippets_of(page: Path) -> Iterator[Snippet]:
             is_ours=before != OTHER_PROGRAM,
         )
         opened = None
-    assert opened is None, f"{page_name(page)}:{(opened or 0) + 1}: the block has no end"
+    assert opened is None, (
+        f"{page_name(page)}:{(opened or 0) + 1}: the block has no end"
+    )
 
 
 SNIPPETS = [snippet for page in PAGES for snippet in snippets_of(page)]
@@ -107,10 +121,12 @@ def of_language(*languages: str) -> list[Snippet]:
 
 def prose_of(page: Path) -> str:
     """The page without its fenced blocks."""
-    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
-# ------------------------------------------------------------------ the site
+# ----------------------------------------------------------------- the site
 
 
 class LoadedResources(HTMLParser):
@@ -155,7 +171,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documentation_site_has_every_page(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file(), page
-    assert (site / "reference" / "settings.html").is_file(), "generated while the site is built"
+    assert (site / "reference" / "settings.html").is_file(), (
+        "generated while the site is built"
+    )
 
 
 def test_no_documentation_page_loads_files_from_another_host(site: Path) -> None:
@@ -168,9 +186,13 @@ def test_no_documentation_page_loads_files_from_another_host(site: Path) -> None
         for address in parser.addresses:
             if not address or address.startswith(("data:", "/")):
                 continue
-            assert (page.parent / address.partition("?")[0]).exists(), f"{page.name}: {address}"
+            assert (page.parent / address.partition("?")[0]).exists(), (
+                f"{page.name}: {address}"
+            )
     for sheet in site.rglob("*.css"):
-        addresses = re.findall(r"(?:url\(|@import )['\"]?(https?:)?//", sheet.read_text())
+        addresses = re.findall(
+            r"(?:url\(|@import )['\"]?(https?:)?//", sheet.read_text()
+        )
         assert addresses == [], sheet
 
 
@@ -188,7 +210,7 @@ def test_first_line_of_every_settings_section_is_a_sentence() -> None:
         assert (section.__doc__ or "").strip().splitlines()[0].endswith("."), table
 
 
-# ------------------------------------------------------------------ snippets
+# ----------------------------------------------------------------- snippets
 
 
 def test_every_snippet_names_its_language() -> None:
@@ -199,7 +221,9 @@ def test_every_snippet_names_its_language() -> None:
         assert snippet.language in known, f"{snippet.place}: {snippet.language!r}"
 
 
-@pytest.mark.parametrize("snippet", of_language("python"), ids=lambda snippet: snippet.place)
+@pytest.mark.parametrize(
+    "snippet", of_language("python"), ids=lambda snippet: snippet.place
+)
 def test_python_snippets_compile_and_their_imports_exist(snippet: Snippet) -> None:
     tree = ast.parse(snippet.text, snippet.place)
     for node in ast.walk(tree):
@@ -211,24 +235,36 @@ def test_python_snippets_compile_and_their_imports_exist(snippet: Snippet) -> No
         found = importlib.import_module(module)
         for alias in node.names:
             is_submodule = (
-                importlib.util.find_spec(f"{module}.{alias.name}") if hasattr(found, "__path__") else None
+                importlib.util.find_spec(f"{module}.{alias.name}")
+                if hasattr(found, "__path__")
+                else None
             )
-            assert hasattr(found, alias.name) or is_submodule, f"{snippet.place}: {module}.{alias.name}"
+            assert hasattr(found, alias.name) or is_submodule, (
+                f"{snippet.place}: {module}.{alias.name}"
+            )
 
 
 @pytest.mark.parametrize(
-    "snippet", [s for s in of_language("toml") if s.is_ours], ids=lambda snippet: snippet.place
+    "snippet",
+    [s for s in of_language("toml") if s.is_ours],
+    ids=lambda snippet: snippet.place,
 )
 def test_toml_snippets_resolve_as_configuration(snippet: Snippet) -> None:
     resolve(Source(name=snippet.place, tables=tomllib.loads(snippet.text)))
 
 
 def test_dialect_example_of_the_docs_reads_requests_and_writes_replies() -> None:
-    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/dialect.md"]
+    [snippet] = [
+        snippet
+        for snippet in of_language("python")
+        if snippet.page == "docs/extend/dialect.md"
+    ]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
     dialect = module["AskDialect"](model="tiny", vocab_size=512, token_text=str)
-    request = dialect.parse(b'{"model": "tiny", "question": "Well?", "stream": true}', retry=False)
+    request = dialect.parse(
+        b'{"model": "tiny", "question": "Well?", "stream": true}', retry=False
+    )
     assert [message.content for message in request.turn.messages] == ["Well?"]
     assert request.turn.stream
     for refused in (
@@ -244,38 +280,62 @@ def test_dialect_example_of_the_docs_reads_requests_and_writes_replies() -> None
 
 def test_loss_examples_of_the_docs_compute_a_loss() -> None:
     snippet, of_group = [
-        snippet for snippet in of_language("python") if snippet.page == "docs/extend/loss.md"
+        snippet
+        for snippet in of_language("python")
+        if snippet.page == "docs/extend/loss.md"
     ]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
     ratio_N = torch.ones(3, requires_grad=True)
     advantages_N = torch.tensor([1.0, -1.0, 0.0])
-    losses_N = module["soft_clip"](ratio_N, advantages_N, eps_clip_low=0.2, eps_clip_high=0.2)
+    losses_N = module["soft_clip"](
+        ratio_N, advantages_N, eps_clip_low=0.2, eps_clip_high=0.2
+    )
     losses_N.sum().backward()
     assert torch.equal(losses_N.detach(), -advantages_N)
     assert torch.allclose(ratio_N.grad, -advantages_N)
     example = example_inputs()
     far_N = module["anchored"](
-        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=1e-6, inputs=example
+        torch.ones(9),
+        example.advantages_N,
+        eps_clip_low=0.2,
+        eps_clip_high=1e-6,
+        inputs=example,
     )
     assert not far_N.any(), "every row is further away than that"
     near_N = module["anchored"](
-        torch.ones(9), example.advantages_N, eps_clip_low=0.2, eps_clip_high=9.0, inputs=example
+        torch.ones(9),
+        example.advantages_N,
+        eps_clip_low=0.2,
+        eps_clip_high=9.0,
+        inputs=example,
     )
     assert torch.equal(near_N, -example.advantages_N)
     ranks_G = module["ranks"](np.array([0.0, 5.0, 5.0, 100.0]), eps=1e-4)
     assert ranks_G.tolist() == [-1.0, 0.0, 0.0, 1.0]
     assert module["ranks"](np.array([2.0]), eps=1e-4).tolist() == [0.0]
     exec(compile(of_group.text, of_group.place, "exec"), module)
-    group = SimpleNamespace(rollouts_G=[SimpleNamespace(numbers={"score": 3.0}), SimpleNamespace(numbers={})])
+    group = SimpleNamespace(
+        rollouts_G=[
+            SimpleNamespace(numbers={"score": 3.0}),
+            SimpleNamespace(numbers={}),
+        ]
+    )
     above_score = module["above_score"]
-    assert above_score(np.array([3.0, 2.0]), eps=1e-4, group=group).tolist() == [-1.0, 1.0]
+    assert above_score(np.array([3.0, 2.0]), eps=1e-4, group=group).tolist() == [
+        -1.0,
+        1.0,
+    ]
     assert above_score(np.array([3.0, 2.0]), eps=1e-4).tolist() == [0.5, -0.5]
 
 
 def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
     """A rollout of two rows, in one call and in two."""
-    [snippet] = [snippet for snippet in of_language("python") if snippet.page == "docs/extend/objective.md"]
+    [snippet] = [
+        snippet
+        for snippet in of_language("python")
+        if snippet.page == "docs/extend/objective.md"
+    ]
     module: dict[str, Any] = {}
     exec(compile(snippet.text, snippet.place, "exec"), module)
     objective = module["towards_the_reference"]
@@ -314,7 +374,9 @@ def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
 
 
 def test_filter_and_task_source_examples_of_the_docs_work() -> None:
-    filters, source = (one for one in of_language("python") if one.page == "docs/extend/tasks.md")
+    filters, source = (
+        one for one in of_language("python") if one.page == "docs/extend/tasks.md"
+    )
     module: dict[str, Any] = {}
     for snippet in (filters, source):
         exec(compile(snippet.text, snippet.place, "exec"), module)
@@ -333,7 +395,9 @@ def test_filter_and_task_source_examples_of_the_docs_work() -> None:
         ([4], None),
         ([0, 4, 4], "solved_twice"),
     ):
-        history = TaskHistory(task_id="t", recent=tuple(ended("t", count) for count in solved))
+        history = TaskHistory(
+            task_id="t", recent=tuple(ended("t", count) for count in solved)
+        )
         assert module["not_again"](group, history=history) == verdict
     assert takes_history(module["not_again"])
 
@@ -381,7 +445,9 @@ def reader_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def check_command(words: list[str], place: str, capsys: pytest.CaptureFixture[str]) -> None:
+def check_command(
+    words: list[str], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`words` after `invrl`: the command exists, and takes these flags."""
     if not words or words[0] in ("--version", "--help"):
         return
@@ -401,7 +467,9 @@ def check_command(words: list[str], place: str, capsys: pytest.CaptureFixture[st
                 kept.append(word)
             elif rest and not rest[0].startswith("--"):
                 rest.pop(0)
-        parse_flags(kept, command="train" if command in ("show-config", "doctor") else command)
+        parse_flags(
+            kept, command="train" if command in ("show-config", "doctor") else command
+        )
         return
     for word in arguments:
         if word.startswith("-"):
@@ -411,11 +479,15 @@ def check_command(words: list[str], place: str, capsys: pytest.CaptureFixture[st
             )
 
 
-@pytest.mark.parametrize("snippet", of_language("bash"), ids=lambda snippet: snippet.place)
+@pytest.mark.parametrize(
+    "snippet", of_language("bash"), ids=lambda snippet: snippet.place
+)
 def test_shell_snippets_parse(
     snippet: Snippet, reader_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked = subprocess.run(["bash", "-n"], input=snippet.text, text=True, capture_output=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=snippet.text, text=True, capture_output=True, check=False
+    )
     assert checked.returncode == 0, checked.stderr
     for words in command_lines(snippet):
         program, arguments = words[0], words[1:]
@@ -427,10 +499,12 @@ def test_shell_snippets_parse(
         else:
             assert program in OTHER_PROGRAMS, f"{snippet.place}: {program}"
             if program == "python" and arguments[0].startswith("tests/"):
-                assert (ROOT / arguments[0]).is_file(), f"{snippet.place}: {arguments[0]}"
+                assert (ROOT / arguments[0]).is_file(), (
+                    f"{snippet.place}: {arguments[0]}"
+                )
 
 
-# ------------------------------------------------------------------ what the prose names
+# --------------------------------------------------------------- what the prose names
 
 
 def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -449,7 +523,9 @@ FLAGS_OF_OTHERS = {"--shm-size", "--local-dir", "--all"}
 """Flags of other programs that pages name."""
 
 
-def test_every_flag_that_a_page_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_that_a_page_names_exists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = known_flags(capsys) | FLAGS_OF_OTHERS
     passed_on = tuple(f"--{package}-" for package in UPSTREAM)
     for page in CURRENT_PAGES:
@@ -486,7 +562,9 @@ def test_links_lead_to_files_that_are_there(page: Path) -> None:
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
-def test_every_command_is_on_the_page_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_on_the_page_of_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     page = (DOCS / "reference" / "commands.md").read_text()
     assert cli.main(["--help"]) == 0
     overview = capsys.readouterr().out

@@ -1,5 +1,6 @@
-"""`invrl doctor`: each planted fault is found by the check of its name, with a fix, and hides no other check.
-Faults are planted for real; only what a test cannot change (memory, GPUs, limits) is planted as a fact."""
+"""`invrl doctor`: each planted fault is found by the check of its name, with a fix, and
+hides no other check. Faults are planted for real; only what a test cannot change
+(memory, GPUs, limits) is planted as a fact."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Plot:
-    """Where a fault is planted: a folder with a model, flags that are well, a machine, the environment."""
+    """Where a fault is planted: a folder with a model, flags that are well, a machine,
+    the environment."""
 
     here: Path
     flags: dict[str, str]
@@ -78,11 +80,15 @@ class Plot:
 
 
 @pytest.fixture
-def plot(good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plot]:
+def plot(
+    good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Plot]:
     shutil.copytree(good_model, tmp_path / "model")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "doctors_agent.py").write_text("def rollout(task): ...\ndef reward(task, result): ...\n")
+    (tmp_path / "doctors_agent.py").write_text(
+        "def rollout(task): ...\ndef reward(task, result): ...\n"
+    )
     flags = {
         "--model-path": str(tmp_path / "model"),
         "--run-root": str(tmp_path / "runs"),
@@ -97,7 +103,9 @@ def plot(good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def flag(**flags: str) -> Callable[[Plot], None]:
-    return lambda plot: plot.flags.update({"--" + k.replace("_", "-"): v for k, v in flags.items()})
+    return lambda plot: plot.flags.update(
+        {"--" + k.replace("_", "-"): v for k, v in flags.items()}
+    )
 
 
 def fact(**facts: object) -> Callable[[Plot], None]:
@@ -191,13 +199,35 @@ def extra(*more: str) -> Callable[[Plot], None]:
 
 FAILED, WARNING = Status.FAILED, Status.WARNING
 FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
-    # name, how it is planted, the check that finds it, how bad, what it says, what to do
-    ("unknown flag", extra("--temperatur", "1"), "configuration", FAILED, "no such flag", "--temperature"),
+    # name, how it is planted, the check that finds it, how bad, what it says, what to
+    # do
+    (
+        "unknown flag",
+        extra("--temperatur", "1"),
+        "configuration",
+        FAILED,
+        "no such flag",
+        "--temperature",
+    ),
     ("bad value", flag(lr="fast"), "configuration", FAILED, "valid number", "set lr"),
     ("TOML key", toml_key, "configuration", FAILED, "no such key", "temperature"),
-    ("contradiction", flag(batch_timeout_s="5"), "configuration", FAILED, "rollout_timeout_s", "raise"),
+    (
+        "contradiction",
+        flag(batch_timeout_s="5"),
+        "configuration",
+        FAILED,
+        "rollout_timeout_s",
+        "raise",
+    ),
     ("old python", fact(python=(3, 9)), "python", FAILED, "3.11 or 3.12", "install.sh"),
-    ("missing package", missing_package, "packages", FAILED, "a-library-nobody-has is missing", "install.sh"),
+    (
+        "missing package",
+        missing_package,
+        "packages",
+        FAILED,
+        "a-library-nobody-has is missing",
+        "install.sh",
+    ),
     (
         "wrong version",
         lambda p: p.dist_info("ray", "9.9.9"),
@@ -206,8 +236,22 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "ray is 9.9.9",
         "install.sh",
     ),
-    ("idle GPU", fact(nvidia=True), "gpu", WARNING, "cannot use a GPU", "INVRL_DEVICE=gpu"),
-    ("ranks", flag(data_parallel_size="9"), "cpus", FAILED, "8 CPUs", "lower --data-parallel-size to 8"),
+    (
+        "idle GPU",
+        fact(nvidia=True),
+        "gpu",
+        WARNING,
+        "cannot use a GPU",
+        "INVRL_DEVICE=gpu",
+    ),
+    (
+        "ranks",
+        flag(data_parallel_size="9"),
+        "cpus",
+        FAILED,
+        "8 CPUs",
+        "lower --data-parallel-size to 8",
+    ),
     (
         "long answers",
         flag(max_new_tokens="600", max_row_tokens="500"),
@@ -249,11 +293,46 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "a step may not fit",
         "--megatron-recompute-granularity",
     ),
-    ("far too little", fact(memory_bytes=5 * 10**9), "memory", FAILED, "would be killed", "smaller model"),
-    ("little memory", fact(memory_bytes=7 * 10**9), "memory", WARNING, "may not be enough", "end other"),
-    ("full disk", endless_weights, "disk", FAILED, "too small for one checkpoint", "--run-root"),
-    ("crowded disk", flag(keep_checkpoints="2000000000"), "disk", WARNING, "may fill", "--keep-checkpoints"),
-    ("no /dev/shm", fact(shared_memory_bytes=10**6), "shared memory", FAILED, "64 MB", "--shm-size"),
+    (
+        "far too little",
+        fact(memory_bytes=5 * 10**9),
+        "memory",
+        FAILED,
+        "would be killed",
+        "smaller model",
+    ),
+    (
+        "little memory",
+        fact(memory_bytes=7 * 10**9),
+        "memory",
+        WARNING,
+        "may not be enough",
+        "end other",
+    ),
+    (
+        "full disk",
+        endless_weights,
+        "disk",
+        FAILED,
+        "too small for one checkpoint",
+        "--run-root",
+    ),
+    (
+        "crowded disk",
+        flag(keep_checkpoints="2000000000"),
+        "disk",
+        WARNING,
+        "may fill",
+        "--keep-checkpoints",
+    ),
+    (
+        "no /dev/shm",
+        fact(shared_memory_bytes=10**6),
+        "shared memory",
+        FAILED,
+        "64 MB",
+        "--shm-size",
+    ),
     (
         "small /dev/shm",
         fact(shared_memory_bytes=10**8),
@@ -262,16 +341,79 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "Ray writes its objects to disk",
         "--shm-size",
     ),
-    ("Ray is down", closed_ray, "ray", FAILED, "no Ray can be reached", "ray start --head"),
-    ("Ray nowhere", lambda p: p.patch.setenv("RAY_ADDRESS", "here"), "ray", FAILED, "host:port", "unset it"),
+    (
+        "Ray is down",
+        closed_ray,
+        "ray",
+        FAILED,
+        "no Ray can be reached",
+        "ray start --head",
+    ),
+    (
+        "Ray nowhere",
+        lambda p: p.patch.setenv("RAY_ADDRESS", "here"),
+        "ray",
+        FAILED,
+        "host:port",
+        "unset it",
+    ),
     ("taken port", bound_port, "gateway port", FAILED, "in use", "0 for a free one"),
-    ("foreign host", flag(gateway_host="192.0.2.1"), "gateway port", FAILED, "cannot listen", "0.0.0.0"),
-    ("read-only root", root_below_a_file, "run folder", FAILED, "cannot be written", "writable --run-root"),
-    ("other run", other_run, "run folder", FAILED, "another configuration", "choose another --run-name"),
-    ("no model", flag(model_path="/no/such"), "model folder", FAILED, "no such folder", "prepare-model"),
-    ("truncated weights", truncated_weights, "model folder", FAILED, "damaged", "prepare-model"),
-    ("model type", model_json("config.json", model_type="mamba"), "model folder", FAILED, "'mamba'", "qwen3"),
-    ("tokenizer", model_file("tokenizer.json", "{}"), "model folder", FAILED, "cannot be read", "prepare"),
+    (
+        "foreign host",
+        flag(gateway_host="192.0.2.1"),
+        "gateway port",
+        FAILED,
+        "cannot listen",
+        "0.0.0.0",
+    ),
+    (
+        "read-only root",
+        root_below_a_file,
+        "run folder",
+        FAILED,
+        "cannot be written",
+        "writable --run-root",
+    ),
+    (
+        "other run",
+        other_run,
+        "run folder",
+        FAILED,
+        "another configuration",
+        "choose another --run-name",
+    ),
+    (
+        "no model",
+        flag(model_path="/no/such"),
+        "model folder",
+        FAILED,
+        "no such folder",
+        "prepare-model",
+    ),
+    (
+        "truncated weights",
+        truncated_weights,
+        "model folder",
+        FAILED,
+        "damaged",
+        "prepare-model",
+    ),
+    (
+        "model type",
+        model_json("config.json", model_type="mamba"),
+        "model folder",
+        FAILED,
+        "'mamba'",
+        "qwen3",
+    ),
+    (
+        "tokenizer",
+        model_file("tokenizer.json", "{}"),
+        "model folder",
+        FAILED,
+        "cannot be read",
+        "prepare",
+    ),
     (
         "no template",
         without_template,
@@ -288,7 +430,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "refuses",
         "--chat-template-path",
     ),
-    ("template", model_file("chat_template.jinja", "{% if %}"), "chat template", FAILED, "refuses", "jinja"),
+    (
+        "template",
+        model_file("chat_template.jinja", "{% if %}"),
+        "chat template",
+        FAILED,
+        "refuses",
+        "jinja",
+    ),
     (
         "activation",
         model_json("config.json", hidden_act="gelu"),
@@ -329,7 +478,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "there is no GPU",
         "leave it out",
     ),
-    ("no agent", flag(rollout_function_path="nobody:f"), "rollout function", FAILED, "no module", "module"),
+    (
+        "no agent",
+        flag(rollout_function_path="nobody:f"),
+        "rollout function",
+        FAILED,
+        "no module",
+        "module",
+    ),
     (
         "signature",
         flag(rollout_function_path="doctors_agent:rollout"),
@@ -354,7 +510,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "line 2 is not JSON",
         "per line",
     ),
-    ("parquet", task_file("t.parquet", "PAR1"), "tasks", FAILED, "cannot be read", "a Parquet file"),
+    (
+        "parquet",
+        task_file("t.parquet", "PAR1"),
+        "tasks",
+        FAILED,
+        "cannot be read",
+        "a Parquet file",
+    ),
     (
         "no labels",
         no_labels,
@@ -363,10 +526,38 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "math_single_turn.py reads Task.label",
         "--task-label-key",
     ),
-    ("held-out training tasks", held_out_again, "held-out tasks apart", WARNING, "1 of 1", "hold out other"),
-    ("advantage", flag(advantage="grpoo"), "algorithm functions", FAILED, "built-in", "'grpo'"),
-    ("exponent", flag(lr="3"), "magnitudes", WARNING, "lr = 3, usually 1e-08 to 0.001", "exponent"),
-    ("heat", flag(temperature="10"), "magnitudes", WARNING, "temperature = 10", "exponent"),
+    (
+        "held-out training tasks",
+        held_out_again,
+        "held-out tasks apart",
+        WARNING,
+        "1 of 1",
+        "hold out other",
+    ),
+    (
+        "advantage",
+        flag(advantage="grpoo"),
+        "algorithm functions",
+        FAILED,
+        "built-in",
+        "'grpo'",
+    ),
+    (
+        "exponent",
+        flag(lr="3"),
+        "magnitudes",
+        WARNING,
+        "lr = 3, usually 1e-08 to 0.001",
+        "exponent",
+    ),
+    (
+        "heat",
+        flag(temperature="10"),
+        "magnitudes",
+        WARNING,
+        "temperature = 10",
+        "exponent",
+    ),
     (
         "stale",
         flag(max_staleness="2", correction="none"),
@@ -375,7 +566,14 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "2 versions",
         "set",
     ),
-    ("SGLang option", flag(sglang_attention_backend="tritn"), "sglang options", FAILED, "choice", "triton"),
+    (
+        "SGLang option",
+        flag(sglang_attention_backend="tritn"),
+        "sglang options",
+        FAILED,
+        "choice",
+        "triton",
+    ),
     (
         "router option",
         flag(router_polcy="manual"),
@@ -403,10 +601,17 @@ def by_check(findings: list[Finding]) -> dict[str, list[Finding]]:
 
 
 @pytest.mark.parametrize(
-    ("plant", "check", "status", "reason", "fix"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
+    ("plant", "check", "status", "reason", "fix"),
+    [fault[1:] for fault in FAULTS],
+    ids=[f[0] for f in FAULTS],
 )
 def test_doctor_finds_each_planted_fault(
-    plot: Plot, plant: Callable[[Plot], object], check: str, status: Status, reason: str, fix: str
+    plot: Plot,
+    plant: Callable[[Plot], object],
+    check: str,
+    status: Status,
+    reason: str,
+    fix: str,
 ) -> None:
     plant(plot)
     found = by_check(diagnose(plot.arguments, plot.machine))
@@ -415,7 +620,9 @@ def test_doctor_finds_each_planted_fault(
     assert finding.status is status
     assert reason in f"{finding.value} {finding.reason}"
     assert fix in finding.fix
-    assert "itself raised" not in "".join(str(each) for several in found.values() for each in several)
+    assert "itself raised" not in "".join(
+        str(each) for several in found.values() for each in several
+    )
 
 
 @pytest.mark.parametrize(
@@ -429,18 +636,25 @@ def test_family_without_cpu_engines_is_accepted_if_no_engine_runs_on_a_cpu(
     model_json("config.json", model_type="deepseek_v3")(plot)
     plot.more = more
     plot.machine = replace(plot.machine, gpus=gpus)
-    findings = by_check(diagnose(plot.arguments, plot.machine)).get("engine for the model", [])
+    findings = by_check(diagnose(plot.arguments, plot.machine)).get(
+        "engine for the model", []
+    )
     assert [finding.status for finding in findings] == ([] if more else [Status.OK])
 
 
 def test_checks_that_need_the_model_folder_are_skipped_if_it_is_broken(
     plot: Plot, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rule about the folder stands in one check, and the others do not report its fault again."""
+    """Each rule about the folder stands in one check, and the others do not report its
+    fault again."""
     (plot.model / "config.json").unlink()
     findings = by_check(diagnose(plot.arguments, plot.machine))
     assert findings["model folder"][0].status is FAILED
-    skipped = [check for check, [finding] in findings.items() if finding.status is Status.SKIPPED]
+    skipped = [
+        check
+        for check, [finding] in findings.items()
+        if finding.status is Status.SKIPPED
+    ]
     needing = [
         "trainable model",
         "reference model",
@@ -450,7 +664,12 @@ def test_checks_that_need_the_model_folder_are_skipped_if_it_is_broken(
         "engine for the model",
         "row length",
     ]
-    beside = ["training data", "megatron options", "trainer kernels", "longest conversation"]
+    beside = [
+        "training data",
+        "megatron options",
+        "trainer kernels",
+        "longest conversation",
+    ]
     assert skipped == ["chat template", *needing, *beside]
     assert cli.main(["doctor", *plot.arguments]) == 1
     assert (
@@ -460,7 +679,9 @@ def test_checks_that_need_the_model_folder_are_skipped_if_it_is_broken(
 
 
 @pytest.mark.parametrize("template", ["chatml-tools", "own.jinja"])
-@pytest.mark.parametrize("command", ["doctor", "serve", "train", "eval", "check-template"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "serve", "train", "eval", "check-template"]
+)
 def test_every_command_accepts_a_given_chat_template_for_a_missing_one(
     plot: Plot, command: str, template: str
 ) -> None:
@@ -473,10 +694,14 @@ def test_every_command_accepts_a_given_chat_template_for_a_missing_one(
     match command:
         case "doctor":
             findings = diagnose(plot.arguments, plot.machine)
-            assert not [str(finding) for finding in findings if finding.status is FAILED]
+            assert not [
+                str(finding) for finding in findings if finding.status is FAILED
+            ]
         case "check-template":
             model = str(plot.model)
-            assert cli.main(["check-template", model, "--chat-template-path", path]) == 0
+            assert (
+                cli.main(["check-template", model, "--chat-template-path", path]) == 0
+            )
             assert cli.main(["check-template", model]) == 2
         case _:
             check_before_start(command, config, plot.machine)
@@ -497,7 +722,9 @@ def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
     )
     full = budget.largest(100).total
     longest = budget.largest(2048).total
-    machine = replace(plot.machine, gpus=1, gpu_memory_bytes=int((full + longest) / 2 / 0.9))
+    machine = replace(
+        plot.machine, gpus=1, gpu_memory_bytes=int((full + longest) / 2 / 0.9)
+    )
     [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
     assert finding.status is WARNING
     assert "2048 tokens: " in finding.value
@@ -505,7 +732,11 @@ def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
     assert named is not None
     fitting = int(named[1])
     assert 100 < fitting < 2048
-    assert budget.largest(fitting).total <= 0.9 * machine.gpu_memory_bytes < budget.largest(fitting + 1).total
+    assert (
+        budget.largest(fitting).total
+        <= 0.9 * machine.gpu_memory_bytes
+        < budget.largest(fitting + 1).total
+    )
 
     plot.flags["--max-row-tokens"] = str(fitting)
     [finding] = by_check(diagnose(plot.arguments, machine))["longest conversation"]
@@ -539,14 +770,18 @@ def test_doctor_checks_the_real_machine_and_exits_with_1_on_a_failure(
     assert cli.main(["doctor", *plot.arguments]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
-    assert [line.split()[1] for line in failed][:2] == ["configuration:", "configuration:"]
+    assert [line.split()[1] for line in failed][:2] == [
+        "configuration:",
+        "configuration:",
+    ]
     assert all("Fix: " in line for line in failed)
     assert last == f"{len(lines)} checks, {len(failed)} failed"
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
-    """Once for all ranks: one checkpoint is written at a time, and each number by one rank."""
+    """Once for all ranks: one checkpoint is written at a time, and each number by one
+    rank."""
     machine = replace(plot.machine, gpus=gpus, gpu_memory_bytes=80 * 10**9)
     plot.flags["--data-parallel-size"] = "2"
     needed: list[float] = []
@@ -559,10 +794,13 @@ def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_train_only_run_needs_no_sglang(plot: Plot, alone: bool) -> None:
-    """As on a machine without it: the requirements name packages of its family that nobody has."""
+    """As on a machine without it: the requirements name packages of its family that
+    nobody has."""
     needs = "Requires-Dist: sglang-nobody-has\n"
     plot.dist_info("invrl", "0.1.0", needs)
-    plot.more = ("--debug-train-only", "--load-rollout-data", str(plot.here)) if alone else ()
+    plot.more = (
+        ("--debug-train-only", "--load-rollout-data", str(plot.here)) if alone else ()
+    )
     [packages] = by_check(diagnose(plot.arguments, plot.machine))["packages"]
     assert ("sglang-nobody-has is missing" in packages.value) is not alone
     assert (packages.status is Status.FAILED) is not alone
@@ -570,16 +808,24 @@ def test_train_only_run_needs_no_sglang(plot: Plot, alone: bool) -> None:
 
 @pytest.mark.parametrize(
     ("free_gb", "code", "said"),
-    [(64, 0, ""), (7, 0, "it may not be enough"), (5, 0, "would be killed"), (3, 2, "first processes")],
+    [
+        (64, 0, ""),
+        (7, 0, "it may not be enough"),
+        (5, 0, "would be killed"),
+        (3, 2, "first processes"),
+    ],
 )
 def test_train_refuses_a_run_that_cannot_fit_in_memory(
     plot: Plot, capsys: pytest.CaptureFixture[str], free_gb: int, code: int, said: str
 ) -> None:
-    """Ray keeps 3.2 GB of these 64 free; that a run needs more is an estimate, and told."""
+    """Ray keeps 3.2 GB of these 64 free; that a run needs more is an estimate, and
+    told."""
     machine = replace(HEALTHY, memory_bytes=free_gb * 10**9)
     plot.patch.setattr(machine_facts, "look_at_machine", lambda: machine)
     began: list[object] = []
-    plot.patch.setattr(supervisor, "supervise", lambda config, folder: began.append(folder) or 0)
+    plot.patch.setattr(
+        supervisor, "supervise", lambda config, folder: began.append(folder) or 0
+    )
     assert cli.main(["train", *plot.arguments, "--data-parallel-size", "1"]) == code
     assert len(began) == (code == 0)
     err = capsys.readouterr().err
@@ -589,9 +835,13 @@ def test_train_refuses_a_run_that_cannot_fit_in_memory(
 
 
 def test_page_cache_of_a_container_counts_as_free_memory(tmp_path: Path) -> None:
-    """A container that has read a model has its whole limit in use. Ray does not count files either."""
+    """A container that has read a model has its whole limit in use. Ray does not count
+    files either."""
     host = psutil.virtual_memory()
-    assert machine_facts.memory_of(tmp_path) == (pytest.approx(host.available, rel=0.5), host.total)
+    assert machine_facts.memory_of(tmp_path) == (
+        pytest.approx(host.available, rel=0.5),
+        host.total,
+    )
     files = {
         "memory.max": "1000000",
         "memory.current": "1000000",

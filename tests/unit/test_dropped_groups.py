@@ -1,5 +1,6 @@
-"""A group that is dropped while rollouts of it run: they are cancelled at once, wherever they are, and
-nothing that they still send changes what the buffer has decided."""
+"""A group that is dropped while rollouts of it run: they are cancelled at once,
+wherever they are, and nothing that they still send changes what the buffer has
+decided."""
 
 from __future__ import annotations
 
@@ -34,18 +35,32 @@ from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import DroppedGroup, FailedRollout, GroupLease, Outcome, Place, Task, WeightVersion
+from invrl.types import (
+    DroppedGroup,
+    FailedRollout,
+    GroupLease,
+    Outcome,
+    Place,
+    Task,
+    WeightVersion,
+)
 
 INCOMPLETE_G0 = DroppedGroup(group_id="g0", reason=DropReason.INCOMPLETE)
 
 
-# ------------------------------------------------------------------ the state machine and its actor
+# ---------------------------------------------------- the state machine and its actor
 
 
-def make_buffer(entries: list[LedgerEntry], *, attempts: int = 1, batch: int = 2) -> GroupBuffer:
+def make_buffer(
+    entries: list[LedgerEntry], *, attempts: int = 1, batch: int = 2
+) -> GroupBuffer:
     return GroupBuffer(
         BufferConfig(max_staleness=0),
-        RolloutConfig(rollout_batch_size=batch, n_samples_per_prompt=3, rollout_max_attempts=attempts),
+        RolloutConfig(
+            rollout_batch_size=batch,
+            n_samples_per_prompt=3,
+            rollout_max_attempts=attempts,
+        ),
         tasks=(Task(id=f"t{n}", payload={}) for n in itertools.count()),
         group_filter=lambda group: None,
         emit=entries.append,
@@ -75,17 +90,23 @@ def test_running_stale_group_is_reported_and_an_ended_group_is_not() -> None:
     buffer = make_buffer([], batch=1, attempts=2)
     buffer.lease()
     for index in range(3):
-        buffer.record(finished(Place("g0", index, 0), reward=float(index), oldest=0, newest=0))
+        buffer.record(
+            finished(Place("g0", index, 0), reward=float(index), oldest=0, newest=0)
+        )
     assert buffer.take() is not None
     buffer.trained(0)
     buffer.advance(WeightVersion(1))
     assert buffer.unwanted() == ()
     buffer.lease()
-    buffer.record(finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1))  # begun under version 0
+    buffer.record(
+        finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1)
+    )  # begun under version 0
     assert buffer.unwanted() == (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 
 
-async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closing() -> None:
+async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closing() -> (
+    None
+):
     async with buffering(Outbox()) as actor:
         lease = await actor.lease()
         assert lease is not None
@@ -94,10 +115,12 @@ async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closin
         assert await waiting == (INCOMPLETE_G0,)
         at_the_end = asyncio.create_task(actor.unwanted())
         await asyncio.sleep(0)
-    assert await asyncio.wait_for(at_the_end, 15.0) == ()  # it would wait for 20 s otherwise
+    assert (
+        await asyncio.wait_for(at_the_end, 15.0) == ()
+    )  # it would wait for 20 s otherwise
 
 
-# ------------------------------------------------------------------ the dispatcher
+# ----------------------------------------------------------------- the dispatcher
 
 
 class DroppingPool(HeldPool):
@@ -143,19 +166,27 @@ class SlowOpener(Opener):
 
 
 @pytest.mark.parametrize("group_form", [False, True])
-async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_cancelled(group_form: bool):
+async def test_sessions_of_a_dropped_group_are_aborted_before_its_rollouts_are_cancelled(
+    group_form: bool,
+):
     buffer = Leases(groups=3, size=2)
     opener = SlowOpener()
     pool = DroppingPool()
-    dispatcher = started_dispatcher(buffer, opener, pool, concurrency=2, group_form=group_form)
+    dispatcher = started_dispatcher(
+        buffer, opener, pool, concurrency=2, group_form=group_form
+    )
     await until(lambda: dispatcher.running == 2)
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: len(opener.ending) == 2)
     assert pool.dropped == [], "cancelled before its session was aborted"
     opener.may_end.set()
-    await until(lambda: {one for ids in pool.running for one in ids} == {"g1/0", "g1/1"})
+    await until(
+        lambda: {one for ids in pool.running for one in ids} == {"g1/0", "g1/1"}
+    )
     assert sorted(pool.dropped) == ["g0/0", "g0/1"]
-    assert opener.aborted == dict.fromkeys(["g0/0", "g0/1"], FailureReason.GROUP_DROPPED)
+    assert opener.aborted == dict.fromkeys(
+        ["g0/0", "g0/1"], FailureReason.GROUP_DROPPED
+    )
     assert set(opener.details.values()) == {
         "group g0 was dropped (incomplete): this rollout is no longer needed"
     }
@@ -168,10 +199,14 @@ async def test_waiting_rollouts_of_a_dropped_group_never_run():
     pool = DroppingPool()
     opener.may_end.set()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
-    await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)  # the fourth waits
+    await until(
+        lambda: len(pool.running) == 3 and len(opener.opened) == 4
+    )  # the fourth waits
     buffer.dropped.put_nowait(DroppedGroup(group_id="g1", reason=DropReason.STALE))
     await until(lambda: ("g2/0",) in pool.running)
-    assert opener.aborted == dict.fromkeys(["g1/0", "g1/1"], FailureReason.GROUP_DROPPED)
+    assert opener.aborted == dict.fromkeys(
+        ["g1/0", "g1/1"], FailureReason.GROUP_DROPPED
+    )
     assert pool.calls == [("g0/0",), ("g0/1",), ("g1/0",), ("g2/0",)]
     await dispatcher.stop()
 
@@ -189,7 +224,9 @@ async def test_group_dropped_while_its_sessions_open_never_runs():
     opener.may_open.set()
     await until(lambda: len(pool.running) == 2)
     assert pool.calls == [("g1/0",), ("g1/1",)]
-    assert opener.aborted == dict.fromkeys(["g0/0", "g0/1"], FailureReason.GROUP_DROPPED)
+    assert opener.aborted == dict.fromkeys(
+        ["g0/0", "g0/1"], FailureReason.GROUP_DROPPED
+    )
     await dispatcher.stop()
 
 
@@ -207,11 +244,12 @@ async def test_drop_of_a_group_that_has_ended_changes_nothing():
     assert opener.ending == []
 
 
-# ------------------------------------------------------------------ the pool and the worker
+# ------------------------------------------------------------ the pool and the worker
 
 
 class DroppableWorker(FakeWorker):
-    """Knows an assignment only from the second question on, as a worker whose `run` has not begun yet."""
+    """Knows an assignment only from the second question on, as a worker whose `run` has
+    not begun yet."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -317,8 +355,8 @@ async def test_async_rollout_function_is_cancelled_at_its_await() -> None:
 async def test_thread_that_ends_within_its_grace_keeps_its_worker(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its session is closed: its next call fails, and it ends. Here that call comes once the run's task has
-    been cancelled."""
+    """Its session is closed: its next call fails, and it ends. Here that call comes
+    once the run's task has been cancelled."""
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 300.0)
     began = threading.Event()
     may_fail = threading.Event()
@@ -371,7 +409,9 @@ async def test_thread_within_its_grace_is_not_counted_as_stuck(
     runner = Runner(refused_or_done, None, timeout_s=600.0)
     dropped = asyncio.Event()
     endpoints = [Address()]
-    late = asyncio.create_task(runner.run(Task(id="late", payload={}), endpoints, dropped))  # type: ignore[arg-type]
+    late = asyncio.create_task(
+        runner.run(Task(id="late", payload={}), endpoints, dropped)
+    )  # type: ignore[arg-type]
     await until(began.is_set)
     dropped.set()
     await asyncio.wait_for(in_grace.wait(), 300.0)
@@ -383,7 +423,9 @@ async def test_thread_within_its_grace_is_not_counted_as_stuck(
     assert runner.stuck_threads == 0
 
 
-async def test_thread_that_runs_past_its_grace_is_counted_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thread_that_runs_past_its_grace_is_counted_as_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runner_module, "_DROP_GRACE_S", 0.2)
     began = threading.Event()
     release = threading.Event()
@@ -411,11 +453,13 @@ async def waits(task: Task, endpoint: object) -> float:
     return 1.0
 
 
-# ------------------------------------------------------------------ with the real gateway
+# -------------------------------------------------------------- with the real gateway
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer, leases=True) as gateway:
         yield gateway
 
@@ -438,7 +482,9 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def offering(gateway: Running, folder: Path, entries: list[LedgerEntry]) -> AsyncIterator[GroupBuffer]:
+async def offering(
+    gateway: Running, folder: Path, entries: list[LedgerEntry]
+) -> AsyncIterator[GroupBuffer]:
     buffer = make_buffer(entries, batch=1)
     path = folder / "run.db"
     offers = ExternalDispatcher(
@@ -454,7 +500,9 @@ async def offering(gateway: Running, folder: Path, entries: list[LedgerEntry]) -
 
 
 async def leased(gateway: Running) -> Mapping[str, object]:
-    while (lease := (await gateway.env("/tasks/lease", {"wait_s": 1.0})).json()["lease"]) is None:
+    while (
+        lease := (await gateway.env("/tasks/lease", {"wait_s": 1.0})).json()["lease"]
+    ) is None:
         pass
     return lease
 
@@ -466,15 +514,17 @@ def error(answer: httpx.Response) -> tuple[int, str]:
 async def test_outside_environment_learns_that_its_group_was_dropped(
     gateway: Running, tmp_path: Path
 ) -> None:
-    """Member 0 is generating, member 1 waits for its environment, member 2 was leased and never opened; then
-    member 1 fails for good."""
+    """Member 0 is generating, member 1 waits for its environment, member 2 was leased
+    and never opened; then member 1 fails for good."""
     entries: list[LedgerEntry] = []
     async with offering(gateway, tmp_path, entries) as buffer:
         lease = await leased(gateway)
         assert lease["group_id"] == "g0"
         opened = {"task_id": "t0", "group_id": "g0"}
         mine, failing = await gateway.open(members=2, **opened)
-        [child] = (await gateway.env(f"/sessions/{mine.id}/children", {}, key=mine.key)).json()["sessions"]
+        [child] = (
+            await gateway.env(f"/sessions/{mine.id}/children", {}, key=mine.key)
+        ).json()["sessions"]
         gateway.engine.holds = lambda _: True
         chat = gateway.client(mine).chat.completions
         call = asyncio.create_task(chat.create(model="tiny", messages=[ASK]))
@@ -490,14 +540,18 @@ async def test_outside_environment_learns_that_its_group_was_dropped(
             late = await gateway.env("/v1/chat/completions", body, key=session_key)
             assert error(late) == (401, "group_dropped")
             assert late.json()["error"]["message"] == f"the session is aborted: {why}"
-        rewarded = await gateway.env(f"/sessions/{mine.id}/reward", {"reward": 1.0}, key=mine.key)
+        rewarded = await gateway.env(
+            f"/sessions/{mine.id}/reward", {"reward": 1.0}, key=mine.key
+        )
         assert error(rewarded) == (409, "group_dropped")
         assert why in rewarded.json()["error"]["message"]
         outcome = await gateway.finish(mine)
         assert isinstance(outcome, FailedRollout)
         assert outcome.reason == FailureReason.GROUP_DROPPED
         assert outcome.detail == why
-        too_late = await gateway.env("/sessions", {**opened, "members": [{"index": 2, "attempt": 0}]})
+        too_late = await gateway.env(
+            "/sessions", {**opened, "members": [{"index": 2, "attempt": 0}]}
+        )
         assert error(too_late) == (409, "not_leased")
         for _, handed_over in gateway.store.outbox_after(0):
             before = len(entries)
@@ -506,7 +560,9 @@ async def test_outside_environment_learns_that_its_group_was_dropped(
         assert (await leased(gateway))["group_id"] == "g1"
 
 
-async def test_group_dropped_while_it_is_offered_is_withdrawn(gateway: Running, tmp_path: Path) -> None:
+async def test_group_dropped_while_it_is_offered_is_withdrawn(
+    gateway: Running, tmp_path: Path
+) -> None:
     offered = threading.Event()
     may_offer = threading.Event()
     leases = LeaseStore(tmp_path / "run.db")
@@ -532,7 +588,9 @@ async def test_group_dropped_while_it_is_offered_is_withdrawn(gateway: Running, 
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: "g0" in offers._dropped and not offers._drops)
     may_offer.set()
-    await until(lambda: buffer.asked > 1)  # until then an environment may take it, which cannot open it
+    await until(
+        lambda: buffer.asked > 1
+    )  # until then an environment may take it, which cannot open it
     assert (await leased(gateway))["group_id"] == "g1"
     await offers.stop()
 
@@ -540,11 +598,13 @@ async def test_group_dropped_while_it_is_offered_is_withdrawn(gateway: Running, 
 async def test_cancelled_worker_reports_its_rollout_and_is_free(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way of one cancelled rollout: its session is aborted, its function cancelled, and the report
-    is the session's own end."""
+    """The whole way of one cancelled rollout: its session is aborted, its function
+    cancelled, and the report is the session's own end."""
     monkeypatch.setitem(globals(), "BEGAN", asyncio.Event())
     [session] = await gateway.open(purpose="eval")
-    config = RolloutConfig(rollout_function_path=f"{__name__}:waits", rollout_timeout_s=600.0)
+    config = RolloutConfig(
+        rollout_function_path=f"{__name__}:waits", rollout_timeout_s=600.0
+    )
     settings = WorkerSettings(gateway_url=gateway.url, model="tiny", rollout=config)
     worker = RolloutWorker(settings)
     await worker.ready()

@@ -1,4 +1,5 @@
-"""What a rollout function can do beside asking the model: reward a turn, a branch, a child; open a child."""
+"""What a rollout function can do beside asking the model: reward a turn, a branch, a
+child; open a child."""
 
 import asyncio
 
@@ -24,7 +25,9 @@ async def test_turns_branches_and_children_are_rewarded(gateway: Running):
     first = await client.chat.completions.create(model="x", messages=[ASK])
     await endpoint.reward(0.25, turn=first.id, components={"short": 1.0})
     reply = first.choices[0].message.model_dump()
-    second = await client.chat.completions.create(model="x", messages=[ASK, reply, MORE])
+    second = await client.chat.completions.create(
+        model="x", messages=[ASK, reply, MORE]
+    )
     await endpoint.reward(0.5, branch=second.id)
     child = await endpoint.open_child()
     grandchild = await child.open_child()
@@ -48,7 +51,9 @@ async def test_a_sync_function_rewards_from_its_thread(gateway: Running):
 
     def rollout(task: Task, endpoint: SessionEndpoint) -> float:
         async def work() -> None:
-            answer = await endpoint.openai().chat.completions.create(model="x", messages=[ASK])
+            answer = await endpoint.openai().chat.completions.create(
+                model="x", messages=[ASK]
+            )
             await endpoint.reward(0.5, turn=answer.id)
             child = await endpoint.open_child()
             await child.reward(0.5)
@@ -77,20 +82,33 @@ async def test_a_reward_of_no_turn_says_what_to_name_and_shows_no_key(gateway: R
     runner = Runner(rollout, None, timeout_s=60.0)
     [failure] = await runner.run(Task(id="t", payload={}), [endpoint_of(session)])
     assert failure.reason is FailureReason.EXCEPTION
-    assert "has no turn 'chatcmpl-x'; use the id of one of its answers" in failure.detail
+    assert (
+        "has no turn 'chatcmpl-x'; use the id of one of its answers" in failure.detail
+    )
     assert not any(key in failure.detail for key in keys)
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (SessionError("gone", status=503, code="engine_unavailable"), FailureReason.ENGINE),
-        (SessionError("late", status=401, code="session_timeout"), FailureReason.TIMEOUT),
-        (SessionError("no turn", status=404, code="turn_not_found"), FailureReason.EXCEPTION),
+        (
+            SessionError("gone", status=503, code="engine_unavailable"),
+            FailureReason.ENGINE,
+        ),
+        (
+            SessionError("late", status=401, code="session_timeout"),
+            FailureReason.TIMEOUT,
+        ),
+        (
+            SessionError("no turn", status=404, code="turn_not_found"),
+            FailureReason.EXCEPTION,
+        ),
         (DeadlineError("the gateway", 1.0), FailureReason.ENGINE),
     ],
 )
-def test_a_reward_that_fails_has_the_reason_of_a_request_that_fails(error: Exception, reason: FailureReason):
+def test_a_reward_that_fails_has_the_reason_of_a_request_that_fails(
+    error: Exception, reason: FailureReason
+):
     assert classify(error, []).reason is reason
 
 
@@ -122,7 +140,9 @@ async def test_every_answer_of_an_agent_names_its_session(gateway: Running):
     url = session.base_url + "/chat/completions"
     streamed = await gateway.http.post(url, json={"messages": [ASK], "stream": True})
     refused = await gateway.http.post(url, content=b"{")
-    unknown: httpx.Response = await gateway.http.post(f"{gateway.url}/s/isk-x/v1/chat/completions", json={})
+    unknown: httpx.Response = await gateway.http.post(
+        f"{gateway.url}/s/isk-x/v1/chat/completions", json={}
+    )
     assert streamed.headers["x-invrl-session"] == session.id
     assert refused.headers["x-invrl-session"] == session.id
     assert "x-invrl-session" not in unknown.headers

@@ -1,4 +1,5 @@
-"""What is read of an engine's answer: events in whatever pieces they come, tokens whose weights are known."""
+"""What is read of an engine's answer: events in whatever pieces they come, tokens whose
+weights are known."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Pieces:
 
 
 def event(version: str, finish: str | None = None, rid: str = "turn-1") -> bytes:
-    """One token, sampled under the weights of this label: the first, or the second one at the end."""
+    """One token, sampled under the weights of this label: the first, or the second one
+    at the end."""
     num_tokens = 1 if finish is None else 2
     meta: dict[str, Any] = {"id": rid, "prompt_tokens": 1, "weight_version": version}
     meta["completion_tokens"] = num_tokens
@@ -41,22 +43,37 @@ def event(version: str, finish: str | None = None, rid: str = "turn-1") -> bytes
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 async def test_events_are_read_in_whatever_pieces_they_arrive(size: int) -> None:
-    body = b"".join(b"data: " + event(version) + b"\n\n" for version in "123") + b"data: [DONE]\n\n"
+    body = (
+        b"".join(b"data: " + event(version) + b"\n\n" for version in "123")
+        + b"data: [DONE]\n\n"
+    )
     events = [decode_event(found) async for found in events_of(Pieces(body, size))]  # type: ignore[arg-type]
-    assert [found.meta_info.weight_version for found in events if found.meta_info] == ["1", "2", "3"]
+    assert [found.meta_info.weight_version for found in events if found.meta_info] == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def reader() -> _GenerationReader:
     sampling = Sampling(temperature=1.0, max_new_tokens=8)
-    request = GenerateRequest(rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling)
+    request = GenerateRequest(
+        rid="turn-1", input_ids_T=np.array([5], np.int32), sampling=sampling
+    )
     check = AnswerCheck(
-        rid=request.rid, vocab_size=100, max_new_tokens=8, top_logprobs=0, newest_version=None
+        rid=request.rid,
+        vocab_size=100,
+        max_new_tokens=8,
+        top_logprobs=0,
+        newest_version=None,
     )
     return _GenerationReader(request, None, check)
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort"])
-def test_weights_that_changed_at_an_unknown_token_are_refused_unless_nothing_is_trained(finish: str) -> None:
+def test_weights_that_changed_at_an_unknown_token_are_refused_unless_nothing_is_trained(
+    finish: str,
+) -> None:
     generation = reader()
     generation.add(decode_event(event("1")))
     generation.add(decode_event(event("2", finish)))

@@ -1,4 +1,5 @@
-"""A silent process is dead after a stated time, a busy or paused one is not, and the message names it."""
+"""A silent process is dead after a stated time, a busy or paused one is not, and the
+message names it."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ class Time:
 
 
 class Asked:
-    """Answers as told, the last word for ever. A missing answer takes the whole time that is waited for."""
+    """Answers as told, the last word for ever. A missing answer takes the whole time
+    that is waited for."""
 
-    def __init__(self, time: Time, answers: list[bool], *, refused_at_once: bool = False) -> None:
+    def __init__(
+        self, time: Time, answers: list[bool], *, refused_at_once: bool = False
+    ) -> None:
         self.time = time
         self.answers = answers
         self.refused_at_once = refused_at_once
@@ -48,7 +52,9 @@ class Asked:
 
 
 @pytest.mark.parametrize("refused_at_once", [False, True])
-async def test_process_counts_as_silent_after_its_timeout(refused_at_once: bool) -> None:
+async def test_process_counts_as_silent_after_its_timeout(
+    refused_at_once: bool,
+) -> None:
     time = Time()
     asked = Asked(time, [True, True, False], refused_at_once=refused_at_once)
     await until_silent(asked, timeout_s=30.0, interval_s=5.0, clock=time.clock())
@@ -83,8 +89,12 @@ async def test_health_check_that_raises_counts_as_unanswered() -> None:
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A process with a child, both of which wait."""
     wait = "import time; time.sleep(3600)"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wait!r}])"
-    server = ServerProcess("engine-7", [sys.executable, "-c", program], log=tmp_path / "log")
+    program = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wait!r}])"
+    )
+    server = ServerProcess(
+        "engine-7", [sys.executable, "-c", program], log=tmp_path / "log"
+    )
     server.grace_s = 0.1
     try:
         yield server
@@ -105,9 +115,14 @@ class Client:
 
 
 class Receiver:
-    """Paused, or not, each time it is asked; the last word for ever. `loads`: whether it does."""
+    """Paused, or not, each time it is asked; the last word for ever. `loads`: whether
+    it does."""
 
-    def __init__(self, pauses: list[bool] | None = None, loads: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        pauses: list[bool] | None = None,
+        loads: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._pauses = pauses or [False]
         self._loads = loads
 
@@ -125,7 +140,9 @@ Death = Callable[..., "asyncio.Task[str]"]
 
 @pytest.fixture
 def death(server: ServerProcess) -> Death:
-    def begin(time: Time, answers: Asked, generates: Asked, receiver: Receiver | None = None):
+    def begin(
+        time: Time, answers: Asked, generates: Asked, receiver: Receiver | None = None
+    ):
         return asyncio.create_task(
             engine_death(
                 family_of(server.pid),
@@ -140,14 +157,18 @@ def death(server: ServerProcess) -> Death:
     return begin
 
 
-async def test_a_silent_scheduler_is_dead_and_named(death: Death, server: ServerProcess) -> None:
+async def test_a_silent_scheduler_is_dead_and_named(
+    death: Death, server: ServerProcess
+) -> None:
     time = Time()
     reason = await death(time, Asked(time, [False]), Asked(Time(), [True]))
     assert "scheduler has not answered for 30 s" in reason
     assert f"pid {server.pid}" in reason
 
 
-async def test_answering_scheduler_without_tokens_is_dead_after_a_longer_timeout(death: Death) -> None:
+async def test_answering_scheduler_without_tokens_is_dead_after_a_longer_timeout(
+    death: Death,
+) -> None:
     time = Time()
     tokens = Asked(time, [True, False])
     answers = Asked(Time(), [True])
@@ -166,7 +187,9 @@ async def test_a_paused_engine_is_not_expected_to_make_tokens(death: Death) -> N
     assert tokens.count == 0
 
 
-async def test_pause_that_began_during_a_health_check_does_not_count_against_the_engine(death: Death) -> None:
+async def test_pause_that_began_during_a_health_check_does_not_count_against_the_engine(
+    death: Death,
+) -> None:
     time = Time()
     tokens = Asked(time, [False])
     answers = Asked(time, [True] * 50 + [False])
@@ -176,9 +199,11 @@ async def test_pause_that_began_during_a_health_check_does_not_count_against_the
 
 
 @pytest.mark.parametrize("paused", [True, False], ids=["in an update", "a new engine"])
-async def test_silence_of_a_scheduler_that_loads_weights_is_excused(death: Death, paused: bool) -> None:
-    """For ten times the timeout here. The call ends while the 30th question waits, which is excused too;
-    then three questions are unanswered, as ever."""
+async def test_silence_of_a_scheduler_that_loads_weights_is_excused(
+    death: Death, paused: bool
+) -> None:
+    """For ten times the timeout here. The call ends while the 30th question waits,
+    which is excused too; then three questions are unanswered, as ever."""
     time = Time()
     answers = Asked(time, [False])
     receiver = Receiver([paused], loads=lambda: answers.count < 30)
@@ -196,7 +221,10 @@ async def test_stopped_process_is_dead_even_while_it_loads_weights(
             await asyncio.sleep(0.01)
         time = Time()
         reason = await death(
-            time, Asked(time, [False]), Asked(time, [False]), Receiver([True], loads=lambda: True)
+            time,
+            Asked(time, [False]),
+            Asked(time, [False]),
+            Receiver([True], loads=lambda: True),
         )
     finally:
         os.kill(server.pid, signal.SIGCONT)
@@ -204,7 +232,9 @@ async def test_stopped_process_is_dead_even_while_it_loads_weights(
     assert f"pid {server.pid}: stopped" in reason
 
 
-async def test_dead_process_is_found_although_the_engine_answers(death: Death, server: ServerProcess) -> None:
+async def test_dead_process_is_found_although_the_engine_answers(
+    death: Death, server: ServerProcess
+) -> None:
     time = Time()
     dying = death(time, Asked(Time(), [True]), Asked(Time(), [True]))
     server.stop()
@@ -245,9 +275,13 @@ async def test_process_that_ended_before_its_watch_is_dead_at_once() -> None:
     time = Time()
     client = Client(Asked(Time(), [True]), Asked(Time(), [True]))
     clock = time.clock()
-    engine = await engine_death([], client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock)
+    engine = await engine_death(
+        [], client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock
+    )
     assert "has ended" in engine
-    router = await router_death([], Asked(Time(), [True]), timeout_s=30.0, interval_s=5.0, clock=clock)
+    router = await router_death(
+        [], Asked(Time(), [True]), timeout_s=30.0, interval_s=5.0, clock=clock
+    )
     assert "has ended" in router
 
 
@@ -262,6 +296,8 @@ async def test_external_engine_is_dead_only_by_its_silence() -> None:
     answers = Asked(time, [True, True, False])
     client = Client(answers, Asked(Time(), [True]))
     clock = time.clock()
-    reason = await engine_death(None, client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock)
+    reason = await engine_death(
+        None, client, Receiver(), timeout_s=30.0, interval_s=5.0, clock=clock
+    )
     assert reason == "its scheduler has not answered for 30 s"
     assert answers.count == 5

@@ -1,4 +1,5 @@
-"""How long a conversation an engine takes, and how large its KV cache is, on CPU and on a GPU."""
+"""How long a conversation an engine takes, and how large its KV cache is, on CPU and on
+a GPU."""
 
 import json
 from pathlib import Path
@@ -18,11 +19,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_rank_of_a_cpu_engine_has_a_core(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_cpu_engine_has_a_core(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_server.os, "sched_getaffinity", lambda _: {3, 5})
     several = EngineConfig(engine_tp_size=3)
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
-    for gpus, expected in ((0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}), (1, no_queue)):
+    for gpus, expected in (
+        (0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}),
+        (1, no_queue),
+    ):
         monkeypatch.setattr(engine_server, "count_gpus", lambda gpus=gpus: gpus)
         assert engine_server._ranks_environment(several) == expected
         assert engine_server._ranks_environment(EngineConfig()) == {}
@@ -31,8 +37,12 @@ def test_each_rank_of_a_cpu_engine_has_a_core(model: Path, monkeypatch: pytest.M
         assert "--tp-size" not in engine_server._command(EngineConfig(), model, 1)
 
 
-@pytest.mark.parametrize(("token", "is_sent"), [(0, True), (511, True), (512, False), (-1, False)])
-async def test_an_id_outside_of_the_vocabulary_is_never_sent(token: int, is_sent: bool) -> None:
+@pytest.mark.parametrize(
+    ("token", "is_sent"), [(0, True), (511, True), (512, False), (-1, False)]
+)
+async def test_an_id_outside_of_the_vocabulary_is_never_sent(
+    token: int, is_sent: bool
+) -> None:
     limits = EngineLimits(vocab_size=512, context_length=2048)
     async with SglangClient("http://127.0.0.1:1", limits=limits) as client:
         if is_sent:
@@ -42,7 +52,9 @@ async def test_an_id_outside_of_the_vocabulary_is_never_sent(token: int, is_sent
                 client.validate([token], 1)
 
 
-@pytest.mark.parametrize(("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)])
+@pytest.mark.parametrize(
+    ("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)]
+)
 def test_context_length_is_bounded_by_model_and_cache(
     model: Path, max_total_tokens: int | None, context_length: int
 ) -> None:
@@ -51,14 +63,23 @@ def test_context_length_is_bounded_by_model_and_cache(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "setting", "expected"), [(0, 0, 16384), (0, 900, 900), (1, 0, None), (1, 900, 900)]
+    ("gpus", "setting", "expected"),
+    [(0, 0, 16384), (0, 900, 900), (1, 0, None), (1, 900, 900)],
 )
 def test_cache_size_is_the_setting_or_sglangs_choice_on_a_gpu(
-    model: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, setting: int, expected: int | None
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    setting: int,
+    expected: int | None,
 ) -> None:
     monkeypatch.setattr(engine_server, "count_gpus", lambda: gpus)
     config = EngineConfig(engine_max_total_tokens=setting)
     assert engine_server.max_total_tokens(config) == expected
     command = engine_server._command(config, model, 1)
-    asked = [command[index + 1] for index, word in enumerate(command) if word == "--max-total-tokens"]
+    asked = [
+        command[index + 1]
+        for index, word in enumerate(command)
+        if word == "--max-total-tokens"
+    ]
     assert asked == ([] if expected is None else [str(expected)])

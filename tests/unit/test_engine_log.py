@@ -33,7 +33,11 @@ logging.getLogger("uvicorn.error").error("of uvicorn")
 
 
 def logged(program: str, environment: dict[str, str]) -> list[str]:
-    given = {name: value for name, value in os.environ.items() if name != "SGLANG_LOGGING_CONFIG_PATH"}
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "SGLANG_LOGGING_CONFIG_PATH"
+    }
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**given, **environment},
@@ -47,7 +51,9 @@ def logged(program: str, environment: dict[str, str]) -> list[str]:
 
 def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
     settings = LogSettings(run="a-run", format="json")
-    environment = log_environment("engine-3", settings, level="warning", folder=tmp_path)
+    environment = log_environment(
+        "engine-3", settings, level="warning", folder=tmp_path
+    )
     [line] = [json.loads(line) for line in logged(SCHEDULER, environment)]
     assert line["process"] == "engine-3/scheduler_TP1"
     assert line["run"] == "a-run"
@@ -56,7 +62,9 @@ def test_engine_log_line_names_its_engine_and_process(tmp_path: Path) -> None:
 
 
 def test_http_process_of_an_engine_logs_in_the_same_format(tmp_path: Path) -> None:
-    environment = log_environment("engine-0", LogSettings(run="r"), level="info", folder=tmp_path)
+    environment = log_environment(
+        "engine-0", LogSettings(run="r"), level="info", folder=tmp_path
+    )
     lines = logged(HTTP_PROCESS, environment)
     [warning] = [line for line in lines if "UserWarning: old" in line]
     [error] = [line for line in lines if "of uvicorn" in line]
@@ -68,5 +76,7 @@ def test_logging_configuration_of_the_user_takes_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_LOGGING_CONFIG_PATH", "/mine.json")
-    assert log_environment("engine-0", LogSettings(), level="info", folder=tmp_path) == {}
+    assert (
+        log_environment("engine-0", LogSettings(), level="info", folder=tmp_path) == {}
+    )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""The tap's reading of the wire, whatever pieces the bytes come in and wherever they end."""
+"""The tap's reading of the wire, whatever pieces the bytes come in and wherever they
+end."""
 
 from __future__ import annotations
 
@@ -13,17 +14,28 @@ REQUEST = {"rid": "turn-1", "input_ids": [5, 6], "sampling_params": {}, "stream"
 
 def event(ids: list[int], total: int, finish: dict | None, label: str = "3") -> bytes:
     logprobs = [[-token / 100, token, None] for token in ids]
-    meta = {"output_token_logprobs": logprobs, "weight_version": label, "finish_reason": finish}
+    meta = {
+        "output_token_logprobs": logprobs,
+        "weight_version": label,
+        "finish_reason": finish,
+    }
     if finish is not None:
         meta["weight_versions"] = [{"version": "3", "start": 0, "end": total}]
     return b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n"
 
 
-EVENTS = [event([7, 8], 2, None), event([9], 3, {"type": "stop", "matched": 9}), b"data: [DONE]\n\n"]
+EVENTS = [
+    event([7, 8], 2, None),
+    event([9], 3, {"type": "stop", "matched": 9}),
+    b"data: [DONE]\n\n",
+]
 
 
 def wire(body: bytes) -> bytes:
-    return b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    return b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
 
 
 def chunked(parts: list[bytes]) -> bytes:
@@ -37,7 +49,10 @@ def read(answer: bytes, size: int, *, times: int = 1) -> tuple[EngineTap, deque]
     there = _Reader(tap, waiting, requests=True)
     back = _Reader(tap, waiting, requests=False)
     for _ in range(times):
-        for reader, data in ((there, wire(json.dumps(REQUEST).encode())), (back, answer)):
+        for reader, data in (
+            (there, wire(json.dumps(REQUEST).encode())),
+            (back, answer),
+        ):
             for at in range(0, len(data), size):
                 reader.feed(data[at : at + size])
     return tap, waiting
@@ -69,7 +84,11 @@ def test_tap_of_a_broken_stream_has_its_whole_events():
 
 
 def test_each_tapped_token_has_the_version_label_of_the_previous_event():
-    parts = [event([7, 8], 2, None), event([9, 5], 4, None, "4"), event([6], 5, None, "4")]
+    parts = [
+        event([7, 8], 2, None),
+        event([9, 5], 4, None, "4"),
+        event([6], 5, None, "4"),
+    ]
     _, waiting = read(chunked(parts), 64)
     one = read_generation(waiting[0])
     assert one.earlier_labels == [3, 3, 3, 3, 4]

@@ -13,14 +13,19 @@ import pytest
 
 from invrl.host.environment_keys import take_environment_key
 
-KEYS = {"INVRL_ENV_KEY": "env-of-the-user-0123456789", "RAY_AUTH_TOKEN": "token-of-ray-0123456789"}
+KEYS = {
+    "INVRL_ENV_KEY": "env-of-the-user-0123456789",
+    "RAY_AUTH_TOKEN": "token-of-ray-0123456789",
+}
 
 
 def told_by(program: str) -> dict:
     """What a fresh process with both keys says, as JSON."""
     environment = {**os.environ, **KEYS, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    )
 
 
 def test_process_and_its_children_have_no_keys_after_forgetting_them():
@@ -81,7 +86,14 @@ def test_user_code_imported_by_checks_sees_no_keys(tmp_path: Path) -> None:
         "FOUND": str(tmp_path / "found"),
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
     }
-    command = [sys.executable, "-m", "invrl.cli", "doctor", "--rollout-function-path", "looking:rollout"]
+    command = [
+        sys.executable,
+        "-m",
+        "invrl.cli",
+        "doctor",
+        "--rollout-function-path",
+        "looking:rollout",
+    ]
     subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
     found = json.loads((tmp_path / "found").read_text())
     for place, text in found.items():

@@ -1,5 +1,6 @@
-"""An environment that leased a task and is not heard of again: its sessions end before their time, and only
-its own. Hours pass by moving the time that the gateway has lived through."""
+"""An environment that leased a task and is not heard of again: its sessions end before
+their time, and only its own. Hours pass by moving the time that the gateway has lived
+through."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ class Outside:
 
     async def open(self, group: str, members: int = 1) -> list[Session]:
         places = tuple(GroupMember(index=index, attempt=0) for index in range(members))
-        self._leases.offer(GroupLease(group_id=group, task=Task(id="t", payload={}), members=places))
-        assert (await self.gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == group
+        self._leases.offer(
+            GroupLease(group_id=group, task=Task(id="t", payload={}), members=places)
+        )
+        assert (await self.gateway.env("/tasks/lease", {})).json()["lease"][
+            "group_id"
+        ] == group
         return await self.gateway.open(members=members, group_id=group)
 
     async def state(self, session: Session) -> str:
@@ -57,7 +62,9 @@ class Outside:
         return stored.state if stored else "open"
 
     async def ended(self, session: Session) -> FailedRollout:
-        await eventually(lambda: self.gateway.store.closed_session(session.id) is not None)
+        await eventually(
+            lambda: self.gateway.store.closed_session(session.id) is not None
+        )
         stored = self.gateway.store.closed_session(session.id)
         assert stored is not None
         assert isinstance(stored.outcome, FailedRollout)
@@ -88,8 +95,12 @@ async def test_sessions_of_a_vanished_environment_fail_with_their_own_reason(
         assert "session_idle_timeout_s = 900" in outcome.detail
         assert f"/sessions/{session.id}/heartbeat" in outcome.detail
     handed_over = [outcome for _, outcome in outside.gateway.store.outbox_after(0)]
-    assert {outcome.session_id for outcome in handed_over} == {session.id for session in opened}
-    late = await outside.gateway.env(f"/sessions/{opened[0].id}/heartbeat", {}, key=opened[0].key)
+    assert {outcome.session_id for outcome in handed_over} == {
+        session.id for session in opened
+    }
+    late = await outside.gateway.env(
+        f"/sessions/{opened[0].id}/heartbeat", {}, key=opened[0].key
+    )
     assert late.json() == {
         "session_id": opened[0].id,
         "state": "expired",
@@ -98,12 +109,26 @@ async def test_sessions_of_a_vanished_environment_fail_with_their_own_reason(
 
 
 @pytest.mark.parametrize(
-    "call", ["chat", "models", "state", "reward", "heartbeat", "child", "child's chat", "a sibling's"]
+    "call",
+    [
+        "chat",
+        "models",
+        "state",
+        "reward",
+        "heartbeat",
+        "child",
+        "child's chat",
+        "a sibling's",
+    ],
 )
-async def test_every_call_of_an_environment_is_a_sign_of_life(outside: Outside, clock: MovedClock, call: str):
+async def test_every_call_of_an_environment_is_a_sign_of_life(
+    outside: Outside, clock: MovedClock, call: str
+):
     gateway = outside.gateway
     mine, sibling = await outside.open("mine", members=2)
-    [child] = (await gateway.env(f"/sessions/{mine.id}/children", {}, key=mine.key)).json()["sessions"]
+    [child] = (
+        await gateway.env(f"/sessions/{mine.id}/children", {}, key=mine.key)
+    ).json()["sessions"]
     [silent] = await outside.open("silent")
     clock.moved_s += 0.6 * IDLE_S
     own = f"/sessions/{mine.id}"
@@ -134,7 +159,9 @@ async def test_every_call_of_an_environment_is_a_sign_of_life(outside: Outside, 
     assert (await outside.ended(mine)).reason is FailureReason.ENVIRONMENT_GONE
 
 
-async def test_running_generation_is_a_sign_of_life(outside: Outside, clock: MovedClock):
+async def test_running_generation_is_a_sign_of_life(
+    outside: Outside, clock: MovedClock
+):
     gateway = outside.gateway
     held_back = True
     gateway.engine.holds = lambda _: held_back
@@ -154,7 +181,9 @@ async def test_running_generation_is_a_sign_of_life(outside: Outside, clock: Mov
     clock.moved_s += 0.9 * IDLE_S
     [last] = await outside.open("last")
     clock.moved_s += 0.05 * IDLE_S
-    assert (await gateway.env(f"/sessions/{last.id}/heartbeat", {}, key=last.key)).is_success
+    assert (
+        await gateway.env(f"/sessions/{last.id}/heartbeat", {}, key=last.key)
+    ).is_success
     assert await outside.state(mine) == "open"
     clock.moved_s += 0.1 * IDLE_S
     assert (await outside.ended(mine)).reason is FailureReason.ENVIRONMENT_GONE
@@ -168,7 +197,9 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
         "session_idle_timeout_s": IDLE_S,
         "place": WorkerPlace(lived_time=clock),
     }
-    async with running(tmp_path / "out", model, renderer, leases=True, **limits) as gateway:
+    async with running(
+        tmp_path / "out", model, renderer, leases=True, **limits
+    ) as gateway:
         outside = Outside(gateway, tmp_path / "out")
         [served] = await gateway.open(purpose="serve")
         [evaluated] = await gateway.open(purpose="eval")
@@ -178,7 +209,9 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
         assert await outside.state(served) == await outside.state(evaluated) == "open"
 
 
-@pytest.mark.parametrize("changes", [{"leases": False}, {"leases": True, "session_idle_timeout_s": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"leases": False}, {"leases": True, "session_idle_timeout_s": 0}]
+)
 async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock, changes: dict
 ):

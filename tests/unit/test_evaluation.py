@@ -1,4 +1,5 @@
-"""Evaluation: which rollouts it runs and counts, and its statistics against known values."""
+"""Evaluation: which rollouts it runs and counts, and its statistics against known
+values."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def summary(session, reward):
 
 
 class Stage:
-    """Sessions and pool in one: `ends(task_id, index, attempt)` says how a rollout ends."""
+    """Sessions and pool in one: `ends(task_id, index, attempt)` says how a rollout
+    ends."""
 
     def __init__(self, ends):
         self.ends = ends
@@ -115,10 +117,16 @@ class Stage:
 TASKS = [Task(id=f"t{i}", payload={}, split="eval") for i in range(6)]
 
 
-async def run(stage, mode="sampled", samples=1, tasks=TASKS, concurrency=4, group_form=False):
+async def run(
+    stage, mode="sampled", samples=1, tasks=TASKS, concurrency=4, group_form=False
+):
     return await evaluate(
         tasks,
-        RolloutConfig(eval_samples_per_task=samples, max_new_tokens=14, rollout_concurrency=concurrency),
+        RolloutConfig(
+            eval_samples_per_task=samples,
+            max_new_tokens=14,
+            rollout_concurrency=concurrency,
+        ),
         mode=mode,
         sessions=stage,
         pool=stage,
@@ -136,7 +144,9 @@ async def test_each_task_is_sampled_the_set_number_of_times():
     assert score.mean_reward == pytest.approx(0.6)
     assert score.accuracy.value == 0.5
     assert {s.purpose for s in stage.opened} == {"eval"}
-    assert {s.sampling for s in stage.opened} == {Sampling(temperature=1.0, max_new_tokens=14)}
+    assert {s.sampling for s in stage.opened} == {
+        Sampling(temperature=1.0, max_new_tokens=14)
+    }
     assert stage.most <= 4
 
 
@@ -194,13 +204,17 @@ async def test_internal_error_of_an_evaluation_keeps_its_type():
         await run(Stage(lambda *_: ConnectionError("gone")))
 
 
-# ------------------------------------------------------------------ statistics
+# ----------------------------------------------------------------- statistics
 
 
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
     # As scipy.stats.binomtest(...).proportion_ci(method="wilson") gives them.
-    [(25, 100, 0.1754521, 0.3430446), (0, 20, 0.0, 0.1611252), (20, 20, 0.8388748, 1.0)],
+    [
+        (25, 100, 0.1754521, 0.3430446),
+        (0, 20, 0.0, 0.1611252),
+        (20, 20, 0.8388748, 1.0),
+    ],
 )
 def test_wilson_interval_equals_known_values(successes, n, low, high):
     interval = wilson_interval(successes, n)
@@ -212,7 +226,10 @@ def test_wilson_interval_equals_known_values(successes, n, low, high):
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_interval_holds_its_value_and_mirrors(pair):
     successes, n = pair
-    interval, mirrored = wilson_interval(successes, n), wilson_interval(n - successes, n)
+    interval, mirrored = (
+        wilson_interval(successes, n),
+        wilson_interval(n - successes, n),
+    )
     assert 0.0 <= interval.low <= interval.value + 1e-12
     assert interval.value - 1e-12 <= interval.high <= 1.0
     assert mirrored.low == pytest.approx(1 - interval.high, abs=1e-9)
@@ -268,7 +285,8 @@ def test_pass_at_k_is_the_share_of_draws_with_an_exact_answer(n):
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow():
-    # No exact one in 500 draws out of 1000 that hold 10: the product of (500 - i) / (1000 - i).
+    # No exact one in 500 draws out of 1000 that hold 10: the product of (500 - i) /
+    # (1000 - i).
     missed = np.prod([(500 - i) / (1000 - i) for i in range(10)])
     assert pass_at_k(1000, 10, 500) == pytest.approx(1 - missed, rel=1e-12)
     assert (pass_at_k(1000, 0, 1), pass_at_k(1000, 501, 500)) == (0.0, 1.0)
@@ -276,7 +294,10 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 def test_score_has_pass_at_k_for_each_power_of_two():
     of = EvalScore(
-        mode="sampled", task_ids=("a", "b"), rewards=((1.0, 0.0, 0.2), (0.0, 0.0, 0.0)), failures={}
+        mode="sampled",
+        task_ids=("a", "b"),
+        rewards=((1.0, 0.0, 0.2), (0.0, 0.0, 0.0)),
+        failures={},
     )
     passed = of.pass_at_k
     assert list(passed) == [1, 2]
@@ -286,7 +307,9 @@ def test_score_has_pass_at_k_for_each_power_of_two():
     values = of.values()
     assert values["eval/sampled/pass_at_2"] == passed[2].value
     assert values["eval/sampled/pass_at_2_high"] == passed[2].high
-    assert values["eval/sampled/reward_mean"] == pytest.approx(1.2 / 6) == of.mean_reward
+    assert (
+        values["eval/sampled/reward_mean"] == pytest.approx(1.2 / 6) == of.mean_reward
+    )
     assert values["eval/sampled/reward_mean_low"] == 0.0
 
 
@@ -297,7 +320,8 @@ def test_the_bootstrap_agrees_with_resampling_tasks_one_by_one(distinct):
     interval = bootstrap_interval(of_tasks_K)
     means = of_tasks_K[draw.integers(0, 400, (10_000, 400))].mean(axis=1)
     assert interval.value == pytest.approx(of_tasks_K.mean(), abs=1e-15)
-    # The Monte Carlo error of a 2.5 % quantile out of 10,000 is about 0.03 standard deviations.
+    # The Monte Carlo error of a 2.5 % quantile out of 10,000 is about 0.03 standard
+    # deviations.
     near = 0.2 * means.std()
     assert interval.low == pytest.approx(np.quantile(means, 0.025), abs=near)
     assert interval.high == pytest.approx(np.quantile(means, 0.975), abs=near)
@@ -311,16 +335,23 @@ def test_evaluation_is_read_back_from_json_unchanged():
         rewards=((0.1 + 0.2, 1.0), (-1e-300, 1e9)),
         failures={"timeout": 2},
     )
-    evaluation = Evaluation(scores={"hard/sampled": once, "greedy": score(1.0, mode="greedy")})
+    evaluation = Evaluation(
+        scores={"hard/sampled": once, "greedy": score(1.0, mode="greedy")}
+    )
     again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
     assert again == evaluation
     assert again.values() == evaluation.values()
-    assert gain_interval(evaluation.scores["greedy"], again.scores["greedy"]).value == 0.0
+    assert (
+        gain_interval(evaluation.scores["greedy"], again.scores["greedy"]).value == 0.0
+    )
 
 
 def test_scores_of_several_sets_have_different_names():
     scores = [
-        EvalScore(set_name=s, mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}) for s in "ab"
+        EvalScore(
+            set_name=s, mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}
+        )
+        for s in "ab"
     ]
     values = Evaluation(scores={s.name: s for s in scores}).values()
     assert values["eval/a/greedy/accuracy"] == values["eval/b/greedy/accuracy"] == 1.0
@@ -328,7 +359,7 @@ def test_scores_of_several_sets_have_different_names():
         gain_interval(*scores)
 
 
-# ------------------------------------------------------------------ sets
+# ----------------------------------------------------------------- sets
 
 
 @pytest.fixture
@@ -344,25 +375,35 @@ def file(tmp_path):
 def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
     sets = (f"small={file(3)}", "calc-2=rollout_fns.calculator:task_source")
     config = RolloutConfig(
-        task_source_path="rollout_fns.calculator:task_source", eval_sets=sets, eval_tasks=2
+        task_source_path="rollout_fns.calculator:task_source",
+        eval_sets=sets,
+        eval_tasks=2,
     )
     found = load_eval_sets(config, 0)
     assert list(found) == ["small", "calc-2"]
     assert [task.id for task in found["small"]] == ["q0", "q1"]
     assert [task.split for task in found["calc-2"]] == ["eval", "eval"]
-    assert len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"]) == 3
+    assert (
+        len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"])
+        == 3
+    )
     unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
     assert unnamed == {"": found["calc-2"]}
 
 
-def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(tmp_path):
+def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(
+    tmp_path,
+):
     flags = ["--eval-sets", "a=x.jsonl, b=m:f", "--eval-modes", "greedy"]
     config = resolve(*parse_flags(flags))
     assert config.rollout.eval_sets == ("a=x.jsonl", "b=m:f")
     path = tmp_path / "c.toml"
     path.write_text(config.to_toml())
     assert load_resolved(path) == config
-    assert resolve(*parse_flags(["--config", str(path), "--eval-sets="])).rollout.eval_sets == ()
+    assert (
+        resolve(*parse_flags(["--config", str(path), "--eval-sets="])).rollout.eval_sets
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,14 +413,21 @@ def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(
         (["a="], "not NAME=WHERE"),
         (["a b={three}"], "not NAME=WHERE"),
         (["a/b={three}"], "not NAME=WHERE"),
-        (["a={three}", "a=rollout_fns.calculator:task_source"], "another set is called 'a'"),
+        (
+            ["a={three}", "a=rollout_fns.calculator:task_source"],
+            "another set is called 'a'",
+        ),
         (["a={none}"], "has no tasks"),
         (["a={three}.gone"], "cannot be read"),
         (["a={two}"], "has 2 tasks"),
     ],
 )
 def test_unusable_evaluation_set_is_refused_before_the_run(sets, reason, file):
-    places = {"three": file(3), "none": file(0, "none.jsonl"), "two": file(2, "two.jsonl")}
+    places = {
+        "three": file(3),
+        "none": file(0, "none.jsonl"),
+        "two": file(2, "two.jsonl"),
+    }
     named = ",".join(entry.format(**places) for entry in sets)
     config = resolve(
         *parse_flags(
@@ -405,12 +453,19 @@ def test_unusable_evaluation_set_is_refused_before_the_run(sets, reason, file):
 
 
 def test_evaluation_source_that_does_not_import_is_a_plugin_error_of_its_set():
-    with pytest.raises(PluginError, match=r"eval_sets = 'a=rollout_fns\.calculator:gone'"):
+    with pytest.raises(
+        PluginError, match=r"eval_sets = 'a=rollout_fns\.calculator:gone'"
+    ):
         load_eval_sets(RolloutConfig(eval_sets=("a=rollout_fns.calculator:gone",)), 0)
 
 
 def test_evaluation_sets_without_an_evaluation_are_refused_only_in_training(file):
-    flags = ["--eval-sets", f"a={file(3)}", "--task-source-path", "rollout_fns.calculator:task_source"]
+    flags = [
+        "--eval-sets",
+        f"a={file(3)}",
+        "--task-source-path",
+        "rollout_fns.calculator:task_source",
+    ]
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
     with pytest.raises(ConfigError, match="eval_tasks is 0"):
@@ -418,10 +473,14 @@ def test_evaluation_sets_without_an_evaluation_are_refused_only_in_training(file
 
 
 def test_eval_command_uses_the_task_file_and_refuses_two_task_settings():
-    assert held_out_only(RolloutConfig(task_file="a.jsonl")) == RolloutConfig(eval_task_file="a.jsonl")
+    assert held_out_only(RolloutConfig(task_file="a.jsonl")) == RolloutConfig(
+        eval_task_file="a.jsonl"
+    )
     both = RolloutConfig(task_file="a.jsonl", eval_task_file="b.jsonl")
     assert held_out_only(both) == RolloutConfig(eval_task_file="b.jsonl")
-    named = RolloutConfig(task_file="a.jsonl", task_source_path="m:f", eval_sets=("a=m:f",))
+    named = RolloutConfig(
+        task_file="a.jsonl", task_source_path="m:f", eval_sets=("a=m:f",)
+    )
     assert held_out_only(named) == named
     with pytest.raises(ConfigError, match="there are no tasks"):
         held_out_only(RolloutConfig())

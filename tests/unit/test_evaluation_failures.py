@@ -1,4 +1,5 @@
-"""An evaluation in which everything fails says so at once and ends; one in which something works goes on."""
+"""An evaluation in which everything fails says so at once and ends; one in which
+something works goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ class Watched:
     def __init__(self, at_start: int = 4) -> None:
         self.told: list[str] = []
         rules = BufferConfig().failure_rules()
-        self.watch = EvaluationFailures(at_start=at_start, rules=rules, warn=self.told.append)
+        self.watch = EvaluationFailures(
+            at_start=at_start, rules=rules, warn=self.told.append
+        )
 
     def fail(self, group: str, reason: str = "exception") -> None:
         self.watch.ended(group, [broken(group, reason)])
@@ -30,7 +33,9 @@ def broken(group: str, reason: str = "exception") -> FailedRollout:
     return replace(failure(group, 0), reason=FailureReason(reason), detail=detail)
 
 
-def test_first_evaluation_failure_is_reported_at_once_and_the_fourth_ends_the_evaluation() -> None:
+def test_first_evaluation_failure_is_reported_at_once_and_the_fourth_ends_the_evaluation() -> (
+    None
+):
     watched = Watched()
     for number in range(4):
         watched.watch.began(f"e{number}")
@@ -42,20 +47,27 @@ def test_first_evaluation_failure_is_reported_at_once_and_the_fourth_ends_the_ev
     watched.fail("e1")
     watched.fail("e2")
     with pytest.raises(
-        IdenticalFailuresError, match=r"all 4 rollouts so far failed .exception.*my_agent.py:8"
+        IdenticalFailuresError,
+        match=r"all 4 rollouts so far failed .exception.*my_agent.py:8",
     ):
         watched.fail("e3")
 
 
-@pytest.mark.parametrize("but", ["one finished", "one still runs", "the model's own", "no limit"])
+@pytest.mark.parametrize(
+    "but", ["one finished", "one still runs", "the model's own", "no limit"]
+)
 def test_evaluation_continues_unless_every_rollout_has_failed(but: str) -> None:
     watched = Watched(at_start=0 if but == "no limit" else 4)
     watched.watch.began("slow")
     if but != "one still runs":
-        watched.watch.ended("slow", [summary("slow", 0)] if but == "one finished" else [])
+        watched.watch.ended(
+            "slow", [summary("slow", 0)] if but == "one finished" else []
+        )
     for number in range(20):
         watched.watch.began(f"e{number}")
-        watched.fail(f"e{number}", "timeout" if but == "the model's own" else "exception")
+        watched.fail(
+            f"e{number}", "timeout" if but == "the model's own" else "exception"
+        )
     assert len(watched.told) >= 1
 
 

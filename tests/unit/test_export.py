@@ -1,4 +1,5 @@
-"""`invrl export`: a model out of a run's checkpoints, whole or not there, in one file or in many."""
+"""`invrl export`: a model out of a run's checkpoints, whole or not there, in one file
+or in many."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from invrl.weights.tensor_spec import spec_of
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """Checkpoints of steps 4 and 8, whose weights differ, and the saved model of step 9."""
+    """Checkpoints of steps 4 and 8, whose weights differ, and the saved model of step
+    9."""
     folder = make_run_folder(config(tmp_path, "run"))
     checkpoints = Checkpoints(folder.checkpoints_path)
     for step in (4, 8):
@@ -62,40 +64,59 @@ def export(run: RunFolder, *arguments: str) -> int:
     return cli.main(["export", str(run.path), *arguments])
 
 
-@pytest.mark.parametrize("shard_gb", ["50", "0.0002", "1e-9"], ids=["one", "some", "one-per-tensor"])
+@pytest.mark.parametrize(
+    "shard_gb", ["50", "0.0002", "1e-9"], ids=["one", "some", "one-per-tensor"]
+)
 def test_exported_model_equals_the_steps_weights_and_loads_in_transformers(
     run: RunFolder, tmp_path: Path, shard_gb: str
 ) -> None:
     before = everything_in(run.path)
     out = tmp_path / "exported"
-    assert export(run, "--step", "4", "--out", str(out), "--max-shard-gb", shard_gb) == 0
+    assert (
+        export(run, "--step", "4", "--out", str(out), "--max-shard-gb", shard_gb) == 0
+    )
     assert everything_in(run.path) == before, "the run may be live"
     source = run.checkpoints_path / "step-000004" / "hugging_face"
     expected = load_file(source / "model.safetensors")
     shards = sorted(path.name for path in out.glob("*.safetensors"))
     if shard_gb == "50":
-        assert (out / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+        assert (out / "model.safetensors").read_bytes() == (
+            source / "model.safetensors"
+        ).read_bytes()
         assert shards == ["model.safetensors"]
     else:
         assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
-        assert len(shards) == len(expected) if shard_gb == "1e-9" else 1 < len(shards) < len(expected)
-        total = json.loads((out / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+        assert (
+            len(shards) == len(expected)
+            if shard_gb == "1e-9"
+            else 1 < len(shards) < len(expected)
+        )
+        total = json.loads((out / "model.safetensors.index.json").read_text())[
+            "metadata"
+        ]["total_size"]
         assert total == sum(tensor.nbytes for tensor in expected.values())
     found = tensors_of(out)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     prompt = torch.tensor([[1, 30, 40]])
     loaded = AutoModelForCausalLM.from_pretrained(out)(prompt).logits
-    assert torch.equal(loaded, AutoModelForCausalLM.from_pretrained(source)(prompt).logits)
+    assert torch.equal(
+        loaded, AutoModelForCausalLM.from_pretrained(source)(prompt).logits
+    )
     assert AutoTokenizer.from_pretrained(out).chat_template
     check_served(out)
     (out / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config\.json.*if you changed the file yourself, remove"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json.*if you changed the file yourself, remove"
+    ):
         check_served(out)
 
 
 def test_export_without_a_step_writes_the_newest_model_to_a_folder_named_after_the_run(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep_model(run.checkpoints_path / "model-000009")
@@ -104,8 +125,12 @@ def test_export_without_a_step_writes_the_newest_model_to_a_folder_named_after_t
     check_manifest(tmp_path / "run-step-000009")
     assert not (tmp_path / "run-step-000009" / "keep-model").exists()
     keep_model(run.checkpoints_path / "step-000008" / "hugging_face")
-    Checkpoints(run.checkpoints_path, keep=1).commit(Checkpoints(run.checkpoints_path).begin(12), {})
-    assert export(run, "--step", "8", "--out", "kept") == 0, "its optimizer is gone, its model was kept"
+    Checkpoints(run.checkpoints_path, keep=1).commit(
+        Checkpoints(run.checkpoints_path).begin(12), {}
+    )
+    assert export(run, "--step", "8", "--out", "kept") == 0, (
+        "its optimizer is gone, its model was kept"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +146,11 @@ def test_export_without_a_step_writes_the_newest_model_to_a_folder_named_after_t
     ],
 )
 def test_export_refuses_bad_arguments(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys, arguments: list[str], message: str
+    run: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(run.path.parent)
     Path("FILE").touch()
@@ -132,11 +161,16 @@ def test_export_refuses_bad_arguments(
 def test_export_names_a_missing_or_torn_checkpoint(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = run.checkpoints_path / "step-000004" / "hugging_face" / "model.safetensors"
+    weights = (
+        run.checkpoints_path / "step-000004" / "hugging_face" / "model.safetensors"
+    )
     weights.write_bytes(weights.read_bytes()[:-1])
     assert export(run, "--step", "4", "--out", str(tmp_path / "out")) == 1
     size = weights.stat().st_size
-    assert f"{weights}: it has {size} bytes, and {size + 1} were written" in capsys.readouterr().err
+    assert (
+        f"{weights}: it has {size} bytes, and {size + 1} were written"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
     empty = make_run_folder(config(tmp_path, "empty"))
     assert export(empty) == 2
@@ -177,8 +211,12 @@ def spec(name: str, size: int) -> TensorSpec:
 
 
 def test_exported_shards_are_filled_in_order() -> None:
-    layout = tuple(spec(str(number), size) for number, size in enumerate([3, 3, 9, 1, 1, 4]))
-    sizes = [[part.shape[0] for part in shard] for shard in divide_into_shards(layout, 6 * 4)]
+    layout = tuple(
+        spec(str(number), size) for number, size in enumerate([3, 3, 9, 1, 1, 4])
+    )
+    sizes = [
+        [part.shape[0] for part in shard] for shard in divide_into_shards(layout, 6 * 4)
+    ]
     assert sizes == [[3, 3], [9], [1, 1, 4]]
 
 

@@ -55,7 +55,10 @@ def export(run: RecordedRun, *flags: str) -> int:
 
 
 def rows(run: RecordedRun) -> list[dict]:
-    return [json.loads(line) for line in (run.folder.path.parent / "data.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run.folder.path.parent / "data.jsonl").read_text().splitlines()
+    ]
 
 
 def replies(run: RecordedRun) -> list[str]:
@@ -63,11 +66,19 @@ def replies(run: RecordedRun) -> list[str]:
     return [row["messages"][-1]["content"] for row in rows(run)]
 
 
-def samples_of_file(run: RecordedRun, renderer: Renderer, kind: Kind) -> list[TrainSample]:
+def samples_of_file(
+    run: RecordedRun, renderer: Renderer, kind: Kind
+) -> list[TrainSample]:
     """What `invrl train --data-path` trains of the file."""
-    tokenizer = RowTokenizer(renderer=renderer, kind=kind, max_tokens=4096, overlong="refuse")
+    tokenizer = RowTokenizer(
+        renderer=renderer, kind=kind, max_tokens=4096, overlong="refuse"
+    )
     file = str(run.folder.path.parent / "data.jsonl")
-    return [sample for row in load_rows("data.data_path", file, kind) for sample in tokenizer.samples(row)]
+    return [
+        sample
+        for row in load_rows("data.data_path", file, kind)
+        for sample in tokenizer.samples(row)
+    ]
 
 
 def recorded_samples(run: RecordedRun, rollout_id: str) -> list[TrainSample]:
@@ -83,7 +94,7 @@ def assert_same_tokens(written: list[TrainSample], recorded: list[TrainSample]) 
         assert of_run.loss_mask_T.any()
 
 
-# ------------------------------------------------------------------ which rollouts
+# ----------------------------------------------------------------- which rollouts
 
 
 def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
@@ -97,14 +108,27 @@ def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
     assert export(run) == 0
     out = capsys.readouterr().out
     assert replies(run) == ["two", "five"]
-    assert "2 conversations of 2 rollouts of 2 tasks, rewards 0.5 to 1, mean 0.750" in out
+    assert (
+        "2 conversations of 2 rollouts of 2 tasks, rewards 0.5 to 1, mean 0.750" in out
+    )
     assert "2  exactly the ids that were sampled" in out
     assert "left out: 3 rollouts" in out
-    for reason in ("not among the best of its task", "it failed", "held out or served, not of training"):
+    for reason in (
+        "not among the best of its task",
+        "it failed",
+        "held out or served, not of training",
+    ):
         assert f"1  {reason}" in out
     first = rows(run)[0]
-    assert (first["task_id"], first["rollout_id"], first["reward"], first["step"]) == ("1+1", best, 1.0, 1)
-    assert_same_tokens(samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best))
+    assert (first["task_id"], first["rollout_id"], first["reward"], first["step"]) == (
+        "1+1",
+        best,
+        1.0,
+        1,
+    )
+    assert_same_tokens(
+        samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best)
+    )
 
 
 def test_rollouts_are_labelled_by_their_reward(
@@ -121,11 +145,14 @@ def test_rollouts_are_labelled_by_their_reward(
     assert "1  with the label false" in out
     assert "--objective kto" in out
     of_file = samples_of_file(run, renderer, "labels")
-    assert [sample.numbers["desirable"] for sample in of_file] == [float(row["label"]) for row in rows(run)]
+    assert [sample.numbers["desirable"] for sample in of_file] == [
+        float(row["label"]) for row in rows(run)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"), [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")]
+    ("flags", "reason"),
+    [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")],
 )
 def test_impossible_label_thresholds_are_refused(
     run: RecordedRun, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
@@ -137,7 +164,9 @@ def test_impossible_label_thresholds_are_refused(
     assert reason in error
 
 
-def test_epochs_of_a_task_count_as_one_task_and_newer_weights_are_preferred(run: RecordedRun) -> None:
+def test_epochs_of_a_task_count_as_one_task_and_newer_weights_are_preferred(
+    run: RecordedRun,
+) -> None:
     run.add("a", "old", 1.0, step=1)
     run.add("a@1", "new", 1.0, step=2)
     run.add("a@2", "worse", 0.5, step=3)
@@ -149,13 +178,17 @@ def test_epochs_of_a_task_count_as_one_task_and_newer_weights_are_preferred(run:
     assert replies(run) == ["new", "old", "worse"]
 
 
-def test_equal_conversations_are_written_once(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_conversations_are_written_once(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     for index in range(3):
         run.add("a", "same", 1.0, index=index)
     run.add("a", "other", 0.5, index=3)
     assert export(run, "--best", "2") == 0
     assert replies(run) == ["same", "other"]
-    assert "2  the same tokens as another rollout of its task" in capsys.readouterr().out
+    assert (
+        "2  the same tokens as another rollout of its task" in capsys.readouterr().out
+    )
 
 
 def test_exported_rollouts_are_limited_by_reward_and_step(
@@ -195,10 +228,13 @@ def test_rollouts_of_a_lost_incarnation_are_not_exported(
     run.ledger.begin(parent=1, step=1, sequence=kept)
     assert export(run) == 0
     assert replies(run) == ["kept"]
-    assert "1  a later incarnation of the run resumed from before it" in capsys.readouterr().out
+    assert (
+        "1  a later incarnation of the run resumed from before it"
+        in capsys.readouterr().out
+    )
 
 
-# ------------------------------------------------------------------ pairs
+# ----------------------------------------------------------------- pairs
 
 
 def test_pairs_are_the_best_and_the_worst_of_a_group(
@@ -214,7 +250,11 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
     out = capsys.readouterr().out
     [row] = rows(run)
     assert row["prompt"] == [{"role": "user", "content": "What is a?"}]
-    assert [message["content"] for message in row["chosen"]] == ["hm", "Go on.", "right"]
+    assert [message["content"] for message in row["chosen"]] == [
+        "hm",
+        "Go on.",
+        "right",
+    ]
     assert row["rejected"] == [{"role": "assistant", "content": "wrong"}]
     assert (row["rollout_id"], row["rejected_rollout_id"]) == (good, bad)
     assert (row["reward"], row["rejected_reward"]) == (1.0, 0.0)
@@ -227,7 +267,9 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
     assert_same_tokens(samples_of_file(run, renderer, "pairs"), recorded)
 
 
-def test_pair_comes_from_the_group_with_the_largest_reward_difference(run: RecordedRun) -> None:
+def test_pair_comes_from_the_group_with_the_largest_reward_difference(
+    run: RecordedRun,
+) -> None:
     rewards = {"a": (0.5, 0.0), "a@1": (1.0, 0.0), "a@2": (1.0, 0.5)}
     for step, (name, of_group) in enumerate(rewards.items(), start=1):
         for index, reward in enumerate(of_group):
@@ -237,14 +279,19 @@ def test_pair_comes_from_the_group_with_the_largest_reward_difference(run: Recor
     assert export(run, "--pairs", "--best", "0", "--overwrite") == 0
     # Of equal differences, that of the newer weights.
     assert [row["task_id"] for row in rows(run)] == ["a@1", "a@2", "a"]
-    assert export(run, "--pairs", "--best", "0", "--min-reward", "0.75", "--overwrite") == 0
+    assert (
+        export(run, "--pairs", "--best", "0", "--min-reward", "0.75", "--overwrite")
+        == 0
+    )
     assert {row["task_id"] for row in rows(run)} == {"a@1", "a@2"}
 
 
 def test_unwritable_side_of_a_pair_is_replaced_by_the_next_rollout(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for index, (reply, reward) in enumerate((("best", 1.0), ("good", 0.75), ("poor", 0.25), ("worst", 0.0))):
+    for index, (reply, reward) in enumerate(
+        (("best", 1.0), ("good", 0.75), ("poor", 0.25), ("worst", 0.0))
+    ):
         ending = "length" if reply in ("best", "worst") else "stop"
         run.add("a", reply, reward, index=index, group="g", ending=ending)
     assert export(run, "--pairs") == 0
@@ -254,7 +301,7 @@ def test_unwritable_side_of_a_pair_is_replaced_by_the_next_rollout(
     assert "2  a reply was cut at its token limit" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------ bad input
+# ----------------------------------------------------------------- bad input
 
 
 def refused(run: RecordedRun, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -271,8 +318,12 @@ def test_export_data_names_bad_input_and_writes_nothing(
     assert "nothing to write: 1 rollouts: it failed" in refused(run, capsys)
     run.add("a", "equal", 1.0, index=1, group="g")
     run.add("a", "equal too", 1.0, index=2, group="g")
-    assert "2 rollouts: all rewards of its group are equal" in refused(run, capsys, "--pairs")
-    assert "2 rollouts: its reward is too low" in refused(run, capsys, "--min-reward", "2")
+    assert "2 rollouts: all rewards of its group are equal" in refused(
+        run, capsys, "--pairs"
+    )
+    assert "2 rollouts: its reward is too low" in refused(
+        run, capsys, "--min-reward", "2"
+    )
     assert not (tmp_path / "data.jsonl").exists()
     for flags, text in (
         (("--best", "x"), "not a number"),
@@ -289,7 +340,10 @@ def test_export_data_names_bad_input_and_writes_nothing(
         assert text in refused(run, capsys, *flags), flags
     assert cli.main(["export-data", str(run.folder.path)]) == 2
     assert "say which file to write" in capsys.readouterr().err
-    assert cli.main(["export-data", str(tmp_path), "--out", str(tmp_path / "f.jsonl")]) == 2
+    assert (
+        cli.main(["export-data", str(tmp_path), "--out", str(tmp_path / "f.jsonl")])
+        == 2
+    )
     assert "not a run folder" in capsys.readouterr().err
     run.folder.store_path.rename(tmp_path / "away.sqlite")
     assert export(run) == 1
@@ -340,10 +394,13 @@ def test_messages_missing_or_different_from_the_ids_are_counted(
     assert "--inexact" in err
     assert export(run, "--inexact") == 0
     assert replies(run) == ["x"]
-    assert "1  a reply does not end with the template's end of turn" in capsys.readouterr().out
+    assert (
+        "1  a reply does not end with the template's end of turn"
+        in capsys.readouterr().out
+    )
 
 
-# ------------------------------------------------------------------ what a gateway recorded
+# ------------------------------------------------------------ what a gateway recorded
 
 
 @pytest.fixture
@@ -354,15 +411,23 @@ async def gateway(
     run.writer.close()
     folder = tmp_path / "gateway"
     folder.mkdir()
-    changes = {"max_new_tokens": 256, "constrained": "skip", "store_path": str(run.folder.store_path)}
+    changes = {
+        "max_new_tokens": 256,
+        "constrained": "skip",
+        "store_path": str(run.folder.store_path),
+    }
     async with running(folder, model, renderer, PARSERS, **changes) as made:
         yield made
 
 
-async def ask(gateway: Running, session: Session, messages: list, **options: object) -> list:
+async def ask(
+    gateway: Running, session: Session, messages: list, **options: object
+) -> list:
     """The messages with the reply to them."""
     client = gateway.client(session)
-    answer = await client.chat.completions.create(model="tiny", messages=messages, **options)  # type: ignore[call-overload]
+    answer = await client.chat.completions.create(
+        model="tiny", messages=messages, **options
+    )  # type: ignore[call-overload]
     return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
 
 
@@ -374,11 +439,16 @@ CALL = '<tool_call>\n{"name": "calc", "arguments": {"a": 12}}\n</tool_call>'
 
 
 async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     say(gateway, renderer, "Let me see." + CALL, "It is 156.", "Yes, ünïcödé.")
-    messages = await ask(gateway, session, [{"role": "system", "content": "Be brief."}, ASK], tools=TOOLS)
+    messages = await ask(
+        gateway, session, [{"role": "system", "content": "Be brief."}, ASK], tools=TOOLS
+    )
     [call] = messages[-1]["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
     messages = await ask(gateway, session, [*messages, result], tools=TOOLS)
@@ -388,7 +458,15 @@ async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
     assert "1  exactly the ids that were sampled" in capsys.readouterr().out
     [row] = rows(run)
     roles = [message["role"] for message in row["messages"]]
-    assert roles == ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert roles == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     [written_call] = row["messages"][2]["tool_calls"]
     assert json.loads(written_call["function"]["arguments"]) == {"a": 12}
     assert row["messages"][3]["tool_call_id"] == written_call["id"]
@@ -402,16 +480,24 @@ async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
 
 
 async def test_call_that_the_template_writes_differently_is_left_out(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for task, reply in (("a", "\n" + CALL.replace(": 12", ":12")), ("b", "Sure." + CALL)):
+    for task, reply in (
+        ("a", "\n" + CALL.replace(": 12", ":12")),
+        ("b", "Sure." + CALL),
+    ):
         [session] = await gateway.open(task_id=task, group_id=task)
         say(gateway, renderer, reply)
         assert (await ask(gateway, session, [ASK], tools=TOOLS))[-1]["tool_calls"]
         await gateway.finish(session)
     assert await exported(run) == 0
     assert [row["task_id"] for row in rows(run)] == ["b"]
-    reason = "1  the template writes its tool calls in another way than they were sampled"
+    reason = (
+        "1  the template writes its tool calls in another way than they were sampled"
+    )
     assert reason in capsys.readouterr().out
     assert await exported(run, "--inexact", "--overwrite") == 0
     assert [row["task_id"] for row in rows(run)] == ["a", "b"]
@@ -419,18 +505,27 @@ async def test_call_that_the_template_writes_differently_is_left_out(
 
 
 async def test_thinking_that_the_template_does_not_write_is_left_out(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     say(gateway, renderer, "<think>hm</think>\n\nYes.")
     await ask(gateway, session, [ASK])
     await gateway.finish(session)
     assert await exported(run) == 2
-    assert "the template writes a reply in another way than it was sampled" in capsys.readouterr().err
+    assert (
+        "the template writes a reply in another way than it was sampled"
+        in capsys.readouterr().err
+    )
 
 
 async def test_text_with_other_ids_is_written_and_reported(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     spelt = [token for letter in "assistant" for token in renderer.encode(letter)]
@@ -447,17 +542,27 @@ async def test_exported_rows_train_only_sampled_and_delivered_tokens(
     gateway: Running, run: RecordedRun, renderer: Renderer
 ) -> None:
     [session] = await gateway.open()
-    shots = [ASK, {"role": "assistant", "content": "144?"}, {"role": "user", "content": "No."}]
+    shots = [
+        ASK,
+        {"role": "assistant", "content": "144?"},
+        {"role": "user", "content": "No."},
+    ]
     say(gateway, renderer, "156.", "A title")
     messages = await ask(gateway, session, shots)
-    await ask(gateway, session, [{"role": "user", "content": "A title for it?"}])  # auxiliary
+    await ask(
+        gateway, session, [{"role": "user", "content": "A title for it?"}]
+    )  # auxiliary
     say(gateway, renderer, "Yes.")
     await ask(gateway, session, [*messages, MORE])
     await gateway.finish(session)
     assert await exported(run) == 0
     [row] = rows(run)
     assert replies(run) == ["Yes."]
-    weights = [message.get("weight") for message in row["messages"] if message["role"] == "assistant"]
+    weights = [
+        message.get("weight")
+        for message in row["messages"]
+        if message["role"] == "assistant"
+    ]
     assert weights == [0, None, None]
     written = samples_of_file(run, renderer, "conversations")
     main, auxiliary = recorded_samples(run, session.id)
@@ -467,7 +572,10 @@ async def test_exported_rows_train_only_sampled_and_delivered_tokens(
 
 
 async def test_branches_become_rows_and_shared_turns_are_trained_once(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     say(gateway, renderer, "156.", "Yes.", "No.")
@@ -484,7 +592,10 @@ async def test_branches_become_rows_and_shared_turns_are_trained_once(
 
 
 async def test_rollout_with_an_undelivered_last_reply_is_left_out(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     say(gateway, renderer, "156.", "Yes.")
@@ -496,22 +607,34 @@ async def test_rollout_with_an_undelivered_last_reply_is_left_out(
         db.execute("UPDATE turns SET delivered=0 WHERE id=?", (last.id,))
         db.execute("DELETE FROM checksums WHERE item=?", (delivered_item(last.id),))
     assert await exported(run) == 2
-    assert "its last reply did not reach the agent, or may not be trained" in capsys.readouterr().err
+    assert (
+        "its last reply did not reach the agent, or may not be trained"
+        in capsys.readouterr().err
+    )
 
 
 async def test_raw_completions_are_left_out(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [session] = await gateway.open()
     say(gateway, renderer, "156.")
     await gateway.client(session).completions.create(model="tiny", prompt="12*13 =")
     await gateway.finish(session)
     assert await exported(run) == 2
-    assert "its prompt is text that no template wraps (completions)" in capsys.readouterr().err
+    assert (
+        "its prompt is text that no template wraps (completions)"
+        in capsys.readouterr().err
+    )
 
 
 async def test_rollout_of_several_branches_is_not_used_in_pairs(
-    gateway: Running, run: RecordedRun, renderer: Renderer, capsys: pytest.CaptureFixture[str]
+    gateway: Running,
+    run: RecordedRun,
+    renderer: Renderer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     sessions = await gateway.open(members=3)
     say(gateway, renderer, "156.", "Yes.", "No.", "157.", "158.")
@@ -524,8 +647,14 @@ async def test_rollout_of_several_branches_is_not_used_in_pairs(
         await gateway.finish(session, reward)
     assert await exported(run, "--pairs") == 0
     [row] = rows(run)
-    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == ("157.", "158.")
-    assert "1  it has several branches, or replies that are not trained" in capsys.readouterr().out
+    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == (
+        "157.",
+        "158.",
+    )
+    assert (
+        "1  it has several branches, or replies that are not trained"
+        in capsys.readouterr().out
+    )
 
 
 def turns_of(run: RecordedRun, session: Session) -> list[Turn]:

@@ -1,4 +1,5 @@
-"""Engines that the run has not started: what is refused before anything is trained, and with which words."""
+"""Engines that the run has not started: what is refused before anything is trained, and
+with which words."""
 
 from __future__ import annotations
 
@@ -52,14 +53,22 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != f"Bearer {self.server.key}":
             self._answer(401, b"{}")
         elif self.path == IDENTITY_PATH:
-            self._answer(self.server.identity_status, msgspec.json.encode(self.server.identity))
+            self._answer(
+                self.server.identity_status, msgspec.json.encode(self.server.identity)
+            )
 
     def do_POST(self) -> None:
         self.server.asked.append(self.path)
         self.rfile.read(int(self.headers["Content-Length"]))
         samples = self.path == "/generate"
-        key = sampling_key(self.server.key, self.server.identity.start) if samples else self.server.key
-        self._answer(200 if self.headers["Authorization"] == f"Bearer {key}" else 401, b"{}")
+        key = (
+            sampling_key(self.server.key, self.server.identity.start)
+            if samples
+            else self.server.key
+        )
+        self._answer(
+            200 if self.headers["Authorization"] == f"Bearer {key}" else 401, b"{}"
+        )
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -70,18 +79,27 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def traits(model: Path, *, in_place: bool = False, record_experts: bool = False) -> EngineTraits:
+def traits(
+    model: Path, *, in_place: bool = False, record_experts: bool = False
+) -> EngineTraits:
     return wanted_traits(
-        EngineConfig(engine_dtype="float32"), model, in_place=in_place, record_experts=record_experts
+        EngineConfig(engine_dtype="float32"),
+        model,
+        in_place=in_place,
+        record_experts=record_experts,
     )
 
 
 @pytest.fixture
 def scripted(tiny_model: Path) -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine()
-    held = msgspec.structs.replace(traits(tiny_model), overlap_schedule=True, routed_experts=False)
+    held = msgspec.structs.replace(
+        traits(tiny_model), overlap_schedule=True, routed_experts=False
+    )
     engine.identity = EngineIdentity(start="first", total_tokens=4096, traits=held)
-    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(
+        target=engine.serve_forever, kwargs={"poll_interval": 0.01}
+    )
     thread.start()
     yield engine
     engine.shutdown()
@@ -89,16 +107,24 @@ def scripted(tiny_model: Path) -> Iterator[ScriptedEngine]:
     engine.server_close()
 
 
-def external(url: str, wanted: EngineTraits, *, tokens: int = 4096, timeout_s: float = 60.0):
+def external(
+    url: str, wanted: EngineTraits, *, tokens: int = 4096, timeout_s: float = 60.0
+):
     return ExternalEngine(
-        "external-0", url, key=KEY, traits=wanted, total_tokens=tokens, start_timeout_s=timeout_s
+        "external-0",
+        url,
+        key=KEY,
+        traits=wanted,
+        total_tokens=tokens,
+        start_timeout_s=timeout_s,
     )
 
 
 def test_sampling_key_of_an_external_engine_changes_with_each_start(
     scripted: ScriptedEngine, tiny_model: Path
 ) -> None:
-    """An engine is also freed of what a killed run left: before it is used, and when it is left."""
+    """An engine is also freed of what a killed run left: before it is used, and when it
+    is left."""
     first = external(scripted.url, traits(tiny_model))
     first.wait_ready()
     assert first.api_key == sampling_key(KEY, "first") != first.admin_key
@@ -139,7 +165,9 @@ def test_external_engine_with_different_traits_is_refused(
     scripted.identity = EngineIdentity(start="first", total_tokens=4096, traits=wanted)
     external(scripted.url, wanted).wait_ready()
     differing = msgspec.structs.replace(wanted, **{trait: value})
-    scripted.identity = EngineIdentity(start="first", total_tokens=4096, traits=differing)
+    scripted.identity = EngineIdentity(
+        start="first", total_tokens=4096, traits=differing
+    )
     with pytest.raises(ConfigError) as raised:
         external(scripted.url, wanted).wait_ready()
     assert raised.value.value == scripted.url
@@ -150,7 +178,9 @@ def test_external_engine_with_different_traits_is_refused(
 def test_every_engine_trait_is_compared(tiny_model: Path) -> None:
     from invrl.engines import external_engine
 
-    assert set(external_engine._FIXES) == {field.name for field in msgspec.structs.fields(EngineTraits)}
+    assert set(external_engine._FIXES) == {
+        field.name for field in msgspec.structs.fields(EngineTraits)
+    }
 
 
 def test_refusal_names_the_external_engine_and_not_its_key(
@@ -172,11 +202,17 @@ def test_refusal_names_the_external_engine_and_not_its_key(
     assert "INVRL_ENGINE_KEY" in refusal().fix
 
 
-def test_silent_external_engine_is_named_with_a_fix(scripted: ScriptedEngine, tiny_model: Path) -> None:
+def test_silent_external_engine_is_named_with_a_fix(
+    scripted: ScriptedEngine, tiny_model: Path
+) -> None:
     scripted.identity_status = 503
-    with pytest.raises(ServerError, match=rf"external-0 \({scripted.url}\).*503.*invrl engine"):
+    with pytest.raises(
+        ServerError, match=rf"external-0 \({scripted.url}\).*503.*invrl engine"
+    ):
         external(scripted.url, traits(tiny_model), timeout_s=0.0).wait_ready()
-    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:1.*no answer.*invrl engine"):
+    with pytest.raises(
+        ServerError, match=r"http://127\.0\.0\.1:1.*no answer.*invrl engine"
+    ):
         external("http://127.0.0.1:1", traits(tiny_model), timeout_s=0.0).wait_ready()
 
 
@@ -204,15 +240,51 @@ DISK = ["--weight-transport", "disk"]
     ("flags", "field", "words"),
     [
         (["--num-engines", "0"], "engine.num_engines", "external_engines"),
-        ([*DISK, "--external-engines", "a:30000"], "engine.external_engines", "http://"),
-        ([*DISK, "--external-engines", "https://a:30000"], "engine.external_engines", "http://"),
-        ([*DISK, "--external-engines", "http://a"], "engine.external_engines", "no port"),
-        ([*DISK, "--external-engines", "http://a:99999"], "engine.external_engines", "range"),
-        ([*DISK, "--external-engines", "http://k@a:1"], "engine.external_engines", "environment"),
-        ([*DISK, "--external-engines", "http://a:1/v1"], "engine.external_engines", "path"),
-        ([*DISK, "--external-engines", "http://a:1,http://a:1/"], "engine.external_engines", "twice"),
-        ([*DISK, "--external-engines", "http://a:1", "--router", "smg"], "engine.router", "key"),
-        (["--external-engines", "http://a:1"], "weight_sync.weight_transport", "memory"),
+        (
+            [*DISK, "--external-engines", "a:30000"],
+            "engine.external_engines",
+            "http://",
+        ),
+        (
+            [*DISK, "--external-engines", "https://a:30000"],
+            "engine.external_engines",
+            "http://",
+        ),
+        (
+            [*DISK, "--external-engines", "http://a"],
+            "engine.external_engines",
+            "no port",
+        ),
+        (
+            [*DISK, "--external-engines", "http://a:99999"],
+            "engine.external_engines",
+            "range",
+        ),
+        (
+            [*DISK, "--external-engines", "http://k@a:1"],
+            "engine.external_engines",
+            "environment",
+        ),
+        (
+            [*DISK, "--external-engines", "http://a:1/v1"],
+            "engine.external_engines",
+            "path",
+        ),
+        (
+            [*DISK, "--external-engines", "http://a:1,http://a:1/"],
+            "engine.external_engines",
+            "twice",
+        ),
+        (
+            [*DISK, "--external-engines", "http://a:1", "--router", "smg"],
+            "engine.router",
+            "key",
+        ),
+        (
+            ["--external-engines", "http://a:1"],
+            "weight_sync.weight_transport",
+            "memory",
+        ),
         (
             ["--external-engines", "http://a:1", "--weight-transport", "bucket"],
             "weight_sync.weight_transport",
@@ -268,7 +340,14 @@ def test_external_engines_need_their_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("INVRL_ENGINE_KEY", raising=False)
-    flags = ["--external-engines", "http://a:1", "--model-path", str(tiny_model), "--run-root", str(tmp_path)]
+    flags = [
+        "--external-engines",
+        "http://a:1",
+        "--model-path",
+        str(tiny_model),
+        "--run-root",
+        str(tmp_path),
+    ]
     if command == "train":
         flags += [*DISK, "--rollout-function-path", "rollout_fns.calculator:rollout"]
         flags += ["--task-source-path", "rollout_fns.calculator:task_source"]

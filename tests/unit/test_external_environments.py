@@ -1,4 +1,5 @@
-"""Leases on offer: each is taken once, opened once, or comes back as a failure and is leased again."""
+"""Leases on offer: each is taken once, opened once, or comes back as a failure and is
+leased again."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ M = GroupMember
 
 def lease(name: str, members: int = 2) -> GroupLease:
     task = Task(id=f"task of {name}", payload={"deep": [{"a": None}]}, label=[1, "x"])
-    return GroupLease(group_id=name, task=task, members=tuple(M(index=i, attempt=0) for i in range(members)))
+    return GroupLease(
+        group_id=name,
+        task=task,
+        members=tuple(M(index=i, attempt=0) for i in range(members)),
+    )
 
 
 def test_leases_are_taken_once_and_in_order_by_any_process(tmp_path: Path) -> None:
@@ -43,11 +48,15 @@ def test_leases_are_taken_once_and_in_order_by_any_process(tmp_path: Path) -> No
     assert [store.take(1.0) for store in stores] == offered[:3]
     with ThreadPoolExecutor(6) as threads:
         taken = list(threads.map(lambda n: stores[n % 3].take(1.0), range(30)))
-    assert sorted(str(one) for one in taken if one) == sorted(str(one) for one in offered[3:])
+    assert sorted(str(one) for one in taken if one) == sorted(
+        str(one) for one in offered[3:]
+    )
     assert taken.count(None) == 3
 
 
-def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_id: str = "") -> bool:
+def opened(
+    writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_id: str = ""
+) -> bool:
     """Whether sessions for these members were opened on their leases."""
     sessions = [
         Session(
@@ -64,7 +73,8 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
         for member in members
     ]
     records = [
-        StoredSession(session=session, key_hash=session.id.encode(), opened_at=1.0) for session in sessions
+        StoredSession(session=session, key_hash=session.id.encode(), opened_at=1.0)
+        for session in sessions
     ]
     try:
         writer.open_sessions(records, leased=True).result(60)
@@ -74,7 +84,10 @@ def opened(writer: RunStoreWriter, of: GroupLease, *members: GroupMember, task_i
 
 
 def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> None:
-    store, writer = LeaseStore(tmp_path / "run.sqlite"), RunStoreWriter(tmp_path / "run.sqlite")
+    store, writer = (
+        LeaseStore(tmp_path / "run.sqlite"),
+        RunStoreWriter(tmp_path / "run.sqlite"),
+    )
     of = lease("g", members=3)
     store.offer(of)
     first, second, third = of.members
@@ -85,8 +98,12 @@ def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> 
     assert not opened(writer, of, first, first)
     assert opened(writer, of, first, third)
     assert not opened(writer, of, third)
-    assert [s.session.index for s in RunStore(tmp_path / "run.sqlite").live_sessions()] == [0, 2]
-    assert [(f.index, f.reason) for f in store.expire(store.taken())] == [(1, "timeout")]
+    assert [
+        s.session.index for s in RunStore(tmp_path / "run.sqlite").live_sessions()
+    ] == [0, 2]
+    assert [(f.index, f.reason) for f in store.expire(store.taken())] == [
+        (1, "timeout")
+    ]
     assert not opened(writer, of, second)
     store.offer(lease("h"))
     abandon_open_sessions(tmp_path / "run.sqlite")
@@ -118,12 +135,16 @@ class Held:
 async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) -> None:
     buffer = GroupBuffer(
         BufferConfig(),
-        RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2),
+        RolloutConfig(
+            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2
+        ),
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
         group_filter=GROUP_FILTERS["none"],
     )
     held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
+    sessions = SessionClient(
+        "http://no-gateway", env_key="k"
+    )  # nothing is opened at one here
     clock = SteppedClock()
     offers = ExternalDispatcher(
         held,  # type: ignore[arg-type]
@@ -153,7 +174,10 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     await until(lambda: buffer.events.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
-    assert (again[-1].group_id, again[-1].members) == ("g0", (M(index=0, attempt=1), M(index=1, attempt=1)))
+    assert (again[-1].group_id, again[-1].members) == (
+        "g0",
+        (M(index=0, attempt=1), M(index=1, attempt=1)),
+    )
     held.error = RuntimeError("the buffer is gone")
     with pytest.raises(RuntimeError, match="the buffer is gone"):
         await asyncio.wait_for(offers.guard(asyncio.Event().wait()), 60)

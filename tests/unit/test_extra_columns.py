@@ -1,5 +1,5 @@
-"""Extra columns: declared, attached over HTTP or by a rollout function, checked, stored, and read as columns
-and numbers of training rows."""
+"""Extra columns: declared, attached over HTTP or by a rollout function, checked,
+stored, and read as columns and numbers of training rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.extra_columns import MAX_COLUMNS, MAX_NUMBER, ExtraColumn, ExtraNumbers, parse_extra_columns
+from invrl.extra_columns import (
+    MAX_COLUMNS,
+    MAX_NUMBER,
+    ExtraColumn,
+    ExtraNumbers,
+    parse_extra_columns,
+)
 from invrl.gateway.config import GatewayConfig
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
@@ -64,18 +70,27 @@ COLUMNS = parse_extra_columns(DECLARED)
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer, extra_columns=DECLARED) as made:
         yield made
 
 
 async def chat(gateway: Running, session: Session, *messages: Any) -> Any:
     client = gateway.client(session)
-    return await client.chat.completions.create(model="tiny", messages=messages or [ASK])
+    return await client.chat.completions.create(
+        model="tiny", messages=messages or [ASK]
+    )
 
 
 async def attach(
-    gateway: Running, session: Session, body: object, key: str = ENV_KEY, *, route: str = "numbers"
+    gateway: Running,
+    session: Session,
+    body: object,
+    key: str = ENV_KEY,
+    *,
+    route: str = "numbers",
 ) -> httpx.Response:
     return await gateway.http.post(
         f"{gateway.url}/sessions/{session.id}/{route}",
@@ -92,7 +107,7 @@ def batch_of(store: RunStore, outcome: RolloutSummary) -> TrainBatch:
     return build_batch(batch, rollouts, dr_grpo, 1e-4, extra_columns=COLUMNS.values())
 
 
-# ------------------------------------------------------------------ the declaration
+# ----------------------------------------------------------------- the declaration
 
 
 def test_columns_are_declared_by_name_level_and_default() -> None:
@@ -101,7 +116,10 @@ def test_columns_are_declared_by_name_level_and_default() -> None:
         "b": ExtraColumn(name="b", level="turn", default=-0.5),
         "c_2": ExtraColumn(name="c_2", level="rollout", default=1000.0),
     }
-    assert GatewayConfig(extra_columns="a:token, b:turn=2").declared_columns.keys() == {"a", "b"}  # type: ignore[arg-type]
+    assert GatewayConfig(extra_columns="a:token, b:turn=2").declared_columns.keys() == {
+        "a",
+        "b",
+    }  # type: ignore[arg-type]
     assert parse_extra_columns([]) == {}
 
 
@@ -117,7 +135,10 @@ def test_columns_are_declared_by_name_level_and_default() -> None:
         (["a-b:token"], "'a-b' is no name"),
         (["ü:token"], "'ü' is no name"),
         ([f"{'a' * 65}:token"], "at most 64 characters"),
-        (["old:token"], "invrl computes a column 'old' itself; use another name, such as my_old"),
+        (
+            ["old:token"],
+            "invrl computes a column 'old' itself; use another name, such as my_old",
+        ),
         (["advantages:rollout"], "invrl computes a column 'advantages'"),
         (["a:token", "a:turn"], "the column 'a' is given twice"),
         (["a:token="], "the default '' is not a finite number"),
@@ -127,7 +148,9 @@ def test_columns_are_declared_by_name_level_and_default() -> None:
         ([f"a{n}:token" for n in range(MAX_COLUMNS + 1)], "65 columns: at most 64"),
     ],
 )
-def test_wrong_column_declaration_is_refused_with_the_reason(entries: Sequence[str], reason: str) -> None:
+def test_wrong_column_declaration_is_refused_with_the_reason(
+    entries: Sequence[str], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_extra_columns(entries)
     with pytest.raises(ValueError, match=reason):
@@ -135,9 +158,13 @@ def test_wrong_column_declaration_is_refused_with_the_reason(entries: Sequence[s
 
 
 def test_extra_columns_flag_takes_several_values_and_refuses_wrong_ones() -> None:
-    config = resolve(*parse_flags(["--extra-columns", "a:token", "b:rollout=1", "--seed", "3"]))
+    config = resolve(
+        *parse_flags(["--extra-columns", "a:token", "b:rollout=1", "--seed", "3"])
+    )
     assert config.gateway.extra_columns == ("a:token", "b:rollout=1")
-    with pytest.raises(ConfigError, match="invrl computes a column 'rewards'") as refused:
+    with pytest.raises(
+        ConfigError, match="invrl computes a column 'rewards'"
+    ) as refused:
         resolve(*parse_flags(["--extra-columns", "rewards:turn"]))
     assert refused.value.field == "gateway.extra_columns"
 
@@ -146,19 +173,27 @@ def test_saved_batches_without_a_declared_column_are_refused() -> None:
     made = replace(rollout([turn("a", None, [1], [2])]), summary=summary("g.0"))
     group = Group(id="g", task_id="t", rollouts_G=(made.summary,))
     batch = TakenBatch(batch_id=3, version=WeightVersion(0), groups=(group,))
-    with_columns = build_batch(batch, [made], dr_grpo, 1e-4, extra_columns=COLUMNS.values())
+    with_columns = build_batch(
+        batch, [made], dr_grpo, 1e-4, extra_columns=COLUMNS.values()
+    )
     declaring = resolve(*parse_flags(["--extra-columns", *DECLARED]))
     _refuse_missing_columns(with_columns, declaring)
-    without = build_batch(batch, [made], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]])
+    without = build_batch(
+        batch, [made], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]]
+    )
     _refuse_missing_columns(without, resolve(*parse_flags([])))
-    with pytest.raises(ConfigError, match=r"batch 3 .* have no column 'process_reward' \(weight\)"):
+    with pytest.raises(
+        ConfigError, match=r"batch 3 .* have no column 'process_reward' \(weight\)"
+    ):
         _refuse_missing_columns(without, declaring)
 
 
-# ------------------------------------------------------------------ over HTTP, to the rows and to a file
+# ----------------------------------------------- over HTTP, to the rows and to a file
 
 
-async def test_extra_numbers_reach_the_rows_and_a_saved_batch(gateway: Running, tmp_path: Path) -> None:
+async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
+    gateway: Running, tmp_path: Path
+) -> None:
     [session] = await gateway.open()
     first = await chat(gateway, session)
     reply = first.choices[0].message.model_dump()
@@ -179,23 +214,34 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(gateway: Running, 
         assert answer.json() == {"session_id": session.id, "state": "open"}
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
     assert shown["numbers"] == {"score": 0.75}
-    assert shown["turn_numbers"] == {shared.id: {"weight": 3.0}, right.id: {"weight": 7.0}}
+    assert shown["turn_numbers"] == {
+        shared.id: {"weight": 3.0},
+        right.id: {"weight": 7.0},
+    }
     last = {"reward": 1.0, "token_numbers": {right.id: {"process_reward": right_T}}}
     answer = await gateway.env(f"/sessions/{session.id}/finish", last)
     assert answer.status_code == 200, answer.text
     [(_, outcome)] = gateway.store.outbox_after(0)
     assert isinstance(outcome, RolloutSummary)
     assert outcome.numbers == {"score": 0.75}
-    assert outcome.turn_numbers == {shared.id: {"weight": 3.0}, right.id: {"weight": 7.0}}
+    assert outcome.turn_numbers == {
+        shared.id: {"weight": 3.0},
+        right.id: {"weight": 7.0},
+    }
 
     batch = batch_of(gateway.store, outcome)
     one, other = batch.samples
-    assert [row.turn_ids for row in (one, other)] == [(shared.id, left.id), (shared.id, right.id)]
+    assert [row.turn_ids for row in (one, other)] == [
+        (shared.id, left.id),
+        (shared.id, right.id),
+    ]
     assert [dict(row.numbers) for row in (one, other)] == [{"score": 0.75}] * 2
     zeros_T = [0.0] * len(left.sampled_ids_T)
     assert trained(one, "process_reward") == steps_T + zeros_T
     assert trained(one, "weight") == [3.0] * len(steps_T) + [1.0] * len(zeros_T)
-    assert trained(other, "process_reward") == right_T  # the shared turn is trained in the first row
+    assert (
+        trained(other, "process_reward") == right_T
+    )  # the shared turn is trained in the first row
     assert trained(other, "weight") == [7.0] * len(right_T)
     for row in (one, other):
         for column_T in row.columns.values():
@@ -203,7 +249,9 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(gateway: Running, 
             assert (column_T[~row.loss_mask_T] == 0).all()
 
     save_batch(tmp_path / "step-000001.batch", batch)
-    for saved, row in zip(load_batch(tmp_path / "step-000001.batch").samples, batch.samples, strict=True):
+    for saved, row in zip(
+        load_batch(tmp_path / "step-000001.batch").samples, batch.samples, strict=True
+    ):
         assert saved.numbers == row.numbers
         assert saved.columns.keys() == row.columns.keys()
         for name, column_T in row.columns.items():
@@ -215,7 +263,9 @@ def trained(row: Any, name: str) -> list[float]:
     return row.columns[name][row.loss_mask_T].tolist()
 
 
-async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway: Running) -> None:
+async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(
+    gateway: Running,
+) -> None:
     mine, other = await gateway.open(members=2)
     turn_id = (await chat(gateway, mine)).id
     foreign_id = (await chat(gateway, other)).id
@@ -230,8 +280,20 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
             "numbers.scor",
             "declared: process_reward, weight, sc",
         ),
-        ({"numbers": {"weight": 1}}, 400, "wrong_level", "numbers.weight", "send it in turn_numbers"),
-        ({"turn_numbers": {turn_id: {"score": 1}}}, 400, "wrong_level", f"turn_numbers.{turn_id}.score", ""),
+        (
+            {"numbers": {"weight": 1}},
+            400,
+            "wrong_level",
+            "numbers.weight",
+            "send it in turn_numbers",
+        ),
+        (
+            {"turn_numbers": {turn_id: {"score": 1}}},
+            400,
+            "wrong_level",
+            f"turn_numbers.{turn_id}.score",
+            "",
+        ),
         (
             {"token_numbers": {turn_id: {"score": good_T}}},
             400,
@@ -246,7 +308,13 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
             "turn_numbers.turn-0",
             "has no turn",
         ),
-        ({"turn_numbers": {foreign_id: {}}}, 404, "turn_not_found", f"turn_numbers.{foreign_id}", ""),
+        (
+            {"turn_numbers": {foreign_id: {}}},
+            404,
+            "turn_not_found",
+            f"turn_numbers.{foreign_id}",
+            "",
+        ),
         (
             {"numbers": {"score": math.nan}},
             400,
@@ -254,8 +322,20 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
             "numbers.score",
             "nan is not a finite number",
         ),
-        ({"numbers": {"score": math.inf}}, 400, "not_a_number", "numbers.score", "leave the name out"),
-        ({"numbers": {"score": 3.5e38}}, 400, "not_a_number", "numbers.score", "float32"),
+        (
+            {"numbers": {"score": math.inf}},
+            400,
+            "not_a_number",
+            "numbers.score",
+            "leave the name out",
+        ),
+        (
+            {"numbers": {"score": 3.5e38}},
+            400,
+            "not_a_number",
+            "numbers.score",
+            "float32",
+        ),
     ]
     for wrong_T in (good_T[:-1], [*good_T, 0.0], []):
         told = f"{len(wrong_T)} numbers: the turn sampled {num_sampled} tokens. Fix: send one number"
@@ -264,22 +344,47 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
     for wrong in (math.nan, -math.inf, 1e39):
         body = {"token_numbers": {turn_id: {"process_reward": [*good_T[:-1], wrong]}}}
         refusals.append(
-            (body, 400, "not_a_number", f"{token_field}.{num_sampled - 1}", "not a finite number")
+            (
+                body,
+                400,
+                "not_a_number",
+                f"{token_field}.{num_sampled - 1}",
+                "not a finite number",
+            )
         )
     for wrong in (None, "1", True, [1.0]):
         body = {"token_numbers": {turn_id: {"process_reward": [wrong, *good_T[1:]]}}}
-        refusals.append((body, 400, "invalid_request", f"{token_field}.0", "valid number"))
+        refusals.append(
+            (body, 400, "invalid_request", f"{token_field}.0", "valid number")
+        )
     refusals += [
         ({"numbers": [1.0]}, 400, "invalid_request", "numbers", "valid dictionary"),
-        ({"turn_numbers": {turn_id: 1.0}}, 400, "invalid_request", f"turn_numbers.{turn_id}", ""),
-        ({"token_numbers": {turn_id: {"process_reward": 1.0}}}, 400, "invalid_request", token_field, "list"),
+        (
+            {"turn_numbers": {turn_id: 1.0}},
+            400,
+            "invalid_request",
+            f"turn_numbers.{turn_id}",
+            "",
+        ),
+        (
+            {"token_numbers": {turn_id: {"process_reward": 1.0}}},
+            400,
+            "invalid_request",
+            token_field,
+            "list",
+        ),
         ({"columns": {}}, 400, "invalid_request", "columns", ""),
     ]
     for body, status, code, field, told in refusals:
         for good_part in ({}, {"numbers": {"score": 9.0}}):
-            body_with_more = {**body, "numbers": body.get("numbers") or good_part.get("numbers", {})}
+            body_with_more = {
+                **body,
+                "numbers": body.get("numbers") or good_part.get("numbers", {}),
+            }
             for route, more in (("numbers", {}), ("finish", {"reward": 1.0})):
-                answer = await attach(gateway, mine, {**body_with_more, **more}, mine.key, route=route)
+                answer = await attach(
+                    gateway, mine, {**body_with_more, **more}, mine.key, route=route
+                )
                 error = answer.json()["error"]
                 assert answer.status_code == status, error
                 assert error["code"] == code, error
@@ -304,7 +409,9 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(gateway:
     assert late.status_code == 409
     assert late.json()["error"]["code"] == "session_closed"
     assert (await attach(gateway, other, {}, key=mine.key)).status_code == 401
-    again = await gateway.env(f"/sessions/{mine.id}/finish", {"reward": 2.0, "numbers": {"score": 4.0}})
+    again = await gateway.env(
+        f"/sessions/{mine.id}/finish", {"reward": 2.0, "numbers": {"score": 4.0}}
+    )
     assert (again.json()["reward"], again.json()["numbers"]) == (1.0, {})
 
 
@@ -320,7 +427,10 @@ async def test_column_names_outside_of_unicode_are_refused(gateway: Running) -> 
             answer = await gateway.http.post(
                 f"{gateway.url}/sessions/{session.id}/{route}",
                 content=body.encode(),
-                headers={"authorization": f"Bearer {ENV_KEY}", "content-type": "application/json"},
+                headers={
+                    "authorization": f"Bearer {ENV_KEY}",
+                    "content-type": "application/json",
+                },
             )
             assert answer.status_code in (400, 404), answer.text
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -333,16 +443,26 @@ async def test_every_column_name_is_unknown_without_a_declaration(
         [session] = await gateway.open()
         answer = await attach(gateway, session, {"numbers": {"score": 1.0}})
         assert answer.status_code == 400
-        assert "declared: none). Fix: start the run with --extra-columns score:rollout" in answer.text
+        assert (
+            "declared: none). Fix: start the run with --extra-columns score:rollout"
+            in answer.text
+        )
         assert (await attach(gateway, session, {})).status_code == 200
 
 
-async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent(gateway: Running) -> None:
+async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent(
+    gateway: Running,
+) -> None:
     [parent] = await gateway.open()
     opened = []
     for _ in range(2):
-        answer = await gateway.env(f"/sessions/{parent.id}/children", {}, key=parent.key)
-        fields = {name: answer.json()["sessions"][0][name] for name in ("id", "key", "base_url")}
+        answer = await gateway.env(
+            f"/sessions/{parent.id}/children", {}, key=parent.key
+        )
+        fields = {
+            name: answer.json()["sessions"][0][name]
+            for name in ("id", "key", "base_url")
+        }
         opened.append(replace(parent, **fields, parent_id=parent.id))
     child, aborted = opened
     ids = [(await chat(gateway, session)).id for session in (parent, child, aborted)]
@@ -353,19 +473,25 @@ async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent
     answer = await attach(gateway, parent, {"turn_numbers": {ids[1]: {"weight": 2.0}}})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "turn_not_found"
-    for session, turn_id, weight in zip((parent, child, aborted), ids, (2.0, 3.0, 4.0), strict=True):
+    for session, turn_id, weight in zip(
+        (parent, child, aborted), ids, (2.0, 3.0, 4.0), strict=True
+    ):
         num_sampled = len(gateway.turns(session)[0].sampled_ids_T)
         body = {
             "turn_numbers": {turn_id: {"weight": weight}},
             "token_numbers": {turn_id: {"process_reward": [10 * weight] * num_sampled}},
         }
-        assert (await attach(gateway, session, body, key=session.key)).status_code == 200
+        assert (
+            await attach(gateway, session, body, key=session.key)
+        ).status_code == 200
     await gateway.env(f"/sessions/{aborted.id}/abort", {}, key=aborted.key)
     late = await attach(gateway, aborted, {"turn_numbers": {ids[2]: {"weight": 5.0}}})
     assert late.status_code == 409
     # A verifier may come after the child has finished, until its parent has.
     await gateway.env(f"/sessions/{child.id}/finish", {}, key=child.key)
-    assert (await attach(gateway, child, {"turn_numbers": {ids[1]: {"weight": 6.0}}})).status_code == 200
+    assert (
+        await attach(gateway, child, {"turn_numbers": {ids[1]: {"weight": 6.0}}})
+    ).status_code == 200
     await attach(gateway, parent, {"numbers": {"score": 0.5}})
     outcome = await gateway.finish(parent)
     assert isinstance(outcome, RolloutSummary)
@@ -384,8 +510,14 @@ async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart
     async with running(tmp_path, model, renderer, **options) as gateway:
         [session] = await gateway.open()
         turn_id = (await chat(gateway, session)).id
-        await attach(gateway, session, {"numbers": {"score": 0.5}, "turn_numbers": {turn_id: {"weight": 2}}})
-        finished = await gateway.env(f"/sessions/{session.id}/finish", {"numbers": {"score": 0.25}})
+        await attach(
+            gateway,
+            session,
+            {"numbers": {"score": 0.5}, "turn_numbers": {turn_id: {"weight": 2}}},
+        )
+        finished = await gateway.env(
+            f"/sessions/{session.id}/finish", {"numbers": {"score": 0.25}}
+        )
         assert finished.status_code == 202
     async with running(tmp_path, model, renderer, **options) as gateway:
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
@@ -393,7 +525,9 @@ async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart
         assert shown["state"] == "unrewarded"
         assert shown["numbers"] == {"score": 0.25}
         assert shown["turn_numbers"] == {turn_id: {"weight": 2.0}}
-        assert (await attach(gateway, session, {"numbers": {"score": 0.125}})).json()["state"] == "unrewarded"
+        assert (await attach(gateway, session, {"numbers": {"score": 0.125}})).json()[
+            "state"
+        ] == "unrewarded"
         await gateway.env(f"/sessions/{session.id}/reward", {"reward": 1.0})
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, RolloutSummary)
@@ -404,7 +538,9 @@ async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart
         assert stored.numbers == {"score": 0.125}
 
 
-async def test_numbers_of_a_long_turn_may_exceed_the_body_limit(gateway: Running) -> None:
+async def test_numbers_of_a_long_turn_may_exceed_the_body_limit(
+    gateway: Running,
+) -> None:
     [session] = await gateway.open()
     turn_id = (await chat(gateway, session)).id
     numbers_T = [0.1234567890123456] * 100_000
@@ -412,11 +548,13 @@ async def test_numbers_of_a_long_turn_may_exceed_the_body_limit(gateway: Running
     answer = await attach(gateway, session, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "wrong_length"
-    answer = await gateway.env(f"/sessions/{session.id}/finish", {"reward": 1.0, **body})
+    answer = await gateway.env(
+        f"/sessions/{session.id}/finish", {"reward": 1.0, **body}
+    )
     assert answer.status_code == 413
 
 
-# ------------------------------------------------------------------ from a rollout function
+# ------------------------------------------------------------ from a rollout function
 
 
 Make = Callable[[str, int], RolloutResult]
@@ -436,7 +574,9 @@ async def outcome_of(gateway: Running, make: Make) -> RolloutSummary | FailedRol
     return outcome
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, lambda values: np.array(values, np.float16)])
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, lambda values: np.array(values, np.float16)]
+)
 async def test_numbers_returned_by_a_rollout_function_are_recorded(
     gateway: Running, form: Callable[[list], Any]
 ) -> None:
@@ -464,16 +604,23 @@ async def test_numbers_returned_by_a_rollout_function_are_recorded(
             "400 numbers.scor: the run declares no",
         ),
         (
-            lambda t, n: RolloutResult(reward=1.0, token_numbers={t: {"process_reward": [0.0] * (n + 1)}}),
+            lambda t, n: RolloutResult(
+                reward=1.0, token_numbers={t: {"process_reward": [0.0] * (n + 1)}}
+            ),
             "14 numbers: the turn sampled 13 tokens. Fix: send one number",
         ),
-        (lambda t, n: RolloutResult(reward=1.0, turn_numbers={"x": {"weight": 1.0}}), "404 turn_numbers.x:"),
+        (
+            lambda t, n: RolloutResult(reward=1.0, turn_numbers={"x": {"weight": 1.0}}),
+            "404 turn_numbers.x:",
+        ),
         (
             lambda t, n: RolloutResult(reward=1.0, numbers={"score": math.nan}),
             "RolloutResult.numbers['score'] is nan, not a finite number within ±3.40282e+38 (float32). Fix",
         ),
         (
-            lambda t, n: RolloutResult(reward=1.0, token_numbers={t: {"process_reward": [0.0, None]}}),
+            lambda t, n: RolloutResult(
+                reward=1.0, token_numbers={t: {"process_reward": [0.0, None]}}
+            ),
             "['process_reward'][1] is None (type NoneType), not a number. Fix: return a float",
         ),
     ],
@@ -490,25 +637,59 @@ async def test_a_bad_number_is_a_failed_rollout_with_a_reason(
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        ("numbers", None, "numbers is None (type NoneType), not a mapping. Fix: return a dict"),
+        (
+            "numbers",
+            None,
+            "numbers is None (type NoneType), not a mapping. Fix: return a dict",
+        ),
         ("numbers", [1.0], "not a mapping"),
-        ("numbers", {1: 1.0}, "numbers has the key 1 (type int). Fix: use names of declared columns"),
+        (
+            "numbers",
+            {1: 1.0},
+            "numbers has the key 1 (type int). Fix: use names of declared columns",
+        ),
         ("numbers", {"\ud800": 1.0}, "has the key"),
         ("numbers", {"a" * 513: 1.0}, "has the key"),
         ("numbers", {"a": "1"}, "numbers['a'] is '1' (type str), not a number"),
         ("numbers", {"a": 10**400}, "numbers['a'] is inf, not a finite number"),
         ("numbers", {"a": 1e39}, "numbers['a'] is 1e+39, not a finite number"),
-        ("turn_numbers", {"t": 1.0}, "turn_numbers['t'] is 1.0 (type float), not a mapping"),
+        (
+            "turn_numbers",
+            {"t": 1.0},
+            "turn_numbers['t'] is 1.0 (type float), not a mapping",
+        ),
         ("turn_numbers", {"t": {"a": None}}, "turn_numbers['t']['a'] is None"),
-        ("token_numbers", {"t": [1.0]}, "token_numbers['t'] is [1.0] (type list), not a mapping"),
-        ("token_numbers", {"t": {"a": 1.0}}, "token_numbers['t']['a'] is 1.0 (type float), not a list"),
-        ("token_numbers", {"t": {"a": "12"}}, "token_numbers['t']['a'] is '12' (type str), not a list"),
-        ("token_numbers", {"t": {"a": np.zeros((2, 1))}}, "is an array of shape (2, 1)"),
+        (
+            "token_numbers",
+            {"t": [1.0]},
+            "token_numbers['t'] is [1.0] (type list), not a mapping",
+        ),
+        (
+            "token_numbers",
+            {"t": {"a": 1.0}},
+            "token_numbers['t']['a'] is 1.0 (type float), not a list",
+        ),
+        (
+            "token_numbers",
+            {"t": {"a": "12"}},
+            "token_numbers['t']['a'] is '12' (type str), not a list",
+        ),
+        (
+            "token_numbers",
+            {"t": {"a": np.zeros((2, 1))}},
+            "is an array of shape (2, 1)",
+        ),
         ("token_numbers", {"t": {"a": np.array(["x"])}}, "dtype <U1"),
-        ("token_numbers", {"t": {"a": np.array([0.0, np.inf])}}, "token_numbers['t']['a'][1] is inf"),
+        (
+            "token_numbers",
+            {"t": {"a": np.array([0.0, np.inf])}},
+            "token_numbers['t']['a'][1] is inf",
+        ),
     ],
 )
-def test_return_value_that_is_not_numbers_is_named(field: str, value: Any, told: str) -> None:
+def test_return_value_that_is_not_numbers_is_named(
+    field: str, value: Any, told: str
+) -> None:
     result = RolloutResult(reward=1.0, **{field: value})
     with pytest.raises(Rejected) as rejected:
         valid_numbers(result)
@@ -519,7 +700,10 @@ def test_return_value_that_is_not_numbers_is_named(field: str, value: Any, told:
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -529,7 +713,9 @@ anything = st.recursive(
 def test_any_return_value_becomes_finite_numbers_or_is_rejected(
     numbers: Any, turn_numbers: Any, token_numbers: Any
 ) -> None:
-    result = RolloutResult(numbers=numbers, turn_numbers=turn_numbers, token_numbers=token_numbers)
+    result = RolloutResult(
+        numbers=numbers, turn_numbers=turn_numbers, token_numbers=token_numbers
+    )
     try:
         extra = valid_numbers(result)
     except Rejected:
@@ -541,10 +727,12 @@ def test_any_return_value_becomes_finite_numbers_or_is_rejected(
         for values_T in by_name_T.values():
             values += values_T
     assert all(type(value) is float and abs(value) <= MAX_NUMBER for value in values)
-    json.dumps([extra.numbers, extra.turn_numbers, extra.token_numbers], allow_nan=False).encode()
+    json.dumps(
+        [extra.numbers, extra.turn_numbers, extra.token_numbers], allow_nan=False
+    ).encode()
 
 
-# ------------------------------------------------------------------ rows
+# ----------------------------------------------------------------- rows
 
 
 number = st.floats(-100, 100, width=32)
@@ -565,13 +753,19 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
         weight = 1.0
         if data.draw(st.booleans()):
             rewards_T = np.array(
-                data.draw(st.lists(number, min_size=num_sampled, max_size=num_sampled)), np.float32
+                data.draw(st.lists(number, min_size=num_sampled, max_size=num_sampled)),
+                np.float32,
             )
-            token_numbers[one.id] = {"process_reward": rewards_T, "undeclared": rewards_T}
+            token_numbers[one.id] = {
+                "process_reward": rewards_T,
+                "undeclared": rewards_T,
+            }
         if data.draw(st.booleans()):
             weight = data.draw(number)
             turn_numbers[one.id] = {"weight": weight}
-        for token, reward in zip(one.sampled_ids_T.tolist(), rewards_T.tolist(), strict=True):
+        for token, reward in zip(
+            one.sampled_ids_T.tolist(), rewards_T.tolist(), strict=True
+        ):
             expected[token] = (reward, weight)
     of = replace(summary("g.0"), numbers={"score": 2.0}, turn_numbers=turn_numbers)
     made = replace(rollout(*branches(turns), of=of), token_numbers=token_numbers)
@@ -595,22 +789,30 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
 def rows_of(of: Rollout) -> Sequence[Any]:
     group = Group(id="g", task_id="t", rollouts_G=(of.summary,))
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
-    return build_batch(batch, [of], dr_grpo, 1e-4, extra_columns=COLUMNS.values()).samples
+    return build_batch(
+        batch, [of], dr_grpo, 1e-4, extra_columns=COLUMNS.values()
+    ).samples
 
 
 def test_number_at_another_level_than_declared_does_not_count() -> None:
     """The declaration may change when a run resumes."""
-    of = replace(summary("g.0"), numbers={"weight": 5.0}, turn_numbers={"a": {"score": 5.0}})
+    of = replace(
+        summary("g.0"), numbers={"weight": 5.0}, turn_numbers={"a": {"score": 5.0}}
+    )
     made = replace(
-        rollout([turn("a", None, [1], [2])], of=of), token_numbers={"a": {"weight": np.ones(1, np.float32)}}
+        rollout([turn("a", None, [1], [2])], of=of),
+        token_numbers={"a": {"weight": np.ones(1, np.float32)}},
     )
     [row] = rows_of(made)
     assert (trained(row, "weight"), row.numbers) == ([1.0], {"score": 0.0})
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
-def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(share_prefixes: bool) -> None:
-    """Token n has the process reward n/10, its turn the weight of its first token, its rollout its index."""
+def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
+    share_prefixes: bool,
+) -> None:
+    """Token n has the process reward n/10, its turn the weight of its first token, its
+    rollout its index."""
     members: list[RolloutSummary] = []
     rollouts: list[Rollout] = []
     for index in range(6):
@@ -619,12 +821,21 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
         b = turn(f"b{index}", f"a{index}", [base + 5], [base + 6])
         c = turn(f"c{index}", f"a{index}", [base + 7], [base + 8, base + 9])
         weights = {one.id: {"weight": float(one.sampled_ids_T[0])} for one in (a, b, c)}
-        of = replace(summary(f"g.{index}", f"g{index // 2}", index % 2, float(index)), turn_numbers=weights)
+        of = replace(
+            summary(f"g.{index}", f"g{index // 2}", index % 2, float(index)),
+            turn_numbers=weights,
+        )
         members.append(replace(of, numbers={"score": float(index)}))
-        rewards = {one.id: {"process_reward": np.float32(one.sampled_ids_T / 10)} for one in (a, b, c)}
-        rollouts.append(replace(rollout([a, b], [a, c], of=members[-1]), token_numbers=rewards))
+        rewards = {
+            one.id: {"process_reward": np.float32(one.sampled_ids_T / 10)}
+            for one in (a, b, c)
+        }
+        rollouts.append(
+            replace(rollout([a, b], [a, c], of=members[-1]), token_numbers=rewards)
+        )
     groups = tuple(
-        Group(id=f"g{n}", task_id="t", rollouts_G=tuple(members[2 * n : 2 * n + 2])) for n in range(3)
+        Group(id=f"g{n}", task_id="t", rollouts_G=tuple(members[2 * n : 2 * n + 2]))
+        for n in range(3)
     )
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=groups)
     made = build_batch(batch, rollouts, dr_grpo, 1e-4, extra_columns=COLUMNS.values())
@@ -632,13 +843,21 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
     for shares in shard_batch(made, steps=2, ranks=2):
         for share in shares:
             for micro_batch in pack(
-                micro_batch_rows(share.samples), max_tokens=9, share_prefixes=share_prefixes
+                micro_batch_rows(share.samples),
+                max_tokens=9,
+                share_prefixes=share_prefixes,
             ):
                 tokens = micro_batch.targets_N.tolist()
                 seen += tokens
-                rewards_N = micro_batch.pick([sample.columns["process_reward"] for sample in share.samples])
-                np.testing.assert_array_equal(rewards_N, np.array(tokens, np.float32) / 10)
-                weights_N = micro_batch.pick([sample.columns["weight"] for sample in share.samples])
+                rewards_N = micro_batch.pick(
+                    [sample.columns["process_reward"] for sample in share.samples]
+                )
+                np.testing.assert_array_equal(
+                    rewards_N, np.array(tokens, np.float32) / 10
+                )
+                weights_N = micro_batch.pick(
+                    [sample.columns["weight"] for sample in share.samples]
+                )
                 assert weights_N.tolist() == [
                     token - 1 if token % 10 in (4, 9) else token for token in tokens
                 ]
@@ -648,10 +867,12 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
                     for _ in wanted_N
                 ]
                 assert scores == [token // 10 for token in tokens]
-    assert sorted(seen) == sorted(10 * index + place for index in range(6) for place in (3, 4, 6, 8, 9))
+    assert sorted(seen) == sorted(
+        10 * index + place for index in range(6) for place in (3, 4, 6, 8, 9)
+    )
 
 
-# ------------------------------------------------------------------ a user's advantage
+# ----------------------------------------------------------------- a user's advantage
 
 
 def by_length(
@@ -665,7 +886,9 @@ def by_length(
     return (rewards_G - scores_G) / lengths_G
 
 
-def positional(rewards_G: NDArray[np.float64], group: object = None, *, eps: float) -> NDArray[np.float64]:
+def positional(
+    rewards_G: NDArray[np.float64], group: object = None, *, eps: float
+) -> NDArray[np.float64]:
     return np.full_like(rewards_G, 0.0 if group is None else 1.0)
 
 
@@ -674,7 +897,9 @@ def keywords(rewards_G: NDArray[np.float64], **options: object) -> NDArray[np.fl
     return rewards_G
 
 
-def needs_group(rewards_G: NDArray[np.float64], *, eps: float, group: Group) -> NDArray[np.float64]:
+def needs_group(
+    rewards_G: NDArray[np.float64], *, eps: float, group: Group
+) -> NDArray[np.float64]:
     return rewards_G
 
 
@@ -682,7 +907,9 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
     batch = taken(("g", [3.0, 5.0]))
     first, second = batch.groups[0].rollouts_G
     members = (
-        replace(first, numbers={"score": 1.0}, sampled_tokens=2, turn_rewards={"b": 1.0}),
+        replace(
+            first, numbers={"score": 1.0}, sampled_tokens=2, turn_rewards={"b": 1.0}
+        ),
         replace(second, numbers={"score": -1.0}, sampled_tokens=3),
     )
     batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=members),))
@@ -692,8 +919,13 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
     function = advantage_function(f"{__name__}:by_length")
     made = build_batch(batch, rollouts, function, 1e-4)
     assert [row_T.tolist() for row_T in made.advantages] == [[0, 1, 0, -7], [0, 2]]
-    for name, expected in (("positional", [[0, 1, 0, 0], [0, 1]]), ("keywords", [[0, 3, 0, 1], [0, 5]])):
-        made = build_batch(batch, rollouts, advantage_function(f"{__name__}:{name}"), 1e-4)
+    for name, expected in (
+        ("positional", [[0, 1, 0, 0], [0, 1]]),
+        ("keywords", [[0, 3, 0, 1], [0, 5]]),
+    ):
+        made = build_batch(
+            batch, rollouts, advantage_function(f"{__name__}:{name}"), 1e-4
+        )
         assert [row_T.tolist() for row_T in made.advantages] == expected
 
 
@@ -702,12 +934,14 @@ def test_advantage_function_that_needs_the_group_is_refused_without_it() -> None
         advantage_function(f"{__name__}:needs_group")
 
 
-# ------------------------------------------------------------------ the store
+# ----------------------------------------------------------------- the store
 
 
 def lease() -> GroupLease:
     task = Task(id="t", payload={})
-    return GroupLease(group_id="g", task=task, members=(GroupMember(index=0, attempt=0),))
+    return GroupLease(
+        group_id="g", task=task, members=(GroupMember(index=0, attempt=0),)
+    )
 
 
 def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
@@ -724,7 +958,9 @@ def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
             for (body,) in db.execute(f"SELECT outcome FROM {table}").fetchall():
                 fields = json.loads(body)
                 del fields["numbers"], fields["turn_numbers"]
-                db.execute(f"UPDATE {table} SET outcome=?", (json.dumps(fields).encode(),))
+                db.execute(
+                    f"UPDATE {table} SET outcome=?", (json.dumps(fields).encode(),)
+                )
     check_store(path)
     store = RunStore(path)
     assert store.outbox_after(0) == [(1, of)]
@@ -734,7 +970,9 @@ def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
     writer = RunStoreWriter(path)
     later = replace(of, session_id="later", index=1)
     finish(writer, later)
-    extra = ExtraNumbers(numbers={"score": 3.0}, token_numbers={"later/0": {"process_reward": [4.0]}})
+    extra = ExtraNumbers(
+        numbers={"score": 3.0}, token_numbers={"later/0": {"process_reward": [4.0]}}
+    )
     writer.add_numbers("later", extra).result(60)
     writer.close()
     store = RunStore(path)

@@ -1,5 +1,5 @@
-"""What becomes of failed rollouts: counted with a reward, dropped, tried again; and the same failure over and
-over, which is told at once and ends the run."""
+"""What becomes of failed rollouts: counted with a reward, dropped, tried again; and the
+same failure over and over, which is told at once and ends the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ from invrl.types import FailedRollout, Task
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as made:
         yield made
 
@@ -54,20 +56,24 @@ def failing(
     group: str, index: int, attempt: int = 0, *, reason: FailureReason, tokens: int = 5
 ) -> FailedRollout:
     whole = summary(group, index, attempt, reward=0.0, tokens=tokens)
-    return replace(failure(group, index, attempt), reason=reason, partial=whole if tokens else None)
+    return replace(
+        failure(group, index, attempt), reason=reason, partial=whole if tokens else None
+    )
 
 
 def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> GroupBuffer:
     return GroupBuffer(
         BufferConfig(failure_reward=rules, group_filter="none"),
-        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=3),
+        RolloutConfig(
+            rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=3
+        ),
         tasks=tasks(),
         group_filter=lambda group: None,
         emit=(entries if entries is not None else []).append,
     )
 
 
-# ------------------------------------------------------------------ by reason
+# ----------------------------------------------------------------- by reason
 
 
 def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> None:
@@ -78,7 +84,9 @@ def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> 
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))
     batch = buffer.take()
     assert batch is not None
-    rewards = [(rollout.reward, rollout.failure) for rollout in batch.groups[0].rollouts_G]
+    rewards = [
+        (rollout.reward, rollout.failure) for rollout in batch.groups[0].rollouts_G
+    ]
     assert rewards == [(1.0, None), (-0.5, FailureReason.TIMEOUT)]
     assert buffer.events.failed == {"timeout": 1}
     values = resolved(buffer.metrics())
@@ -108,14 +116,22 @@ def test_failed_rollout_that_does_not_count_is_retried_or_drops_its_group(
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT, tokens=tokens))
     lease = buffer.lease()
     assert lease is not None
-    again = [(member.index, member.attempt) for member in lease.members] if lease.group_id == "g0" else []
+    again = (
+        [(member.index, member.attempt) for member in lease.members]
+        if lease.group_id == "g0"
+        else []
+    )
     assert again == [(1, 1)] * places
     assert buffer.events.dropped == dropped
 
 
 def test_only_failures_caused_by_the_policy_count_by_default() -> None:
     rules = BufferConfig().failure_rules()
-    assert rules == {FailureReason.TIMEOUT: 0.0, FailureReason.CONTEXT: 0.0, FailureReason.LIMIT: 0.0}
+    assert rules == {
+        FailureReason.TIMEOUT: 0.0,
+        FailureReason.CONTEXT: 0.0,
+        FailureReason.LIMIT: 0.0,
+    }
 
 
 def test_children_without_a_reward_of_their_own_inherit_it() -> None:
@@ -131,12 +147,23 @@ def test_children_without_a_reward_of_their_own_inherit_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--failure-reward", "timeout=0", "context=-0.5"], ("timeout=0", "context=-0.5")),
-        (["--failure-reward", "timeout=0,context=drop", "--seed", "3"], ("timeout=0", "context=drop")),
-        (["--failure-reward=timeout=-1", "exception=retry"], ("timeout=-1", "exception=retry")),
+        (
+            ["--failure-reward", "timeout=0", "context=-0.5"],
+            ("timeout=0", "context=-0.5"),
+        ),
+        (
+            ["--failure-reward", "timeout=0,context=drop", "--seed", "3"],
+            ("timeout=0", "context=drop"),
+        ),
+        (
+            ["--failure-reward=timeout=-1", "exception=retry"],
+            ("timeout=-1", "exception=retry"),
+        ),
     ],
 )
-def test_failure_reward_flag_takes_several_rules(arguments: list[str], wanted: tuple[str, ...]) -> None:
+def test_failure_reward_flag_takes_several_rules(
+    arguments: list[str], wanted: tuple[str, ...]
+) -> None:
     assert resolve(*parse_flags(arguments)).buffer.failure_reward == wanted
 
 
@@ -156,21 +183,27 @@ def test_wrong_failure_rule_is_refused_before_the_run(entry: str, told: str) -> 
         resolve(*parse_flags(["--failure-reward", entry]))
 
 
-# ------------------------------------------------------------------ through the real gateway
+# ----------------------------------------------------------- through the real gateway
 
 
-async def ended_session(gateway: Running, *, reason: str, turns: int, reward: float | None = None) -> Any:
+async def ended_session(
+    gateway: Running, *, reason: str, turns: int, reward: float | None = None
+) -> Any:
     [session] = await gateway.open()
     messages: list[Any] = [{"role": "user", "content": "hello"}]
     for _ in range(turns):
-        reply = await gateway.client(session).chat.completions.create(model="tiny", messages=messages)
+        reply = await gateway.client(session).chat.completions.create(
+            model="tiny", messages=messages
+        )
         messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
     key = {"authorization": f"Bearer {ENV_KEY}"}
     if reward is not None:
         path = f"{gateway.url}/sessions/{session.id}/reward"
         await gateway.http.post(path, json={"reward": reward}, headers=key)
     path = f"{gateway.url}/sessions/{session.id}/abort"
-    answer = await gateway.http.post(path, json={"reason": reason, "detail": "it went on"}, headers=key)
+    answer = await gateway.http.post(
+        path, json={"reason": reason, "detail": "it went on"}, headers=key
+    )
     assert answer.status_code == 200
     return session
 
@@ -205,19 +238,27 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     assert [rollout.summary.reward for rollout in rollouts] == [-2.0, 1.0]
     batch = build_batch(taken, rollouts, advantage_function("dr_grpo"), 1e-6)
     trained = [int(row.loss_mask_T.sum()) for row in batch.samples]
-    sampled = [sum(len(turn.sampled_ids_T) for turn in store.turns(one.id)) for one in (session, beside)]
+    sampled = [
+        sum(len(turn.sampled_ids_T) for turn in store.turns(one.id))
+        for one in (session, beside)
+    ]
     assert trained == sampled
     advantages = [
-        set(own[row.loss_mask_T].tolist()) for own, row in zip(batch.advantages, batch.samples, strict=True)
+        set(own[row.loss_mask_T].tolist())
+        for own, row in zip(batch.advantages, batch.samples, strict=True)
     ]
     assert advantages == [{-1.5}, {1.5}]
 
 
 async def asked(client: Any, model: str = "tiny") -> None:
-    await client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi " * 3000}])
+    await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "hi " * 3000}]
+    )
 
 
-async def test_prompt_over_the_context_length_fails_with_reason_context(gateway: Running) -> None:
+async def test_prompt_over_the_context_length_fails_with_reason_context(
+    gateway: Running,
+) -> None:
     [session] = await gateway.open()
 
     async def through_openai(task: Task, endpoint: Any) -> float:
@@ -225,9 +266,15 @@ async def test_prompt_over_the_context_length_fails_with_reason_context(gateway:
         return 1.0
 
     async def through_messages(task: Task, endpoint: Any) -> float:
-        body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi " * 3000}]}
+        body = {
+            "model": "tiny",
+            "max_tokens": 8,
+            "messages": [{"role": "user", "content": "hi " * 3000}],
+        }
         headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
-        answer = await gateway.http.post(f"{session.base_url}/messages", json=body, headers=headers)
+        answer = await gateway.http.post(
+            f"{session.base_url}/messages", json=body, headers=headers
+        )
         answer.raise_for_status()
         return 1.0
 
@@ -236,7 +283,9 @@ async def test_prompt_over_the_context_length_fails_with_reason_context(gateway:
         api_key = session.key
 
     for function in (through_openai, through_messages):
-        (outcome,) = await Runner(function, None, timeout_s=600.0).run(Task(id="t", payload={}), [At()])  # type: ignore[arg-type, list-item]
+        (outcome,) = await Runner(function, None, timeout_s=600.0).run(
+            Task(id="t", payload={}), [At()]
+        )  # type: ignore[arg-type, list-item]
         assert isinstance(outcome, Failure)
         assert outcome.reason is FailureReason.CONTEXT, outcome.detail
 
@@ -257,23 +306,31 @@ async def test_refusals_by_the_gateway_have_the_reason_of_the_exhausted_limit(
     status: int, code: str, reason: FailureReason, ours: bool
 ) -> None:
     url = "http://gw:8000/s/k/v1"
-    asked_at = f"{url}/chat/completions" if ours else "http://judge:9/v1/chat/completions"
+    asked_at = (
+        f"{url}/chat/completions" if ours else "http://judge:9/v1/chat/completions"
+    )
 
     async def rollout(task: Task, endpoint: Any) -> float:
         request = httpx.Request("POST", asked_at)
-        response = httpx.Response(status, request=request, json={"error": {"code": code}})
-        raise RuntimeError("wrapped") from openai.APIStatusError("refused", response=response, body=None)
+        response = httpx.Response(
+            status, request=request, json={"error": {"code": code}}
+        )
+        raise RuntimeError("wrapped") from openai.APIStatusError(
+            "refused", response=response, body=None
+        )
 
     class At:
         base_url = url
         api_key = "k"
 
-    (outcome,) = await Runner(rollout, None, timeout_s=600.0).run(Task(id="t", payload={}), [At()])  # type: ignore[arg-type, list-item]
+    (outcome,) = await Runner(rollout, None, timeout_s=600.0).run(
+        Task(id="t", payload={}), [At()]
+    )  # type: ignore[arg-type, list-item]
     assert isinstance(outcome, Failure)
     assert outcome.reason is (reason if ours else FailureReason.EXCEPTION)
 
 
-# ------------------------------------------------------------------ the same failure over and over
+# ----------------------------------------------------- the same failure over and over
 
 
 def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
@@ -281,12 +338,19 @@ def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
     return replace(one, reason=FailureReason.BAD_RETURN, detail=text)
 
 
-async def actor_after(path: Path, most: int, record: Callable[[GroupBuffer], None]) -> BufferActor:
+async def actor_after(
+    path: Path, most: int, record: Callable[[GroupBuffer], None]
+) -> BufferActor:
     actor = BufferActor(
         BufferConfig(
-            max_identical_failures=most, max_failures_at_start=0, max_staleness=50, group_filter="none"
+            max_identical_failures=most,
+            max_failures_at_start=0,
+            max_staleness=50,
+            group_filter="none",
         ),
-        RolloutConfig(rollout_batch_size=20, n_samples_per_prompt=1, rollout_max_attempts=1),
+        RolloutConfig(
+            rollout_batch_size=20, n_samples_per_prompt=1, rollout_max_attempts=1
+        ),
         tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
         run_store_path=path,
         poll_interval_s=0.001,
@@ -298,11 +362,16 @@ async def actor_after(path: Path, most: int, record: Callable[[GroupBuffer], Non
     return actor
 
 
-async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(tmp_path: Path) -> None:
+async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(
+    tmp_path: Path,
+) -> None:
     def fail(buffer: GroupBuffer) -> None:
         for number in range(12):
             buffer.record(
-                told(number, f"Traceback\n  line {number}\nTypeError: at 0x{number:x}: no 'x{number}'")
+                told(
+                    number,
+                    f"Traceback\n  line {number}\nTypeError: at 0x{number:x}: no 'x{number}'",
+                )
             )
 
     actor = await actor_after(tmp_path / "run.sqlite", 12, fail)
@@ -318,8 +387,12 @@ async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(tmp_pat
     await actor.close()
 
 
-@pytest.mark.parametrize("between", ["a rollout that finished", "another failure", "no limit"])
-async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path: Path, between: str) -> None:
+@pytest.mark.parametrize(
+    "between", ["a rollout that finished", "another failure", "no limit"]
+)
+async def test_only_the_same_failure_without_a_success_between_ends_it(
+    tmp_path: Path, between: str
+) -> None:
     def fail(buffer: GroupBuffer) -> None:
         for number in range(24):
             if number == 12 and between == "a rollout that finished":
@@ -352,7 +425,8 @@ async def test_only_the_same_failure_without_a_success_between_ends_it(tmp_path:
 async def test_worker_death_that_fails_many_rollouts_does_not_end_the_run(
     tmp_path: Path, reason: FailureReason
 ) -> None:
-    """A worker with hundreds of rollouts in it, or an engine, is replaced; the run goes on."""
+    """A worker with hundreds of rollouts in it, or an engine, is replaced; the run goes
+    on."""
 
     def fail(buffer: GroupBuffer) -> None:
         for number in range(20):
@@ -367,7 +441,9 @@ async def test_worker_death_that_fails_many_rollouts_does_not_end_the_run(
     await asyncio.wait({waiting})
     report = await actor.failures()
     assert report.alike == 20
-    assert "the run goes on" in FailureReporter(limits(12)).texts(report)[1], "it is told all the same"
+    assert "the run goes on" in FailureReporter(limits(12)).texts(report)[1], (
+        "it is told all the same"
+    )
     await actor.close()
 
 
@@ -378,7 +454,11 @@ def limits(identical: int, at_start: int = 0) -> FailureLimits:
 def report(alike: int, finished: int = 0) -> FailureReport:
     lines = "\n".join(f"line {n}" for n in range(20))
     return FailureReport(
-        failed={"bad_return": alike}, finished=finished, alike=alike, reason="bad_return", detail=lines
+        failed={"bad_return": alike},
+        finished=finished,
+        alike=alike,
+        reason="bad_return",
+        detail=lines,
     )
 
 
@@ -387,11 +467,17 @@ def test_warnings_about_failures_in_a_row_are_printed_at_growing_counts() -> Non
     heard = [count for count in range(1, 129) if reporter.texts(report(count))]
     assert heard == [4, 16, 64]
     later = FailureReporter(limits(128))
-    assert [count for count in range(1, 129) if later.texts(report(count, finished=1))] == [64]
+    assert [
+        count for count in range(1, 129) if later.texts(report(count, finished=1))
+    ] == [64]
     assert later.texts(report(0, finished=2)) == []
-    assert later.texts(report(64, finished=2)) != [], "a new row of failures is told again"
+    assert later.texts(report(64, finished=2)) != [], (
+        "a new row of failures is told again"
+    )
     (text,) = FailureReporter(limits(128)).texts(report(5))
-    assert text.startswith("warning: the first 5 rollouts all failed alike (bad_return; the run ends at 128")
+    assert text.startswith(
+        "warning: the first 5 rollouts all failed alike (bad_return; the run ends at 128"
+    )
     assert text.endswith("    line 18\n    line 19")
     assert "line 13" not in text
 
@@ -408,7 +494,9 @@ KeyError: 'awnser'
 at my_agent.py:9, in rollout: return float(task.payload["awnser"])"""
 
 
-def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_code() -> None:
+def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_code() -> (
+    None
+):
     reporter = FailureReporter(limits(128, at_start=32))
     one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
     assert reporter.texts(one) == [
@@ -416,17 +504,25 @@ def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_c
         '    at my_agent.py:9, in rollout: return float(task.payload["awnser"])'
     ]
     assert reporter.texts(one) == [], "once"
-    two = replace(one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"})
+    two = replace(
+        one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"}
+    )
     (text,) = reporter.texts(two)
-    assert text == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
+    assert (
+        text
+        == "warning: the first rollout that failed (timeout):\n    no result within 300 s"
+    )
 
 
 def test_the_first_failure_names_the_command_that_shows_the_others() -> None:
-    """Six rollouts may have raised six different exceptions, and the console shows one."""
+    """Six rollouts may have raised six different exceptions, and the console shows
+    one."""
     folder = RunFolder(path=Path("/runs/my run"))
     reporter = FailureReporter(limits(128), show_all=command_for_failures(folder))
     failures = {"exception": TRACEBACK, GROUP_FILTER: "KeyError: 'x'"}
-    rollout, group_filter = reporter.texts(FailureReport(failed={}, finished=0, alike=1, firsts=failures))
+    rollout, group_filter = reporter.texts(
+        FailureReport(failed={}, finished=0, alike=1, firsts=failures)
+    )
     assert rollout.endswith(": invrl samples '/runs/my run' --failed")
     assert "invrl samples" not in group_filter, "it is no rollout"
     assert command_for_failures(folder, held_out=True).endswith("--failed --eval")
@@ -436,7 +532,9 @@ def at_start(buffer: GroupBuffer) -> None:
     FailureLimits(identical=0, at_start=6).check(buffer.failure_report())
 
 
-def broken(group: str, index: int, attempt: int = 0, reason: str = "exception") -> FailedRollout:
+def broken(
+    group: str, index: int, attempt: int = 0, reason: str = "exception"
+) -> FailedRollout:
     one = failure(group, index, attempt)
     return replace(one, reason=FailureReason(reason), detail=TRACEBACK)
 
@@ -459,13 +557,18 @@ def test_a_run_in_which_every_attempt_fails_for_one_reason_ends() -> None:
     buffer.record(broken("g1", 1, 1))
     with pytest.raises(IdenticalFailuresError) as caught:
         at_start(buffer)
-    assert str(caught.value).startswith("all 6 rollouts so far failed (exception). The first one: KeyError:")
-    assert 'at my_agent.py:9, in rollout: return float(task.payload["awnser"])' in str(caught.value)
+    assert str(caught.value).startswith(
+        "all 6 rollouts so far failed (exception). The first one: KeyError:"
+    )
+    assert 'at my_agent.py:9, in rollout: return float(task.payload["awnser"])' in str(
+        caught.value
+    )
     assert "--max-failures-at-start" in str(caught.value)
 
 
 def test_run_does_not_end_before_its_slow_first_rollouts_have_ended() -> None:
-    """Tasks with a broken label fail at once, again and again, while the others still run."""
+    """Tasks with a broken label fail at once, again and again, while the others still
+    run."""
     buffer = make(batch=2, group=1, attempts=100)
     leased(buffer)
     for attempt in range(20):
@@ -485,17 +588,24 @@ def test_run_ends_with_the_common_reason_although_a_worker_died_last() -> None:
             buffer.record(broken(f"g{group}", index))
     buffer.record(broken("g3", 0, reason="worker_died"))
     buffer.record(broken("g3", 1, reason="worker_died"))
-    with pytest.raises(IdenticalFailuresError, match=r"^all 6 rollouts so far failed \(exception\)"):
+    with pytest.raises(
+        IdenticalFailuresError, match=r"^all 6 rollouts so far failed \(exception\)"
+    ):
         at_start(buffer)
 
 
 @pytest.mark.parametrize(
-    "but", ["one finished", "another reason", "a worker died", "they count", "one counts"]
+    "but",
+    ["one finished", "another reason", "a worker died", "they count", "one counts"],
 )
-def test_run_continues_at_its_start_unless_every_rollout_fails_for_one_reason(but: str) -> None:
+def test_run_continues_at_its_start_unless_every_rollout_fails_for_one_reason(
+    but: str,
+) -> None:
     buffer = GroupBuffer(
         BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
-        RolloutConfig(rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3),
+        RolloutConfig(
+            rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3
+        ),
         tasks=tasks(),
         group_filter=lambda group: None,
     )
@@ -517,21 +627,31 @@ def test_run_continues_at_its_start_unless_every_rollout_fails_for_one_reason(bu
     at_start(buffer)
 
 
-def test_console_line_counts_failures_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_line_counts_failures_by_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     progress = PlainProgress(3)
     progress.failures({"timeout": 2, "bad_return": 5})
     progress.step(1, {"rollout/reward_mean": 0.5})
-    assert "step 1/3: reward 0.5, failed 7 (bad_return 5 timeout 2)" in capsys.readouterr().out
+    assert (
+        "step 1/3: reward 0.5, failed 7 (bad_return 5 timeout 2)"
+        in capsys.readouterr().out
+    )
 
 
-def test_an_evaluation_line_counts_the_rollouts_that_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_line_counts_the_rollouts_that_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     values = {
         "eval/easy/greedy/accuracy": 0.0,
         "eval/easy/greedy/failed": 16.0,
         "eval/easy/greedy/samples": 16.0,
     }
     PlainProgress(3).step(2, values)
-    assert "eval/easy/greedy/accuracy 0 (16 of 16 rollouts failed)" in capsys.readouterr().out
+    assert (
+        "eval/easy/greedy/accuracy 0 (16 of 16 rollouts failed)"
+        in capsys.readouterr().out
+    )
     PlainProgress(3).step(2, values | {"eval/easy/greedy/failed": 0.0})
     assert "failed" not in capsys.readouterr().out
 

@@ -1,5 +1,5 @@
-"""Group filters that see a task's reward history: what they are shown, the built-in one against its
-definition, a resume, and what a filter's parameters may be."""
+"""Group filters that see a task's reward history: what they are shown, the built-in one
+against its definition, a resume, and what a filter's parameters may be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def two_tasks() -> Iterator[Task]:
         yield Task(id="b", payload={})
 
 
-def make(group_filter: GroupFilter | HistoryGroupFilter, **fields: object) -> GroupBuffer:
+def make(
+    group_filter: GroupFilter | HistoryGroupFilter, **fields: object
+) -> GroupBuffer:
     return GroupBuffer(
         BufferConfig.model_validate({"max_staleness": 9, **fields}),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
@@ -50,7 +52,9 @@ def finish(buffer: GroupBuffer, group_id: str, *rewards: float) -> None:
         buffer.record(summary(group_id, index, reward=reward))
 
 
-def outcome(task_id: str, *rewards: float, complete: bool = True, dropped: str = "") -> GroupOutcome:
+def outcome(
+    task_id: str, *rewards: float, complete: bool = True, dropped: str = ""
+) -> GroupOutcome:
     return GroupOutcome(
         task_id=task_id,
         group_id="g",
@@ -63,7 +67,9 @@ def outcome(task_id: str, *rewards: float, complete: bool = True, dropped: str =
 
 
 def group_of(*rewards: float) -> Group:
-    rollouts = tuple(summary("g", index, reward=reward) for index, reward in enumerate(rewards))
+    rollouts = tuple(
+        summary("g", index, reward=reward) for index, reward in enumerate(rewards)
+    )
     return Group(id="g", task_id="t", rollouts_G=rollouts)
 
 
@@ -78,13 +84,19 @@ class Looks:
         return "twice_is_enough" if history.num_groups >= 2 else None
 
 
-# ------------------------------------------------------------------ what a filter is shown
+# ------------------------------------------------------------- what a filter is shown
 
 
 def test_group_filter_sees_the_earlier_groups_of_the_task() -> None:
     looks = Looks()
     buffer = make(looks)
-    assert [lease.task.id for lease in lease_all(buffer)][:5] == ["a", "b", "a@1", "b@1", "a@2"]
+    assert [lease.task.id for lease in lease_all(buffer)][:5] == [
+        "a",
+        "b",
+        "a@1",
+        "b@1",
+        "a@2",
+    ]
     finish(buffer, "g0", 0.0, 1.0)
     finish(buffer, "g1", 0.5, 0.5)
     finish(buffer, "g2", 1.0, 1.0)
@@ -111,7 +123,10 @@ def test_reward_history_is_part_of_the_snapshot() -> None:
     encoded = msgspec.json.encode(first.snapshot(WeightVersion(0)))
     looks = Looks()
     again = make(looks)
-    again.restore(msgspec.json.decode(encoded, type=BufferSnapshot), [summary("g4", 0, reward=0.0)])
+    again.restore(
+        msgspec.json.decode(encoded, type=BufferSnapshot),
+        [summary("g4", 0, reward=0.0)],
+    )
     lease_all(again)
     finish(again, "g4", 0.0, 0.0)
     (history,) = looks.seen
@@ -138,13 +153,23 @@ def test_filter_that_fails_on_the_history_drops_the_group_and_is_reported() -> N
     assert "in divides: return" in buffer.failure_report().firsts["group_filter"]
 
 
-@given(groups=st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), max_size=60))
-def test_reward_history_is_the_sum_of_its_groups(groups: list[tuple[str, bool, bool]]) -> None:
+@given(
+    groups=st.lists(
+        st.tuples(st.sampled_from("abc"), st.booleans(), st.booleans()), max_size=60
+    )
+)
+def test_reward_history_is_the_sum_of_its_groups(
+    groups: list[tuple[str, bool, bool]],
+) -> None:
     history = RewardHistory()
     of_a: list[GroupOutcome] = []
     for number, (task_id, complete, kept) in enumerate(groups):
         noted = outcome(
-            task_id, float(number), 1.0, complete=complete, dropped="" if kept else "zero_variance"
+            task_id,
+            float(number),
+            1.0,
+            complete=complete,
+            dropped="" if kept else "zero_variance",
         )
         history.note(noted)
         if task_id == "a" and complete:
@@ -168,24 +193,33 @@ def test_history_of_the_least_recent_task_is_forgotten() -> None:
     assert [history.of(task_id).num_groups for task_id in "abc"] == [2, 0, 1]
 
 
-# ------------------------------------------------------------------ the built-in one
+# ----------------------------------------------------------------- the built-in one
 
 
 @given(
-    earlier=st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), max_size=20),
+    earlier=st.lists(
+        st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), max_size=20
+    ),
     rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6),
     num_groups=st.integers(1, RECENT_GROUPS),
     bounds=st.sampled_from([(0.2, 0.8), (0.0, 1.0), (0.5, 0.5), (0.0, 0.4)]),
 )
 def test_medium_difficulty_filter_follows_its_definition(
-    earlier: list[list[float]], rewards: list[float], num_groups: int, bounds: tuple[float, float]
+    earlier: list[list[float]],
+    rewards: list[float],
+    num_groups: int,
+    bounds: tuple[float, float],
 ) -> None:
     history = RewardHistory()
     for past in earlier:
         history.note(outcome("t", *past))
     low, high = bounds
     found = medium_difficulty(
-        group_of(*rewards), history=history.of("t"), low=low, high=high, num_groups=num_groups
+        group_of(*rewards),
+        history=history.of("t"),
+        low=low,
+        high=high,
+        num_groups=num_groups,
     )
     if len(set(rewards)) == 1:
         assert found == "zero_variance"
@@ -212,7 +246,7 @@ def test_difficulty_settings_reach_the_filter() -> None:
     assert buffer.events.dropped == {"filtered/too_easy": 1, "filtered/too_hard": 1}
 
 
-# ------------------------------------------------------------------ the parameters of a filter
+# --------------------------------------------------------- the parameters of a filter
 
 
 CODE = """
@@ -253,7 +287,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("history", False),
     ],
 )
-def test_filters_with_and_without_history_load(here: Path, name: str, is_given: bool) -> None:
+def test_filters_with_and_without_history_load(
+    here: Path, name: str, is_given: bool
+) -> None:
     function = group_filter_function(f"filters_of_mine:{name}")
     assert takes_history(function) == is_given
     buffer = make(function)
@@ -270,7 +306,9 @@ def test_filters_with_and_without_history_load(here: Path, name: str, is_given: 
         ("both", "write it as both(group, *, history)"),
     ],
 )
-def test_a_filter_with_unknown_parameters_is_refused(here: Path, name: str, fix: str) -> None:
+def test_a_filter_with_unknown_parameters_is_refused(
+    here: Path, name: str, fix: str
+) -> None:
     with pytest.raises(PluginError) as caught:
         group_filter_function(f"filters_of_mine:{name}")
     assert caught.value.field == "group_filter"

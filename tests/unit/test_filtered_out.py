@@ -1,5 +1,5 @@
-"""A task that is solved, or out of reach: the group filter drops every group. The run says so, and ends with
-its model saved or trains what there is."""
+"""A task that is solved, or out of reach: the group filter drops every group. The run
+says so, and ends with its model saved or trains what there is."""
 
 from __future__ import annotations
 
@@ -35,14 +35,27 @@ from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import SilentSession, WaitsOutside
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Group, Sampling, Session, TakenBatch, Task, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types import (
+    Group,
+    Sampling,
+    Session,
+    TakenBatch,
+    Task,
+    TrainBatch,
+    WeightUpdate,
+    WeightVersion,
+)
 
-ROLLOUT = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2)
+ROLLOUT = RolloutConfig(
+    rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2
+)
 DEADLINES = Deadlines(rollout_timeout_s=300.0, filtered_out="end")
 
 
 def config(filtered_out: str = "end", batches: int = 3) -> BufferConfig:
-    return BufferConfig.model_validate({"max_filtered_batches": batches, "filtered_out": filtered_out})
+    return BufferConfig.model_validate(
+        {"max_filtered_batches": batches, "filtered_out": filtered_out}
+    )
 
 
 def buffer_of(buffer_config: BufferConfig) -> GroupBuffer:
@@ -61,7 +74,9 @@ def finish(buffer: GroupBuffer, *rewards: tuple[float, float]) -> None:
         group = leased[0].group_id if leased else next(iter(buffer._in_flight))
         for index, reward in enumerate(pair):
             version = buffer.version
-            buffer.record(summary(group, index, reward=reward, oldest=version, newest=version))
+            buffer.record(
+                summary(group, index, reward=reward, oldest=version, newest=version)
+            )
 
 
 def test_run_ends_after_the_set_number_of_filtered_groups_in_a_row() -> None:
@@ -90,7 +105,9 @@ def test_filtered_out_train_takes_all_groups_until_the_filter_keeps_a_group() ->
     finish(buffer, (1.0, 1.0), (1.0, 1.0))
     batch = buffer.take()
     assert batch is not None
-    assert [[rollout.reward for rollout in group.rollouts_G] for group in batch.groups] == [
+    assert [
+        [rollout.reward for rollout in group.rollouts_G] for group in batch.groups
+    ] == [
         [1.0, 1.0],
         [1.0, 1.0],
     ]
@@ -114,7 +131,9 @@ def test_error_in_a_group_filter_is_reported_at_once_with_its_line() -> None:
 
     buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
     finish(buffer, *[(0.0, 1.0)] * 6)
-    told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
+    told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
+        buffer.failure_report()
+    )
     assert len(told) == 1
     first, error, place = told[0].splitlines()
     assert first == "warning: the group filter failed, and its groups are dropped:"
@@ -134,7 +153,10 @@ def test_filter_error_that_cannot_be_printed_is_reported() -> None:
 
     buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=raising)
     finish(buffer, (0.0, 1.0))
-    assert "a Unshowable that cannot be shown" in buffer.failure_report().firsts["group_filter"]
+    assert (
+        "a Unshowable that cannot be shown"
+        in buffer.failure_report().firsts["group_filter"]
+    )
 
 
 def test_error_in_a_task_source_is_reported_with_its_line() -> None:
@@ -142,10 +164,15 @@ def test_error_in_a_task_source_is_reported_with_its_line() -> None:
         yield Task(id="t", payload={})
         raise KeyError("no such file")
 
-    buffer = GroupBuffer(config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None)
+    buffer = GroupBuffer(
+        config(), ROLLOUT, tasks=broken(), group_filter=lambda group: None
+    )
     lease_all(buffer)
     text = wait_message(CurrentPhase(), buffer.wait_report(), DEADLINES)
-    assert "there are no more tasks: the task source raised KeyError: 'no such file' (at " in text
+    assert (
+        "there are no more tasks: the task source raised KeyError: 'no such file' (at "
+        in text
+    )
     assert 'in broken: raise KeyError("no such file"))' in text
 
 
@@ -183,7 +210,8 @@ class FiltersOut(EmptyBatches):
 
 
 @pytest.mark.parametrize(
-    ("batches", "interval", "saved"), [(3, 0, [3]), (3, 3, [3]), (3, 2, [2, 3]), (0, 0, [])]
+    ("batches", "interval", "saved"),
+    [(3, 0, [3]), (3, 3, [3]), (3, 2, [2, 3]), (0, 0, [])],
 )
 async def test_run_ended_by_the_filter_saves_its_last_model_once(
     batches: int, interval: int, saved: list[int]
@@ -193,26 +221,39 @@ async def test_run_ended_by_the_filter_saves_its_last_model_once(
     written = list[int]()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def save(step: int, snapshot: bytes) -> None:
         written.append(step)
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+        )
 
     learner = Learner(
-        trainer=FixedSteps([1] * 9), sync=sync, save=save, schedule=SaveSchedule(steps=interval)
+        trainer=FixedSteps([1] * 9),
+        sync=sync,
+        save=save,
+        schedule=SaveSchedule(steps=interval),
     )
     parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
     assert await run_loop(parts, done=0, num_steps=9) == batches
     assert written == saved
     (note,) = observer.notes
     reason = "the group filter has dropped 64 groups in a row"
-    assert note.startswith(f"the run ends after step {batches} of 9: {reason}.\n    To go on")
+    assert note.startswith(
+        f"the run ends after step {batches} of 9: {reason}.\n    To go on"
+    )
 
 
-# ------------------------------------------------------------------ what is said meanwhile
+# ------------------------------------------------------------- what is said meanwhile
 
 
 class Clock:
@@ -250,8 +291,14 @@ def test_wait_message_names_a_solved_task_and_the_setting() -> None:
     finish(buffer, *[(1.0, 1.0)] * 4)
     text = waiting(buffer)
     assert text.startswith("step 7: rollout for 62 s: 0 of 2 groups ready, ")
-    assert "4 finished since the last batch, dropped: 4 zero_variance, 0 rollouts failed" in text
-    assert "the filter nonzero_variance dropped the last 4 groups in a row (rewards: 4 x all 1)." in text
+    assert (
+        "4 finished since the last batch, dropped: 4 zero_variance, 0 rollouts failed"
+        in text
+    )
+    assert (
+        "the filter nonzero_variance dropped the last 4 groups in a row (rewards: 4 x all 1)."
+        in text
+    )
     assert "the task is solved, or out of reach" in text
     assert (
         "after 6 in a row the run ends and saves its model (--max-filtered-batches, --filtered-out end)"
@@ -276,23 +323,41 @@ def outside_text(outside: WaitsOutside, idle_s: float = 900.0) -> str:
     phase = CurrentPhase(clock)
     phase.phase("rollout", 1)
     deadlines = Deadlines(
-        rollout_timeout_s=300.0, filtered_out="end", lease_timeout_s=60.0, session_idle_timeout_s=idle_s
+        rollout_timeout_s=300.0,
+        filtered_out="end",
+        lease_timeout_s=60.0,
+        session_idle_timeout_s=idle_s,
     )
-    return wait_message(phase, replace(buffer.wait_report(), outside=outside), deadlines)
+    return wait_message(
+        phase, replace(buffer.wait_report(), outside=outside), deadlines
+    )
 
 
 def test_wait_message_names_silent_outside_environments_and_their_deadlines() -> None:
     silent = SilentSession(session_id="ses-00ab", silent_s=80.4)
     text = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,)))
     assert "group g0 (task t0) waits longest: 2 of 2 rollouts are out" in text
-    assert "with the time since their last turn: ses-00ab for 80 s; an environment that makes no call" in text
+    assert (
+        "with the time since their last turn: ses-00ab for 80 s; an environment that makes no call"
+        in text
+    )
     assert "for 900 s counts as gone (--session-idle-timeout-s)" in text
-    endless = outside_text(WaitsOutside(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0)
-    assert "and 2 more; an environment may be silent for as long as its session lasts" in endless
+    endless = outside_text(
+        WaitsOutside(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0
+    )
+    assert (
+        "and 2 more; an environment may be silent for as long as its session lasts"
+        in endless
+    )
     nobody = outside_text(WaitsOutside(offered=8, leased=2, sessions=()))
-    assert "8 rollouts are on offer (POST /tasks/lease) and nobody has leased them; 2 are leased" in nobody
+    assert (
+        "8 rollouts are on offer (POST /tasks/lease) and nobody has leased them; 2 are leased"
+        in nobody
+    )
     assert "void after --lease-timeout-s 60" in nobody
-    assert "on their way" in outside_text(WaitsOutside(offered=0, leased=0, sessions=()))
+    assert "on their way" in outside_text(
+        WaitsOutside(offered=0, leased=0, sessions=())
+    )
 
 
 async def test_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) -> None:
@@ -366,7 +431,9 @@ async def test_wait_message_reads_the_buffer_in_the_rollout_phase() -> None:
         async def waiting(self):
             return buffer_of(config()).wait_report()
 
-    telling = asyncio.create_task(report_waits(Asked(), phase, Screen(), DEADLINES, interval_s=0.0))
+    telling = asyncio.create_task(
+        report_waits(Asked(), phase, Screen(), DEADLINES, interval_s=0.0)
+    )
     try:
         for _ in range(20):
             await asyncio.sleep(0)

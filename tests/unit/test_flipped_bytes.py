@@ -1,4 +1,5 @@
-"""A byte of a run's store or configuration that changed is found before anything is trained with it."""
+"""A byte of a run's store or configuration that changed is found before anything is
+trained with it."""
 
 from __future__ import annotations
 
@@ -23,23 +24,37 @@ from invrl.run.resolved_config import load_resolved
 from invrl.run.store_check import check_store
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Group, GroupLease, GroupMember, Outcome, Rollout, RolloutSummary, TakenBatch, Task
+from invrl.types import (
+    Group,
+    GroupLease,
+    GroupMember,
+    Outcome,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    Task,
+)
 
 _FLIPS = 120
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight rollouts of three turns, with numbers of tokens, in one file without a log."""
+    """Eight rollouts of three turns, with numbers of tokens, in one file without a
+    log."""
     path = tmp_path_factory.mktemp("store") / "run.sqlite"
     writer = RunStoreWriter(path)
     for group in range(2):
         members = tuple(GroupMember(index=index, attempt=0) for index in range(4))
-        lease = GroupLease(group_id=f"g{group}", task=Task(id=f"t{group}", payload={}), members=members)
+        lease = GroupLease(
+            group_id=f"g{group}", task=Task(id=f"t{group}", payload={}), members=members
+        )
         for index in range(4):
             summary = summary_of(lease, index=index, attempt=0, version=group)
             finish(writer, replace(summary, num_turns=3))
-            numbers = ExtraNumbers(token_numbers={f"{summary.session_id}/1": {"value": [0.5]}})
+            numbers = ExtraNumbers(
+                token_numbers={f"{summary.session_id}/1": {"value": [0.5]}}
+            )
             writer.add_numbers(summary.session_id, numbers).result(60)
     writer.close()
     with contextlib.closing(sqlite3.connect(path)) as db:
@@ -49,15 +64,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(path: Path) -> tuple[list[Outcome], list[object]]:
-    """What the buffer learns and what the trainer gets, in a form that can be compared. Raises
-    DamagedFileError where a run would end, and leaves out what a run drops."""
+    """What the buffer learns and what the trainer gets, in a form that can be compared.
+    Raises DamagedFileError where a run would end, and leaves out what a run drops."""
     check_store(path)
     with contextlib.closing(RunStore(path)) as opened:
         outcomes = [outcome for _, outcome in opened.outbox_after(0)]
-        summaries = [outcome for outcome in outcomes if isinstance(outcome, RolloutSummary)]
+        summaries = [
+            outcome for outcome in outcomes if isinstance(outcome, RolloutSummary)
+        ]
         faults = opened.without_tokens(summaries)
         whole = [summary for summary in summaries if summary.session_id not in faults]
-        groups = tuple(Group(id=one.session_id, task_id=one.task_id, rollouts_G=(one,)) for one in whole)
+        groups = tuple(
+            Group(id=one.session_id, task_id=one.task_id, rollouts_G=(one,))
+            for one in whole
+        )
         rollouts = opened.taken_rollouts(
             TakenBatch(batch_id=0, version=summaries[0].newest_version, groups=groups)
         )
@@ -74,12 +94,16 @@ def comparable(rollout: Rollout) -> object:
 
 
 def differences(path: Path, expected: tuple[list[Outcome], list[object]]) -> str:
-    """How a run would be told; "" if it would train the same, "SILENT" if it would train something else."""
+    """How a run would be told; "" if it would train the same, "SILENT" if it would
+    train something else."""
     try:
         outcomes, rollouts = read(path)
     except (DamagedFileError, sqlite3.DatabaseError) as error:
         return type(error).__name__
-    if any(rollout not in expected[1] for rollout in rollouts) or outcomes != expected[0]:
+    if (
+        any(rollout not in expected[1] for rollout in rollouts)
+        or outcomes != expected[0]
+    ):
         return "SILENT"
     if len(rollouts) < len(expected[1]):
         return "dropped"
@@ -98,7 +122,9 @@ def test_a_flip_anywhere_in_a_store_is_found_or_harmless(store: Path, tmp_path: 
     assert [len(part) for part in expected] == [8, 8]
     chance = random.Random(28)
     content = store.read_bytes()
-    used = [place for place, byte in enumerate(content) if byte]  # most of a small store is empty
+    used = [
+        place for place, byte in enumerate(content) if byte
+    ]  # most of a small store is empty
     verdicts: dict[str, int] = {}
     silent: list[int] = []
     for number in range(_FLIPS):
@@ -111,24 +137,47 @@ def test_a_flip_anywhere_in_a_store_is_found_or_harmless(store: Path, tmp_path: 
         if verdict == "SILENT":
             silent.append(place)
     assert not silent, verdicts
-    assert verdicts.keys() > {"", "dropped"}, "flips in values and flips in what nobody reads"
+    assert verdicts.keys() > {"", "dropped"}, (
+        "flips in values and flips in what nobody reads"
+    )
 
 
 _Change = Callable[[sqlite3.Connection], object]
 _CHANGES: dict[str, tuple[_Change, str]] = {
     "a log-prob": (lambda db: flip_value(db, "turns", "logprobs"), "dropped"),
     "a sampled token": (lambda db: flip_value(db, "turns", "sampled_ids"), "dropped"),
-    "a token of the context": (lambda db: flip_value(db, "turns", "context_ids"), "dropped"),
-    "a span": (lambda db: db.execute("UPDATE turns SET spans='[]' WHERE seq=1"), "dropped"),
-    "a temperature": (lambda db: db.execute("UPDATE turns SET temperature=1.1 WHERE seq=1"), "dropped"),
-    "a delivery": (lambda db: db.execute("UPDATE turns SET delivered=0 WHERE seq=1"), "dropped"),
-    "a message": (lambda db: db.execute("UPDATE turns SET messages='[ ]' WHERE seq=1"), "dropped"),
-    "a turn that is gone": (lambda db: db.execute("DELETE FROM turns WHERE seq=3"), "dropped"),
+    "a token of the context": (
+        lambda db: flip_value(db, "turns", "context_ids"),
+        "dropped",
+    ),
+    "a span": (
+        lambda db: db.execute("UPDATE turns SET spans='[]' WHERE seq=1"),
+        "dropped",
+    ),
+    "a temperature": (
+        lambda db: db.execute("UPDATE turns SET temperature=1.1 WHERE seq=1"),
+        "dropped",
+    ),
+    "a delivery": (
+        lambda db: db.execute("UPDATE turns SET delivered=0 WHERE seq=1"),
+        "dropped",
+    ),
+    "a message": (
+        lambda db: db.execute("UPDATE turns SET messages='[ ]' WHERE seq=1"),
+        "dropped",
+    ),
+    "a turn that is gone": (
+        lambda db: db.execute("DELETE FROM turns WHERE seq=3"),
+        "dropped",
+    ),
     "the checksum of a turn": (
         lambda db: flip_value(db, "checksums", "checksum", "item LIKE 'turn/%'"),
         "dropped",
     ),
-    "a number of a token": (lambda db: flip_value(db, "token_numbers", "numbers"), "dropped"),
+    "a number of a token": (
+        lambda db: flip_value(db, "token_numbers", "numbers"),
+        "dropped",
+    ),
     "one copy of an outcome": (lambda db: flip_value(db, "outbox", "outcome"), ""),
     "the other copy": (lambda db: flip_value(db, "sessions", "outcome"), ""),
     "the checksum of an outcome": (
@@ -137,19 +186,26 @@ _CHANGES: dict[str, tuple[_Change, str]] = {
     ),
     "whether it failed": (lambda db: db.execute("UPDATE outbox SET failed=1"), ""),
     "both copies of an outcome": (
-        lambda db: (flip_value(db, "outbox", "outcome"), flip_value(db, "sessions", "outcome", bit=1)),
+        lambda db: (
+            flip_value(db, "outbox", "outcome"),
+            flip_value(db, "sessions", "outcome", bit=1),
+        ),
         "DamagedFileError",
     ),
 }
 
 
-def flip_value(db: sqlite3.Connection, table: str, column: str, which: str = "1", *, bit: int = 0) -> None:
+def flip_value(
+    db: sqlite3.Connection, table: str, column: str, which: str = "1", *, bit: int = 0
+) -> None:
     """One bit in the middle of the first such value."""
     sql = f"SELECT {column} FROM {table} WHERE {which} LIMIT 1"
     (value,) = db.execute(sql).fetchone()
     changed = bytearray(value)
     changed[len(changed) // 2] ^= 1 << bit
-    db.execute(f"UPDATE {table} SET {column}=? WHERE {column}=?", (bytes(changed), value))
+    db.execute(
+        f"UPDATE {table} SET {column}=? WHERE {column}=?", (bytes(changed), value)
+    )
 
 
 @pytest.mark.parametrize("name", _CHANGES)
@@ -209,18 +265,29 @@ def test_a_flip_anywhere_in_a_configuration_is_refused_or_harmless(tmp_path: Pat
 def test_an_edited_setting_is_named_with_its_value_and_what_to_do(
     tmp_path: Path, edited: Sequence[str], field: str
 ):
-    tables = {"run": {"run_root": str(tmp_path), "run_name": "r"}, "train": {"lr": 1e-5}}
+    tables = {
+        "run": {"run_root": str(tmp_path), "run_name": "r"},
+        "train": {"lr": 1e-5},
+    }
     path = make_run_folder(resolve(Source(name="test", tables=tables))).config_path
     text = path.read_text()
     assert edited[0] in text
     path.write_text(text.replace(edited[0], edited[1]))
-    with pytest.raises(ConfigError, match="was changed since the run wrote it") as caught:
+    with pytest.raises(
+        ConfigError, match="was changed since the run wrote it"
+    ) as caught:
         load_resolved(path)
     assert caught.value.field == field
     assert "copy back" in caught.value.fix
-    accepted = "".join(line for line in path.read_text().splitlines(keepends=True) if "# xxh3" not in line)
+    accepted = "".join(
+        line
+        for line in path.read_text().splitlines(keepends=True)
+        if "# xxh3" not in line
+    )
     path.write_text(accepted)
-    assert load_resolved(path) == resolve(Source(name="edited", tables=tomllib.loads(accepted)))
+    assert load_resolved(path) == resolve(
+        Source(name="edited", tables=tomllib.loads(accepted))
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2000, 6000])

@@ -10,12 +10,18 @@ from invrl.engines.flush_memory import keep_memory_in_flushes
 from invrl.host import sglang_on_cpu
 
 
-def test_flush_of_the_scheduler_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_of_the_scheduler_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sglang_on_cpu.make_importable()
     from sglang.srt.managers.io_struct import FlushCacheReqInput
-    from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
+    from sglang.srt.managers.scheduler_components.flush_wrapper import (
+        SchedulerFlushWrapper,
+    )
 
-    monkeypatch.setattr(SchedulerFlushWrapper, "__init__", SchedulerFlushWrapper.__init__)
+    monkeypatch.setattr(
+        SchedulerFlushWrapper, "__init__", SchedulerFlushWrapper.__init__
+    )
     flushes: list[dict[str, Any]] = []
 
     def flush_cache(**arguments: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Which recorded turn a request continues, and why one departs from what was recorded."""
+"""Which recorded turn a request continues, and why one departs from what was
+recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.turns.forest import Forest, Match
 from invrl.gateway.turns.fork_changes import advice, common_characters
 from invrl.gateway.turns.message_identity import digests
-from invrl.gateway.types import ADVICE, ForkReason, MatchLevel, Message, Node, Tool, ToolCall
+from invrl.gateway.types import (
+    ADVICE,
+    ForkReason,
+    MatchLevel,
+    Message,
+    Node,
+    Tool,
+    ToolCall,
+)
 from invrl.types import Turn, VersionSpan, WeightVersion
 
 SYSTEM = Message("system", "s")
@@ -27,7 +36,10 @@ REPLY_2 = Message("assistant", "b")
 
 
 def node(
-    name: str, messages: list[Message], parent: Node | None = None, tools: tuple[Tool, ...] = ()
+    name: str,
+    messages: list[Message],
+    parent: Node | None = None,
+    tools: tuple[Tool, ...] = (),
 ) -> Node:
     turn = Turn(
         id=name,
@@ -47,7 +59,9 @@ def node(
         started_at=0.0,
         finished_at=0.0,
     )
-    return Node(turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools)
+    return Node(
+        turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools
+    )
 
 
 def test_first_request_is_not_a_fork():
@@ -101,15 +115,28 @@ def test_changed_tools_fork_with_their_own_reason():
     shell = Tool(name="shell")
     first = node("1", [ASK, REPLY], tools=(calc,))
     forest.add(first)
-    assert forest.match([ASK, REPLY, MORE], (Tool(name="calc", parameters='{"b":2,"a":1}'),)).node is first
-    assert forest.match([ASK, REPLY, MORE], (calc, shell)).fork is ForkReason.TOOLS_CHANGED
+    assert (
+        forest.match(
+            [ASK, REPLY, MORE], (Tool(name="calc", parameters='{"b":2,"a":1}'),)
+        ).node
+        is first
+    )
+    assert (
+        forest.match([ASK, REPLY, MORE], (calc, shell)).fork is ForkReason.TOOLS_CHANGED
+    )
     assert forest.match([ASK, REPLY, MORE]).fork is ForkReason.TOOLS_CHANGED
 
 
 CALLS = Message(
-    "assistant", " sure ", "hm", (ToolCall("c1", "calc", '{"a": 1, "b": 2}'), ToolCall("c2", "calc", "{}"))
+    "assistant",
+    " sure ",
+    "hm",
+    (ToolCall("c1", "calc", '{"a": 1, "b": 2}'), ToolCall("c2", "calc", "{}")),
 )
-RESULTS = [Message("tool", "3", tool_call_id="c1"), Message("tool", "0", tool_call_id="c2")]
+RESULTS = [
+    Message("tool", "3", tool_call_id="c1"),
+    Message("tool", "0", tool_call_id="c2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -118,29 +145,50 @@ RESULTS = [Message("tool", "3", tool_call_id="c1"), Message("tool", "0", tool_ca
         (CALLS, MatchLevel.EXACT),
         (replace(CALLS, content="sure"), MatchLevel.CANONICAL),
         (
-            replace(CALLS, tool_calls=(ToolCall("c1", "calc", '{"b":2,"a":1}'), CALLS.tool_calls[1])),
+            replace(
+                CALLS,
+                tool_calls=(
+                    ToolCall("c1", "calc", '{"b":2,"a":1}'),
+                    CALLS.tool_calls[1],
+                ),
+            ),
             MatchLevel.CANONICAL,
         ),
         (replace(CALLS, reasoning=""), MatchLevel.WITHOUT_REASONING),
         (replace(CALLS, reasoning="", content=""), MatchLevel.REWRITTEN),
         (replace(CALLS, reasoning="", content="other"), MatchLevel.REWRITTEN),
         (
-            replace(CALLS, tool_calls=(ToolCall("c1", "calc", '{"a": 7}'), CALLS.tool_calls[1])),
+            replace(
+                CALLS,
+                tool_calls=(ToolCall("c1", "calc", '{"a": 7}'), CALLS.tool_calls[1]),
+            ),
             MatchLevel.REWRITTEN,
         ),
         (
-            replace(CALLS, tool_calls=(ToolCall("c1", "other", '{"a": 1, "b": 2}'), CALLS.tool_calls[1])),
+            replace(
+                CALLS,
+                tool_calls=(
+                    ToolCall("c1", "other", '{"a": 1, "b": 2}'),
+                    CALLS.tool_calls[1],
+                ),
+            ),
             None,
         ),
         (
-            replace(CALLS, content="", tool_calls=tuple(replace(c, id="x" + c.id) for c in CALLS.tool_calls)),
+            replace(
+                CALLS,
+                content="",
+                tool_calls=tuple(replace(c, id="x" + c.id) for c in CALLS.tool_calls),
+            ),
             None,
         ),
         (replace(CALLS, tool_calls=CALLS.tool_calls[::-1]), None),
         (replace(CALLS, tool_calls=CALLS.tool_calls[:1]), None),
     ],
 )
-def test_altered_reply_matches_at_its_match_level(calls: Message, level: MatchLevel | None):
+def test_altered_reply_matches_at_its_match_level(
+    calls: Message, level: MatchLevel | None
+):
     for most in MatchLevel:
         forest = Forest(most)
         first = node("1", [ASK, CALLS])
@@ -149,7 +197,12 @@ def test_altered_reply_matches_at_its_match_level(calls: Message, level: MatchLe
         if level is None or level > most:
             assert match.node is None
         else:
-            assert (match.node, match.depth, match.fork, match.level) == (first, 2, None, level)
+            assert (match.node, match.depth, match.fork, match.level) == (
+                first,
+                2,
+                None,
+                level,
+            )
 
 
 def test_renamed_call_ids_match_if_the_results_answer_the_same_calls():
@@ -158,9 +211,13 @@ def test_renamed_call_ids_match_if_the_results_answer_the_same_calls():
     last = node("2", [*RESULTS, REPLY], forest.turn("1"))
     forest.add(last)
     renamed = replace(
-        CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls), reasoning=""
+        CALLS,
+        tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls),
+        reasoning="",
     )
-    results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
+    results = [
+        replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS
+    ]
     assert forest.match([ASK, renamed, *results, REPLY, MORE]).node is last
     assert forest.match([ASK, renamed, *results[::-1], REPLY, MORE]).depth == 2
 
@@ -169,14 +226,24 @@ def test_roles_and_contents_cannot_be_confused():
     forest = Forest()
     forest.add(node("1", [Message("user", "ab"), REPLY]))
     assert forest.match([Message("usera", "b"), REPLY, MORE]).node is None
-    assert forest.match([Message("user", "a"), Message("user", "b"), REPLY, MORE]).node is None
+    assert (
+        forest.match([Message("user", "a"), Message("user", "b"), REPLY, MORE]).node
+        is None
+    )
 
 
-messages = st.builds(Message, st.sampled_from(["user", "assistant"]), st.sampled_from(["", "x", "y"]))
+messages = st.builds(
+    Message, st.sampled_from(["user", "assistant"]), st.sampled_from(["", "x", "y"])
+)
 
 
-@given(st.lists(st.lists(messages, min_size=1, max_size=3), min_size=1, max_size=6), st.data())
-def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message]], data: st.DataObject):
+@given(
+    st.lists(st.lists(messages, min_size=1, max_size=3), min_size=1, max_size=6),
+    st.data(),
+)
+def test_match_agrees_with_comparing_every_conversation(
+    turns: list[list[Message]], data: st.DataObject
+):
     forest = Forest()
     nodes = []
     for number, added in enumerate(turns):
@@ -184,8 +251,13 @@ def test_match_agrees_with_comparing_every_conversation(turns: list[list[Message
         nodes.append(node(str(number), [*added, REPLY], parent))
         forest.add(nodes[-1])
     start = data.draw(st.sampled_from(nodes)).conversation()
-    request = start[: data.draw(st.integers(0, len(start)))] + data.draw(st.lists(messages, max_size=4))
-    expected = max((len(c) for n in nodes if (c := n.conversation()) == request[: len(c)]), default=0)
+    request = start[: data.draw(st.integers(0, len(start)))] + data.draw(
+        st.lists(messages, max_size=4)
+    )
+    expected = max(
+        (len(c) for n in nodes if (c := n.conversation()) == request[: len(c)]),
+        default=0,
+    )
     match = forest.match(request)
     assert match.depth == expected
     assert (match.node.conversation() if match.node else []) == request[:expected]
@@ -204,9 +276,15 @@ def test_digests_continue_from_any_prefix(level: MatchLevel, split: int):
 
 @pytest.mark.parametrize("level", list(MatchLevel))
 def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel):
-    """Also where a tool's result answers a call of turns ago, and ids of calls come again."""
+    """Also where a tool's result answers a call of turns ago, and ids of calls come
+    again."""
     again = replace(CALLS, tool_calls=CALLS.tool_calls[:1])
-    turns = [[ASK, CALLS], [RESULTS[0], again], [RESULTS[0], REPLY], [RESULTS[1], MORE, REPLY_2]]
+    turns = [
+        [ASK, CALLS],
+        [RESULTS[0], again],
+        [RESULTS[0], REPLY],
+        [RESULTS[1], MORE, REPLY_2],
+    ]
     forest = Forest(level)
     path = None
     said = []
@@ -217,20 +295,32 @@ def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel)
         found = forest.match([*said, MORE])
         assert (found.node, found.depth, found.fork) == (path, len(said), None)
     renamed = [
-        replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "") for each in said
+        replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "")
+        for each in said
     ]
-    calls = [tuple(replace(call, id="x" + call.id) for call in each.tool_calls) for each in said]
-    renamed = [replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)]
+    calls = [
+        tuple(replace(call, id="x" + call.id) for call in each.tool_calls)
+        for each in said
+    ]
+    renamed = [
+        replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)
+    ]
     assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)
 
 
 def test_results_of_renamed_calls_are_kept_under_our_ids():
-    """A client gives calls ids of its own and sends them consistently: the conversation goes on for good."""
+    """A client gives calls ids of its own and sends them consistently: the conversation
+    goes on for good."""
     forest = Forest(MatchLevel.CANONICAL)
     first = node("1", [ASK, CALLS])
     forest.add(first)
-    renamed = replace(CALLS, tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls))
-    results = [replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS]
+    renamed = replace(
+        CALLS,
+        tool_calls=tuple(replace(call, id="x" + call.id) for call in CALLS.tool_calls),
+    )
+    results = [
+        replace(result, tool_call_id="x" + result.tool_call_id) for result in RESULTS
+    ]
     match = forest.match([ASK, renamed, *results])
     assert match.node == first
     assert match.depth == 2
@@ -238,13 +328,19 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     again = forest.match([ASK, renamed, *results, REPLY, MORE])
-    assert (again.node, again.depth, again.fork, again.new) == (second, 5, None, (MORE,))
+    assert (again.node, again.depth, again.fork, again.new) == (
+        second,
+        5,
+        None,
+        (MORE,),
+    )
     other = replace(CALLS, tool_calls=(ToolCall("xc1", "calc", "{}"),))
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
 
 def test_branch_whose_call_ids_the_client_has_continues():
-    """Two samples made the same calls behind other thinking, which the client leaves out."""
+    """Two samples made the same calls behind other thinking, which the client leaves
+    out."""
     forest = Forest()
     replies = []
     for branch in "ab":
@@ -252,10 +348,15 @@ def test_branch_whose_call_ids_the_client_has_continues():
         replies.append(replace(CALLS, reasoning=branch, tool_calls=calls))
         forest.add(node(branch, [ASK, replies[-1]]))
     for branch, reply in zip("ab", replies, strict=True):
-        results = [replace(result, tool_call_id=branch + result.tool_call_id) for result in RESULTS]
+        results = [
+            replace(result, tool_call_id=branch + result.tool_call_id)
+            for result in RESULTS
+        ]
         match = forest.match([ASK, replace(reply, reasoning=""), *results])
         assert (match.node, match.new) == (forest.turn(branch), tuple(results))
-    assert forest.match([ASK, replace(CALLS, reasoning=""), *RESULTS]).node is forest.turn("b")
+    assert forest.match(
+        [ASK, replace(CALLS, reasoning=""), *RESULTS]
+    ).node is forest.turn("b")
 
 
 SCHEMA = """{"type": "object", "properties": {
@@ -282,10 +383,14 @@ EDIT = Tool(name="edit", parameters=SCHEMA)
         ('{"path": "a"', '{"path": "a", "replace_all": false}', False),
     ],
 )
-def test_a_missing_argument_is_the_default_of_its_schema(sampled: str, sent: str, same: bool):
+def test_a_missing_argument_is_the_default_of_its_schema(
+    sampled: str, sent: str, same: bool
+):
     forest = Forest(MatchLevel.CANONICAL)
     first = node(
-        "1", [ASK, Message("assistant", tool_calls=(ToolCall("c1", "edit", sampled),))], tools=(EDIT,)
+        "1",
+        [ASK, Message("assistant", tool_calls=(ToolCall("c1", "edit", sampled),))],
+        tools=(EDIT,),
     )
     forest.add(first)
     reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", sent),))
@@ -295,13 +400,21 @@ def test_a_missing_argument_is_the_default_of_its_schema(sampled: str, sent: str
 
 
 @pytest.mark.parametrize(
-    "schema", ['{"properties": [], "default": 1}', '{"$ref": "#/$ref", "default": 1}', '"default"']
+    "schema",
+    [
+        '{"properties": [], "default": 1}',
+        '{"$ref": "#/$ref", "default": 1}',
+        '"default"',
+    ],
 )
 def test_unusable_schema_gives_no_defaults(schema: str):
     forest = Forest(MatchLevel.CANONICAL)
     tool = Tool(name="calc", parameters=schema)
     forest.add(node("1", [ASK, CALLS], tools=(tool,)))
-    assert forest.match([ASK, replace(CALLS, content="sure"), *RESULTS], (tool,)).depth == 2
+    assert (
+        forest.match([ASK, replace(CALLS, content="sure"), *RESULTS], (tool,)).depth
+        == 2
+    )
 
 
 REACT = 'Thought: I need it.\nAction: calc\nAction Input: {"a": "it\'s", "b": [1, true, null]}'
@@ -310,10 +423,22 @@ REACT = 'Thought: I need it.\nAction: calc\nAction Input: {"a": "it\'s", "b": [1
 @pytest.mark.parametrize(
     ("sent", "same"),
     [
-        ("Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}", True),
-        ('Thought: I need it. Action: calc\nAction Input: {\n "b": [1, true, null], "a": "it\'s"}\n', True),
-        ("Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [2, True, None]}", False),
-        ("Thought: I want it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}", False),
+        (
+            "Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}",
+            True,
+        ),
+        (
+            'Thought: I need it. Action: calc\nAction Input: {\n "b": [1, true, null], "a": "it\'s"}\n',
+            True,
+        ),
+        (
+            "Thought: I need it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [2, True, None]}",
+            False,
+        ),
+        (
+            "Thought: I want it.\nAction: calc\nAction Input: {'a': \"it's\", 'b': [1, True, None]}",
+            False,
+        ),
     ],
 )
 def test_json_objects_in_rewritten_text_are_compared_by_value(sent: str, same: bool):
@@ -328,12 +453,17 @@ def test_json_objects_in_rewritten_text_are_compared_by_value(sent: str, same: b
 
 def test_code_in_a_text_is_not_parsed_for_objects(monkeypatch: pytest.MonkeyPatch):
     """Each try takes up to 4 ms, and every request has the whole history read again."""
-    monkeypatch.setattr("ast.literal_eval", lambda line: pytest.fail(f"parsed {line!r}"))
+    monkeypatch.setattr(
+        "ast.literal_eval", lambda line: pytest.fail(f"parsed {line!r}")
+    )
     code = "def f(x):\n    d = {a: b for a in x}\n    return {\n        'k': d,\n    }"
     forest = Forest(MatchLevel.REWRITTEN)
     first = node("1", [ASK, Message("assistant", code)])
     forest.add(first)
-    assert forest.match([ASK, Message("assistant", code.replace("    ", " ")), MORE]).node is first
+    assert (
+        forest.match([ASK, Message("assistant", code.replace("    ", " ")), MORE]).node
+        is first
+    )
 
 
 def changed(match: Match) -> tuple[ForkReason | None, int, str, str, str]:
@@ -344,12 +474,17 @@ def changed(match: Match) -> tuple[ForkReason | None, int, str, str, str]:
 
 def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
     def system(minute: int) -> Message:
-        return Message("system", f"You are a helpful agent. The time is 09:{minute}, and the day is long.")
+        return Message(
+            "system",
+            f"You are a helpful agent. The time is 09:{minute}, and the day is long.",
+        )
 
     forest = Forest()
     okay = Message("assistant", "okay")
     for turn in range(1, 4):  # the reply says the same in every turn
-        forest.add(node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay]))
+        forest.add(
+            node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay])
+        )
     match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
     assert changed(match) == (
         ForkReason.CONTEXT_EDITED,
@@ -361,16 +496,26 @@ def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
     assert "newest message" in advice(ForkReason.CONTEXT_EDITED, match.change)
 
 
-def test_departing_request_is_compared_once_with_each_message(monkeypatch: pytest.MonkeyPatch):
-    """An agent that polls has many equal replies, and with the time in its system prompt each request departs
-    from all of them. What was recorded is not taken apart anew for each candidate."""
+def test_departing_request_is_compared_once_with_each_message(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """An agent that polls has many equal replies, and with the time in its system
+    prompt each request departs from all of them. What was recorded is not taken apart
+    anew for each candidate."""
     forest = Forest()
     turns = 40
     history: list[Message] = []
     for turn in range(turns):
-        poll = Message("assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),))
-        forest.add(node(str(turn), [Message("system", f"time {turn}"), ASK, *history, poll]))
-        history += [poll, Message("tool", "not yet", tool_call_id=poll.tool_calls[0].id)]
+        poll = Message(
+            "assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),)
+        )
+        forest.add(
+            node(str(turn), [Message("system", f"time {turn}"), ASK, *history, poll])
+        )
+        history += [
+            poll,
+            Message("tool", "not yet", tool_call_id=poll.tool_calls[0].id),
+        ]
     sent = [Message("system", "time now"), ASK, *history]
     first = forest.match(sent)
     digested: list[int] = []
@@ -383,18 +528,26 @@ def test_departing_request_is_compared_once_with_each_message(monkeypatch: pytes
     again = forest.match(sent)
     assert changed(again) == changed(first)
     assert again.fork is ForkReason.CONTEXT_EDITED
-    passes = len(MatchLevel) + 3  # whole conversations, of any tools, message by message; some to spare
+    passes = (
+        len(MatchLevel) + 3
+    )  # whole conversations, of any tools, message by message; some to spare
     assert sum(digested) <= passes * len(sent)
 
 
-@given(st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20))
-def test_differing_texts_are_shown_from_their_first_difference(before: str, one: str, other: str):
+@given(
+    st.text("ab", max_size=20), st.text("ab", max_size=20), st.text("ab", max_size=20)
+)
+def test_differing_texts_are_shown_from_their_first_difference(
+    before: str, one: str, other: str
+):
     recorded = before + one
     sent = before + other
     common = common_characters(recorded, sent)
     assert recorded[:common] == sent[:common]
     assert len(before) <= common <= min(len(recorded), len(sent))
-    assert recorded[common : common + 1] != sent[common : common + 1] or recorded == sent
+    assert (
+        recorded[common : common + 1] != sent[common : common + 1] or recorded == sent
+    )
 
 
 def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
@@ -413,7 +566,10 @@ def test_results_for_other_calls_are_named():
     first = node("1", [ASK, CALLS])
     forest.add(first)
     forest.add(node("2", [*RESULTS, REPLY], first))
-    swapped = [replace(RESULTS[0], tool_call_id="c2"), replace(RESULTS[1], tool_call_id="c1")]
+    swapped = [
+        replace(RESULTS[0], tool_call_id="c2"),
+        replace(RESULTS[1], tool_call_id="c1"),
+    ]
     match = forest.match([ASK, CALLS, *swapped, REPLY, MORE])
     assert (match.node, match.depth) == (first, 2)
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 2, "tool_call_id", "c1", "c2")
@@ -423,7 +579,10 @@ def test_advice_knows_the_defaults_of_schemas():
     forest = Forest(MatchLevel.EXACT)
     reply = Message("assistant", tool_calls=(ToolCall("c1", "edit", '{"path": "a"}'),))
     forest.add(node("1", [ASK, reply], tools=(EDIT,)))
-    filled = replace(reply, tool_calls=(ToolCall("c1", "edit", '{"path": "a", "replace_all": false}'),))
+    filled = replace(
+        reply,
+        tool_calls=(ToolCall("c1", "edit", '{"path": "a", "replace_all": false}'),),
+    )
     match = forest.match([ASK, filled, RESULTS[0]], (EDIT,))
     assert match.fork is ForkReason.HISTORY_EDITED
     assert "--match-level canonical " in advice(match.fork, match.change)
@@ -443,7 +602,12 @@ def test_compacted_history_names_the_removed_messages():
         f"1 messages, the first is user: {summary.content}",
     )
     inserted = forest.match([SYSTEM, summary, ASK, REPLY, MORE])
-    assert changed(inserted)[:4] == (ForkReason.CONTEXT_EDITED, 1, "messages", "0 messages")
+    assert changed(inserted)[:4] == (
+        ForkReason.CONTEXT_EDITED,
+        1,
+        "messages",
+        "0 messages",
+    )
 
 
 @pytest.mark.parametrize("level", list(MatchLevel))
@@ -474,9 +638,20 @@ def test_changed_tools_are_shown():
     calc = Tool(name="calc", description="Computes sums.")
     forest.add(node("1", [ASK, REPLY], tools=(calc,)))
     added = forest.match([ASK, REPLY, MORE], (calc, Tool(name="shell")))
-    assert changed(added) == (ForkReason.TOOLS_CHANGED, 0, "tools", "calc", "calc, shell")
-    described = forest.match([ASK, REPLY, MORE], (replace(calc, description="Computes products."),))
-    assert changed(described)[3:] == ("calc: Computes sums. ", "calc: Computes products. ")
+    assert changed(added) == (
+        ForkReason.TOOLS_CHANGED,
+        0,
+        "tools",
+        "calc",
+        "calc, shell",
+    )
+    described = forest.match(
+        [ASK, REPLY, MORE], (replace(calc, description="Computes products."),)
+    )
+    assert changed(described)[3:] == (
+        "calc: Computes sums. ",
+        "calc: Computes products. ",
+    )
 
 
 def test_reply_matched_by_its_calls_reports_its_changed_text():
@@ -488,22 +663,37 @@ def test_reply_matched_by_its_calls_reports_its_changed_text():
     assert changed(match) == (None, 1, "content", "sure", "")
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
-    assert forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS, REPLY, MORE]).node is second
+    assert (
+        forest.match(
+            [ASK, replace(CALLS, content="", reasoning=""), *RESULTS, REPLY, MORE]
+        ).node
+        is second
+    )
 
 
 def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
-    """Clients append it, because the API leaves it out. A reply that has other text behind it is edited."""
-    stopped = replace(node("a", [SYSTEM, ASK, Message("assistant", "The answer")]), stop="</answer>")
+    """Clients append it, because the API leaves it out. A reply that has other text
+    behind it is edited."""
+    stopped = replace(
+        node("a", [SYSTEM, ASK, Message("assistant", "The answer")]), stop="</answer>"
+    )
     forest = Forest()
     forest.add(stopped)
     for text in ("The answer</answer>", "The answer</answer>\n", "The answer"):
         match = forest.match([SYSTEM, ASK, Message("assistant", text), MORE])
         assert (match.node, match.depth, match.fork) == (stopped, 3, None)
-    edited = forest.match([SYSTEM, ASK, Message("assistant", "The answer</other>"), MORE])
+    edited = forest.match(
+        [SYSTEM, ASK, Message("assistant", "The answer</other>"), MORE]
+    )
     assert edited.fork is ForkReason.HISTORY_EDITED
     strict = Forest(MatchLevel.CANONICAL)
     strict.add(stopped)
-    assert strict.match([SYSTEM, ASK, Message("assistant", "The answer</answer>"), MORE]).fork is not None
+    assert (
+        strict.match(
+            [SYSTEM, ASK, Message("assistant", "The answer</answer>"), MORE]
+        ).fork
+        is not None
+    )
 
 
 def test_another_agents_system_prompt_is_a_handoff():
@@ -515,11 +705,15 @@ def test_another_agents_system_prompt_is_a_handoff():
     assert forest.match([expert, ASK, REPLY, MORE]).fork is ForkReason.HANDOFF
     assert forest.match([ASK, REPLY, MORE]).fork is ForkReason.HANDOFF
     assert forest.match([later, ASK, REPLY, MORE]).fork is ForkReason.CONTEXT_EDITED
-    assert forest.match([expert, Message("user", "else"), REPLY, MORE]).fork is ForkReason.CONTEXT_EDITED
+    assert (
+        forest.match([expert, Message("user", "else"), REPLY, MORE]).fork
+        is ForkReason.CONTEXT_EDITED
+    )
 
 
 def test_steps_that_render_their_history_into_the_prompt_are_one_conversation():
-    """DSPy's ReAct: every step is a root, and so is a title; only the title is beside the main loop."""
+    """DSPy's ReAct: every step is a root, and so is a title; only the title is beside
+    the main loop."""
 
     def root(name: str, prompt: list[int]) -> Turn:
         return replace(
@@ -532,7 +726,10 @@ def test_steps_that_render_their_history_into_the_prompt_are_one_conversation():
     question = list(range(200, 210))
     trailer = list(range(300, 310))
     turns = [
-        root(f"step-{number}", [*fields, *question, *range(400, 400 + 20 * number), *trailer])
+        root(
+            f"step-{number}",
+            [*fields, *question, *range(400, 400 + 20 * number), *trailer],
+        )
         for number in range(5)
     ]
     title = root("title", [*range(500, 520), *question])

@@ -1,4 +1,5 @@
-"""What the page says about the place where a turn departs from its session's recording."""
+"""What the page says about the place where a turn departs from its session's
+recording."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Session:
         ids: Sequence[int] = (1, 2),
         fork: ForkReason | None = None,
     ) -> str:
-        """`fork`: a reason that only the renderer would find; the turn is then a root."""
+        """`fork`: a reason that only the renderer would find; the turn is then a
+        root."""
         match = self.forest.match(request, tools)
         parent = match.node
         messages = match.new
@@ -69,14 +71,24 @@ class Session:
         )
         all_messages = (*messages, reply)
         self.forest.add(
-            Node(turn=turn, parent=parent, messages=all_messages, closed=True, tools=tuple(tools))
+            Node(
+                turn=turn,
+                parent=parent,
+                messages=all_messages,
+                closed=True,
+                tools=tuple(tools),
+            )
         )
-        self.recorded.append((turn, msgspec.json.encode(all_messages), msgspec.json.encode(list(tools))))
+        self.recorded.append(
+            (turn, msgspec.json.encode(all_messages), msgspec.json.encode(list(tools)))
+        )
         return name
 
     def explained(self, turn_id: str) -> Explanation:
         explanations = explain_forks(self.recorded, MatchLevel.REWRITTEN, None)
-        assert set(explanations) == {turn.id for turn, _, _ in self.recorded if turn.fork_reason}
+        assert set(explanations) == {
+            turn.id for turn, _, _ in self.recorded if turn.fork_reason
+        }
         return explanations[turn_id]
 
 
@@ -100,7 +112,9 @@ def test_an_edited_later_reply_branches_off_its_parent() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
-    name = session.say([SYSTEM, ASK, REPLY, MORE, Message("assistant", "five"), MORE], REPLY_2)
+    name = session.say(
+        [SYSTEM, ASK, REPLY, MORE, Message("assistant", "five"), MORE], REPLY_2
+    )
     [turn] = [turn for turn, _, _ in session.recorded if turn.id == name]
     assert turn.parent_id == "t-0", "it records only what follows there"
     found = session.explained(name)
@@ -123,13 +137,19 @@ def test_a_changed_system_message_is_named() -> None:
     assert found.from_turn == ""
 
 
-def test_first_request_with_another_system_message_is_explained_as_a_new_conversation() -> None:
+def test_first_request_with_another_system_message_is_explained_as_a_new_conversation() -> (
+    None
+):
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
-    found = session.explained(session.say([Message("system", "You add!"), ASK], REPLY_2))
+    found = session.explained(
+        session.say([Message("system", "You add!"), ASK], REPLY_2)
+    )
     assert found.what == "The system message (message 1) has another text"
     assert "send the system message as it was" in found.advice
-    other = session.explained(session.say([SYSTEM, Message("user", "Give it a title")], REPLY_2))
+    other = session.explained(
+        session.say([SYSTEM, Message("user", "Give it a title")], REPLY_2)
+    )
     assert other.what == "Message 2 (user): another text"
     assert "child session" in other.advice
 
@@ -141,7 +161,9 @@ def test_changed_tools_are_named() -> None:
     added = session.explained(session.say(request, REPLY_2, [ADD, SUB]))
     assert added.what == "The tools changed (added: sub)"
     assert "offer the same tools" in added.advice
-    defined = session.explained(session.say(request, REPLY_2, [Tool(name="add", description="adds two")]))
+    defined = session.explained(
+        session.say(request, REPLY_2, [Tool(name="add", description="adds two")])
+    )
     assert defined.what == "The definition of add changed"
     assert "descriptions" in defined.advice
     assert defined.change
@@ -152,7 +174,9 @@ def test_changed_tools_are_named() -> None:
 def test_change_of_whitespace_is_explained_as_whitespace() -> None:
     session = Session()
     session.say([Message("system", "a\n\nb"), ASK], REPLY)
-    found = session.explained(session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2))
+    found = session.explained(
+        session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2)
+    )
     assert "only whitespace differs" in found.what
 
 
@@ -161,23 +185,31 @@ def test_removed_messages_are_counted() -> None:
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
     found = session.explained(session.say([SYSTEM, REPLY_2, MORE], REPLY))
-    assert found.what == "From message 2 on, other messages were sent than were recorded"
+    assert (
+        found.what == "From message 2 on, other messages were sent than were recorded"
+    )
     assert found.change
     assert found.change.recorded.startswith("3 messages, the first is user: 1+1")
     assert found.change.sent == "0 messages"
 
 
-def test_a_template_that_renders_the_history_differently_is_compared_by_tokens() -> None:
+def test_a_template_that_renders_the_history_differently_is_compared_by_tokens() -> (
+    None
+):
     session = Session()
     session.say([SYSTEM, ASK], REPLY, ids=(1, 2, 3))
     request = [SYSTEM, ASK, REPLY, MORE]
-    name = session.say(request, REPLY_2, ids=(1, 9, 3, 7, 8), fork=ForkReason.TEMPLATE_CHANGED)
+    name = session.say(
+        request, REPLY_2, ids=(1, 9, 3, 7, 8), fork=ForkReason.TEMPLATE_CHANGED
+    )
     found = session.explained(name)
     assert found.what.endswith("renders them differently from token 1 on")
     assert found.change
     assert found.change.recorded == "ids 1 2 3 7"
     assert found.change.sent == "ids 1 9 3 7 8"
-    texts = explain_forks(session.recorded, MatchLevel.REWRITTEN, lambda ids: "-".join(map(str, ids)))
+    texts = explain_forks(
+        session.recorded, MatchLevel.REWRITTEN, lambda ids: "-".join(map(str, ids))
+    )
     change = texts[name].change
     assert change
     assert change.sent == "1-9-3-7-8"

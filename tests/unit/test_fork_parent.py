@@ -1,4 +1,5 @@
-"""What a process forks that has imported a server's module: the same as one that was started alone."""
+"""What a process forks that has imported a server's module: the same as one that was
+started alone."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ def test_fork_that_was_stopped_before_it_began_never_starts(fork: Fork) -> None:
     assert not given_up.log.read_text()
 
 
-def test_fork_outlives_its_parent_and_the_next_gets_another(fork: Fork, parent: ForkParent) -> None:
+def test_fork_outlives_its_parent_and_the_next_gets_another(
+    fork: Fork, parent: ForkParent
+) -> None:
     first = fork("sleep")
     assert facts(first)
     process = parent._process
@@ -134,14 +137,20 @@ def test_fork_outlives_its_parent_and_the_next_gets_another(fork: Fork, parent: 
     eventually(lambda: not first.alive())
 
 
-@pytest.mark.parametrize("parent_is_gone", [False, True], ids=["with its parent", "orphan"])
-def test_fork_dies_with_the_process_that_holds_it(tmp_path: Path, parent_is_gone: bool) -> None:
+@pytest.mark.parametrize(
+    "parent_is_gone", [False, True], ids=["with its parent", "orphan"]
+)
+def test_fork_dies_with_the_process_that_holds_it(
+    tmp_path: Path, parent_is_gone: bool
+) -> None:
     """As after kill -9, when nothing of the holder runs any more."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None
-        parent, forked = [psutil.Process(int(pid)) for pid in holder.stdout.readline().split()]
+        parent, forked = [
+            psutil.Process(int(pid)) for pid in holder.stdout.readline().split()
+        ]
         if parent_is_gone:
             parent.kill()
             eventually(lambda: state_of(parent) == ENDED)
@@ -154,7 +163,9 @@ def test_parent_that_cannot_import_says_why(tmp_path: Path) -> None:
     parent = ForkParent("no_such_module", log=tmp_path / "parent.log")
     command = [*PYTHON_MODULE, "no_such_module"]
     server = ServerProcess("echo", command, log=tmp_path / "echo.log", parent=parent)
-    with pytest.raises(ServerError, match=r"(?s)echo did not start.*No module named 'no_such_module'"):
+    with pytest.raises(
+        ServerError, match=r"(?s)echo did not start.*No module named 'no_such_module'"
+    ):
         server.wait_until(lambda: False, deadline_s=DEADLINE_S)
     server.stop()
     parent.stop()
@@ -164,7 +175,9 @@ def test_driver_uses_the_parent_that_its_supervisor_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = EarlyParent(MODULE, log=tmp_path / "parent.log")
-    inherited = os.dup(early.descriptor)  # as in a driver, to which the descriptor is passed
+    inherited = os.dup(
+        early.descriptor
+    )  # as in a driver, to which the descriptor is passed
     early.opened_in_child()
     (name,) = early.environment
     monkeypatch.setenv(name, f"{MODULE}={inherited}")

@@ -1,4 +1,5 @@
-"""Every reason why a request departs from what was recorded: listed with its advice, counted, summed up."""
+"""Every reason why a request departs from what was recorded: listed with its advice,
+counted, summed up."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ COUNTS = "{{ messages | length }} messages" + STRIPS
 REPLY = "<think>hm</think>4"
 OTHER = {"role": "assistant", "content": "another"}
 SAID = {"role": "assistant", "content": REPLY}
-CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
+CALC = {
+    "type": "function",
+    "function": {"name": "calc", "parameters": {"type": "object"}},
+}
 
 TEMPLATES = {ForkReason.THINKING_STRIPPED: STRIPS, ForkReason.TEMPLATE_CHANGED: COUNTS}
 REQUESTS = {
-    ForkReason.NEW_CONVERSATION: ([ASK], [{"role": "user", "content": "A title, please."}], {}),
+    ForkReason.NEW_CONVERSATION: (
+        [ASK],
+        [{"role": "user", "content": "A title, please."}],
+        {},
+    ),
     ForkReason.HISTORY_EDITED: ([ASK], [ASK, OTHER, MORE], {}),
     ForkReason.CONTEXT_EDITED: (
         [{"role": "system", "content": "It is 09:41."}, ASK],
@@ -38,10 +46,19 @@ REQUESTS = {
     ),
     ForkReason.HANDOFF: (
         [{"role": "system", "content": "You triage."}, ASK],
-        [{"role": "system", "content": "Now you calculate, step by step."}, ASK, SAID, MORE],
+        [
+            {"role": "system", "content": "Now you calculate, step by step."},
+            ASK,
+            SAID,
+            MORE,
+        ],
         {},
     ),
-    ForkReason.COMPACTED: ([ASK, OTHER, MORE], [{"role": "user", "content": "so far: ..."}, SAID, MORE], {}),
+    ForkReason.COMPACTED: (
+        [ASK, OTHER, MORE],
+        [{"role": "user", "content": "so far: ..."}, SAID, MORE],
+        {},
+    ),
     ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
     ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
@@ -102,12 +119,16 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
     template.write_text(TEMPLATES.get(reason, ""))
     source = str(template) if reason in TEMPLATES else ""
     renderer = load_renderer(str(model), 512, chat_template=source, keep_thinking=False)
-    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+    async with running(
+        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+    ) as gateway:
         gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
         [session] = await gateway.open()
         client = gateway.client(session)
         for messages, extra in ((first, {}), (second, options)):
-            await client.chat.completions.create(model="tiny", messages=messages, **extra)
+            await client.chat.completions.create(
+                model="tiny", messages=messages, **extra
+            )
         begun, forked = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
         assert "advice" not in begun
         assert forked["fork_reason"] == reason.value
@@ -116,7 +137,10 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
         assert (await gateway.env("/metrics")).json()["forks"] == {reason.value: 1}
         summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    assert summary.counts == {f"forks/{reason.value}": 1, "forked_tokens": forked["prompt_tokens"]}
+    assert summary.counts == {
+        f"forks/{reason.value}": 1,
+        "forked_tokens": forked["prompt_tokens"],
+    }
     group = Group(id="g", task_id="t", rollouts_G=(summary,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     assert rollout_metrics(taken)[f"forks/{reason.value}"].value() == 1.0
@@ -126,8 +150,8 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
 async def test_fork_explanation_survives_a_restart(
     tmp_path: Path, model: Path, reason: ForkReason, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is found again when somebody asks: of a session that departs in every turn it takes seconds, in
-    which the worker that follows would serve nobody."""
+    """It is found again when somebody asks: of a session that departs in every turn it
+    takes seconds, in which the worker that follows would serve nobody."""
     first, second, options = REQUESTS[reason]
     renderer = load_renderer(str(model), 512)
     threads: list[threading.Thread] = []
@@ -138,18 +162,28 @@ async def test_fork_explanation_survives_a_restart(
 
     changes = Forest.changes
     monkeypatch.setattr(Forest, "changes", counted)
-    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+    async with running(
+        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+    ) as gateway:
         gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
         [session] = await gateway.open()
         client = gateway.client(session)
         for messages, extra in ((first, {}), (second, options)):
-            await client.chat.completions.create(model="tiny", messages=messages, **extra)
-    async with running(tmp_path, model, renderer, Parsers(tool_calls="qwen25")) as gateway:
+            await client.chat.completions.create(
+                model="tiny", messages=messages, **extra
+            )
+    async with running(
+        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+    ) as gateway:
         again = {"messages": [{"role": "user", "content": "again"}], "model": "tiny"}
-        assert (await gateway.env("/v1/chat/completions", again, key=session.key)).status_code == 200
+        assert (
+            await gateway.env("/v1/chat/completions", again, key=session.key)
+        ).status_code == 200
         assert not threads
         for _ in range(2):
-            [_, forked, _] = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+            [_, forked, _] = (await gateway.env(f"/sessions/{session.id}")).json()[
+                "turns"
+            ]
         assert len(threads) == 1
         assert threads[0] is not threading.main_thread()
     assert forked["advice"] == ADVICE[reason]
@@ -169,4 +203,8 @@ async def test_kept_thinking_is_counted_in_ids(tmp_path: Path, model: Path):
         summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
     thought = len(renderer.encode("<think>hm</think>"))
-    assert summary.counts == {"matches/exact": 1, "thinking_kept": 1, "thinking_kept_tokens": thought}
+    assert summary.counts == {
+        "matches/exact": 1,
+        "thinking_kept": 1,
+        "thinking_kept_tokens": thought,
+    }

@@ -28,7 +28,8 @@ _MOST_PAGES = 2**31
 
 
 class Disk:
-    """The disk of the stores that writers open in a test. SQLite refuses to grow a file on a full one."""
+    """The disk of the stores that writers open in a test. SQLite refuses to grow a file
+    on a full one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._connections: list[sqlite3.Connection] = []
@@ -50,7 +51,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def filled(write: Callable[[int], object]) -> int:
-    """Write until the disk is full. How many writes fitted into the pages that were there."""
+    """Write until the disk is full. How many writes fitted into the pages that were
+    there."""
     for count in range(1000):
         try:
             write(count)
@@ -74,7 +76,9 @@ def test_the_store_says_it_once_and_goes_on_when_there_is_space(
     for number in range(count, count + 5):
         with pytest.raises(DiskFullError, match=f"the disk of {tmp_path} is full"):
             open_session(number)
-    [line] = [record for record in caplog.records if record.name == run_store_writer.__name__]
+    [line] = [
+        record for record in caplog.records if record.name == run_store_writer.__name__
+    ]
     assert "requests are refused until there is space" in line.message
     disk.set_full(False)
     open_session(count)
@@ -111,15 +115,22 @@ async def test_a_request_that_cannot_be_recorded_is_to_come_again(
             refusal = answers[-1]
             assert refusal.status_code == 503, refusal.text
             assert refusal.headers["retry-after"] == "5"
-            assert "nothing can be recorded: the disk of" in refusal.json()["error"]["message"]
+            assert (
+                "nothing can be recorded: the disk of"
+                in refusal.json()["error"]["message"]
+            )
             assert {answer.status_code for answer in answers} <= {200, 201, 503}
-        assert not [record for record in caplog.records if record.exc_info], "no traceback"
+        assert not [record for record in caplog.records if record.exc_info], (
+            "no traceback"
+        )
         disk.set_full(False)
         answer = await gateway.http.post(url, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
 
 
-def test_the_full_disk_is_named_with_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_full_disk_is_named_with_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert full_disk(tmp_path) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_340_000))
     mount = tmp_path
@@ -128,7 +139,9 @@ def test_the_full_disk_is_named_with_what_is_free(monkeypatch: pytest.MonkeyPatc
     assert full_disk(tmp_path) == f"the disk at {mount} is full: 1.3 MB are free"
 
 
-def test_log_lines_that_cannot_be_written_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_that_cannot_be_written_print_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -1,5 +1,6 @@
-"""What is one kernel on a GPU, beside the operations that it stands in for. Here torch.compile traces it and
-makes no code, except where a test compiles it for the CPU."""
+"""What is one kernel on a GPU, beside the operations that it stands in for. Here
+torch.compile traces it and makes no code, except where a test compiles it for the
+CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
-    """Two equal rows, one that leaves them in its middle, and one at another temperature."""
+    """Two equal rows, one that leaves them in its middle, and one at another
+    temperature."""
     rng = np.random.default_rng(length)
     tokens_T = rng.integers(0, 43, length).astype(np.int32)
     other_T = tokens_T.copy()
@@ -38,10 +40,14 @@ def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
         Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3),
     ]
     if num_candidates:
-        candidates_NK = np.tile(np.arange(num_candidates, dtype=np.int32), (len(wanted_N), 1))
+        candidates_NK = np.tile(
+            np.arange(num_candidates, dtype=np.int32), (len(wanted_N), 1)
+        )
         rows = [replace(row, candidates_NK=candidates_NK) for row in rows]
     (micro_batch,) = pack(rows, max_tokens=1000, share_prefixes=True)
-    assert len(micro_batch.targets_N) > len(micro_batch.project_U), "some rows of logits have several targets"
+    assert len(micro_batch.targets_N) > len(micro_batch.project_U), (
+        "some rows of logits have several targets"
+    )
     return micro_batch
 
 
@@ -50,16 +56,25 @@ def shared_rows(length: int, num_candidates: int = 0) -> MicroBatch:
 @pytest.mark.parametrize("num_candidates", first_quick([4, 0]))
 @pytest.mark.parametrize("entropy_weight", first_quick([0.3, 0.0]))
 def test_fused_logprobs_and_gradients_equal_their_formulas(
-    monkeypatch: pytest.MonkeyPatch, block_tokens: int, num_candidates: int, entropy_weight: float
+    monkeypatch: pytest.MonkeyPatch,
+    block_tokens: int,
+    num_candidates: int,
+    entropy_weight: float,
 ) -> None:
     set_block_tokens(monkeypatch, block_tokens)
-    problem = Problem.random(shared_rows(30, num_candidates), entropy_weight=entropy_weight)
+    problem = Problem.random(
+        shared_rows(30, num_candidates), entropy_weight=entropy_weight
+    )
     assert_equal(problem.measured(), problem.exact())
-    assert counters["stats"]["unique_graphs"] >= 2, "forward and backward pass are compiled"
+    assert counters["stats"]["unique_graphs"] >= 2, (
+        "forward and backward pass are compiled"
+    )
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_fused_kernels_are_shared_by_all_micro_batch_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_shared_by_all_micro_batch_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_block_tokens(monkeypatch, 16)
     for length in (30, 24, 37, 50, 41):
         Problem.random(shared_rows(length)).measured()
@@ -74,8 +89,12 @@ def test_bfloat16_gradients_are_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
     fused = problem.measured()
     monkeypatch.setattr(device, "fuses", lambda: False)
     plain = problem.measured()
-    torch.testing.assert_close(fused.weight_grad_VH, plain.weight_grad_VH, rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(fused.hidden_grad_UH, plain.hidden_grad_UH, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(
+        fused.weight_grad_VH, plain.weight_grad_VH, rtol=1e-2, atol=1e-3
+    )
+    torch.testing.assert_close(
+        fused.hidden_grad_UH, plain.hidden_grad_UH, rtol=1e-2, atol=1e-3
+    )
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -88,9 +107,13 @@ def test_fused_logprobs_apply_the_soft_cap(softcap: float | None) -> None:
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("is_zero_centered", first_quick([True, False]))
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(is_zero_centered: bool) -> None:
+def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(
+    is_zero_centered: bool,
+) -> None:
     device.prepare()
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.models.common.embeddings.rope_utils import (
+        _apply_rotary_pos_emb_bshd,
+    )
 
     from invrl.train.attention import _split_and_turned
 
@@ -101,12 +124,16 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(is_zero_cen
     norms = [torch.rand(dim, requires_grad=True) for _ in range(2)]
     for num_tokens in (5, 24):
         angles = torch.rand(num_tokens, 1, 1, rotated_dim // 2).repeat(1, 1, 1, 2) * 50
-        mixed = torch.randn(num_tokens, 1, groups, (queries_of_group + 2) * dim, requires_grad=True)
+        mixed = torch.randn(
+            num_tokens, 1, groups, (queries_of_group + 2) * dim, requires_grad=True
+        )
         query, key, value = mixed.split([queries_of_group * dim, dim, dim], dim=-1)
         vectors = [query.reshape(num_tokens, 1, -1, dim), key]
         scales = [1 + norm if is_zero_centered else norm for norm in norms]
         expected = [
-            _apply_rotary_pos_emb_bshd(torch.nn.functional.rms_norm(vector, (dim,), scale, 1e-5), angles)
+            _apply_rotary_pos_emb_bshd(
+                torch.nn.functional.rms_norm(vector, (dim,), scale, 1e-5), angles
+            )
             for vector, scale in zip(vectors, scales, strict=True)
         ]
         expected.append(value)
@@ -132,15 +159,21 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(is_zero_cen
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_fused_interleaved_rotation_equals_megatrons() -> None:
     device.prepare()
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+    from megatron.core.models.common.embeddings.rope_utils import (
+        _apply_rotary_pos_emb_bshd,
+    )
 
     from invrl.train.latent_attention import turned_neighbours
 
     for num_tokens in (5, 24):
         angles = torch.rand(num_tokens, 1, 1, 4).repeat(1, 1, 1, 2) * 50
         vectors = torch.randn(num_tokens, 1, 3, 8)
-        expected = _apply_rotary_pos_emb_bshd(vectors, angles, multi_latent_attention=True)
-        torch.testing.assert_close(turned_neighbours(vectors, angles.cos(), angles.sin()), expected)
+        expected = _apply_rotary_pos_emb_bshd(
+            vectors, angles, multi_latent_attention=True
+        )
+        torch.testing.assert_close(
+            turned_neighbours(vectors, angles.cos(), angles.sin()), expected
+        )
 
 
 def test_fused_swiglu_and_its_gradient_equal_the_formula() -> None:

@@ -1,4 +1,5 @@
-"""The gateway under generated requests: schemathesis on what OpenAPI shows, hypothesis on the dialects.
+"""The gateway under generated requests: schemathesis on what OpenAPI shows, hypothesis
+on the dialects.
 
 Both are bounded and seeded: a failure comes back in the next run."""
 
@@ -42,16 +43,37 @@ CHECKS = (
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": 1}'},
+}
 COMMON = {"model": "tiny", "temperature": 0.7, "top_p": 0.9, "stream": False}
-OPENAI = {**COMMON, "max_tokens": 8, "stop": ["x"], "n": 2, "seed": 3, "user": "u", "min_p": 0.1, "top_k": 5}
+OPENAI = {
+    **COMMON,
+    "max_tokens": 8,
+    "stop": ["x"],
+    "n": 2,
+    "seed": 3,
+    "user": "u",
+    "min_p": 0.1,
+    "top_k": 5,
+}
 CLAUDE = {
     "model": "tiny",
     "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}],
+        },
     ],
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
@@ -63,7 +85,12 @@ RICH: dict[str, dict[str, Any]] = {
         "messages": [
             {"role": "system", "content": "s"},
             {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [CALL],
+                "reasoning_content": "r",
+            },
             {"role": "tool", "tool_call_id": "c1", "content": "1"},
         ],
         "tools": [{"type": "function", "function": FUNCTION}],
@@ -81,7 +108,12 @@ RICH: dict[str, dict[str, Any]] = {
         "instructions": "i",
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+            {
+                "type": "function_call",
+                "call_id": "c1",
+                "name": "f",
+                "arguments": '{"a": 1}',
+            },
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
         ],
         "tools": [{"type": "function", **FUNCTION}],
@@ -91,7 +123,13 @@ RICH: dict[str, dict[str, Any]] = {
         "include": ["message.output_text.logprobs"],
         "store": True,
     },
-    "/messages": {**COMMON, **CLAUDE, "max_tokens": 8, "stop_sequences": ["x"], "top_k": 5},
+    "/messages": {
+        **COMMON,
+        **CLAUDE,
+        "max_tokens": 8,
+        "stop_sequences": ["x"],
+        "top_k": 5,
+    },
     "/messages/count_tokens": CLAUDE,
 }
 """For each route, a request with most of what it takes."""
@@ -102,8 +140,11 @@ async def test_generated_requests_are_answered_as_openapi_says(
     model: Path,
     renderer: Renderer,
 ):
-    """Each operation on open sessions of its own, one that is closed, and one that is not there."""
-    async with running(tmp_path, model, renderer, leases=True, max_open_sessions=1000) as gateway:
+    """Each operation on open sessions of its own, one that is closed, and one that is
+    not there."""
+    async with running(
+        tmp_path, model, renderer, leases=True, max_open_sessions=1000
+    ) as gateway:
         store, member = LeaseStore(tmp_path / "run.db"), GroupMember(index=0, attempt=0)
         for number in range(300):  # a lease that has to wait takes up to a minute
             task = Task(id=f"t{number}", payload={}, label="", split="train")
@@ -113,19 +154,57 @@ async def test_generated_requests_are_answered_as_openapi_says(
         schema = (await gateway.env("/openapi.json")).json()
         for path in schema["paths"].values():
             for operation in path.values():
-                own = [session.id for session in await gateway.open(members=4, purpose="serve")]
+                own = [
+                    session.id
+                    for session in await gateway.open(members=4, purpose="serve")
+                ]
                 for parameter in operation.get("parameters", ()):
                     parameter["schema"] |= {"enum": [*own, closed.id, "ses-nobody"]}
         (tmp_path / "openapi.json").write_text(json.dumps(schema))
         command = [
-            *(sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", gateway.url),
-            *("-H", f"Authorization: Bearer {ENV_KEY}", "--generation-with-security-parameters", "false"),
-            *("--checks", ",".join(CHECKS), "--phases", "examples,coverage,fuzzing", "--continue-on-failure"),
-            *("--generation-deterministic", "--max-examples", EXAMPLES, "--max-failures", "20"),
-            *("--report-json-path", "report.json", "--no-color", "--no-shrink", "--warnings", "off"),
+            *(
+                sys.executable,
+                "-m",
+                "schemathesis.cli",
+                "run",
+                "openapi.json",
+                "--url",
+                gateway.url,
+            ),
+            *(
+                "-H",
+                f"Authorization: Bearer {ENV_KEY}",
+                "--generation-with-security-parameters",
+                "false",
+            ),
+            *(
+                "--checks",
+                ",".join(CHECKS),
+                "--phases",
+                "examples,coverage,fuzzing",
+                "--continue-on-failure",
+            ),
+            *(
+                "--generation-deterministic",
+                "--max-examples",
+                EXAMPLES,
+                "--max-failures",
+                "20",
+            ),
+            *(
+                "--report-json-path",
+                "report.json",
+                "--no-color",
+                "--no-shrink",
+                "--warnings",
+                "off",
+            ),
         ]
         run = await asyncio.create_subprocess_exec(
-            *command, cwd=tmp_path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            *command,
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
         )
         try:
             told, _ = await asyncio.wait_for(run.communicate(), 540)
@@ -136,21 +215,25 @@ async def test_generated_requests_are_answered_as_openapi_says(
         assert run.returncode == 0, told.decode()[-6000:]
         accepted = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
         assert len(accepted) == sum(len(path) for path in schema["paths"].values())
-        assert all(sum(phase["accepted"] for phase in phases.values()) for phases in accepted.values()), (
-            accepted
-        )
+        assert all(
+            sum(phase["accepted"] for phase in phases.values())
+            for phases in accepted.values()
+        ), accepted
 
 
-# ------------------------------------------------------------------ dialects, which OpenAPI does not show
+# ---------------------------------------------- dialects, which OpenAPI does not show
 
 
 def spoiled(draw: st.DrawFn, value: Any, odds: int) -> Any:
-    """`value` with, one time in `odds` at each place, something else there, or more, or less."""
+    """`value` with, one time in `odds` at each place, something else there, or more, or
+    less."""
     if draw(st.integers(1, odds)) == 1:
         return draw(JSON)
     if isinstance(value, list):
         kept = [spoiled(draw, each, odds) for each in value]
-        return kept * draw(st.integers(0, 3)) if draw(st.integers(1, odds)) == 1 else kept
+        return (
+            kept * draw(st.integers(0, 3)) if draw(st.integers(1, odds)) == 1 else kept
+        )
     if isinstance(value, dict):
         kept = {name: spoiled(draw, each, odds) for name, each in value.items()}
         if kept and draw(st.integers(1, odds)) == 1:
@@ -161,7 +244,11 @@ def spoiled(draw: st.DrawFn, value: Any, odds: int) -> Any:
     return value
 
 
-NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 1, 2**31, 2**63, 10**40, 1e308, 1e-320])
+NUMBERS = (
+    st.integers()
+    | st.floats()
+    | st.sampled_from([0, -1, 1, 2**31, 2**63, 10**40, 1e308, 1e-320])
+)
 WORDS = (
     "auto",
     "none",
@@ -176,18 +263,23 @@ WORDS = (
     "f",
     "c1",
 )
-TEXTS = st.text(max_size=20) | st.sampled_from(["", "\x00", "\ud800", "<|im_end|>", "<think>", "{", *WORDS])
+TEXTS = st.text(max_size=20) | st.sampled_from(
+    ["", "\x00", "\ud800", "<|im_end|>", "<think>", "{", *WORDS]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
 @st.composite
 def fuzzed_request(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A route, and a rich request of its dialect with something wrong in it. One in four bodies is left as it
-    is: Hypothesis prefers small numbers, so that even at odds of 1000 hardly a long body stays whole."""
+    """A route, and a rich request of its dialect with something wrong in it. One in
+    four bodies is left as it is: Hypothesis prefers small numbers, so that even at odds
+    of 1000 hardly a long body stays whole."""
     path = draw(st.sampled_from(sorted(RICH)))
     body = RICH[path]
     odds = draw(st.sampled_from([0, 10, 100, 1000]))
@@ -196,12 +288,16 @@ def fuzzed_request(draw: st.DrawFn) -> tuple[str, bytes]:
     raw = json.dumps(body).encode()
     if draw(st.integers(1, 10)) == 1:
         at = draw(st.integers(0, len(raw)))
-        raw = raw[:at] + draw(st.binary(max_size=3)) + raw[at + draw(st.integers(0, 3)) :]
+        raw = (
+            raw[:at] + draw(st.binary(max_size=3)) + raw[at + draw(st.integers(0, 3)) :]
+        )
     return path, raw
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(tmp_path, model, renderer, parsers=parsers) as made:
         yield made
@@ -229,13 +325,21 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
     def fuzz(asked: tuple[str, bytes]) -> None:
         path, raw = asked
         url = f"{gateway.url}/s/{session.key}/v1{path}"
-        answer = asyncio.run_coroutine_threadsafe(gateway.http.post(url, content=raw), loop).result(120)
+        answer = asyncio.run_coroutine_threadsafe(
+            gateway.http.post(url, content=raw), loop
+        ).result(120)
         seen[path, answer.status_code < 300] += 1
         if answer.status_code >= 300:
             assert 400 <= answer.status_code < 500, (path, raw, answer.text)
             told = answer.json()
-            assert set(told) == ({"type", "error", "request_id"} if "messages" in path else {"error"})
-            fields = {"type", "message"} if "messages" in path else {"message", "type", "param", "code"}
+            assert set(told) == (
+                {"type", "error", "request_id"} if "messages" in path else {"error"}
+            )
+            fields = (
+                {"type", "message"}
+                if "messages" in path
+                else {"message", "type", "param", "code"}
+            )
             assert set(told["error"]) == fields
         elif answer.headers["content-type"] == "application/json":
             answer.json()

@@ -1,5 +1,6 @@
-"""Ten thousand rollouts whose user code does anything: through the real runner, the gateway's own summary,
-the real buffer and the real batch. Nothing raises, every place ends once, only finite numbers are trained."""
+"""Ten thousand rollouts whose user code does anything: through the real runner, the
+gateway's own summary, the real buffer and the real batch. Nothing raises, every place
+ends once, only finite numbers are trained."""
 
 from __future__ import annotations
 
@@ -121,12 +122,18 @@ REWARDS: list[Callable[[random.Random], object]] = [
     lambda r: r.choice([np.float64(0.25), np.int64(2), np.bool_(True), np.float16(1)]),
     lambda r: fractions.Fraction(1, 3),
     lambda r: r.choice([MAX_REWARD, -MAX_REWARD, 5e-324, 1e-30, 1e8]),
-    lambda r: r.choice([math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("-inf")]),
+    lambda r: r.choice(
+        [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("-inf")]
+    ),
     lambda r: r.choice([1e300, -1e300, 3.5e38, 10**400, 1e10]),
     lambda r: r.choice(["1.0", "", b"1", "\ud800"]),
     lambda r: None,
-    lambda r: r.choice([1j, Decimal("1"), object(), [1.0], (1.0,), {"reward": 1.0}, {1.0}, type, print]),
-    lambda r: r.choice([np.array(1.0), np.array([1.0, 2.0]), np.array([]), np.array("x")]),
+    lambda r: r.choice(
+        [1j, Decimal("1"), object(), [1.0], (1.0,), {"reward": 1.0}, {1.0}, type, print]
+    ),
+    lambda r: r.choice(
+        [np.array(1.0), np.array([1.0, 2.0]), np.array([]), np.array("x")]
+    ),
     lambda r: BadFloat(1.0),
 ]
 
@@ -143,9 +150,20 @@ def returned(r: random.Random) -> object:
         reward=value,  # type: ignore[arg-type]
         components=parts,  # type: ignore[arg-type]
         output="x" * r.randrange(99),
-        numbers=mostly({}, {"score": 1.0}, {"score": r.choice(REWARDS)(r)}, {3: 1}, None, BadMapping(a=1))(r),
-        turn_numbers=mostly({}, {}, {"t": {"w": r.choice(REWARDS)(r)}}, {"t": 1.0}, [1.0])(r),
-        token_numbers=mostly({}, {}, {"t": {"p": [r.choice(REWARDS)(r)]}}, {"t": {"p": "12"}}, "x")(r),
+        numbers=mostly(
+            {},
+            {"score": 1.0},
+            {"score": r.choice(REWARDS)(r)},
+            {3: 1},
+            None,
+            BadMapping(a=1),
+        )(r),
+        turn_numbers=mostly(
+            {}, {}, {"t": {"w": r.choice(REWARDS)(r)}}, {"t": 1.0}, [1.0]
+        )(r),
+        token_numbers=mostly(
+            {}, {}, {"t": {"p": [r.choice(REWARDS)(r)]}}, {"t": {"p": "12"}}, "x"
+        )(r),
     )
 
 
@@ -186,8 +204,8 @@ def raised(r: random.Random, address: Address) -> BaseException:
 
 
 class Deadline:
-    """Of all rollouts that run together. It comes when each of them has ended or hangs, and sooner for none:
-    by the clock, a slow machine would fail those that end."""
+    """Of all rollouts that run together. It comes when each of them has ended or hangs,
+    and sooner for none: by the clock, a slow machine would fail those that end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -212,12 +230,14 @@ class Deadline:
         *,
         return_when: str = asyncio.ALL_COMPLETED,
     ) -> tuple[set, set]:
-        """In the place of `lived_wait`. A rollout's own wait, which is known by its timeout, ends with the
-        first of its tasks."""
+        """In the place of `lived_wait`. A rollout's own wait, which is known by its
+        timeout, ends with the first of its tasks."""
         if timeout_s != TIMEOUT_S:
             return await lived_wait(tasks, timeout_s, return_when=return_when)
         come = asyncio.create_task(self._come.wait())
-        done, left = await asyncio.wait({*tasks, come}, return_when=asyncio.FIRST_COMPLETED)
+        done, left = await asyncio.wait(
+            {*tasks, come}, return_when=asyncio.FIRST_COMPLETED
+        )
         if not come.cancel():
             return done - {come}, left
         self.one_less()
@@ -225,9 +245,12 @@ class Deadline:
 
 
 class Fuzz:
-    """One rollout function, async or not, whose behaviour follows from the task's and the endpoint's name."""
+    """One rollout function, async or not, whose behaviour follows from the task's and
+    the endpoint's name."""
 
-    def __init__(self, seed: int, *, release: threading.Event, deadline: Deadline) -> None:
+    def __init__(
+        self, seed: int, *, release: threading.Event, deadline: Deadline
+    ) -> None:
         self._seed = seed
         self._release, self._deadline = release, deadline
 
@@ -276,7 +299,8 @@ class Fuzz:
 
 
 def turns_of(session: Session, r: random.Random, version: int) -> list[Turn]:
-    """What the gateway recorded: none (the prompt was over the context), empty, aborted or lost ones too."""
+    """What the gateway recorded: none (the prompt was over the context), empty, aborted
+    or lost ones too."""
     turns: list[Turn] = []
     for n in range(r.choice([0, 1, 1, 1, 1, 2, 2, 3])):
         sampled = r.choice([0, 1, 4, 9, 9])
@@ -288,7 +312,11 @@ def turns_of(session: Session, r: random.Random, version: int) -> list[Turn]:
                 context_ids_T=np.arange(r.randrange(0, 6), dtype=np.int32),
                 sampled_ids_T=np.arange(sampled, dtype=np.int32),
                 logprobs_T=-np.ones(sampled, np.float32) * r.choice([0.0, 0.5, 30.0]),
-                spans=(VersionSpan(version=WeightVersion(version), start=0, end=sampled),) if sampled else (),
+                spans=(
+                    VersionSpan(version=WeightVersion(version), start=0, end=sampled),
+                )
+                if sampled
+                else (),
                 finish_reason=r.choice(["stop", "stop", "length", "abort"]),
                 request_digest="",
                 delivered=r.random() < 0.9,
@@ -318,7 +346,8 @@ def trajectories(turns: list[Turn]) -> tuple[Trajectory, ...]:
 
 
 class Loop:
-    """The life of rollouts from the lease to the batch, everything real but the processes between."""
+    """The life of rollouts from the lease to the batch, everything real but the
+    processes between."""
 
     def __init__(self, seed: int, form: str, reward_form: bool) -> None:
         self.random = random.Random(seed)
@@ -332,9 +361,15 @@ class Loop:
         tasks = (Task(id=f"t{n}", payload={}) for n in itertools.count())
         self.buffer = GroupBuffer(
             BufferConfig(max_staleness=8, over_sampling_groups=AT_ONCE),
-            RolloutConfig(rollout_batch_size=BATCH, n_samples_per_prompt=GROUP, rollout_max_attempts=3),
+            RolloutConfig(
+                rollout_batch_size=BATCH,
+                n_samples_per_prompt=GROUP,
+                rollout_max_attempts=3,
+            ),
             tasks=tasks,
-            group_filter=group_filter_function(self.random.choice(["nonzero_variance", "none"])),
+            group_filter=group_filter_function(
+                self.random.choice(["nonzero_variance", "none"])
+            ),
             emit=self.entries.append,
         )
         self.deadline = Deadline()
@@ -353,10 +388,19 @@ class Loop:
         """Leases and runs until so many have ended."""
         while self.count < wanted:
             leases = []
-            while len(leases) < AT_ONCE // GROUP and (lease := self.buffer.lease()) is not None:
+            while (
+                len(leases) < AT_ONCE // GROUP
+                and (lease := self.buffer.lease()) is not None
+            ):
                 leases.append(lease)
             self.deadline.start(sum(len(lease.members) for lease in leases))
-            await asyncio.gather(*(self.one(lease, member) for lease in leases for member in lease.members))
+            await asyncio.gather(
+                *(
+                    self.one(lease, member)
+                    for lease in leases
+                    for member in lease.members
+                )
+            )
             stepped = self.step()
             assert leases or stepped, f"neither work nor a batch: {self.buffer}"
             while stepped and self.random.random() < 0.7:
@@ -388,10 +432,16 @@ class Loop:
             record.reward, record.components = outcome.reward, dict(outcome.components)
             record.numbers = dict(outcome.extra.numbers)
             turns = turns_of(session, random.Random(f"turns/{name}"), started)
-            ended = summarise(record, turns, {turn.id for turn in turns if turn.delivered}, 1.0)
+            ended = summarise(
+                record, turns, {turn.id for turn in turns if turn.delivered}, 1.0
+            )
             if isinstance(ended, RolloutSummary):
-                self.rollouts[session.id] = Rollout(summary=ended, trajectories=trajectories(turns))
-        self.reasons[ended.reason if isinstance(ended, FailedRollout) else "scored"] += 1
+                self.rollouts[session.id] = Rollout(
+                    summary=ended, trajectories=trajectories(turns)
+                )
+        self.reasons[
+            ended.reason if isinstance(ended, FailedRollout) else "scored"
+        ] += 1
         self.buffer.record(ended)
         if self.random.random() < 0.1:
             self.buffer.record(ended)  # the outbox may hand over twice
@@ -401,7 +451,9 @@ class Loop:
         taken = self.buffer.take()
         if taken is None:
             return False
-        ids = [rollout.session_id for group in taken.groups for rollout in group.rollouts_G]
+        ids = [
+            rollout.session_id for group in taken.groups for rollout in group.rollouts_G
+        ]
         advantage = ADVANTAGES[self.random.choice(sorted(ADVANTAGES))]
         rollouts = [self.rollouts[id] for id in ids]
         batch = build_batch(taken, rollouts, advantage, 1e-4, extra_columns=[SCORE])
@@ -423,7 +475,13 @@ class Loop:
 
 @pytest.mark.parametrize(
     ("form", "reward_form", "share"),
-    first_quick([("async_form", True, 0.2), ("async_form", False, 0.6), ("sync_form", False, 0.2)]),
+    first_quick(
+        [
+            ("async_form", True, 0.2),
+            ("async_form", False, 0.6),
+            ("sync_form", False, 0.2),
+        ]
+    ),
 )
 async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimizer_with_bad_numbers(
     form: str,
@@ -450,10 +508,19 @@ async def test_random_rollout_results_neither_crash_the_run_nor_reach_the_optimi
     assert set(ends.values()) == {1}, "and ended exactly once"
     assert loop.batches > wanted // 200
     assert loop.rows > loop.batches
-    seen = {FailureReason.EXCEPTION, FailureReason.TIMEOUT, FailureReason.BAD_RETURN, FailureReason.EMPTY}
-    assert seen | {FailureReason.BAD_REWARD, FailureReason.ENGINE, "scored"} <= set(loop.reasons)
+    seen = {
+        FailureReason.EXCEPTION,
+        FailureReason.TIMEOUT,
+        FailureReason.BAD_RETURN,
+        FailureReason.EMPTY,
+    }
+    assert seen | {FailureReason.BAD_REWARD, FailureReason.ENGINE, "scored"} <= set(
+        loop.reasons
+    )
     for detail in loop.details:
         assert KEY not in detail
         assert len(detail) <= 2000
     assert KEY not in caplog.text
-    print(f"{loop.count} rollouts, {loop.batches} batches, {loop.rows} rows: {dict(loop.reasons)}")
+    print(
+        f"{loop.count} rollouts, {loop.batches} batches, {loop.rows} rows: {dict(loop.reasons)}"
+    )

@@ -1,4 +1,5 @@
-"""A gateway that starts again goes on from the run's store: exact ids, recorded answers, old outcomes."""
+"""A gateway that starts again goes on from the run's store: exact ids, recorded
+answers, old outcomes."""
 
 from __future__ import annotations
 
@@ -17,13 +18,22 @@ from invrl.host.process import RestartLimit
 from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Session, Task
+from invrl.types import (
+    FailedRollout,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    Session,
+    Task,
+)
 
 
 class Life:
     """The same store and key under one gateway after the other."""
 
-    def __init__(self, folder: Path, model: Path, renderer: Renderer, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, model: Path, renderer: Renderer, **settings: object
+    ) -> None:
         self._of, self._settings = (folder, model, renderer), settings
         self.store = folder / "run.db"
 
@@ -38,7 +48,14 @@ def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
     return Life(tmp_path, model, renderer, sampling_seed=7)
 
 
-async def ask(gateway: Running, session: Session, messages: list, *, retry: bool | None = None, **more):
+async def ask(
+    gateway: Running,
+    session: Session,
+    messages: list,
+    *,
+    retry: bool | None = None,
+    **more,
+):
     """`retry`: what the client says of its request; None: its first try."""
     client = gateway.client(session, base_url=f"{gateway.url}/s/{session.key}/v1")
     if retry is not None:
@@ -50,32 +67,44 @@ def reply(answer) -> dict:
     return {"role": "assistant", "content": answer.choices[0].message.content}
 
 
-async def test_session_continues_its_exact_ids_after_a_restart(life: Life, renderer: Renderer):
+async def test_session_continues_its_exact_ids_after_a_restart(
+    life: Life, renderer: Renderer
+):
     async with life.again() as gateway:
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK])
         second = await ask(gateway, session, [ASK, reply(first), MORE], max_tokens=3)
-        await gateway.env(f"/sessions/{session.id}/reward", {"reward": 0.25, "components": {"a": 1.0}})
+        await gateway.env(
+            f"/sessions/{session.id}/reward", {"reward": 0.25, "components": {"a": 1.0}}
+        )
         before = gateway.turns(session)
     async with life.again() as gateway:
         messages = [ASK, reply(first), MORE, reply(second), MORE]
         await ask(gateway, session, messages)
         tail = f"<|im_end|>\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
-        path = [ids for turn in before for ids in (turn.context_ids_T, turn.sampled_ids_T)]
-        expected = [int(token) for ids in path for token in ids] + renderer._tokenizer.encode(tail)
+        path = [
+            ids for turn in before for ids in (turn.context_ids_T, turn.sampled_ids_T)
+        ]
+        expected = [
+            int(token) for ids in path for token in ids
+        ] + renderer._tokenizer.encode(tail)
         assert gateway.engine.requests[0]["input_ids"] == expected
         shown = (await gateway.env(f"/sessions/{session.id}")).json()
         assert shown["state"] == "open"
         assert shown["reward"] == 0.25
         assert len(shown["turns"]) == 3
-        answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+        answer = await gateway.env(
+            f"/sessions/{session.id}/finish", {}, key=session.key
+        )
         outcome = answer.json()
         assert outcome["num_turns"] == 3
         assert outcome["forks"] == 0
         assert outcome["reward"] == 0.25
         assert outcome["trained_tokens"] == outcome["sampled_tokens"]
     async with life.again() as gateway:
-        assert (await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)).json() == outcome
+        assert (
+            await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+        ).json() == outcome
         refused = await gateway.env("/v1/chat/completions", {}, key=session.key)
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "session_closed"
@@ -83,7 +112,9 @@ async def test_session_continues_its_exact_ids_after_a_restart(life: Life, rende
         assert [o.session_id for _, o in gateway.store.outbox_after(0)] == [session.id]
 
 
-async def test_retry_after_a_restart_gets_the_recorded_turn(life: Life, renderer: Renderer):
+async def test_retry_after_a_restart_gets_the_recorded_turn(
+    life: Life, renderer: Renderer
+):
     stop = renderer._tokenizer.encode("abc STOP")
     asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
     async with life.again() as gateway:
@@ -100,10 +131,17 @@ async def test_retry_after_a_restart_gets_the_recorded_turn(life: Life, renderer
 
 async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life):
     async def events(gateway: Running, retry: bool) -> tuple[str, str, list[float]]:
-        stream = await ask(gateway, session, [ASK], retry=retry, stream=True, logprobs=True)
+        stream = await ask(
+            gateway, session, [ASK], retry=retry, stream=True, logprobs=True
+        )
         found = [event async for event in stream]
         text = "".join(event.choices[0].delta.content or "" for event in found)
-        logprobs = [t.logprob for e in found if e.choices[0].logprobs for t in e.choices[0].logprobs.content]
+        logprobs = [
+            t.logprob
+            for e in found
+            if e.choices[0].logprobs
+            for t in e.choices[0].logprobs.content
+        ]
         return found[0].id, text, logprobs
 
     async with life.again() as gateway:
@@ -114,7 +152,9 @@ async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life
         assert gateway.engine.requests == []
 
 
-async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(life: Life):
+async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(
+    life: Life,
+):
     async with life.again() as gateway:
         gateway.engine.holds = lambda count: count > 5
         [session] = await gateway.open()
@@ -122,7 +162,9 @@ async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(li
         async for _ in await call:
             break
         await call.result().close()
-        await eventually(lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"])
+        await eventually(
+            lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"]
+        )
     async with life.again() as gateway:
         answer = await ask(gateway, session, [ASK], retry=True, stream=True)
         assert [event async for event in answer]
@@ -141,7 +183,10 @@ async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_se
         [session] = await gateway.open(purpose="serve")
         first = await ask(gateway, session, [ASK])
         await ask(gateway, session, [MORE])
-        seeds = [request["sampling_params"]["sampling_seed"] for request in gateway.engine.requests]
+        seeds = [
+            request["sampling_params"]["sampling_seed"]
+            for request in gateway.engine.requests
+        ]
         await eventually(lambda: all(turn.delivered for turn in gateway.turns(session)))
     gateway.store._db.execute("PRAGMA query_only=0")
     gateway.store._db.execute("UPDATE turns SET delivered=0 WHERE seq=1")
@@ -162,10 +207,14 @@ async def test_reply_that_a_client_continues_counts_as_delivered(life: Life):
     gateway.store._db.execute("UPDATE turns SET delivered=0")
     async with life.again() as gateway:
         await ask(gateway, session, [ASK, reply(first), MORE])
-        await eventually(lambda: [turn.delivered for turn in gateway.turns(session)] == [True, True])
+        await eventually(
+            lambda: [turn.delivered for turn in gateway.turns(session)] == [True, True]
+        )
 
 
-async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit(life: Life):
+async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit(
+    life: Life,
+):
     async with life.again(max_open_sessions=2) as gateway:
         sessions = await gateway.open(members=2)
     async with life.again(max_open_sessions=2) as gateway:
@@ -173,14 +222,18 @@ async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit
         assert (await gateway.env("/sessions", body)).status_code == 429
     async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        for session, (_, outcome) in zip(sessions, gateway.store.outbox_after(0), strict=True):
+        for session, (_, outcome) in zip(
+            sessions, gateway.store.outbox_after(0), strict=True
+        ):
             assert isinstance(outcome, FailedRollout)
             assert outcome.session_id == session.id
             assert outcome.reason == FailureReason.TIMEOUT
             assert gateway.store.closed_session(session.id).state == "expired"
 
 
-async def test_repeated_session_opening_returns_the_same_sessions_after_a_restart(life: Life):
+async def test_repeated_session_opening_returns_the_same_sessions_after_a_restart(
+    life: Life,
+):
     async with life.again() as gateway:
         before = await gateway.open(members=2, request_id="one")
     async with life.again() as gateway:
@@ -200,7 +253,9 @@ def test_gateway_restarts_per_minute_are_limited():
 async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life: Life):
     async def child_of(gateway: Running, parent: Session, name: str) -> Session:
         body = {"request_id": name, "limits": {"max_turns": 1}}
-        answer = await gateway.env(f"/sessions/{parent.id}/children", body, key=parent.key)
+        answer = await gateway.env(
+            f"/sessions/{parent.id}/children", body, key=parent.key
+        )
         return OpenedSession(**answer.json()["sessions"][0])
 
     async def refused(gateway: Running, session: Session) -> str:
@@ -212,7 +267,9 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         [parent] = await gateway.open(limits={"max_turns": 2})
         for messages in ([ASK], [MORE]):
             await ask(gateway, parent, messages)
-        child, done, gone = [await child_of(gateway, parent, name) for name in ("a", "b", "c")]
+        child, done, gone = [
+            await child_of(gateway, parent, name) for name in ("a", "b", "c")
+        ]
         grandchild = await child_of(gateway, done, "a")
         for session in (child, done, gone, grandchild):
             await ask(gateway, session, [ASK])
@@ -227,7 +284,11 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         assert (await gateway.env(f"/sessions/{parent.id}")).json() == shown
         counts = (await gateway.env("/metrics")).json()["sessions"]
         assert counts == {"open": 2}
-        assert await refused(gateway, parent) == await refused(gateway, child) == "max_turns_exceeded"
+        assert (
+            await refused(gateway, parent)
+            == await refused(gateway, child)
+            == "max_turns_exceeded"
+        )
         await ask(gateway, child, [ASK], retry=True)
         assert gateway.engine.requests == []
         assert (await child_of(gateway, parent, "a")).key == child.key
@@ -239,14 +300,25 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         assert isinstance(summary, RolloutSummary)
         assert summary.turn_rewards == {first: 3.0}
         assert summary.branch_rewards == {second: -2.0}
-        assert summary.child_rewards == {child.id: 1.0, done.id: 6.0, grandchild.id: 6.0, late.id: 1.0}
+        assert summary.child_rewards == {
+            child.id: 1.0,
+            done.id: 6.0,
+            grandchild.id: 6.0,
+            late.id: 1.0,
+        }
         assert summary.num_turns == 6
         assert summary.trained_tokens == summary.sampled_tokens
-        trained = {t.id for path in gateway.store.rollout(parent.id).trajectories for t in path.turns}
+        trained = {
+            t.id
+            for path in gateway.store.rollout(parent.id).trajectories
+            for t in path.turns
+        }
         assert len(trained) == 6
     async with life.again() as gateway:
         assert gateway.store.live_sessions() == []
-        answer = await gateway.env(f"/sessions/{done.id}/reward", {"reward": 0.0}, key=done.key)
+        answer = await gateway.env(
+            f"/sessions/{done.id}/reward", {"reward": 0.0}, key=done.key
+        )
         assert answer.status_code == 409
         assert answer.json()["error"]["code"] == "session_closed"
 
@@ -266,46 +338,80 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
         sessions = judged, stored, silent = await gateway.open(members=3)
         for session in sessions:
             await ask(gateway, session, [ASK])
-            answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+            answer = await gateway.env(
+                f"/sessions/{session.id}/finish", {}, key=session.key
+            )
             assert answer.status_code == 202
     deadline = answer.json()["deadline"]
     db = sqlite3.connect(life.store)
     with db:  # the worker died between this reward and what follows from it
-        db.execute("UPDATE sessions SET reward=0.25, components='{}' WHERE id=?", (stored.id,))
-        db.execute("UPDATE session_times SET reward_deadline=0 WHERE session_id=?", (stored.id,))
+        db.execute(
+            "UPDATE sessions SET reward=0.25, components='{}' WHERE id=?", (stored.id,)
+        )
+        db.execute(
+            "UPDATE session_times SET reward_deadline=0 WHERE session_id=?",
+            (stored.id,),
+        )
     db.close()
     async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
         assert (answer.status_code, answer.json()["deadline"]) == (202, deadline)
         turn = gateway.turns(judged)[0].id
         for body in ({"reward": 2.0, "turn": turn}, {"reward": 0.5}):
-            answer = await gateway.env(f"/sessions/{judged.id}/reward", body, key=judged.key)
+            answer = await gateway.env(
+                f"/sessions/{judged.id}/reward", body, key=judged.key
+            )
         assert answer.json()["state"] == "finished"
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        found = {o.session_id: o for _, o in gateway.store.outbox_after(0) if isinstance(o, RolloutSummary)}
-        assert {name: o.reward for name, o in found.items()} == {judged.id: 0.5, stored.id: 0.25}
+        found = {
+            o.session_id: o
+            for _, o in gateway.store.outbox_after(0)
+            if isinstance(o, RolloutSummary)
+        }
+        assert {name: o.reward for name, o in found.items()} == {
+            judged.id: 0.5,
+            stored.id: 0.25,
+        }
         assert found[judged.id].turn_rewards == {turn: 2.0}
-        assert (await gateway.env("/metrics")).json()["sessions"] == {"unrewarded": 1, "finished": 2}
+        assert (await gateway.env("/metrics")).json()["sessions"] == {
+            "unrewarded": 1,
+            "finished": 2,
+        }
     async with life.again(reward_deadline_s=3000.0) as gateway:
         assert await gateway.finish(judged, reward=9.0) == found[judged.id]
 
 
 async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life: Life):
     lease = GroupLease(
-        group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
+        group_id="g",
+        task=Task(id="t", payload={}),
+        members=(GroupMember(index=0, attempt=0),),
     )
     async with life.again(leases=True) as gateway:
         store = LeaseStore(life.store)
         store.offer(lease)
-        assert (await gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == "g"
+        assert (await gateway.env("/tasks/lease", {})).json()["lease"][
+            "group_id"
+        ] == "g"
     async with life.again(leases=True) as gateway:
         [session] = await gateway.open(request_id="one")
     async with life.again(leases=True) as gateway:
-        assert [one.key for one in await gateway.open(request_id="one")] == [session.key]
+        assert [one.key for one in await gateway.open(request_id="one")] == [
+            session.key
+        ]
         refused = await gateway.env(
-            "/sessions", {"task_id": "t", "group_id": "g", "members": [{"index": 0}], "request_id": "two"}
+            "/sessions",
+            {
+                "task_id": "t",
+                "group_id": "g",
+                "members": [{"index": 0}],
+                "request_id": "two",
+            },
         )
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_leased")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            409,
+            "not_leased",
+        )
         assert store.taken() == []
     store.close()
 
@@ -313,9 +419,12 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
 async def test_rollout_leased_again_in_a_later_incarnation_opens_under_the_same_request_id(
     life: Life,
 ):
-    """An environment may derive its id from the lease, which is the same one in each incarnation of a run."""
+    """An environment may derive its id from the lease, which is the same one in each
+    incarnation of a run."""
     lease = GroupLease(
-        group_id="g", task=Task(id="t", payload={}), members=(GroupMember(index=0, attempt=0),)
+        group_id="g",
+        task=Task(id="t", payload={}),
+        members=(GroupMember(index=0, attempt=0),),
     )
     opened = []
     for name in ("first", "second"):
@@ -323,7 +432,9 @@ async def test_rollout_leased_again_in_a_later_incarnation_opens_under_the_same_
             abandon_open_sessions(life.store)  # as every incarnation of a run begins
             store = LeaseStore(life.store)
             store.offer(lease)
-            assert (await gateway.env("/tasks/lease", {})).json()["lease"]["group_id"] == "g"
+            assert (await gateway.env("/tasks/lease", {})).json()["lease"][
+                "group_id"
+            ] == "g"
             [session] = await gateway.open(request_id="g-0-0")
             assert await gateway.open(request_id="g-0-0") == [session]
             opened.append(session)

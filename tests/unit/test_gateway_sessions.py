@@ -1,4 +1,5 @@
-"""Who may sample, until when; what a finished session hands over; whose sampling counts."""
+"""Who may sample, until when; what a finished session hands over; whose sampling
+counts."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ def registry(max_open: int = 8) -> SessionRegistry:
     return SessionRegistry(max_open=max_open, ttl_s=10.0, public_url="http://host:1/")
 
 
-def opened(book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train") -> list[SessionRecord]:
-    terms = SessionTerms(task_id="t", group_id="g", purpose=purpose, sampling=Sampling())
+def opened(
+    book: SessionRegistry, now: float = 0.0, purpose: Purpose = "train"
+) -> list[SessionRecord]:
+    terms = SessionTerms(
+        task_id="t", group_id="g", purpose=purpose, sampling=Sampling()
+    )
     group = Opening(terms=terms, members=MEMBERS)
     return book.open(group, now=now, opened_at=now)
 
@@ -52,7 +57,12 @@ def test_a_key_opens_its_own_session_only():
     assert [r.session.attempt for r in (first, second)] == [0, 2]
     assert book.by_key([first.session.key]) is first
     assert book.by_key([first.session.key] * 2) is first
-    for keys in ([], ["isk-guess"], [first.session.key, second.session.key], [first.session.id]):
+    for keys in (
+        [],
+        ["isk-guess"],
+        [first.session.key, second.session.key],
+        [first.session.id],
+    ):
         with pytest.raises(SessionError) as caught:
             book.by_key(keys)
         assert caught.value.status == 401
@@ -63,9 +73,23 @@ def test_ten_thousand_guessed_keys_open_nothing():
     book = registry()
     [key, other] = [record.session.key for record in opened(book)]
     letters = string.ascii_letters + string.digits + "-_"
-    near = {key[:at] + letter + key[at + 1 :] for at in range(len(key)) for letter in letters} - {key}
-    guesses = [*near, key[:-1], key + "=", key.upper(), key + "\0", "", other[:18] + key[18:]]
-    guesses += ["isk-" + secrets.token_urlsafe(24) for _ in range(10_000 - len(guesses))]
+    near = {
+        key[:at] + letter + key[at + 1 :]
+        for at in range(len(key))
+        for letter in letters
+    } - {key}
+    guesses = [
+        *near,
+        key[:-1],
+        key + "=",
+        key.upper(),
+        key + "\0",
+        "",
+        other[:18] + key[18:],
+    ]
+    guesses += [
+        "isk-" + secrets.token_urlsafe(24) for _ in range(10_000 - len(guesses))
+    ]
     for guess in guesses:
         with pytest.raises(SessionError) as caught:
             book.by_key([guess])
@@ -78,33 +102,61 @@ def test_session_key_is_signed_with_the_gateways_secret():
     assert is_signed(key, b"")
     assert not is_signed(key, b"another secret")
     letters = string.ascii_letters + string.digits + "-_"
-    near = {key[:at] + letter + key[at + 1 :] for at in range(len(key)) for letter in letters} - {key}
-    for guess in (*near, key[:32] + other[32:], key[:-1], key + "A", "", "isk-00", "ünïcödé" * 8):
+    near = {
+        key[:at] + letter + key[at + 1 :]
+        for at in range(len(key))
+        for letter in letters
+    } - {key}
+    for guess in (
+        *near,
+        key[:32] + other[32:],
+        key[:-1],
+        key + "A",
+        "",
+        "isk-00",
+        "ünïcödé" * 8,
+    ):
         assert not is_signed(guess, b"")
 
 
 def test_request_id_opens_new_sessions_in_another_incarnation():
-    """A place that is leased again in a later incarnation is asked for under the id that its lease gives
-    it."""
+    """A place that is leased again in a later incarnation is asked for under the id
+    that its lease gives it."""
     group = Opening(
-        terms=SessionTerms(task_id="t", group_id="g", purpose="train", sampling=Sampling()),
+        terms=SessionTerms(
+            task_id="t", group_id="g", purpose="train", sampling=Sampling()
+        ),
         members=MEMBERS,
         request_id="derived from the lease",
     )
     incarnations = {}
     for incarnation in ("first", "second"):
         book = SessionRegistry(
-            max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", incarnation=incarnation
+            max_open=8,
+            ttl_s=10.0,
+            public_url="http://h",
+            secret=b"key",
+            incarnation=incarnation,
         )
         again = SessionRegistry(
-            max_open=8, ttl_s=10.0, public_url="http://h", secret=b"key", incarnation=incarnation
+            max_open=8,
+            ttl_s=10.0,
+            public_url="http://h",
+            secret=b"key",
+            incarnation=incarnation,
         )
-        incarnations[incarnation] = [record.session for record in book.open(group, now=0.0, opened_at=0.0)]
-        assert [record.session for record in again.open(group, now=0.0, opened_at=0.0)] == incarnations[
+        incarnations[incarnation] = [
+            record.session for record in book.open(group, now=0.0, opened_at=0.0)
+        ]
+        assert [
+            record.session for record in again.open(group, now=0.0, opened_at=0.0)
+        ] == incarnations[incarnation], "one incarnation, two workers"
+        assert [record.session for record in book.reopened(group)] == incarnations[
             incarnation
-        ], "one incarnation, two workers"
-        assert [record.session for record in book.reopened(group)] == incarnations[incarnation]
-    for first, second in zip(incarnations["first"], incarnations["second"], strict=True):
+        ]
+    for first, second in zip(
+        incarnations["first"], incarnations["second"], strict=True
+    ):
         assert first.id != second.id
         assert first.key != second.key
 
@@ -155,7 +207,12 @@ def test_a_summary_counts_only_what_was_delivered_as_trained():
     ]
     outcome = summarise(record, turns, {"1", "2", "3"}, 9.0)
     assert isinstance(outcome, RolloutSummary)
-    assert (outcome.reward, outcome.num_turns, outcome.forks, outcome.truncated) == (0.25, 4, 1, True)
+    assert (outcome.reward, outcome.num_turns, outcome.forks, outcome.truncated) == (
+        0.25,
+        4,
+        1,
+        True,
+    )
     assert (outcome.prompt_tokens, outcome.later_prompt_tokens) == (20, 5)
     assert (outcome.cached_tokens, outcome.later_cached_tokens) == (8, 2)
     assert (outcome.sampled_tokens, outcome.trained_tokens) == (12, 6)
@@ -183,7 +240,8 @@ def test_sessions_without_tokens_or_reward_have_failed():
 
 
 def test_session_without_trained_tokens_reports_why():
-    """9 tokens reach nobody, 8 are of a forced call, 7 aborted; the auxiliary root has the last 5."""
+    """9 tokens reach nobody, 8 are of a forced call, 7 aborted; the auxiliary root has
+    the last 5."""
     record = opened(registry())[0]
     record.reward = 1.0
     turns = [
@@ -192,7 +250,9 @@ def test_session_without_trained_tokens_reports_why():
         replace(turn("aborted", parent="lost", sampled=7), finish_reason="abort"),
         rooted("title", [9], sampled=5, fork="new_conversation"),
     ]
-    outcome = summarise(record, turns, {"forced", "aborted", "title"}, 0.0, train_auxiliary=False)
+    outcome = summarise(
+        record, turns, {"forced", "aborted", "title"}, 0.0, train_auxiliary=False
+    )
     assert isinstance(outcome, FailedRollout)
     assert (outcome.reason, outcome.detail) == (
         FailureReason.EMPTY,
@@ -203,7 +263,11 @@ def test_session_without_trained_tokens_reports_why():
 
 def test_sampling_parameters_come_from_the_run_in_training_and_from_the_client_in_serving():
     asked = ClientSampling(
-        temperature=0.2, top_p=1.0, sampling_seed=3, max_new_tokens=9, logit_bias={"5": 1.0}
+        temperature=0.2,
+        top_p=1.0,
+        sampling_seed=3,
+        max_new_tokens=9,
+        logit_bias={"5": 1.0},
     )
     pinned = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=20)
     purposes: tuple[Purpose, ...] = ("train", "eval")
@@ -219,18 +283,28 @@ def test_sampling_parameters_come_from_the_run_in_training_and_from_the_client_i
     assert served.extra == {"sampling_seed": 3}
     assert served.overridden == ()
     bounded = resolve("serve", pinned, ClientSampling(max_new_tokens=21))
-    assert (bounded.sampling.max_new_tokens, bounded.overridden) == (20, ("max_new_tokens",))
-    neutral = ClientSampling(temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={})
+    assert (bounded.sampling.max_new_tokens, bounded.overridden) == (
+        20,
+        ("max_new_tokens",),
+    )
+    neutral = ClientSampling(
+        temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={}
+    )
     assert resolve("train", pinned, neutral).overridden == ()
 
 
-def rooted(name: str, context: list[int], *, sampled: int, fork: str = "", session: str = "a") -> Turn:
+def rooted(
+    name: str, context: list[int], *, sampled: int, fork: str = "", session: str = "a"
+) -> Turn:
     ids_T = np.array(context, np.int32)
-    return replace(turn(name, session, sampled=sampled), context_ids_T=ids_T, fork_reason=fork)
+    return replace(
+        turn(name, session, sampled=sampled), context_ids_T=ids_T, fork_reason=fork
+    )
 
 
 def test_the_main_conversation_has_the_most_tokens_its_forks_included():
-    """The main conversation is re-rooted by a client that strips thinking: alone each root is small."""
+    """The main conversation is re-rooted by a client that strips thinking: alone each
+    root is small."""
     new = "new_conversation"
     title = rooted("title", [1, 2, 9, 9], sampled=5)
     turns = [
@@ -247,7 +321,10 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
     assert auxiliary_roots([], set()) == ()
     record = opened(registry())[0]
     record.reward = 1.0
-    trained = [summarise(record, turns, delivered, 0.0, train_auxiliary=train) for train in (True, False)]
+    trained = [
+        summarise(record, turns, delivered, 0.0, train_auxiliary=train)
+        for train in (True, False)
+    ]
     assert [
         (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
         for one in trained
@@ -256,11 +333,14 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
 
 
 def test_abandoned_and_aborted_turns_do_not_count_for_the_main_conversation():
-    """A long first answer that its client left, one that broke off, and then the conversation that counts."""
+    """A long first answer that its client left, one that broke off, and then the
+    conversation that counts."""
     new = "new_conversation"
     turns = [
         rooted("left", [1, 2], sampled=500),
-        replace(rooted("aborted", [3, 4], sampled=400, fork=new), finish_reason="abort"),
+        replace(
+            rooted("aborted", [3, 4], sampled=400, fork=new), finish_reason="abort"
+        ),
         rooted("real", [5, 6], sampled=30, fork=new),
         rooted("title", [7, 8], sampled=20, fork=new),
     ]
@@ -274,7 +354,8 @@ def test_abandoned_and_aborted_turns_do_not_count_for_the_main_conversation():
 
 
 def test_samples_of_one_prompt_are_one_conversation():
-    """None of three answers to the first prompt is as long as the title, but together they are."""
+    """None of three answers to the first prompt is as long as the title, but together
+    they are."""
     turns = [
         rooted("one", [1, 2], sampled=8),
         rooted("title", [7, 8], sampled=10, fork="new_conversation"),

@@ -1,4 +1,5 @@
-"""The gateway as an agent sees it, over HTTP, on a fake engine: turns, streams, errors, delivery."""
+"""The gateway as an agent sees it, over HTTP, on a fake engine: turns, streams, errors,
+delivery."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import FailedRollout, RolloutSummary, Session
 
 
-async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(gateway: Running, renderer: Renderer):
+async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(
+    gateway: Running, renderer: Renderer
+):
     [session] = await gateway.open()
     client = gateway.client(session)
     messages: list = [ASK]
@@ -36,7 +39,9 @@ async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(gateway: 
         path += turn.sampled_ids_T.tolist()
         assert turn.parent_id == parent
         assert turn.fork_reason == ""
-        assert turn.logprobs_T == pytest.approx([fake_logprob(t) for t in turn.sampled_ids_T], abs=1e-6)
+        assert turn.logprobs_T == pytest.approx(
+            [fake_logprob(t) for t in turn.sampled_ids_T], abs=1e-6
+        )
         parent = turn.id
     tail = renderer._tokenizer.encode(
         f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
@@ -49,20 +54,28 @@ async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(gateway: 
     assert summary.later_cached_tokens / summary.later_prompt_tokens > 0.5
     rollout = gateway.store.rollout(session.id)
     assert rollout.summary == summary
-    assert [turn.id for turn in rollout.trajectories[0].turns] == [turn.id for turn in turns]
+    assert [turn.id for turn in rollout.trajectories[0].turns] == [
+        turn.id for turn in turns
+    ]
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_truncated_turn_is_continued_with_an_end_token_as_context(gateway: Running, stream: bool):
+async def test_truncated_turn_is_continued_with_an_end_token_as_context(
+    gateway: Running, stream: bool
+):
     [session] = await gateway.open()
     client = gateway.client(session)
-    first = await client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=3)
+    first = await client.chat.completions.create(
+        model="tiny", messages=[ASK], max_tokens=3
+    )
     assert first.choices[0].finish_reason == "length"
     assert first.usage is not None
     assert first.usage.completion_tokens == 3
     reply = {"role": "assistant", "content": first.choices[0].message.content}
-    second = await client.chat.completions.create(model="tiny", messages=[ASK, reply, MORE], stream=stream)
+    second = await client.chat.completions.create(
+        model="tiny", messages=[ASK, reply, MORE], stream=stream
+    )
     if stream:
         assert [event async for event in second]
     turns = gateway.turns(session)
@@ -73,19 +86,26 @@ async def test_truncated_turn_is_continued_with_an_end_token_as_context(gateway:
     assert summary.truncated
 
 
-async def test_streams_carry_tokens_as_they_are_sampled(gateway: Running, renderer: Renderer):
+async def test_streams_carry_tokens_as_they_are_sampled(
+    gateway: Running, renderer: Renderer
+):
     """None is sampled before what those before it say has been seen."""
     said, text = "Hello 漢字🙂 world, hello 漢字🙂 and all of you ", ""
     ids = renderer._tokenizer.encode(said)
     assert len(ids) > 48, "what has been seen is joined by 16 chunks"
     gateway.engine.script = lambda _: [*ids, 2]
     whole = [
-        renderer._tokenizer.decode(ids[:count], special=True).rstrip("\ufffd") for count in range(len(ids))
+        renderer._tokenizer.decode(ids[:count], special=True).rstrip("\ufffd")
+        for count in range(len(ids))
     ]
     gateway.engine.holds = lambda count: text != [*whole, said][count - 1]
     [session] = await gateway.open()
     stream = await gateway.client(session).chat.completions.create(
-        model="tiny", messages=[ASK], stream=True, stream_options={"include_usage": True}, logprobs=True
+        model="tiny",
+        messages=[ASK],
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
     )
     events = []
     async with asyncio.timeout(60):
@@ -115,15 +135,21 @@ async def test_whole_reply_equals_the_streamed_reply(gateway: Running):
     gateway.engine.script = lambda _: fixed
     [session] = await gateway.open(purpose="serve")
     client = gateway.client(session)
-    whole = await client.chat.completions.create(model="tiny", messages=[ASK], logprobs=True)
-    stream = await client.chat.completions.create(model="tiny", messages=[ASK], stream=True)
+    whole = await client.chat.completions.create(
+        model="tiny", messages=[ASK], logprobs=True
+    )
+    stream = await client.chat.completions.create(
+        model="tiny", messages=[ASK], stream=True
+    )
     text = "".join([e.choices[0].delta.content or "" async for e in stream])
     assert text == whole.choices[0].message.content
     assert whole.choices[0].logprobs is not None
     assert len(whole.choices[0].logprobs.content or []) == len(fixed)
 
 
-async def test_stop_strings_end_the_text_and_keep_the_ids(gateway: Running, renderer: Renderer):
+async def test_stop_strings_end_the_text_and_keep_the_ids(
+    gateway: Running, renderer: Renderer
+):
     ids = renderer._tokenizer.encode("abc STOP")
     gateway.engine.script = lambda _: ids
     [session] = await gateway.open()
@@ -140,7 +166,10 @@ async def test_parallel_samples_of_one_prompt_are_siblings(gateway: Running):
     [session] = await gateway.open()
     client = gateway.client(session)
     answers = await asyncio.gather(
-        *(client.chat.completions.create(model="tiny", messages=[ASK]) for _ in range(6))
+        *(
+            client.chat.completions.create(model="tiny", messages=[ASK])
+            for _ in range(6)
+        )
     )
     assert len({answer.choices[0].message.content for answer in answers}) == 6
     chosen = answers[3].choices[0].message
@@ -159,23 +188,39 @@ async def test_edited_history_and_side_requests_fork_with_a_reason(gateway: Runn
     await client.chat.completions.create(model="tiny", messages=[ASK])
     edited = [ASK, {"role": "assistant", "content": "156, I swear"}, MORE]
     await client.chat.completions.create(model="tiny", messages=edited)
-    await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "A title?"}])
+    await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "A title?"}]
+    )
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
-    assert [t["fork_reason"] for t in shown["turns"]] == ["", "history_edited", "new_conversation"]
+    assert [t["fork_reason"] for t in shown["turns"]] == [
+        "",
+        "history_edited",
+        "new_conversation",
+    ]
     assert [t["parent_id"] for t in shown["turns"]] == [None] * 3
     metrics = (await gateway.env("/metrics")).json()
     assert metrics["forks"] == {"history_edited": 1, "new_conversation": 1}
     assert metrics["turns"]["stop"] == 3
     assert metrics["loop_lag_ms"].keys() == {"p50", "p99", "max"}
-    summary = await gateway.finish(session)  # waits until the last answer is known to have arrived
+    summary = await gateway.finish(
+        session
+    )  # waits until the last answer is known to have arrived
     assert isinstance(summary, RolloutSummary)
     assert (summary.forks, summary.trained_tokens) == (2, summary.sampled_tokens)
 
 
-async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(gateway: Running):
+async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(
+    gateway: Running,
+):
     [session] = await gateway.open(sampling={"temperature": 0.7, "max_new_tokens": 20})
     client = gateway.client(session)
-    asked = {"temperature": 0.1, "top_p": 0.5, "seed": 4, "max_tokens": 50, "frequency_penalty": 1.0}
+    asked = {
+        "temperature": 0.1,
+        "top_p": 0.5,
+        "seed": 4,
+        "max_tokens": 50,
+        "frequency_penalty": 1.0,
+    }
     create = client.chat.completions.with_raw_response.create
     first = await create(model="tiny", messages=[ASK], extra_body={"top_k": 5}, **asked)
     names = "temperature,top_p,top_k,frequency_penalty,sampling_seed,max_new_tokens"
@@ -184,8 +229,15 @@ async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(ga
     assert "x-invrl-overridden" not in second.headers
     for request in gateway.engine.requests:
         params = request["sampling_params"]
-        assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (0.7, 1.0, 20)
-        assert (params["top_k"], params["frequency_penalty"]) == (-1, 0.0)  # as the model is, said so
+        assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (
+            0.7,
+            1.0,
+            20,
+        )
+        assert (params["top_k"], params["frequency_penalty"]) == (
+            -1,
+            0.0,
+        )  # as the model is, said so
         assert "sampling_seed" not in params
     assert gateway.turns(session)[0].temperature == pytest.approx(0.7)
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
@@ -201,7 +253,8 @@ async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(ga
 async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
     gateway: Running, monkeypatch: pytest.MonkeyPatch
 ):
-    """Cancelling takes a while: the engine is told, and what was sampled is recorded."""
+    """Cancelling takes a while: the engine is told, and what was sampled is
+    recorded."""
     stream = SglangClient.stream
 
     async def slow_to_end(self: SglangClient, request):
@@ -215,7 +268,9 @@ async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
     gateway.engine.token_delay_s = 0.05
     [session] = await gateway.open()
     client = gateway.client(session)
-    first = await client.chat.completions.create(model="tiny", messages=[ASK], stream=True)
+    first = await client.chat.completions.create(
+        model="tiny", messages=[ASK], stream=True
+    )
     await anext(aiter(first))
     await first.close()
     await eventually(lambda: bool(gateway.engine.cancelled))
@@ -225,10 +280,15 @@ async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
     )
     assert [event async for event in again]
     await eventually(lambda: len(gateway.turns(session)) == 2)
-    assert sorted(turn.finish_reason for turn in gateway.turns(session)) == ["abort", "stop"]
+    assert sorted(turn.finish_reason for turn in gateway.turns(session)) == [
+        "abort",
+        "stop",
+    ]
 
 
-async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undelivered(gateway: Running):
+async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undelivered(
+    gateway: Running,
+):
     gateway.engine.holds = lambda count: count > 20
     gateway.engine.script = lambda _: list(range(10, 60))
     for stream in (True, False):
@@ -245,7 +305,9 @@ async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undeliver
         cancelled = len(gateway.engine.cancelled)
         call.cancel()
         await client.close()
-        await eventually(lambda before=cancelled: len(gateway.engine.cancelled) > before)
+        await eventually(
+            lambda before=cancelled: len(gateway.engine.cancelled) > before
+        )
         if stream:
             await eventually(lambda here=session: len(gateway.turns(here)) == 1)
             [turn] = gateway.turns(session)
@@ -256,14 +318,18 @@ async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undeliver
         assert outcome.reason == "empty"
 
 
-async def test_a_retry_gets_the_recorded_turn_or_joins_the_one_in_flight(gateway: Running):
+async def test_a_retry_gets_the_recorded_turn_or_joins_the_one_in_flight(
+    gateway: Running,
+):
     gateway.engine.token_delay_s = 0.02
     [session] = await gateway.open()
     body = {"model": "tiny", "messages": [ASK]}
     retry = {"x-stainless-retry-count": "1"}
 
     async def post(headers: dict[str, str]) -> httpx.Response:
-        return await gateway.http.post(session.base_url + "/chat/completions", json=body, headers=headers)
+        return await gateway.http.post(
+            session.base_url + "/chat/completions", json=body, headers=headers
+        )
 
     first = asyncio.create_task(post({"x-stainless-retry-count": "0"}))
     await eventually(lambda: bool(gateway.engine.running))
@@ -277,8 +343,11 @@ async def test_a_retry_gets_the_recorded_turn_or_joins_the_one_in_flight(gateway
     assert len(gateway.turns(session)) == 3
 
 
-async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway: Running):
-    """Long enough for its first pieces to have been joined; once while it runs, once when it is over."""
+async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(
+    gateway: Running,
+):
+    """Long enough for its first pieces to have been joined; once while it runs, once
+    when it is over."""
     gateway.engine.token_delay_s = 0.005
     gateway.engine.script = reply_by_prompt(tokens=50)
     [session] = await gateway.open()
@@ -293,7 +362,10 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway:
         )
         choices = [event.choices[0] async for event in stream]
         shown = [
-            place.logprob for choice in choices if choice.logprobs for place in choice.logprobs.content or ()
+            place.logprob
+            for choice in choices
+            if choice.logprobs
+            for place in choice.logprobs.content or ()
         ]
         return "".join(choice.delta.content or "" for choice in choices), shown
 
@@ -307,17 +379,24 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(gateway:
     )
     assert len(turn.sampled_ids_T) == 50
     for text, logprobs in (await first, again, await ask("1")):
-        assert (text, logprobs) == (again[0], pytest.approx(turn.logprobs_T.tolist(), abs=1e-6))
+        assert (text, logprobs) == (
+            again[0],
+            pytest.approx(turn.logprobs_T.tolist(), abs=1e-6),
+        )
 
 
 async def test_retry_of_the_openai_client_recovers_from_a_lost_engine(gateway: Running):
     [session] = await gateway.open()
     gateway.engine.drop_connections = 1
-    answer = await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
+    answer = await gateway.client(session).chat.completions.create(
+        model="tiny", messages=[ASK]
+    )
     assert answer.choices[0].message.content is not None
     gateway.engine.drop_connections = 2
     with pytest.raises(openai.InternalServerError) as caught:
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[MORE])
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[MORE]
+        )
     assert caught.value.status_code == 503
     gateway.engine.drop_connections = 2
     healed = await gateway.client(session, max_retries=2).chat.completions.create(
@@ -328,7 +407,9 @@ async def test_retry_of_the_openai_client_recovers_from_a_lost_engine(gateway: R
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_generation_aborted_by_the_engine_is_an_error_and_not_trained(gateway: Running, stream: bool):
+async def test_generation_aborted_by_the_engine_is_an_error_and_not_trained(
+    gateway: Running, stream: bool
+):
     [session] = await gateway.open()
     gateway.engine.abort_next = True
     create = gateway.client(session).chat.completions.create
@@ -348,7 +429,9 @@ async def test_generation_aborted_by_the_engine_is_an_error_and_not_trained(gate
 async def test_turn_that_spans_an_update_records_both_versions(gateway: Running):
     gateway.engine.holds = lambda count: count > 6 and gateway.engine.version == 0
     [session] = await gateway.open()
-    call = asyncio.create_task(gateway.client(session).chat.completions.create(model="tiny", messages=[ASK]))
+    call = asyncio.create_task(
+        gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
+    )
     await eventually(lambda: bool(gateway.engine.running))
     gateway.engine.version = 1
     await call
@@ -357,17 +440,26 @@ async def test_turn_that_spans_an_update_records_both_versions(gateway: Running)
     assert turn.versions_T[-1] == 1
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    assert (summary.oldest_version, summary.newest_version) == (turn.versions_T.min(), 1)
+    assert (summary.oldest_version, summary.newest_version) == (
+        turn.versions_T.min(),
+        1,
+    )
 
 
-async def test_stream_that_breaks_off_after_an_update_records_both_versions(gateway: Running):
-    """The first event after the update may hold tokens that were on their way: they count as the older
-    version's. Those before it are never given the new version."""
-    gateway.engine.holds = lambda count: count > (6 if gateway.engine.version == 0 else 9)
+async def test_stream_that_breaks_off_after_an_update_records_both_versions(
+    gateway: Running,
+):
+    """The first event after the update may hold tokens that were on their way: they
+    count as the older version's. Those before it are never given the new version."""
+    gateway.engine.holds = lambda count: (
+        count > (6 if gateway.engine.version == 0 else 9)
+    )
     [session] = await gateway.open()
     create = gateway.client(session).chat.completions.create
     seen = 0
-    async with await create(model="tiny", messages=[ASK], stream=True, logprobs=True) as answer:
+    async with await create(
+        model="tiny", messages=[ASK], stream=True, logprobs=True
+    ) as answer:
         async for chunk in answer:
             shown = chunk.choices[0].logprobs
             seen += len(shown.content or ()) if shown else 0
@@ -407,7 +499,9 @@ BAD_BODIES = {
 async def test_bad_chat_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     for name, body in BAD_BODIES.items():
-        answer = await gateway.http.post(session.base_url + "/chat/completions", content=body)
+        answer = await gateway.http.post(
+            session.base_url + "/chat/completions", content=body
+        )
         assert answer.status_code == 400, (name, answer.text)
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
@@ -415,12 +509,16 @@ async def test_bad_chat_body_is_a_400_in_openais_shape(gateway: Running):
     assert gateway.engine.requests == []
 
 
-async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gateway: Running):
+async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(
+    gateway: Running,
+):
     [session] = await gateway.open(purpose="serve")
     client = gateway.client(session)
     with pytest.raises(openai.BadRequestError, match="tools"):
         await client.chat.completions.create(
-            model="tiny", messages=[ASK], tools=[{"type": "function", "function": {"name": "f"}}]
+            model="tiny",
+            messages=[ASK],
+            tools=[{"type": "function", "function": {"name": "f"}}],
         )
     with pytest.raises(openai.BadRequestError) as long:
         await client.chat.completions.create(
@@ -437,7 +535,10 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gatewa
     for name in ("gpt-9", "tiny/b"):
         with pytest.raises(openai.NotFoundError, match=name) as unknown:
             await client.models.retrieve(name)
-        assert (unknown.value.code, unknown.value.type) == ("model_not_found", "invalid_request_error")
+        assert (unknown.value.code, unknown.value.type) == (
+            "model_not_found",
+            "invalid_request_error",
+        )
     guessed = gateway.client(session, base_url=f"{gateway.url}/v1", api_key="isk-guess")
     with pytest.raises(openai.AuthenticationError):
         await guessed.chat.completions.create(model="tiny", messages=[ASK])
@@ -449,27 +550,37 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(gatewa
     with pytest.raises(openai.AuthenticationError, match="differ"):
         await gateway.client(session, api_key=other.key).models.list()
     bearer = gateway.client(session, base_url=f"{gateway.url}/v1", api_key=session.key)
-    assert (await bearer.chat.completions.create(model="tiny", messages=[ASK])).model == "tiny"
+    assert (
+        await bearer.chat.completions.create(model="tiny", messages=[ASK])
+    ).model == "tiny"
     await gateway.finish(session)
     with pytest.raises(openai.AuthenticationError) as closed:
         await client.chat.completions.create(model="tiny", messages=[ASK])
     assert closed.value.code == "session_closed"
 
 
-async def test_admission_happens_only_when_a_session_opens(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_admission_happens_only_when_a_session_opens(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
     async with running(tmp_path, model, renderer, max_open_sessions=2) as gateway:
         session, _ = await gateway.open(2)
         members = [{"index": 0, "attempt": 0}]
-        refused = await gateway.env("/sessions", {"task_id": "t", "group_id": "g", "members": members})
+        refused = await gateway.env(
+            "/sessions", {"task_id": "t", "group_id": "g", "members": members}
+        )
         assert refused.status_code == 429
         assert float(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "too_many_sessions"
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK]
+        )
         await gateway.finish(session)
         await gateway.open()
 
 
-async def test_expired_sessions_are_aborted_as_timeouts(tmp_path: Path, model: Path, renderer: Renderer):
+async def test_expired_sessions_are_aborted_as_timeouts(
+    tmp_path: Path, model: Path, renderer: Renderer
+):
     async with running(tmp_path, model, renderer, session_ttl_s=0.3) as gateway:
         [session] = await gateway.open()
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 1)
@@ -485,12 +596,16 @@ async def test_last_reward_wins_and_finishing_twice_changes_nothing(gateway: Run
     path = f"/sessions/{session.id}"
     for reward in (0.1, 0.7):
         body = {"reward": reward, "components": {"format": 1}}
-        assert (await gateway.env(path + "/reward", body, key=session.key)).status_code == 200
+        assert (
+            await gateway.env(path + "/reward", body, key=session.key)
+        ).status_code == 200
     finished = await gateway.env(path + "/finish", {})
     assert (finished.json()["reward"], finished.json()["outcome"]) == (0.7, "finished")
     again = await gateway.env(path + "/finish", {"reward": 5.0})
     assert again.json() == finished.json()
-    assert (await gateway.env(path + "/abort", {"reason": "exception"})).json() == finished.json()
+    assert (
+        await gateway.env(path + "/abort", {"reason": "exception"})
+    ).json() == finished.json()
     assert (await gateway.env(path + "/reward", {"reward": 1})).status_code == 409
     assert len(gateway.store.outbox_after(0)) == 1
 
@@ -508,25 +623,45 @@ async def test_bad_session_requests_are_refused(gateway: Running):
         "[",
         "null",
     ):
-        answer = await gateway.http.post(gateway.url + path + "/reward", content=raw, headers=headers)
+        answer = await gateway.http.post(
+            gateway.url + path + "/reward", content=raw, headers=headers
+        )
         assert answer.status_code == 400, raw
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
     members = [{"index": 0, "attempt": 0}]
     for body in (
         {"task_id": "t", "group_id": "g", "members": []},
         {"task_id": "t", "group_id": "g", "members": members, "extra": 1},
-        {"task_id": "t", "group_id": "g", "members": members, "sampling": {"temperature": 0}},
-        {"task_id": "t", "group_id": "g", "members": members, "sampling": {"top_p": 0.9}},
+        {
+            "task_id": "t",
+            "group_id": "g",
+            "members": members,
+            "sampling": {"temperature": 0},
+        },
+        {
+            "task_id": "t",
+            "group_id": "g",
+            "members": members,
+            "sampling": {"top_p": 0.9},
+        },
     ):
         assert (await gateway.env("/sessions", body)).status_code == 400
     good = {"task_id": "t", "group_id": "g", "members": members}
     assert (await gateway.env("/sessions", good, key=session.key)).status_code == 401
     [other] = await gateway.open()
     for key in (other.key, "x", "isk-x"):
-        assert (await gateway.env(path + "/finish", {"reward": 1}, key=key)).status_code == 401
+        assert (
+            await gateway.env(path + "/finish", {"reward": 1}, key=key)
+        ).status_code == 401
     assert (await gateway.env("/sessions/nobody")).status_code == 404
     assert (await gateway.env("/metrics", key=session.key)).status_code == 401
-    for admin in ("/abort_request", "/pause_generation", "/workers", "/generate", "/docs"):
+    for admin in (
+        "/abort_request",
+        "/pause_generation",
+        "/workers",
+        "/generate",
+        "/docs",
+    ):
         assert (await gateway.env(admin, {})).status_code in (404, 405)
     assert gateway.store.closed_session(session.id) is None
 
@@ -535,9 +670,13 @@ async def test_finishing_a_session_ends_its_running_generation(gateway: Running)
     gateway.engine.holds = lambda count: count > 1
     [session] = await gateway.open()
     client = gateway.client(session)
-    first = await client.chat.completions.create(model="tiny", messages=[ASK], max_tokens=1)
+    first = await client.chat.completions.create(
+        model="tiny", messages=[ASK], max_tokens=1
+    )
     assert first.choices
-    late = asyncio.create_task(client.chat.completions.create(model="tiny", messages=[MORE]))
+    late = asyncio.create_task(
+        client.chat.completions.create(model="tiny", messages=[MORE])
+    )
     await eventually(lambda: bool(gateway.engine.running))
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
@@ -558,7 +697,9 @@ async def test_oversized_body_is_refused_before_it_is_complete(
                 yield b" " * 5000
 
         with contextlib.suppress(httpx.TransportError):
-            answer = await gateway.http.post(session.base_url + "/chat/completions", content=endless())
+            answer = await gateway.http.post(
+                session.base_url + "/chat/completions", content=endless()
+            )
             assert answer.status_code == 413
 
 
@@ -569,14 +710,23 @@ async def test_turns_of_concurrent_sessions_never_mix(gateway: Running):
         client = gateway.client(session)
         messages: list = [{"role": "user", "content": f"canary {number}"}]
         for _ in range(3):
-            answer = await client.chat.completions.create(model="tiny", messages=messages)
-            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, MORE]
+            answer = await client.chat.completions.create(
+                model="tiny", messages=messages
+            )
+            messages += [
+                {"role": "assistant", "content": answer.choices[0].message.content},
+                MORE,
+            ]
 
-    await asyncio.gather(*(agent(number, session) for number, session in enumerate(sessions)))
+    await asyncio.gather(
+        *(agent(number, session) for number, session in enumerate(sessions))
+    )
     sent = {request["rid"]: request["input_ids"] for request in gateway.engine.requests}
     for session in sessions:
         turns = gateway.turns(session)
-        path = np.concatenate([a for t in turns for a in (t.context_ids_T, t.sampled_ids_T)])
+        path = np.concatenate(
+            [a for t in turns for a in (t.context_ids_T, t.sampled_ids_T)]
+        )
         whole = sent[turns[-1].id]
         assert path[: len(whole)].tolist() == whole
         assert [t.fork_reason for t in turns] == ["", "", ""]

@@ -1,4 +1,5 @@
-"""Several workers of one gateway: any connection serves any session, and no answer comes from another one."""
+"""Several workers of one gateway: any connection serves any session, and no answer
+comes from another one."""
 
 from __future__ import annotations
 
@@ -32,19 +33,26 @@ from invrl.types import RolloutSummary
 class Workers:
     """`at[n]` is worker n as a client that reached it sees it; `stop(n)` ends one."""
 
-    def __init__(self, engine: FakeEngine, http: httpx.AsyncClient, folder: Path) -> None:
+    def __init__(
+        self, engine: FakeEngine, http: httpx.AsyncClient, folder: Path
+    ) -> None:
         self.engine, self.folder, self.at = (
             engine,
             folder,
             [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
         )
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self.listeners]
+        self.urls = [
+            f"http://127.0.0.1:{listener.getsockname()[1]}"
+            for listener in self.listeners
+        ]
         self._shared = memoryview(bytearray(16)).cast("Q")
         self._servers: list[uvicorn.Server | None] = [None, None]
         self._ends = contextlib.AsyncExitStack()
 
-    async def start(self, number: int, model: Path, renderer: Renderer, **changes: object) -> None:
+    async def start(
+        self, number: int, model: Path, renderer: Renderer, **changes: object
+    ) -> None:
         url = self.at[number].url = self.urls[number]
         values = {
             "gateway_port": int(url.rpartition(":")[2]),
@@ -59,12 +67,26 @@ class Workers:
         }
         settings = GatewaySettings.model_validate(values)
         store = RunStoreWriter(Path(settings.store_path))
-        client = SglangClient(settings.router_url, limits=EngineLimits(vocab_size=512, context_length=1024))
+        client = SglangClient(
+            settings.router_url,
+            limits=EngineLimits(vocab_size=512, context_length=1024),
+        )
         place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
-        parts = {"sampler": client, "renderer": renderer, "store": store, "on_shutdown": client.close}
+        parts = {
+            "sampler": client,
+            "renderer": renderer,
+            "store": store,
+            "on_shutdown": client.close,
+        }
         app = make_app(settings, **parts, place=place)
-        served = {"http": LimitedHttpProtocol, "timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(app, port=settings.gateway_port, log_level="critical", **served)
+        served = {
+            "http": LimitedHttpProtocol,
+            "timeout_graceful_shutdown": 1,
+            "timeout_keep_alive": 600,
+        }
+        config = uvicorn.Config(
+            app, port=settings.gateway_port, log_level="critical", **served
+        )
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
         self._ends.callback(store.close)
@@ -81,12 +103,19 @@ class Workers:
 
 
 @pytest.fixture
-async def workers(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Workers]:
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
+async def workers(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Workers]:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
         both = Workers(engine, http, tmp_path)
         try:
             for number in range(2):
-                await both.start(number, model, renderer, max_body_bytes=20_000, max_open_sessions=6)
+                await both.start(
+                    number, model, renderer, max_body_bytes=20_000, max_open_sessions=6
+                )
             yield both
         finally:
             await both.stop()
@@ -102,16 +131,26 @@ async def test_any_worker_serves_any_session(workers: Workers):
             url = f"{workers.urls[turn % 2]}/s/{session.key}/v1"
             client = workers.at[0].client(session, base_url=url)
             if turn < 2:
-                stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
-                text = "".join([event.choices[0].delta.content or "" async for event in stream])
+                stream = await client.chat.completions.create(
+                    model="tiny", messages=messages, stream=True
+                )
+                text = "".join(
+                    [event.choices[0].delta.content or "" async for event in stream]
+                )
             else:
-                answer = await client.chat.completions.create(model="tiny", messages=messages)
+                answer = await client.chat.completions.create(
+                    model="tiny", messages=messages
+                )
                 text = answer.choices[0].message.content or ""
             messages += [{"role": "assistant", "content": text}, MORE]
-        bearer = workers.at[0].client(session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key)
+        bearer = workers.at[0].client(
+            session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key
+        )
         assert [card.id for card in (await bearer.models.list()).data] == ["tiny"]
         made = await bearer.responses.create(model="tiny", input="Hi")
-        assert (await bearer.responses.retrieve(made.id)).output_text == made.output_text
+        assert (
+            await bearer.responses.retrieve(made.id)
+        ).output_text == made.output_text
         other = workers.at[1 - owner]
         assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)
@@ -122,24 +161,35 @@ async def test_any_worker_serves_any_session(workers: Workers):
 
 
 async def test_a_forwarded_stream_carries_tokens_as_they_are_sampled(workers: Workers):
-    """Of every six, which may be parts of one character, something has arrived before the next is sampled."""
+    """Of every six, which may be parts of one character, something has arrived before
+    the next is sampled."""
     arrived = 0
     workers.engine.holds = lambda count: count > 6 * (arrived + 1)
     [session] = await workers.at[1].open()
-    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    client = workers.at[0].client(
+        session, base_url=f"{workers.urls[0]}/s/{session.key}/v1"
+    )
     async with asyncio.timeout(60):
-        async for event in await client.chat.completions.create(model="tiny", messages=[ASK], stream=True):
+        async for event in await client.chat.completions.create(
+            model="tiny", messages=[ASK], stream=True
+        ):
             arrived += bool(event.choices[0].delta.content)
     assert arrived > 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_disconnect_reaches_the_worker_that_owns_the_session(workers: Workers, stream: bool):
+async def test_client_disconnect_reaches_the_worker_that_owns_the_session(
+    workers: Workers, stream: bool
+):
     workers.engine.holds = lambda count: count > 20
     workers.engine.script = lambda _: list(range(10, 60))
     [session] = await workers.at[1].open()
-    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
-    call = asyncio.create_task(client.chat.completions.create(model="tiny", messages=[ASK], stream=stream))
+    client = workers.at[0].client(
+        session, base_url=f"{workers.urls[0]}/s/{session.key}/v1"
+    )
+    call = asyncio.create_task(
+        client.chat.completions.create(model="tiny", messages=[ASK], stream=stream)
+    )
     await eventually(lambda: bool(workers.engine.running))
     if stream:
         await anext(aiter(await call))
@@ -153,7 +203,9 @@ async def test_client_disconnect_reaches_the_worker_that_owns_the_session(worker
 async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
     [session] = await workers.at[1].open(purpose="serve")
     [other] = await workers.at[0].open()
-    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    client = workers.at[0].client(
+        session, base_url=f"{workers.urls[0]}/s/{session.key}/v1"
+    )
     with pytest.raises(openai.NotFoundError) as missing:
         await client.chat.completions.create(model="other", messages=[ASK])
     assert missing.value.code == "model_not_found"
@@ -164,12 +216,18 @@ async def test_forwarded_refusal_keeps_its_shape(workers: Workers):
     assert large.value.status_code == 413
     assert large.value.code == "request_too_large"
     with pytest.raises(openai.AuthenticationError):
-        await client.with_options(api_key=other.key).chat.completions.create(model="tiny", messages=[ASK])
+        await client.with_options(api_key=other.key).chat.completions.create(
+            model="tiny", messages=[ASK]
+        )
     for guess in ("isk-ff" + session.key[6:], "isk-01guess", "isk-zz", "isk-"):
-        wrong = workers.at[0].client(session, base_url=workers.urls[0] + "/v1", api_key=guess)
+        wrong = workers.at[0].client(
+            session, base_url=workers.urls[0] + "/v1", api_key=guess
+        )
         with pytest.raises(openai.AuthenticationError):
             await wrong.chat.completions.create(model="tiny", messages=[ASK])
-    answer = await workers.at[0].env(f"/sessions/{session.id}/finish", {"reward": 1.0}, key=other.key)
+    answer = await workers.at[0].env(
+        f"/sessions/{session.id}/finish", {"reward": 1.0}, key=other.key
+    )
     assert answer.status_code == 401
 
 
@@ -179,12 +237,19 @@ async def test_repeated_opening_under_one_request_id_returns_the_same_sessions(
     opened = await workers.at[0].open(members=2, request_id="first")
     assert await workers.at[1].open(members=2, request_id="first") == opened
     answer = await workers.at[1].env(
-        "/sessions", {"task_id": "t", "group_id": "h", "members": [{"index": 0}], "request_id": "first"}
+        "/sessions",
+        {
+            "task_id": "t",
+            "group_id": "h",
+            "members": [{"index": 0}],
+            "request_id": "first",
+        },
     )
     assert answer.status_code == 409
     assert answer.json()["error"]["code"] == "request_id_reused"
     owners = {
-        (await workers.at[0].open(request_id=name))[0].id[:6] for name in ("one", "two", "three", "four")
+        (await workers.at[0].open(request_id=name))[0].id[:6]
+        for name in ("one", "two", "three", "four")
     }
     assert owners == {"ses-00", "ses-01"}
     again = await workers.at[0].open(members=2, request_id="first")
@@ -193,7 +258,11 @@ async def test_repeated_opening_under_one_request_id_returns_the_same_sessions(
 
 async def test_admission_counts_the_sessions_of_all_workers(workers: Workers):
     await workers.at[0].open(members=4)
-    body = {"task_id": "t", "group_id": "g", "members": [{"index": n} for n in range(3)]}
+    body = {
+        "task_id": "t",
+        "group_id": "g",
+        "members": [{"index": n} for n in range(3)],
+    }
     assert (await workers.at[1].env("/sessions", body)).status_code == 429
     [session, *_] = await workers.at[1].open(members=2)
     assert (await workers.at[0].env("/sessions", body)).status_code == 429
@@ -205,7 +274,9 @@ async def test_child_session_is_owned_by_the_worker_of_its_parent(workers: Worke
     [parent] = await workers.at[1].open()
     for asked, name in ((0, "one"), (1, "one"), (0, "")):
         body = {"request_id": name}
-        answer = await workers.at[asked].env(f"/sessions/{parent.id}/children", body, key=parent.key)
+        answer = await workers.at[asked].env(
+            f"/sessions/{parent.id}/children", body, key=parent.key
+        )
         assert answer.status_code == 201, answer.text
         [child] = answer.json()["sessions"]
         assert child["id"][:6] == "ses-01"
@@ -221,23 +292,37 @@ async def test_metric_fractions_are_over_the_tokens_of_all_workers(workers: Work
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
         for session in sessions:
-            await workers.at[owner].client(session).chat.completions.create(model="tiny", messages=[ASK])
+            await (
+                workers.at[owner]
+                .client(session)
+                .chat.completions.create(model="tiny", messages=[ASK])
+            )
         end = "finish" if owner else "abort"
         for session in sessions:
-            await workers.at[owner].env(f"/sessions/{session.id}/{end}", {"reward": 1.0} if owner else {})
-        sampled[owner] = sum(len(workers.at[owner].turns(s)[0].sampled_ids_T) for s in sessions)
+            await workers.at[owner].env(
+                f"/sessions/{session.id}/{end}", {"reward": 1.0} if owner else {}
+            )
+        sampled[owner] = sum(
+            len(workers.at[owner].turns(s)[0].sampled_ids_T) for s in sessions
+        )
     metrics = (await workers.at[0].env("/metrics")).json()
     assert metrics["tokens"]["sampled"] == sum(sampled.values())
     assert metrics["delivered_fraction"] == 1.0
     assert metrics["trained_fraction"] == sampled[1] / sum(sampled.values())
-    assert (await workers.at[0].env("/metrics?worker=own")).json()["trained_fraction"] == 0.0
+    assert (await workers.at[0].env("/metrics?worker=own")).json()[
+        "trained_fraction"
+    ] == 0.0
 
 
 async def test_metrics_sum_over_all_workers(workers: Workers):
     for owner, count in ((0, 1), (1, 3)):
         sessions = await workers.at[owner].open(members=count)
         for session in sessions:
-            await workers.at[owner].client(session).chat.completions.create(model="tiny", messages=[ASK])
+            await (
+                workers.at[owner]
+                .client(session)
+                .chat.completions.create(model="tiny", messages=[ASK])
+            )
     metrics = (await workers.at[0].env("/metrics")).json()
     assert (metrics["sessions"]["open"], metrics["turns"]["stop"]) == (4, 4)
     assert metrics["workers"].keys() == {"0", "1"}
@@ -250,17 +335,24 @@ def test_merged_worker_metrics_add_up_except_for_the_lag():
         {"run_id": "r", "loop_lag_ms": {"max": lag}, "turns": {"stop": 1, name: 2}}
         for lag, name in ((1.5, "length"), (0.5, "abort"))
     ]
-    expected = {"run_id": "r", "loop_lag_ms": {"max": 1.5}, "turns": {"stop": 2, "length": 2, "abort": 2}}
+    expected = {
+        "run_id": "r",
+        "loop_lag_ms": {"max": 1.5},
+        "turns": {"stop": 2, "length": 2, "abort": 2},
+    }
     assert merge_metrics(parts) == expected
 
 
 class DyingOwner:
-    """Listens where worker 1 would: hangs up on the first requests, then does what `last` says."""
+    """Listens where worker 1 would: hangs up on the first requests, then does what
+    `last` says."""
 
     def __init__(self, deaths: int, last: bytes) -> None:
         self.deaths, self.last, self.heard = deaths, last, list[bytes]()
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def __call__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         self.heard.append(await reader.readexactly(length))
@@ -271,8 +363,13 @@ class DyingOwner:
 
 
 @contextlib.asynccontextmanager
-async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer: Renderer):
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
+async def a_worker_beside(
+    owner: DyingOwner, folder: Path, model: Path, renderer: Renderer
+):
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
         both = Workers(engine, http, folder)
         listening = await asyncio.start_server(owner, sock=both.listeners[1])
         try:
@@ -286,7 +383,9 @@ async def a_worker_beside(owner: DyingOwner, folder: Path, model: Path, renderer
 async def test_request_unanswered_by_a_dead_worker_goes_to_its_successor(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
-    owner = DyingOwner(2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok")
+    owner = DyingOwner(
+        2, b"HTTP/1.1 207 Fine\r\ncontent-length: 2\r\nx-own: 1\r\ndate: then\r\n\r\nok"
+    )
     async with a_worker_beside(owner, tmp_path, model, renderer) as both:
         answer = await both.at[0].env("/sessions/ses-01abc/finish", {"reward": 1.0})
         assert answer.status_code == 207
@@ -310,7 +409,9 @@ async def test_dead_owning_worker_is_a_503_that_clients_retry(
     tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(forwarder, "_SUCCESSOR_S", 0.2)
-    async with a_worker_beside(DyingOwner(10**9, b""), tmp_path, model, renderer) as both:
+    async with a_worker_beside(
+        DyingOwner(10**9, b""), tmp_path, model, renderer
+    ) as both:
         key = signed_key("isk-01" + "A" * 32, ENV_KEY.encode())
         answer = await both.at[0].env(f"/s/{key}/v1/chat/completions", {})
         assert answer.status_code == 503

@@ -1,4 +1,5 @@
-"""The check of the GPU paths (`launch/gpu`): what it says of a stage that fails and of a card in use."""
+"""The check of the GPU paths (`launch/gpu`): what it says of a stage that fails and of
+a card in use."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ OUT_OF_MEMORY = (
 
 
 def settings_in(folder: Path) -> CheckSettings:
-    return CheckSettings(out=folder, work=folder, smoke=True, model="half", trained_model=None)
+    return CheckSettings(
+        out=folder, work=folder, smoke=True, model="half", trained_model=None
+    )
 
 
 def test_out_of_memory_names_the_requested_bytes_and_settings_that_need_less() -> None:
@@ -42,13 +45,21 @@ def test_out_of_memory_names_the_requested_bytes_and_settings_that_need_less() -
     [
         ("/tmp/kernel.cu(12): error: identifier is undefined", "nvcc"),
         ("ptxas fatal   : Unresolved extern function", "ptxas"),
-        ("/usr/bin/ld: cannot find -lcuda: No such file or directory", "the host's C compiler"),
-        ("main.c:2:10: fatal error: Python.h: No such file or directory", "the host's C compiler"),
+        (
+            "/usr/bin/ld: cannot find -lcuda: No such file or directory",
+            "the host's C compiler",
+        ),
+        (
+            "main.c:2:10: fatal error: Python.h: No such file or directory",
+            "the host's C compiler",
+        ),
         ("triton.compiler.errors.CompilationError: at 7:4:", "Triton"),
         ("torch._inductor.exc.InductorError: LoweringException", "torch's Inductor"),
     ],
 )
-def test_a_kernel_that_does_not_build_names_its_compiler(line: str, compiler: str) -> None:
+def test_a_kernel_that_does_not_build_names_its_compiler(
+    line: str, compiler: str
+) -> None:
     noise = [f"line {number}" for number in range(100)]
     failure = why_it_failed("\n".join([*noise[:50], line, *noise[50:]]), "")
     assert failure.reason == f"a kernel does not build: {compiler} failed"
@@ -56,11 +67,15 @@ def test_a_kernel_that_does_not_build_names_its_compiler(line: str, compiler: st
 
 
 def test_other_stage_failures_show_their_last_line() -> None:
-    failure = why_it_failed("one\nAssertionError: 3 tensors were not what was sent\n\n", "")
+    failure = why_it_failed(
+        "one\nAssertionError: 3 tensors were not what was sent\n\n", ""
+    )
     assert failure.reason == "AssertionError: 3 tensors were not what was sent"
 
 
-def pretend_nvidia_smi(monkeypatch: pytest.MonkeyPatch, processes: str, used_mb: str) -> None:
+def pretend_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, processes: str, used_mb: str
+) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         answer = processes if "compute-apps" in command[1] else used_mb
         return subprocess.CompletedProcess(command, 0, stdout=answer)
@@ -75,7 +90,9 @@ def test_used_gpu_names_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "70500 MB" in str(card.why_busy())
 
 
-def test_process_with_little_gpu_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_little_gpu_memory_is_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pretend_nvidia_smi(monkeypatch, "7, dcgm, [N/A]\n", "520\n")
     assert card.why_busy() is None
 
@@ -85,7 +102,9 @@ def test_no_stage_runs_on_a_used_gpu(
 ) -> None:
     monkeypatch.delenv("SMOKE", raising=False)
     monkeypatch.setattr(command, "why_busy", lambda: "the card is used by pid 412")
-    assert command.main(["machine", "--out", str(tmp_path), "--work", str(tmp_path)]) == 2
+    assert (
+        command.main(["machine", "--out", str(tmp_path), "--work", str(tmp_path)]) == 2
+    )
     assert "the card is used by pid 412" in capsys.readouterr().err
 
 
@@ -93,10 +112,22 @@ def test_stages_that_no_longer_fit_into_the_time_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SMOKE", "1")
-    arguments = ["flex", "loop", "--deadline", "5", "--out", str(tmp_path), "--work", str(tmp_path)]
+    arguments = [
+        "flex",
+        "loop",
+        "--deadline",
+        "5",
+        "--out",
+        str(tmp_path),
+        "--work",
+        str(tmp_path),
+    ]
     assert command.main(arguments) == 1
     stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
-    assert {name: stage["state"] for name, stage in stages.items()} == {"flex": "not run", "loop": "not run"}
+    assert {name: stage["state"] for name, stage in stages.items()} == {
+        "flex": "not run",
+        "loop": "not run",
+    }
     assert "of --deadline are left" in stages["loop"]["reason"]
 
 
@@ -116,7 +147,9 @@ def test_hung_stage_ends_at_its_deadline_and_keeps_its_results(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     stage = Stage(name="hangs", proves="", usual_s=1, deadline_s=1, smaller="")
-    outcome = run_stage(stage, settings_in(tmp_path), deadline_s=10.0, environment=os.environ)
+    outcome = run_stage(
+        stage, settings_in(tmp_path), deadline_s=10.0, environment=os.environ
+    )
     assert outcome.state == "failed"
     assert outcome.results == [{"seen": 1}]
     assert outcome.reason == "it did not end within 10 s; waiting for the engine"
@@ -125,10 +158,16 @@ def test_hung_stage_ends_at_its_deadline_and_keeps_its_results(
 def test_gpu_record_is_complete_after_every_stage(tmp_path: Path) -> None:
     record = Record(tmp_path / "gpu.json")
     for number, name in enumerate(["flex", "engine"], 1):
-        record.add(name, Outcome(state="passed", seconds=1.0, results=[{"figure": number}]))
+        record.add(
+            name, Outcome(state="passed", seconds=1.0, results=[{"figure": number}])
+        )
         written = json.loads((tmp_path / "gpu.json").read_text())
         assert len(written["stages"]) == number
-        assert written["stages"][name] == {"state": "passed", "seconds": 1.0, "results": [{"figure": number}]}
+        assert written["stages"][name] == {
+            "state": "passed",
+            "seconds": 1.0,
+            "results": [{"figure": number}],
+        }
         assert "torch" in written["versions"]
 
 

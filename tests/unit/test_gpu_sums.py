@@ -1,5 +1,6 @@
-"""The kernel that sums many tensors, in triton's interpreter, against the sums of the CPU; and the order of
-copies and checksums on a GPU, with tensors of the CPU that pass for a GPU's."""
+"""The kernel that sums many tensors, in triton's interpreter, against the sums of the
+CPU; and the order of copies and checksums on a GPU, with tensors of the CPU that pass
+for a GPU's."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from invrl.weights.multilinear import checksums_of_wholes
 
 
 def test_checksum_kernel_equals_the_cpu_checksum() -> None:
-    """In a process of its own, because triton decides when it is imported whether it interprets."""
+    """In a process of its own, because triton decides when it is imported whether it
+    interprets."""
     program = """
         import torch
         from invrl.weights import multilinear
@@ -56,10 +58,14 @@ def test_checksum_kernel_equals_the_cpu_checksum() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_gpu_tensors_are_all_copied_and_then_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_are_all_copied_and_then_hashed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
     monkeypatch.setattr(checksums, "_BATCH_BYTES", 100)
-    tensors = {f"{index}": torch.full((4, 2 + index), index + 0.5) for index in range(5)}
+    tensors = {
+        f"{index}": torch.full((4, 2 + index), index + 0.5) for index in range(5)
+    }
     tensors["scalar"] = torch.tensor(3.5, dtype=torch.bfloat16)
     places = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     hashed: list[list[str]] = []
@@ -77,7 +83,9 @@ def test_gpu_tensors_are_all_copied_and_then_hashed_once(monkeypatch: pytest.Mon
     assert [name for name in held if held[name] != copied[name]] == ["1"]
 
 
-def test_source_tensor_is_not_broadcast_over_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_tensor_is_not_broadcast_over_its_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checksums, "_on_gpu", lambda tensors: True)
     with pytest.raises(ValueError, match=r"x: a tensor .* does not fit"):
         copy_all({"x": torch.zeros(3)}, [("x", torch.zeros(1))], checksums_of_wholes)

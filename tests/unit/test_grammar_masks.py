@@ -1,4 +1,5 @@
-"""The tokens that a grammar keeps: from its text to rows of logits, and the softmax over them."""
+"""The tokens that a grammar keeps: from its text to rows of logits, and the softmax
+over them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from invrl.types import GrammarSpan, TrainSample
 END = 2
 VOCABULARY = 512
 DIGITS = json.dumps({"ebnf": 'root ::= [0-9] [0-9]? "!"'})
-SCHEMA = json.dumps({"json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 22]}}}'})
+SCHEMA = json.dumps(
+    {"json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 22]}}}'}
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +43,16 @@ def span(grammar: str, ids: list[int]) -> GrammarSpan:
 
 
 def tokens(kept: bytes) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(np.frombuffer(kept, np.uint8), bitorder="little")).tolist())
+    return set(
+        np.flatnonzero(
+            np.unpackbits(np.frombuffer(kept, np.uint8), bitorder="little")
+        ).tolist()
+    )
 
 
-def test_grammar_mask_keeps_the_tokens_allowed_at_each_position(model: Path, masks: GrammarMasks) -> None:
+def test_grammar_mask_keeps_the_tokens_allowed_at_each_position(
+    model: Path, masks: GrammarMasks
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [*tokenizer.encode("7!", add_special_tokens=False), END]
     first, second, last = masks.allowed(span(DIGITS, ids), np.array(ids, np.int32))
@@ -59,20 +68,34 @@ def test_token_outside_of_its_grammar_is_an_error(masks: GrammarMasks) -> None:
         masks.allowed(span(SCHEMA, [END]), np.array([END], np.int32))
 
 
-def test_row_has_masks_only_at_its_forced_tokens(model: Path, masks: GrammarMasks) -> None:
+def test_row_has_masks_only_at_its_forced_tokens(
+    model: Path, masks: GrammarMasks
+) -> None:
     """A forced turn, a free one, and a forced one whose answer never arrived."""
-    ids = [*AutoTokenizer.from_pretrained(model).encode("42!", add_special_tokens=False), END]
+    ids = [
+        *AutoTokenizer.from_pretrained(model).encode("42!", add_special_tokens=False),
+        END,
+    ]
     forced = replace(turn("a", None, [10, 11], ids), constrained=True, grammar=DIGITS)
     free = turn("b", "a", [12], [60, 61])
-    lost = replace(turn("c", "b", [13], ids, delivered=False), constrained=True, grammar=DIGITS)
+    lost = replace(
+        turn("c", "b", [13], ids, delivered=False), constrained=True, grammar=DIGITS
+    )
     later = turn("d", "c", [14], [62])
     [sample] = training_rows(rollout([forced, free, lost, later]))
     assert sample.grammars == (GrammarSpan(start=2, end=2 + len(ids), grammar=DIGITS),)
     [row] = masks.rows([sample])
     assert sample.tokens_T[row.wanted_N].tolist() == [*ids, 60, 61, 62]
-    assert [kept is None for kept in row.allowed_N] == [*[False] * len(ids), True, True, True]
+    assert [kept is None for kept in row.allowed_N] == [
+        *[False] * len(ids),
+        True,
+        True,
+        True,
+    ]
     assert all(
-        token in tokens(kept) for token, kept in zip(ids, row.allowed_N, strict=False) if kept is not None
+        token in tokens(kept)
+        for token, kept in zip(ids, row.allowed_N, strict=False)
+        if kept is not None
     )
     skipped = replace(forced, grammar="")
     [unmasked] = training_rows(rollout([skipped, free]))
@@ -82,7 +105,12 @@ def test_row_has_masks_only_at_its_forced_tokens(model: Path, masks: GrammarMask
 
 def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
     wanted_N = np.arange(1, len(ids))
-    return Row(tokens_T=np.array(ids, np.int32), wanted_N=wanted_N, temperature=1.0, allowed_N=kept)
+    return Row(
+        tokens_T=np.array(ids, np.int32),
+        wanted_N=wanted_N,
+        temperature=1.0,
+        allowed_N=kept,
+    )
 
 
 def test_logits_are_shared_only_between_equal_masks() -> None:
@@ -98,16 +126,24 @@ def test_logits_are_shared_only_between_equal_masks() -> None:
     [packed] = pack(data, max_tokens=100, share_prefixes=True)
     assert len(packed.tokens_P) == 2
     kept_of = dict(
-        zip(packed.restricted_M.tolist(), [bytes(bits) for bits in packed.allowed_MW], strict=True)
+        zip(
+            packed.restricted_M.tolist(),
+            [bytes(bits) for bits in packed.allowed_MW],
+            strict=True,
+        )
     )
     at = 0
     for index, wanted_N in packed.rows:
         for nth in range(len(wanted_N)):
             projection = int(packed.projection_N[at])
-            assert kept_of.get(projection) == (data[index].allowed_N or (None, None))[nth]
+            assert (
+                kept_of.get(projection) == (data[index].allowed_N or (None, None))[nth]
+            )
             assert packed.project_U[projection] == nth
             at += 1
-    assert len(packed.project_U) == 3 + 2  # of the first token: free, one, other; of the second: free, one
+    assert (
+        len(packed.project_U) == 3 + 2
+    )  # of the first token: free, one, other; of the second: free, one
 
 
 def test_sample_without_grammars_loads_no_tokenizer() -> None:

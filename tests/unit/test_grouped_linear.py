@@ -25,12 +25,17 @@ ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 def separate(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(OUTPUTS, INPUTS, generator=generator).to(dtype) for _ in range(groups)]
+    return [
+        torch.randn(OUTPUTS, INPUTS, generator=generator).to(dtype)
+        for _ in range(groups)
+    ]
 
 
 def side_by_side(groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """In one tensor, with other values between them."""
-    memory = torch.randn(groups, 3, OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    memory = torch.randn(
+        groups, 3, OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
     return [memory[group, 1] for group in range(groups)]
 
 
@@ -52,7 +57,12 @@ def test_grouped_products_and_gradients_equal_those_of_each_group(
     weights = [weight.requires_grad_() for weight in layout(len(sizes), dtype)]
     generator = torch.Generator().manual_seed(2)
     # Neither is contiguous.
-    rows_PI = torch.randn(INPUTS, sum(sizes), generator=generator).to(dtype).t().requires_grad_()
+    rows_PI = (
+        torch.randn(INPUTS, sum(sizes), generator=generator)
+        .to(dtype)
+        .t()
+        .requires_grad_()
+    )
     gradient_PO = torch.randn(OUTPUTS, sum(sizes), generator=generator).to(dtype).t()
 
     outputs_PO = grouped_linear(rows_PI, sizes, weights)
@@ -71,19 +81,27 @@ def test_grouped_products_and_gradients_equal_those_of_each_group(
         check(weight_gradient, gradient.t(), rows)
 
 
-def test_gradient_left_unwritten_by_the_kernel_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_left_unwritten_by_the_kernel_is_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on GPUs of compute capability 10.0: of a group without rows."""
     sizes = SIZES["some empty"]
-    weights = [weight.requires_grad_() for weight in separate(len(sizes), torch.float32)]
+    weights = [
+        weight.requires_grad_() for weight in separate(len(sizes), torch.float32)
+    ]
     product = grouped_linear_module.grouped_mm
 
-    def leaving_empty_groups_unwritten(*args: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    def leaving_empty_groups_unwritten(
+        *args: torch.Tensor, offs: torch.Tensor
+    ) -> torch.Tensor:
         result = product(*args, offs=offs)
         if result.dim() == 3:
             result[torch.tensor(sizes) == 0] = torch.nan
         return result
 
-    monkeypatch.setattr(grouped_linear_module, "grouped_mm", leaving_empty_groups_unwritten)
+    monkeypatch.setattr(
+        grouped_linear_module, "grouped_mm", leaving_empty_groups_unwritten
+    )
     grouped_linear(torch.ones(sum(sizes), INPUTS), sizes, weights).sum().backward()
     for size, weight in zip(sizes, weights, strict=True):
         assert weight.grad is not None
@@ -102,11 +120,18 @@ def test_weights_at_equal_distances_are_not_copied() -> None:
     [
         pytest.param(separate(4, torch.bfloat16), id="in separate tensors"),
         pytest.param(side_by_side(4, torch.bfloat16)[::-1], id="in descending order"),
-        pytest.param([side_by_side(4, torch.bfloat16)[group] for group in (0, 1, 3)], id="with a gap"),
-        pytest.param([side_by_side(2, torch.bfloat16)[0]] * 2, id="twice the same"),
-        pytest.param(list(torch.randn(50, 64).as_strided((3, 48, 64), (64, 64, 1))), id="overlapping"),
         pytest.param(
-            list(torch.randn(3 * 3073).as_strided((3, 48, 64), (3073, 64, 1))), id="not aligned to 16 bytes"
+            [side_by_side(4, torch.bfloat16)[group] for group in (0, 1, 3)],
+            id="with a gap",
+        ),
+        pytest.param([side_by_side(2, torch.bfloat16)[0]] * 2, id="twice the same"),
+        pytest.param(
+            list(torch.randn(50, 64).as_strided((3, 48, 64), (64, 64, 1))),
+            id="overlapping",
+        ),
+        pytest.param(
+            list(torch.randn(3 * 3073).as_strided((3, 48, 64), (3073, 64, 1))),
+            id="not aligned to 16 bytes",
         ),
     ],
 )

@@ -18,7 +18,9 @@ from invrl.weights.tensor_spec import checksum, copy_hashed
     ],
     ids=["bfloat16", "transposed", "empty", "scalar"],
 )
-def test_hashed_copy_returns_the_checksum_of_the_copied_bytes(source: torch.Tensor) -> None:
+def test_hashed_copy_returns_the_checksum_of_the_copied_bytes(
+    source: torch.Tensor,
+) -> None:
     target = torch.full_like(source, 7, memory_format=torch.contiguous_format)
     assert copy_hashed(target, source) == checksum(source)
     assert torch.equal(target, source)

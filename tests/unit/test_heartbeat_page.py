@@ -41,7 +41,9 @@ def watched(page: HeartbeatPage) -> tuple[SilenceWatch, Clock]:
     return SilenceWatch(page, PLACES, timeout_s=TIMEOUT_S, clock=clock), clock
 
 
-def silent_after(watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: float = 1.0) -> list[int]:
+def silent_after(
+    watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: float = 1.0
+) -> list[int]:
     """What the last of several looks finds."""
     found: list[int] = []
     for _ in range(round(seconds / step_s)):
@@ -109,7 +111,9 @@ def test_time_in_which_the_watcher_slept_does_not_count(page: HeartbeatPage):
     assert watch.silent() == []
     clock.now += 3600.0
     assert watch.silent() == []
-    assert silent_after(watch, clock, TIMEOUT_S) == PLACES, "it was awake for long enough now"
+    assert silent_after(watch, clock, TIMEOUT_S) == PLACES, (
+        "it was awake for long enough now"
+    )
 
 
 def test_processes_with_the_same_file_share_the_heartbeat_page(page: HeartbeatPage):
@@ -145,6 +149,14 @@ def test_each_number_of_the_page_is_its_own(page: HeartbeatPage) -> None:
     assert [page.beats(place) for place in places] == [0, 0, 1]
     assert [page.hung(place) for place in places] == [0, 1, 0]
     assert [page.ended(place) for place in places] == [0, 0, 2]
-    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (2, 7, False)
+    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (
+        2,
+        7,
+        False,
+    )
     page.end_run()
-    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (2, 7, True)
+    assert (page.wrong_answers(), page.newest_version(), page.run_has_ended()) == (
+        2,
+        7,
+        True,
+    )

@@ -1,4 +1,5 @@
-"""Held-out tasks that are training tasks too are found, and files that only look alike are not."""
+"""Held-out tasks that are training tasks too are found, and files that only look alike
+are not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from invrl.rollout.held_out_overlap import shared_tasks
 from invrl.run.config import Config, Source, resolve
 from invrl.types import Json, Task
 
-ROWS: list[dict[str, Json]] = [{"question": f"{n} + 1?", "label": n + 1} for n in range(10)]
+ROWS: list[dict[str, Json]] = [
+    {"question": f"{n} + 1?", "label": n + 1} for n in range(10)
+]
 
 
 def tasks(rows: list[dict[str, Json]]) -> list[Task]:
@@ -34,7 +37,11 @@ def numbered(rows: list[dict[str, Json]], prefix: str = "") -> list[dict[str, Js
         (numbered(ROWS[:5]), numbered(ROWS[5:]), 0),
         (numbered(ROWS[:5], "train-"), numbered(ROWS[5:], "train-"), 0),
         (numbered(ROWS, "train-"), numbered(ROWS, "test-"), 10),
-        ([{**row, "split": "train"} for row in ROWS], [{**row, "split": "test"} for row in ROWS], 10),
+        (
+            [{**row, "split": "train"} for row in ROWS],
+            [{**row, "split": "test"} for row in ROWS],
+            10,
+        ),
         (
             [{"id": "france", "q": "capital?"}, {"id": "italy", "q": "which?"}],
             [{"id": "france", "q": "the capital?"}, {"id": "spain", "q": "and Spain?"}],
@@ -52,7 +59,11 @@ def test_tasks_are_the_same_by_content_or_by_a_name(
 
 
 def configuration(**rollout: Any) -> Config:
-    return resolve(Source(name="test", tables={"rollout": {"rollout_function_path": "a:b", **rollout}}))
+    return resolve(
+        Source(
+            name="test", tables={"rollout": {"rollout_function_path": "a:b", **rollout}}
+        )
+    )
 
 
 def written(file: Path, rows: list[dict[str, Json]]) -> str:
@@ -62,12 +73,19 @@ def written(file: Path, rows: list[dict[str, Json]]) -> str:
 
 def test_the_training_file_as_the_held_out_file_is_doubted(tmp_path: Path) -> None:
     file = written(tmp_path / "tasks.jsonl", ROWS)
-    other = written(tmp_path / "other.jsonl", [{"question": f"{n} - 1?", "label": n - 1} for n in range(3)])
+    other = written(
+        tmp_path / "other.jsonl",
+        [{"question": f"{n} - 1?", "label": n - 1} for n in range(3)],
+    )
     with pytest.raises(Doubt, match="10 of 10 held-out tasks are training tasks too"):
-        check_held_out_apart(configuration(task_file=file, eval_task_file=file, eval_tasks=10))
+        check_held_out_apart(
+            configuration(task_file=file, eval_task_file=file, eval_tasks=10)
+        )
     sets = f"new={other},seen={file}"
     with pytest.raises(Doubt, match="too: what") as caught:
-        check_held_out_apart(configuration(task_file=file, eval_sets=sets, eval_tasks=3))
+        check_held_out_apart(
+            configuration(task_file=file, eval_sets=sets, eval_tasks=3)
+        )
     assert caught.value.reason.startswith("3 of 3 held-out tasks of the set seen are")
     apart = configuration(task_file=file, eval_task_file=other, eval_tasks=3)
     assert check_held_out_apart(apart) == "others than those of training"
@@ -87,10 +105,17 @@ def apart(split, seed):
 """
 
 
-def test_a_source_that_ignores_the_split_is_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a few tasks of a source come in both splits, its author may have meant it."""
+def test_a_source_that_ignores_the_split_is_doubted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a few tasks of a source come in both splits, its author may have meant
+    it."""
     (tmp_path / "overlapping_source.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Doubt, match="64 of 100 held-out tasks"):
-        check_held_out_apart(configuration(task_source_path="overlapping_source:same", eval_tasks=100))
-    check_held_out_apart(configuration(task_source_path="overlapping_source:apart", eval_tasks=100))
+        check_held_out_apart(
+            configuration(task_source_path="overlapping_source:same", eval_tasks=100)
+        )
+    check_held_out_apart(
+        configuration(task_source_path="overlapping_source:apart", eval_tasks=100)
+    )

@@ -1,5 +1,6 @@
-"""The host gives a GPU all micro-batches of a mini-batch without waiting for one of them: nothing on their
-way reads a number. A tensor on torch's meta device has none, and raises where one is read."""
+"""The host gives a GPU all micro-batches of a mini-batch without waiting for one of
+them: nothing on their way reads a number. A tensor on torch's meta device has none, and
+raises where one is read."""
 
 from __future__ import annotations
 
@@ -41,16 +42,27 @@ def without_numbers(value: Any) -> Any:
 def inputs_without_numbers() -> LossInputs:
     inputs = example_inputs()
     rows = inputs.rows
-    members = {field.name: without_numbers(getattr(inputs, field.name)) for field in fields(inputs)}
+    members = {
+        field.name: without_numbers(getattr(inputs, field.name))
+        for field in fields(inputs)
+    }
     members["rows"] = replace(
-        rows, **{field.name: without_numbers(getattr(rows, field.name)) for field in fields(rows)}
+        rows,
+        **{
+            field.name: without_numbers(getattr(rows, field.name))
+            for field in fields(rows)
+        },
     )
     return replace(inputs, **members)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_computing_an_objective_does_not_wait_for_the_gpu(settings: dict[str, Any]) -> None:
-    outputs = objective_of(AlgorithmConfig.model_validate(settings))(inputs_without_numbers())
+def test_computing_an_objective_does_not_wait_for_the_gpu(
+    settings: dict[str, Any],
+) -> None:
+    outputs = objective_of(AlgorithmConfig.model_validate(settings))(
+        inputs_without_numbers()
+    )
     check_outputs("rl", outputs)
     outputs.loss.backward()
     assert "loss" in list(outputs.metrics)
@@ -66,7 +78,11 @@ def test_computing_the_value_loss_does_not_wait_for_the_gpu() -> None:
 
 def test_deferred_metrics_have_the_values_of_their_tensors() -> None:
     metrics = token_metrics(
-        {"mean": torch.tensor([1.0, 2.0]), "of_one": torch.tensor([5.0]), "of_none": torch.empty(0)},
+        {
+            "mean": torch.tensor([1.0, 2.0]),
+            "of_one": torch.tensor([5.0]),
+            "of_none": torch.empty(0),
+        },
         {"most": torch.tensor([0.5, 3.0]), "most_of_none": torch.empty(0)},
         {"sum": torch.tensor([1.0, -4.0])},
     )

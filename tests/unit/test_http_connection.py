@@ -1,4 +1,5 @@
-"""Keep-alive connections: whole and chunked answers, reuse, and every way in which a server lets go."""
+"""Keep-alive connections: whole and chunked answers, reuse, and every way in which a
+server lets go."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.fixture(
+    params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
 def run(request: pytest.FixtureRequest):
     def run(test: Callable[[], object]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
@@ -26,19 +29,23 @@ def run(request: pytest.FixtureRequest):
 
 
 class Server:
-    """Answers each request with the next of `answers`: bytes, events to wait for, None for the connection's
-    end."""
+    """Answers each request with the next of `answers`: bytes, events to wait for, None
+    for the connection's end."""
 
     def __init__(self, *answers: list[bytes | asyncio.Event | None]) -> None:
         self.answers, self.requests, self.connections = list(answers), [], 0
         self.left = asyncio.Event()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.connections += 1
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                length = int(
+                    head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                )
                 self.requests.append((head, await reader.readexactly(length)))
                 for part in self.answers.pop(0):
                     if isinstance(part, asyncio.Event):
@@ -55,7 +62,10 @@ class Server:
     @contextlib.asynccontextmanager
     async def running(self, idle_s: float = 60.0) -> AsyncIterator[HttpConnections]:
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        http = HttpConnections(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base/", idle_s=idle_s)
+        http = HttpConnections(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base/",
+            idle_s=idle_s,
+        )
         try:
             yield http
         finally:
@@ -71,7 +81,12 @@ async def ask(http: HttpConnections) -> tuple[int, bytes]:
 def test_idle_connection_is_reused(run):
     async def test():
         refusal = b"HTTP/1.1 503 No\r\ncontent-length: 2\r\n\r\nno"
-        server = Server([WHOLE], [WHOLE[:20], WHOLE[20:41], WHOLE[41:]], [refusal], [CHUNKED, b"0\r\n\r\n"])
+        server = Server(
+            [WHOLE],
+            [WHOLE[:20], WHOLE[20:41], WHOLE[41:]],
+            [refusal],
+            [CHUNKED, b"0\r\n\r\n"],
+        )
         async with server.running() as http:
             assert [await ask(http) for _ in range(4)] == [
                 (200, b"hello"),
@@ -108,7 +123,9 @@ def test_concurrent_calls_have_one_connection_each(run):
 def test_streamed_pieces_arrive_as_they_are_sent(run):
     async def test():
         gate = asyncio.Event()
-        async with Server([CHUNKED, b"3\r\none\r\n", gate, b"3\r\ntwo\r\n0\r\n\r\n"]).running() as http:
+        async with Server(
+            [CHUNKED, b"3\r\none\r\n", gate, b"3\r\ntwo\r\n0\r\n\r\n"]
+        ).running() as http:
             pieces = []
             async with http.request("GET", "/", {}, b"") as answer:
                 async for piece in answer.pieces():
@@ -121,7 +138,9 @@ def test_streamed_pieces_arrive_as_they_are_sent(run):
 
 def test_leaving_a_stream_early_closes_its_connection(run):
     async def test():
-        server = Server([CHUNKED, b"3\r\none\r\n", never := asyncio.Event(), b"x"], [WHOLE])
+        server = Server(
+            [CHUNKED, b"3\r\none\r\n", never := asyncio.Event(), b"x"], [WHOLE]
+        )
         async with server.running() as http:
             async with http.request("GET", "/", {}, b"") as answer:
                 async for _ in answer.pieces():

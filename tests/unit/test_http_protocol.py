@@ -1,5 +1,6 @@
-"""What an answer writes in one go leaves in one write; nothing is lost, or written to a closed connection. A
-client that sends no whole head, or does not read its answer, is not waited for."""
+"""What an answer writes in one go leaves in one write; nothing is lost, or written to a
+closed connection. A client that sends no whole head, or does not read its answer, is
+not waited for."""
 
 from __future__ import annotations
 
@@ -73,8 +74,12 @@ class Server:
     def __init__(self, app: ASGIApp, **limits: float) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
-        protocol = limited_http_protocol(**{"head_timeout_s": 300.0, "write_timeout_s": 300.0, **limits})
-        config = uvicorn.Config(app, log_level="critical", http=protocol, timeout_keep_alive=300)
+        protocol = limited_http_protocol(
+            **{"head_timeout_s": 300.0, "write_timeout_s": 300.0, **limits}
+        )
+        config = uvicorn.Config(
+            app, log_level="critical", http=protocol, timeout_keep_alive=300
+        )
         self._server = uvicorn.Server(config)
 
     @property
@@ -104,7 +109,13 @@ async def fine(scope: Scope, receive: Receive, send: Send) -> None:
         return
     while (await receive()).get("more_body"):
         pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", b"2")],
+        }
+    )
     await send({"type": "http.response.body", "body": b"ok"})
 
 
@@ -133,9 +144,17 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
         (HEAD + b"abc" + b"GET / HT", b"HTTP/1.1 408 "),
         (HEAD + b"abc" + b"\r\n", b""),
     ],
-    ids=["silent", "an empty line", "a head's beginning", "a later head's beginning", "a later empty line"],
+    ids=[
+        "silent",
+        "an empty line",
+        "a head's beginning",
+        "a later head's beginning",
+        "a later empty line",
+    ],
 )
-async def test_connection_without_a_complete_head_is_closed(sent: bytes, answered: bytes):
+async def test_connection_without_a_complete_head_is_closed(
+    sent: bytes, answered: bytes
+):
     async with Server(fine, head_timeout_s=0.3) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         async with asyncio.timeout(60):
@@ -175,7 +194,9 @@ async def test_endless_head_is_refused(line: bytes):
         assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
 
 
-CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+CHUNKED = (
+    b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +204,11 @@ CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\
     [(b"0\r\n", b"x: y\r\n"), (b"0\r\nx: ", b"yyyyyy"), (b"1;x=", b"yyyyyy")],
     ids=["trailers", "one trailer", "the length of a chunk"],
 )
-async def test_endless_chunk_headers_and_trailers_close_the_connection(begin: bytes, line: bytes):
-    """The handler has not answered: nothing else closes the connection, and nobody has seen a key."""
+async def test_endless_chunk_headers_and_trailers_close_the_connection(
+    begin: bytes, line: bytes
+):
+    """The handler has not answered: nothing else closes the connection, and nobody has
+    seen a key."""
     heads: list[list[tuple[bytes, bytes]]] = []
 
     async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -216,12 +240,16 @@ async def test_large_body_in_one_piece_does_not_count_as_a_head():
         async with asyncio.timeout(60):
             for _ in range(4):
                 body = b"b" * 600_000
-                writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 600000\r\n\r\n" + body)
+                writer.write(
+                    b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 600000\r\n\r\n"
+                    + body
+                )
                 assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
 
 
 class Flood:
-    """An answer without end; `ended` when its handler has seen that the client is gone."""
+    """An answer without end; `ended` when its handler has seen that the client is
+    gone."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -233,7 +261,9 @@ class Flood:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         watching = asyncio.create_task(self._watch(receive))
         while not watching.done():
-            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b"x" * 65_536, "more_body": True}
+            )
             self.sent += 65_536
             await asyncio.sleep(0)
         self.ended.set()
@@ -288,14 +318,15 @@ async def test_bytes_unread_by_a_closing_client_are_discarded_after_a_timeout():
         await aborted.wait()
 
 
-UPGRADE = (
-    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+
+
+@pytest.mark.parametrize(
+    "size", [1, 7, 10_000], ids=["byte by byte", "in pieces", "at once"]
 )
-
-
-@pytest.mark.parametrize("size", [1, 7, 10_000], ids=["byte by byte", "in pieces", "at once"])
 async def test_a_request_that_offers_another_protocol_is_read_with_its_body(size: int):
-    """As the JDK's HTTP client sends it. A WebSocket is no more than a request either."""
+    """As the JDK's HTTP client sends it. A WebSocket is no more than a request
+    either."""
     received: list[tuple[str, bytes, list[bytes]]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -308,12 +339,21 @@ async def test_a_request_that_offers_another_protocol_is_read_with_its_body(size
             if not message.get("more_body"):
                 break
         received.append((scope["path"], body, [name for name, _ in scope["headers"]]))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"2")],
+            }
+        )
         await send({"type": "http.response.body", "body": b"ok"})
 
     requests = [
-        b"POST /a?x=1 HTTP/1.1\r\nhost: x\r\n" + UPGRADE + b"content-length: 5\r\n\r\nhello",
-        CHUNKED.replace(b"POST / HTTP/1.1\r\n", b"POST /b HTTP/1.1\r\n" + UPGRADE) + b"0\r\n\r\n",
+        b"POST /a?x=1 HTTP/1.1\r\nhost: x\r\n"
+        + UPGRADE
+        + b"content-length: 5\r\n\r\nhello",
+        CHUNKED.replace(b"POST / HTTP/1.1\r\n", b"POST /b HTTP/1.1\r\n" + UPGRADE)
+        + b"0\r\n\r\n",
         b"GET /c HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
         b"POST /d HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 3\r\n\r\nbye",
     ]
@@ -328,5 +368,10 @@ async def test_a_request_that_offers_another_protocol_is_read_with_its_body(size
         ("/c", b""),
         ("/d", b"bye"),
     ]
-    assert received[0][2] == [b"host", b"connection", b"http2-settings", b"content-length"]
+    assert received[0][2] == [
+        b"host",
+        b"connection",
+        b"http2-settings",
+        b"content-length",
+    ]
     assert all(b"upgrade" not in names for _, _, names in received)

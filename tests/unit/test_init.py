@@ -1,4 +1,5 @@
-"""`invrl init`: the project that it writes passes every check, and nothing of the user's is overwritten."""
+"""`invrl init`: the project that it writes passes every check, and nothing of the
+user's is overwritten."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def project(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A new project, as the working folder. Its agent is imported afresh, and forgotten afterwards."""
+def project(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """A new project, as the working folder. Its agent is imported afresh, and forgotten
+    afterwards."""
     monkeypatch.setattr(machine, "lacks_avx512", lambda: False)
     folder = tmp_path / "new" / "my project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
@@ -59,7 +63,12 @@ def test_init_writes_the_files_of_the_tutorial(project: Path, model: Path) -> No
     ],
 )
 def test_it_chooses_the_dtype_that_suits_the_machine(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: bool, nvidia: bool, dtype: str
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: bool,
+    nvidia: bool,
+    dtype: str,
 ) -> None:
     """As launch/quickstart.sh does, so that doctor has nothing to warn of."""
     monkeypatch.setattr(machine, "lacks_avx512", lambda: slow)
@@ -68,7 +77,9 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
     assert (config.engine.engine_dtype, config.train.train_dtype) == (dtype, dtype)
-    assert config.train.max_row_tokens == 4096, "a row of the model's whole context may not fit into memory"
+    assert config.train.max_row_tokens == 4096, (
+        "a row of the model's whole context may not fit into memory"
+    )
     assert config.train.lr == 3e-5
     here = Machine(
         python=(3, 11),
@@ -86,16 +97,24 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     sys.modules.pop("my_agent", None)
     findings = diagnose(["--config", SETTINGS_FILE], here)
     sys.modules.pop("my_agent", None)
-    warnings = [str(finding) for finding in findings if finding.status is Status.WARNING]
+    warnings = [
+        str(finding) for finding in findings if finding.status is Status.WARNING
+    ]
     assert [line for line in warnings if "gpu" not in line] == []
 
 
-def test_doctor_passes_a_new_project(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_passes_a_new_project(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = cli.main(["doctor", "--config", SETTINGS_FILE])
     report = capsys.readouterr().out
     failed = [line for line in report.splitlines() if line.startswith("FAILED")]
     # The machine that the tests run on may be short of memory or disk.
-    assert [line for line in failed if not line.startswith(("FAILED   memory", "FAILED   disk"))] == []
+    assert [
+        line
+        for line in failed
+        if not line.startswith(("FAILED   memory", "FAILED   disk"))
+    ] == []
     assert code == (1 if failed else 0)
     for check in ("rollout function", "tasks", "model folder", "configuration"):
         assert f"ok       {check}" in report
@@ -125,6 +144,8 @@ def test_init_accepts_an_empty_folder_and_names_the_command_for_a_missing_model(
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--no-such-flag"]])
-def test_init_takes_exactly_one_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_takes_exactly_one_folder(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["init", *arguments]) == 2
     assert "it takes one folder" in capsys.readouterr().err

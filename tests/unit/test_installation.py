@@ -1,4 +1,5 @@
-"""invrl as an installed package: presets by name, what is in the wheel, what a missing package is called."""
+"""invrl as an installed package: presets by name, what is in the wheel, what a missing
+package is called."""
 
 from __future__ import annotations
 
@@ -30,13 +31,19 @@ CONFIGS = ROOT / "invrl" / "presets"
 SITE = Path(sysconfig.get_path("purelib"))
 
 
-def test_preset_is_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preset_is_found_by_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.toml"))
     for name in preset_names():
-        assert resolve(*parse_flags(["--config", name])) == load_resolved(CONFIGS / f"{name}.toml")
+        assert resolve(*parse_flags(["--config", name])) == load_resolved(
+            CONFIGS / f"{name}.toml"
+        )
     (tmp_path / "quickstart").write_text("[run]\nnum_steps = 77\n")
-    assert resolve(*parse_flags(["--config", "quickstart"])).run.num_steps == 77, "a file of that name wins"
+    assert resolve(*parse_flags(["--config", "quickstart"])).run.num_steps == 77, (
+        "a file of that name wins"
+    )
 
 
 def test_path_of_a_preset_outside_of_a_checkout_suggests_its_name(
@@ -60,7 +67,11 @@ def test_missing_package_is_reported_before_the_template_that_needs_it(
     model = make_tiny_model(tmp_path / "tiny")
     monkeypatch.setattr(chat_template.JinjaTemplate, "__call__", render)
     cli.main(["doctor", "--model-path", str(model), "--run-root", str(tmp_path)])
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "chat template:" in line]
+    [line] = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "chat template:" in line
+    ]
     assert "requires jinja2" in line
     assert "repair chat_template" not in line
     assert installation.install_command(gpu=False) in line
@@ -71,14 +82,23 @@ def test_missing_package_is_reported_before_the_template_that_needs_it(
         "Metadata-Version: 2.1\nName: invrl\nVersion: 0.1.0\nRequires-Dist: nobody-has-it\n"
     )
     monkeypatch.syspath_prepend(folder.parent)
-    assert cli.main(["serve", "--model-path", str(model), "--run-root", str(tmp_path / "runs")]) == 2
+    assert (
+        cli.main(
+            ["serve", "--model-path", str(model), "--run-root", str(tmp_path / "runs")]
+        )
+        == 2
+    )
     assert "nobody-has-it is missing" in capsys.readouterr().err
 
 
-def test_install_command_named_by_an_error_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_named_by_an_error_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = installation.install_command(gpu=False).split()[-1]
     assert os.access(script, os.X_OK), "a checkout's"
-    monkeypatch.setattr(installation, "_INSTALL_SCRIPT", tmp_path / "install.sh")  # as in an installed wheel
+    monkeypatch.setattr(
+        installation, "_INSTALL_SCRIPT", tmp_path / "install.sh"
+    )  # as in an installed wheel
     assert installation.install_command(gpu=True) == "invrl install --device gpu"
 
 
@@ -100,13 +120,19 @@ def test_failed_install_names_its_command(monkeypatch: pytest.MonkeyPatch) -> No
         installation.install("cpu")
 
 
-def test_missing_pip_and_uv_is_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pip_and_uv_is_an_error_with_a_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="ensurepip"):
         installation.install_steps("cpu")
     monkeypatch.setattr(installation.shutil, "which", lambda name: "/somewhere/uv")
-    assert installation.install_steps("cpu")[0][:3] == ["/somewhere/uv", "pip", "install"]
+    assert installation.install_steps("cpu")[0][:3] == [
+        "/somewhere/uv",
+        "pip",
+        "install",
+    ]
 
 
 def test_install_command_uses_the_found_or_given_device(
@@ -115,7 +141,11 @@ def test_install_command_uses_the_found_or_given_device(
     devices: list[str] = []
     monkeypatch.setattr(install_command_module, "install_packages", devices.append)
     for driver_works in (False, True):
-        monkeypatch.setattr(install_command_module, "nvidia_driver_works", lambda works=driver_works: works)
+        monkeypatch.setattr(
+            install_command_module,
+            "nvidia_driver_works",
+            lambda works=driver_works: works,
+        )
         assert cli.main(["install"]) == 0
     assert cli.main(["install", "--device", "cpu"]) == 0
     assert devices == ["cpu", "gpu", "cpu"]
@@ -128,8 +158,12 @@ def test_every_dependency_is_imported_somewhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = imported_names([ROOT / "invrl", ROOT / "rollout_fns"])
     for line in project["dependencies"]:
-        assert module_of(line) in ours | {"jinja2"}, f"{line}: nothing imports it"  # transformers' templates
-    upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {"multipart"}  # FastAPI's forms
+        assert module_of(line) in ours | {"jinja2"}, (
+            f"{line}: nothing imports it"
+        )  # transformers' templates
+    upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {
+        "multipart"
+    }  # FastAPI's forms
     for line in project["optional-dependencies"]["cpu"]:
         assert module_of(line) in ours | upstream, f"{line}: nothing imports it"
 
@@ -153,14 +187,27 @@ def imported_names(folders: list[Path]) -> set[str]:
     }
 
 
-def test_the_wheel_holds_presets_requirements_templates_and_examples(tmp_path: Path) -> None:
+def test_the_wheel_holds_presets_requirements_templates_and_examples(
+    tmp_path: Path,
+) -> None:
     wheel = build_wheel(tmp_path)
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"invrl/py.typed"}
     wanted |= {f"invrl/presets/{path.name}" for path in CONFIGS.glob("*.toml")}
-    wanted |= {f"invrl/requirements/{path.name}" for path in (ROOT / "invrl" / "requirements").glob("*.txt")}
-    wanted |= {f"rollout_fns/{path.name}" for path in (ROOT / "rollout_fns").glob("*.py")}
-    wanted |= {f"rollout_fns/your_task/{path.name}" for path in (ROOT / "rollout_fns/your_task").glob("*.*")}
+    wanted |= {
+        f"invrl/requirements/{path.name}"
+        for path in (ROOT / "invrl" / "requirements").glob("*.txt")
+    }
+    wanted |= {
+        f"rollout_fns/{path.name}" for path in (ROOT / "rollout_fns").glob("*.py")
+    }
+    wanted |= {
+        f"rollout_fns/your_task/{path.name}"
+        for path in (ROOT / "rollout_fns/your_task").glob("*.*")
+    }
     templates = ROOT / "invrl" / "gateway" / "rendering" / "templates"
-    wanted |= {f"invrl/gateway/rendering/templates/{path.name}" for path in templates.glob("*.jinja")}
+    wanted |= {
+        f"invrl/gateway/rendering/templates/{path.name}"
+        for path in templates.glob("*.jinja")
+    }
     assert sorted(wanted - names) == []

@@ -1,5 +1,5 @@
-"""Interrupts as a process gets them: a program per case, in a process group of its own, told by lines when
-it may go on. Nothing waits for time to pass."""
+"""Interrupts as a process gets them: a program per case, in a process group of its own,
+told by lines when it may go on. Nothing waits for time to pass."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ except KeyboardInterrupt:
 
 
 class Program(subprocess.Popen[str]):
-    def __init__(self, body: str, *, before: str = "", after: str = "", deadline: float = 600) -> None:
+    def __init__(
+        self, body: str, *, before: str = "", after: str = "", deadline: float = 600
+    ) -> None:
         code = PROGRAM.format(body=body, before=before, after=after, deadline=deadline)
         pipe = subprocess.PIPE
         root = Path(__file__).parents[2]
@@ -143,7 +145,9 @@ def test_first_interrupt_during_a_clean_up_does_not_cut_it_short(start: Start) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_interrupt_without_an_event_loop_ends_at_once(where: str, kind: signal.Signals, start: Start) -> None:
+def test_interrupt_without_an_event_loop_ends_at_once(
+    where: str, kind: signal.Signals, start: Start
+) -> None:
     program = start("pass", **{where: "say('there'); sys.stdin.readline(); say('no')"})
     program.says("there")
     program.interrupt(kind)
@@ -168,7 +172,9 @@ def test_endless_clean_up_is_killed_and_its_wait_is_named(start: Start) -> None:
     assert "in run_until_complete" in err, "where each thread was"
 
 
-def test_interrupt_of_the_process_group_does_not_reach_a_server(start: Start, tmp_path: Path) -> None:
+def test_interrupt_of_the_process_group_does_not_reach_a_server(
+    start: Start, tmp_path: Path
+) -> None:
     program = start(f"""
     async with interrupts.CleanUp() as stack:
         server = ServerProcess("one", ["sleep", "1000"], log=Path({str(tmp_path / "log")!r}))
@@ -184,7 +190,8 @@ def test_interrupt_of_the_process_group_does_not_reach_a_server(start: Start, tm
 
 
 def test_signal_just_before_the_event_loop_waits_wakes_the_loop() -> None:
-    """Without the waking, 7 of 1,000 signals at such a moment were not seen until something else happened."""
+    """Without the waking, 7 of 1,000 signals at such a moment were not seen until
+    something else happened."""
     loop = asyncio.new_event_loop()
     main = threading.main_thread().ident
     seen = asyncio.Event()
@@ -232,7 +239,8 @@ interrupts.time = types.SimpleNamespace(sleep=sleep)
 
 
 def test_final_work_may_extend_the_clean_up_deadline(start: Start) -> None:
-    """The deadline passes while the work that asked for more time goes on: it is waited for once more."""
+    """The deadline passes while the work that asked for more time goes on: it is waited
+    for once more."""
     program = start(
         """
     try:

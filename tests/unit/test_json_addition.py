@@ -29,7 +29,9 @@ class ScriptedModel:
             choice = SimpleNamespace(message=message, finish_reason=self.finish_reason)
             return SimpleNamespace(choices=[choice])
 
-        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+        return SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,11 @@ async def test_worked_example_is_in_no_split() -> None:
     model = ScriptedModel("")
     await json_addition.rollout(TASK, model)  # type: ignore[arg-type]
     (request,) = model.asked
-    assert [m["content"] for m in request["messages"][1:]] == ["12 + 13", '{"answer": 25}', "9 + 18"]
+    assert [m["content"] for m in request["messages"][1:]] == [
+        "12 + 13",
+        '{"answer": 25}',
+        "9 + 18",
+    ]
     assert json.loads(request["messages"][2]["content"])["answer"] == 12 + 13
 
 
@@ -97,7 +103,10 @@ def test_eval_split_is_finite_and_distinct_and_train_split_is_endless() -> None:
 
 def test_order_of_tasks_depends_only_on_the_seed() -> None:
     for split in ("train", "eval"):
-        a, b, c = ([t.id for t in islice(json_addition.task_source(split, s), 50)] for s in (3, 3, 4))
+        a, b, c = (
+            [t.id for t in islice(json_addition.task_source(split, s), 50)]
+            for s in (3, 3, 4)
+        )
         assert a == b != c
     with pytest.raises(ValueError, match="'test'"):
         next(json_addition.task_source("test", 0))

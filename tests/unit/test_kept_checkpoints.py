@@ -1,4 +1,5 @@
-"""Which checkpoints stay: the newest, the best, and every model whose path a user was told."""
+"""Which checkpoints stay: the newest, the best, and every model whose path a user was
+told."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_scores_are_read_from_the_metrics(tmp_path: Path) -> None:
         "eval/sampled/accuracy_low": 0,
     }
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12, "rollo')
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12, "rollo'
+    )
     assert read_scores(path, "held_out") == {4: pytest.approx(0.4)}
     rewards = read_scores(path, "reward")
     assert rewards[1] == 1.0
@@ -89,7 +92,9 @@ def test_held_out_score_decides_by_default() -> None:
     evaluated: dict[str, str | int] = {"eval_interval": 1, "eval_tasks": 2}
     assert best_by(rollout=evaluated) == "held_out"
     assert best_by(rollout=evaluated, run={"keep_best_by": "reward"}) == "reward"
-    with pytest.raises(ConfigError, match="no checkpoint is evaluated on held-out tasks"):
+    with pytest.raises(
+        ConfigError, match="no checkpoint is evaluated on held-out tasks"
+    ):
         best_by(run={"keep_best_by": "held_out"})
 
 
@@ -123,7 +128,9 @@ async def test_model_in_use_is_kept_without_its_optimizer(tmp_path: Path) -> Non
     assert newest.step == 6
 
 
-async def test_saved_model_in_use_is_kept_when_checkpoints_pass_its_step(tmp_path: Path) -> None:
+async def test_saved_model_in_use_is_kept_when_checkpoints_pass_its_step(
+    tmp_path: Path,
+) -> None:
     """Also where a later incarnation saves that step again."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     model = await checkpoints.save_model(trainer("weights 3"), 3)

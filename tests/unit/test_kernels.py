@@ -1,4 +1,5 @@
-"""What is said of the implementations that compute a trainer's operations, for machines that have others."""
+"""What is said of the implementations that compute a trainer's operations, for machines
+that have others."""
 
 import importlib.util
 from importlib.machinery import ModuleSpec
@@ -14,7 +15,13 @@ from invrl.train.kernels import Kernels
         (False, 64, set[str](), "SDPA", "torch AdamW"),
         (True, 64, set[str](), "FlexAttention", "torch AdamW"),
         (True, 8, {"apex"}, "SDPA", "Apex's FusedAdam"),
-        (True, 64, {"apex", "transformer_engine"}, "FlexAttention", "TransformerEngine's FusedAdam"),
+        (
+            True,
+            64,
+            {"apex", "transformer_engine"},
+            "FlexAttention",
+            "TransformerEngine's FusedAdam",
+        ),
     ],
 )
 def test_best_installed_kernels_are_named(
@@ -29,7 +36,9 @@ def test_best_installed_kernels_are_named(
         return ModuleSpec(name, None) if name in packages else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    kernels = Kernels.of(head_dim=head_dim, has_experts=False, dtype="bfloat16", on_cuda=on_cuda)
+    kernels = Kernels.of(
+        head_dim=head_dim, has_experts=False, dtype="bfloat16", on_cuda=on_cuda
+    )
     assert attention in kernels.attention
     assert kernels.optimizer == optimizer
     assert "flash-attn" not in str(kernels)
@@ -46,7 +55,9 @@ def test_best_installed_kernels_are_named(
         (False, "bfloat16", "a product for each expert"),
     ],
 )
-def test_kernel_of_the_experts_is_named(on_cuda: bool, dtype: str, implementation: str) -> None:
+def test_kernel_of_the_experts_is_named(
+    on_cuda: bool, dtype: str, implementation: str
+) -> None:
     kernels = Kernels.of(head_dim=64, has_experts=True, dtype=dtype, on_cuda=on_cuda)
     assert f"experts: torch grouped_mm, {implementation}" in str(kernels)
 
@@ -59,5 +70,7 @@ def test_megatron_uses_the_named_optimizer() -> None:
     import torch
 
     is_torch = megatron.Adam is torch.optim.AdamW
-    kernels = Kernels.of(head_dim=64, has_experts=False, dtype="bfloat16", on_cuda=False)
+    kernels = Kernels.of(
+        head_dim=64, has_experts=False, dtype="bfloat16", on_cuda=False
+    )
     assert (kernels.optimizer == "torch AdamW") == is_torch

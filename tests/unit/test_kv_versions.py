@@ -6,7 +6,9 @@ from invrl.engines.kv_versions import key_of_changes
 
 
 @pytest.mark.parametrize("own", [None, "", "an adapter"])
-def test_cache_key_appends_the_weight_changes_to_the_requests_own_key(own: str | None) -> None:
+def test_cache_key_appends_the_weight_changes_to_the_requests_own_key(
+    own: str | None,
+) -> None:
     first = key_of_changes(own, 0)
     second = key_of_changes(first, 1)
     assert first != second

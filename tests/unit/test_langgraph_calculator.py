@@ -1,4 +1,5 @@
-"""The reward of the LangGraph example, and its problems' distance from its worked examples."""
+"""The reward of the LangGraph example, and its problems' distance from its worked
+examples."""
 
 from __future__ import annotations
 
@@ -32,10 +33,18 @@ def said(expression: object, result: str, answer: str, finish: str = "stop") -> 
         (said("17*23", "391", "391", finish="length"), 0.0),
         (said("seventeen", "error", "391"), 0.0),
         (said(None, "error", "391"), 0.0),
-        ([HumanMessage("?"), AIMessage("391", response_metadata={"finish_reason": "stop"})], 0.0),
+        (
+            [
+                HumanMessage("?"),
+                AIMessage("391", response_metadata={"finish_reason": "stop"}),
+            ],
+            0.0,
+        ),
     ],
 )
-def test_langgraph_example_gives_the_largest_applicable_reward(messages: list, reward: float):
+def test_langgraph_example_gives_the_largest_applicable_reward(
+    messages: list, reward: float
+):
     assert score(17, 23, messages) == reward
 
 
@@ -46,7 +55,9 @@ def test_calculator_tool_computes_products_and_explains_errors():
 
 def test_no_problem_is_one_of_the_worked_examples():
     shown = {
-        m.tool_calls[0]["args"]["expression"] for m in EXAMPLES if isinstance(m, AIMessage) and m.tool_calls
+        m.tool_calls[0]["args"]["expression"]
+        for m in EXAMPLES
+        if isinstance(m, AIMessage) and m.tool_calls
     }
     problems = {f"{a}*{b}" for a in OPERANDS for b in OPERANDS} - {"12*13"}
     assert len(shown) == 3

@@ -1,4 +1,5 @@
-"""A large request is worked on beside the event loop: other sessions and /health do not wait for it."""
+"""A large request is worked on beside the event loop: other sessions and /health do not
+wait for it."""
 
 from __future__ import annotations
 
@@ -57,14 +58,26 @@ async def test_other_requests_are_served_while_a_large_prompt_is_tokenised(
     monkeypatch.setattr(FastTokenizer, "encode", slow)
     async with running(tmp_path, model, renderer, context_length=60_000) as gateway:
         [session, other] = await gateway.open(members=2)
-        first = (await gateway.http.post(f"{session.base_url}/chat/completions", json=body(ASK))).json()
+        first = (
+            await gateway.http.post(
+                f"{session.base_url}/chat/completions", json=body(ASK)
+            )
+        ).json()
         history = [ASK, first["choices"][0]["message"]]
         large = {"role": "user", "content": LARGE}
-        asked = body(*history, large) if path == "/chat/completions" else {"model": "tiny", "prompt": LARGE}
-        call = asyncio.create_task(gateway.http.post(session.base_url + path, json=asked))
+        asked = (
+            body(*history, large)
+            if path == "/chat/completions"
+            else {"model": "tiny", "prompt": LARGE}
+        )
+        call = asyncio.create_task(
+            gateway.http.post(session.base_url + path, json=asked)
+        )
         await eventually(begun.is_set)
         assert (await gateway.http.get(gateway.url + "/health")).status_code == 200
-        answer = await gateway.http.post(f"{other.base_url}/chat/completions", json=body(MORE))
+        answer = await gateway.http.post(
+            f"{other.base_url}/chat/completions", json=body(MORE)
+        )
         assert answer.status_code == 200
         assert not call.done()
         may_end.set()
@@ -79,7 +92,9 @@ async def test_other_requests_are_served_while_a_large_prompt_is_tokenised(
 
 def test_ids_of_a_large_text_equal_those_of_its_tokenizer(renderer: Renderer):
     def whole(text: str) -> Sequence[int]:
-        return renderer._tokenizer._tokenizer._backend.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
+        return renderer._tokenizer._tokenizer._backend.encode(
+            text, add_special_tokens=False
+        ).ids  # type: ignore[attr-defined]
 
     for text in (LARGE, "<|im_start|>user\n" + LARGE + "ünï 🙂<|im_end|>"):
         assert renderer.encode(text) == whole(text)
@@ -90,28 +105,55 @@ def body(*messages: object) -> dict[str, object]:
 
 
 def call(arguments: str) -> dict[str, object]:
-    made = {"id": "call-1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    made = {
+        "id": "call-1",
+        "type": "function",
+        "function": {"name": "a", "arguments": arguments},
+    }
     return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
 def tool(number: int, parameters: object) -> dict[str, object]:
-    return {"type": "function", "function": {"name": f"tool{number}", "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": f"tool{number}", "parameters": parameters},
+    }
 
 
 USER = {"role": "user", "content": "x"}
 RESULT = {"role": "tool", "tool_call_id": "call-1", "content": "y"}
 NESTED = "[" * 100_000 + "]" * 100_000
-MANY = {f"p{number}": {"type": "string", "description": "of no use"} for number in range(6_000)}
+MANY = {
+    f"p{number}": {"type": "string", "description": "of no use"}
+    for number in range(6_000)
+}
 HOSTILE: dict[str, tuple[object, str | None]] = {
-    "letters": (body({"role": "user", "content": "word " * 200_000}), "context_length_exceeded"),
-    "spaces": (body({"role": "user", "content": " \n" * 200_000}), "context_length_exceeded"),
+    "letters": (
+        body({"role": "user", "content": "word " * 200_000}),
+        "context_length_exceeded",
+    ),
+    "spaces": (
+        body({"role": "user", "content": " \n" * 200_000}),
+        "context_length_exceeded",
+    ),
     "messages": (
         body(*[USER, {"role": "assistant", "content": "z"}] * 4_000, USER),
         "context_length_exceeded",
     ),
-    "one reply in pieces": (body(USER, *[call("{}")] * 2_000, RESULT), "context_length_exceeded"),
+    "one reply in pieces": (
+        body(USER, *[call("{}")] * 2_000, RESULT),
+        "context_length_exceeded",
+    ),
     "reasoning": (
-        body(USER, {"role": "assistant", "content": "z", "reasoning_content": "a b " * 100_000}, USER),
+        body(
+            USER,
+            {
+                "role": "assistant",
+                "content": "z",
+                "reasoning_content": "a b " * 100_000,
+            },
+            USER,
+        ),
         None,
     ),
     "nested arguments": (body(USER, call(NESTED), RESULT), "invalid_messages"),
@@ -119,24 +161,47 @@ HOSTILE: dict[str, tuple[object, str | None]] = {
         body(USER, call(json.dumps({"a": [1] * 200_000})), RESULT),
         "context_length_exceeded",
     ),
-    "values in arguments": (body(USER, call("[" + "[]," * 600_000 + "0]"), RESULT), "too_many_values"),
+    "values in arguments": (
+        body(USER, call("[" + "[]," * 600_000 + "0]"), RESULT),
+        "too_many_values",
+    ),
     "values": ({**body(USER), "metadata": [[]] * 600_000}, "too_many_values"),
     "nested": (
-        '{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "metadata": ' + NESTED + "}",
+        '{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "metadata": '
+        + NESTED
+        + "}",
         "invalid_request",
     ),
-    "names": ({**body(USER), **{f"name{number}": 1 for number in range(20_000)}}, "too_many_fields"),
-    "tools": ({**body(USER), "tools": [tool(n, {}) for n in range(2_000)]}, "invalid_request"),
-    "schema": ({**body(USER), "tools": [tool(0, {"properties": MANY})]}, "schema_too_long"),
+    "names": (
+        {**body(USER), **{f"name{number}": 1 for number in range(20_000)}},
+        "too_many_fields",
+    ),
+    "tools": (
+        {**body(USER), "tools": [tool(n, {}) for n in range(2_000)]},
+        "invalid_request",
+    ),
+    "schema": (
+        {**body(USER), "tools": [tool(0, {"properties": MANY})]},
+        "schema_too_long",
+    ),
     "schemas": (
-        {**body(USER), "tools": [tool(n, {"properties": {f"q{n}": {"a": "b " * 1_000}}}) for n in range(99)]},
+        {
+            **body(USER),
+            "tools": [
+                tool(n, {"properties": {f"q{n}": {"a": "b " * 1_000}}})
+                for n in range(99)
+            ],
+        },
         "unsupported_parameter",
     ),
 }
-"""Requests that take long to read, to match, to render or to refuse, and the code of the refusal."""
+"""Requests that take long to read, to match, to render or to refuse, and the code of
+the refusal."""
 
 
-@pytest.mark.parametrize("name", named_quick(HOSTILE.keys(), "values", "nested", "schemas"))
+@pytest.mark.parametrize(
+    "name", named_quick(HOSTILE.keys(), "values", "nested", "schemas")
+)
 async def test_large_requests_are_processed_outside_of_the_event_loop(
     tmp_path: Path,
     model: Path,
@@ -144,7 +209,8 @@ async def test_large_requests_are_processed_outside_of_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ):
-    """Whatever it holds: it is parsed, matched, rendered and tokenised in another thread, and not again."""
+    """Whatever it holds: it is parsed, matched, rendered and tokenised in another
+    thread, and not again."""
     asked, refusal = HOSTILE[name]
     raw = (asked if isinstance(asked, str) else json.dumps(asked)).encode()
     parts = [
@@ -163,20 +229,27 @@ async def test_large_requests_are_processed_outside_of_the_event_loop(
         url = session.base_url + "/chat/completions"
         first = await gateway.http.post(url, json=body(USER))
         assert first.status_code == 200
-        assert {thread for _, thread in done} == {threading.main_thread()}, "a small one is not sent away"
+        assert {thread for _, thread in done} == {threading.main_thread()}, (
+            "a small one is not sent away"
+        )
         done.clear()
         answer = await gateway.http.post(url, content=raw)
         if refusal is None:
             assert answer.status_code == 200
         else:
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, refusal)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                400,
+                refusal,
+            )
         assert done[0][0] == "parse"
         assert threading.main_thread() not in {thread for _, thread in done}
         assert [part for part, _ in done].count("place") <= 1
         assert len(gateway.turns(session)) == (2 if refusal is None else 1)
 
 
-def recorded(work: Callable[..., object], name: str, done: list[tuple[str, threading.Thread]]):
+def recorded(
+    work: Callable[..., object], name: str, done: list[tuple[str, threading.Thread]]
+):
     def recording(*args: object, **options: object) -> object:
         done.append((name, threading.current_thread()))
         return work(*args, **options)
@@ -208,11 +281,18 @@ async def test_a_large_text_is_refused_before_it_is_tokenised(
             answer = await gateway.http.post(session.base_url + path, json=prompt)
             assert answer.status_code == 400
             error = answer.json()["error"]
-            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+            assert (error["code"], error["param"]) == (
+                "context_length_exceeded",
+                "messages",
+            )
             assert "maximum context length is 1024 tokens" in error["message"]
             least = int(error["message"].split("at least ")[1].split(" ")[0])
             text = "<|im_start|>user\n" + LARGE if "chat" in path else LARGE
-            assert 1024 < least <= len(renderer._tokenizer._tokenizer._backend.encode(text).ids) + 20  # type: ignore[attr-defined]
+            assert (
+                1024
+                < least
+                <= len(renderer._tokenizer._tokenizer._backend.encode(text).ids) + 20
+            )  # type: ignore[attr-defined]
 
 
 async def test_tokens_of_a_large_prompt_are_counted_exactly(
@@ -225,10 +305,14 @@ async def test_tokens_of_a_large_prompt_are_counted_exactly(
     for context_length in (1024, 1_000_000):
         folder = tmp_path / str(context_length)
         folder.mkdir()
-        async with running(folder, model, renderer, context_length=context_length) as gateway:
+        async with running(
+            folder, model, renderer, context_length=context_length
+        ) as gateway:
             [session] = await gateway.open()
             asked = body({"role": "user", "content": LARGE})
-            answer = await gateway.http.post(session.base_url + "/messages/count_tokens", json=asked)
+            answer = await gateway.http.post(
+                session.base_url + "/messages/count_tokens", json=asked
+            )
             counted.append(answer.json()["input_tokens"])
     assert counted[0] == counted[1]
     prompt = Prompt(messages=(Message("user", LARGE),))
@@ -246,7 +330,9 @@ async def test_requests_wait_for_a_large_request_of_their_own_session_only(
     begun, may_end = threading.Event(), threading.Event()
     matching: list[Forest] = []
 
-    def slow(self: Forest, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
+    def slow(
+        self: Forest, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> Match:
         assert self not in matching
         matching.append(self)
         if sum(len(message.content) for message in messages) >= len(LARGE):
@@ -265,12 +351,16 @@ async def test_requests_wait_for_a_large_request_of_their_own_session_only(
         await eventually(begun.is_set)
         leaving.cancel()
         small = asyncio.create_task(gateway.http.post(url, json=body(ASK)))
-        answer = await gateway.http.post(other.base_url + "/chat/completions", json=body(MORE))
+        answer = await gateway.http.post(
+            other.base_url + "/chat/completions", json=body(MORE)
+        )
         assert answer.status_code == 200
         assert not small.done()
         may_end.set()
         assert (await small).status_code == 200
-        assert len(gateway.turns(session)) == 1, "nothing is sampled for a client that left"
+        assert len(gateway.turns(session)) == 1, (
+            "nothing is sampled for a client that left"
+        )
 
 
 async def test_cancelled_request_is_not_processed():
@@ -284,8 +374,12 @@ async def test_cancelled_request_is_not_processed():
 
     first = asyncio.create_task(threads.run(block, size=LARGE_REQUEST))
     await eventually(begun.is_set)
-    given_up = asyncio.create_task(threads.run(lambda: done.append(1), size=LARGE_REQUEST))
-    waited_for = asyncio.create_task(threads.run(lambda: done.append(2), size=LARGE_REQUEST))
+    given_up = asyncio.create_task(
+        threads.run(lambda: done.append(1), size=LARGE_REQUEST)
+    )
+    waited_for = asyncio.create_task(
+        threads.run(lambda: done.append(2), size=LARGE_REQUEST)
+    )
     await asyncio.sleep(0)
     given_up.cancel()
     huge = await threads.run(lambda: "not behind a usual one", size=2**24)
@@ -297,7 +391,10 @@ async def test_cancelled_request_is_not_processed():
 
 def test_first_prompts_are_bounded_by_their_characters():
     prompts = PromptCache()
-    asked = [Prompt(messages=(Message("user", f"{number} " + "x" * 900_000),)) for number in range(9)]
+    asked = [
+        Prompt(messages=(Message("user", f"{number} " + "x" * 900_000),))
+        for number in range(9)
+    ]
     for prompt in asked:
         prompts.put(prompt, [1, 2, 3])
     assert [prompts.get(prompt) for prompt in asked] == [None] * 5 + [[1, 2, 3]] * 4

@@ -43,9 +43,23 @@ def run_session(folder: Path, test: str) -> str:
         "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]),
         "PYTEST_DEBUG_TEMPROOT": str(folder),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_one.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "test_one.py",
+    ]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -35,8 +35,13 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
     mean = math.fsum(values) / size
     deviation = 0.0
     if size > 1:
-        deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (size - 1))
-    powers = [(1 + scale * (value - mean) / (deviation + 1e-8)) ** exponent for value in values]
+        deviation = math.sqrt(
+            math.fsum((value - mean) ** 2 for value in values) / (size - 1)
+        )
+    powers = [
+        (1 + scale * (value - mean) / (deviation + 1e-8)) ** exponent
+        for value in values
+    ]
     total = math.fsum(map(math.exp, powers))
     return [size * math.exp(power) / total for power in powers]
 
@@ -46,8 +51,12 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
 def test_length_weights_and_their_slopes_equal_the_formula(
     values: list[int], exponent: float, scale: float
 ) -> None:
-    weights_G, slopes_G = weights_of_group(np.array(values, np.float64), exponent, scale)
-    assert weights_G.tolist() == pytest.approx(by_loops(values, exponent, scale), rel=1e-11)
+    weights_G, slopes_G = weights_of_group(
+        np.array(values, np.float64), exponent, scale
+    )
+    assert weights_G.tolist() == pytest.approx(
+        by_loops(values, exponent, scale), rel=1e-11
+    )
     assert weights_G.mean() == pytest.approx(1.0, rel=1e-13)
     above = by_loops(values, exponent + 1e-5, scale)
     below = by_loops(values, exponent - 1e-5, scale)
@@ -56,8 +65,12 @@ def test_length_weights_and_their_slopes_equal_the_formula(
 
 
 def test_length_weights_of_known_lengths() -> None:
-    assert of_lengths([10, 20, 30, 40], 1.0) == pytest.approx([0.875, 0.953, 1.039, 1.133], abs=5e-4)
-    assert of_lengths([10, 20, 30, 40], -1.0) == pytest.approx([1.143, 1.031, 0.946, 0.879], abs=5e-4)
+    assert of_lengths([10, 20, 30, 40], 1.0) == pytest.approx(
+        [0.875, 0.953, 1.039, 1.133], abs=5e-4
+    )
+    assert of_lengths([10, 20, 30, 40], -1.0) == pytest.approx(
+        [1.143, 1.031, 0.946, 0.879], abs=5e-4
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,8 +81,12 @@ def test_lambda_0_weighs_all_rollouts_equally(values: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(1, 5000), size=st.integers(1, 100), exponent=exponents)
-def test_rollouts_of_equal_length_have_equal_weights(length: int, size: int, exponent: float) -> None:
-    assert of_lengths([length] * size, exponent) == pytest.approx([1.0] * size, rel=1e-14)
+def test_rollouts_of_equal_length_have_equal_weights(
+    length: int, size: int, exponent: float
+) -> None:
+    assert of_lengths([length] * size, exponent) == pytest.approx(
+        [1.0] * size, rel=1e-14
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,7 +107,9 @@ def test_sign_of_lambda_prefers_long_or_short_rollouts(
 
 @pytest.mark.parametrize("exponent", [-100.0, -7.0, 7.0, 100.0])
 @pytest.mark.parametrize("scale", [1 / 9, 5.0])
-def test_length_weights_are_finite_for_any_lambda_and_lengths(exponent: float, scale: float) -> None:
+def test_length_weights_are_finite_for_any_lambda_and_lengths(
+    exponent: float, scale: float
+) -> None:
     """Also where 1 + r z is below 0."""
     values = np.array([1.0] + [10_000.0] * 20)
     weights_G, slopes_G = weights_of_group(values, exponent, scale)
@@ -106,10 +125,12 @@ def test_largest_scale_gives_a_lone_short_rollout_weight_0(size: int) -> None:
     assert 1 + largest_scale(size) * z == pytest.approx(0.0, abs=1e-12)
 
 
-# ------------------------------------------------------------------ rows
+# ----------------------------------------------------------------- rows
 
 
-def row(group: str, rollout: str, num_tokens: int, *, is_trained: bool = True) -> TrainSample:
+def row(
+    group: str, rollout: str, num_tokens: int, *, is_trained: bool = True
+) -> TrainSample:
     made = row_of_turns(("t", 3, num_tokens, is_trained))
     return replace(made, group_id=group, rollout_id=rollout)
 
@@ -138,10 +159,14 @@ def test_order_of_rows_does_not_change_length_weights(seed: int) -> None:
     samples: list[TrainSample] = []
     for number in range(12):
         group = number % 3
-        samples.append(row(f"g{group}", f"g{group}r{rng.integers(3)}", int(rng.integers(1, 30))))
+        samples.append(
+            row(f"g{group}", f"g{group}r{rng.integers(3)}", int(rng.integers(1, 30)))
+        )
     numbers = length_numbers(TrainedCounts.of(samples), exponent=-1.5, scale=0.4)
     order = rng.permutation(len(samples))
-    permuted = length_numbers(TrainedCounts.of([samples[place] for place in order]), exponent=-1.5, scale=0.4)
+    permuted = length_numbers(
+        TrainedCounts.of([samples[place] for place in order]), exponent=-1.5, scale=0.4
+    )
     assert permuted.keys() == numbers.keys()
     for rollout_id, of_rollout in numbers.items():
         assert permuted[rollout_id] == pytest.approx(of_rollout, rel=1e-12, abs=1e-15)

@@ -1,4 +1,5 @@
-"""The live display of a terminal: what it says, and that a terminal is whole whatever happens."""
+"""The live display of a terminal: what it says, and that a terminal is whole whatever
+happens."""
 
 from __future__ import annotations
 
@@ -32,16 +33,24 @@ from invrl.train.step_place import StepProgress
 ROOT = Path(__file__).parents[2]
 
 
-# ------------------------------------------------------------------ what it says
+# ----------------------------------------------------------------- what it says
 
 
 def busy_run() -> ShownRun:
-    run = ShownRun(num_steps=50, began_at=0.0, steps_made=12, step_ended_at=98.0, step_seconds=[5.0] * 9)
+    run = ShownRun(
+        num_steps=50,
+        began_at=0.0,
+        steps_made=12,
+        step_ended_at=98.0,
+        step_seconds=[5.0] * 9,
+    )
     run.phase, run.phase_step, run.phase_began_at = "rollout", 13, 95.8
     run.awaited = "37 of 64 rollouts (4 of 8 groups ready)"
     run.take_values(10, {"eval/greedy/accuracy": 0.51})
     for step in range(12):
-        run.take_values(step + 1, {"rollout/reward_mean": step / 10, "train/grad_norm": 0.3})
+        run.take_values(
+            step + 1, {"rollout/reward_mean": step / 10, "train/grad_norm": 0.3}
+        )
     run.failed = {"timeout": 3}
     return run
 
@@ -70,7 +79,12 @@ def test_frame_fits_the_terminal(width: int) -> None:
 
 def test_frame_of_forty_columns_shows_everything() -> None:
     lines = lines_of(busy_run(), 40)
-    for part in ("step 13/50 ━", "about 3 min 08 s left", "reward 1.1 ▁▂▂▃▄▄▅▅▆▇▇█", "37 of 64 rollouts"):
+    for part in (
+        "step 13/50 ━",
+        "about 3 min 08 s left",
+        "reward 1.1 ▁▂▂▃▄▄▅▅▆▇▇█",
+        "37 of 64 rollouts",
+    ):
         assert any(part in line for line in lines), lines
     assert lines[2] == "held out greedy 0.51 (step 10)"
 
@@ -86,7 +100,11 @@ def test_a_run_on_files_shows_its_losses() -> None:
 
 def test_terminal_without_block_characters_gets_ascii() -> None:
     raw = io.BytesIO()
-    console = Console(width=60, file=io.TextIOWrapper(raw, "ascii", write_through=True), color_system=None)
+    console = Console(
+        width=60,
+        file=io.TextIOWrapper(raw, "ascii", write_through=True),
+        color_system=None,
+    )
     run = busy_run()
     run.awaited = "what\x1b[2J 日本 says"
     console.print(Frame(run, 100.0))
@@ -107,7 +125,10 @@ class Clock:
 def test_time_left_is_estimated_from_the_last_steps() -> None:
     clock = Clock()
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    rows = [{"step": 1, "rollout/reward_mean": 0.5}, {"step": 2, "rollout/reward_mean": 0.25}]
+    rows = [
+        {"step": 1, "rollout/reward_mean": 0.5},
+        {"step": 2, "rollout/reward_mean": 0.25},
+    ]
     progress = LiveProgress(22, console, rows, clock)
     try:
         run = progress.render().run
@@ -121,7 +142,9 @@ def test_time_left_is_estimated_from_the_last_steps() -> None:
         assert run.seconds_left(clock.now) == 190.0
         clock.now = 114.0  # within the next step
         assert run.seconds_left(clock.now) == 186.0
-        clock.now = 150.0  # which takes longer than any before: no more than it is taken off
+        clock.now = (
+            150.0  # which takes longer than any before: no more than it is taken off
+        )
         assert run.seconds_left(clock.now) == 180.0
         for step in range(4, 14):
             clock.now += 2.0
@@ -133,7 +156,7 @@ def test_time_left_is_estimated_from_the_last_steps() -> None:
         progress.close()
 
 
-# ------------------------------------------------------------------ what it asks
+# ----------------------------------------------------------------- what it asks
 
 
 def report(ready: int, *missing: int, wanted: int = 4) -> WaitReport:
@@ -157,7 +180,10 @@ def report(ready: int, *missing: int, wanted: int = 4) -> WaitReport:
 def test_progress_counts_only_rollouts_of_the_next_batch() -> None:
     assert rollouts_text(report(0), 8) == "0 of 32 rollouts (0 of 4 groups ready)"
     # Of five groups in flight the two fullest may complete the batch.
-    assert rollouts_text(report(2, 8, 3, 7, 1, 8), 8) == "28 of 32 rollouts (2 of 4 groups ready)"
+    assert (
+        rollouts_text(report(2, 8, 3, 7, 1, 8), 8)
+        == "28 of 32 rollouts (2 of 4 groups ready)"
+    )
     assert rollouts_text(report(6, 3), 8) == "32 of 32 rollouts (4 of 4 groups ready)"
 
 
@@ -262,7 +288,7 @@ def test_progress_is_queried_only_in_its_phase_and_for_a_live_display() -> None:
     assert len(asked) == 4  # not again after it was dead
 
 
-# ------------------------------------------------------------------ a real terminal
+# ----------------------------------------------------------------- a real terminal
 
 SCRIPT = """
 import os, sys, time, warnings
@@ -292,14 +318,28 @@ finally:
 
 
 def run_in_terminal(
-    end: str, *, width: int = 80, interrupt: bool = False, environment: Mapping[str, str] | None = None
+    end: str,
+    *,
+    width: int = 80,
+    interrupt: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:
     """Exit code and everything that was written to the terminal."""
     main, terminal = pty.openpty()
-    env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
-    env |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NO_COLOR", "COLUMNS", "LINES")
+    }
+    env |= {
+        "TERM": "xterm-256color",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONIOENCODING": "utf-8",
+    }
     env |= environment or {}
-    subprocess.run(["stty", "rows", "30", "cols", str(width)], stdin=terminal, check=True)
+    subprocess.run(
+        ["stty", "rows", "30", "cols", str(width)], stdin=terminal, check=True
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT.replace("{END}", end)],
         stdin=terminal,
@@ -351,7 +391,9 @@ def seen_on(written: bytes, width: int) -> tuple[list[str], bool]:
                 row += 1
                 column = 0
                 rows += [""] * (row + 1 - len(rows))
-            rows[row] = rows[row].ljust(column)[:column] + piece + rows[row][column + 1 :]
+            rows[row] = (
+                rows[row].ljust(column)[:column] + piece + rows[row][column + 1 :]
+            )
             column += 1
     return [line.rstrip() for line in rows], visible
 
@@ -366,19 +408,35 @@ def seen_on(written: bytes, width: int) -> tuple[list[str], bool]:
     ],
     ids=["end", "error", "Ctrl-C"],
 )
-def test_terminal_is_restored_after_the_display(width: int, end: str, interrupt: bool, code: int) -> None:
+def test_terminal_is_restored_after_the_display(
+    width: int, end: str, interrupt: bool, code: int
+) -> None:
     returned, written = run_in_terminal(end, width=width, interrupt=interrupt)
     shown, visible = seen_on(written, width)
     assert returned == code
     assert visible
     assert b"\x1b[?25l" in written
-    for line in ("a note of two", "lines", "an error line", "invrl: a word of the signal handler", "the end"):
+    for line in (
+        "a note of two",
+        "lines",
+        "an error line",
+        "invrl: a word of the signal handler",
+        "the end",
+    ):
         assert shown.count(line) == 1, shown
     assert any("a warning" in line for line in shown)
-    assert sum(line.startswith("step 1/5") for line in shown) == 1, shown  # no torn rest of an earlier one
+    assert sum(line.startswith("step 1/5") for line in shown) == 1, (
+        shown
+    )  # no torn rest of an earlier one
     assert sum("reward 0.25" in line for line in shown) == 1
-    frame = next(index for index, line in enumerate(shown) if line.startswith("step 1/5"))
-    assert shown.index("invrl: a word of the signal handler") < frame < shown.index("the end")
+    frame = next(
+        index for index, line in enumerate(shown) if line.startswith("step 1/5")
+    )
+    assert (
+        shown.index("invrl: a word of the signal handler")
+        < frame
+        < shown.index("the end")
+    )
     assert not any(len(line) == width for line in shown[: shown.index("the end")])
     assert "3 of 8 rollouts" in written.decode()
 
@@ -396,12 +454,16 @@ def test_output_that_is_not_a_terminal_gets_lines() -> None:
     assert isinstance(open_progress("auto", 5), PlainProgress)
 
 
-def test_printed_text_replaces_the_lines_of_the_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_text_replaces_the_lines_of_the_display(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert past_display("a\n", 2) == "a\n"  # nothing is displayed
     drawn(3)
     try:
         monkeypatch.setattr("os.isatty", lambda _: True)
-        assert past_display("a\n", 2) == "\r\x1b[2K" + "\x1b[1A\r\x1b[2K" * 2 + "a\n\n\n"
+        assert (
+            past_display("a\n", 2) == "\r\x1b[2K" + "\x1b[1A\r\x1b[2K" * 2 + "a\n\n\n"
+        )
         monkeypatch.setattr("os.isatty", lambda _: False)
         assert past_display("a\n", 2) == "a\n"
     finally:

@@ -1,4 +1,5 @@
-"""No deadline passes in a time that nobody lived through: a clock that is set, a process that was stopped."""
+"""No deadline passes in a time that nobody lived through: a clock that is set, a
+process that was stopped."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +46,12 @@ def test_the_worker_that_replaces_another_goes_on_with_its_time():
     clock.step(_TWO_HOURS_S)
     second = LivedTime(page.lived_word(2), clock=clock)
     assert second.now() == 4.0
-    assert (page.lived_word(0)[0], page.lived_word(1)[0], page.beats(0), page.hung(3)) == (0, 0, 1, 1)
+    assert (
+        page.lived_word(0)[0],
+        page.lived_word(1)[0],
+        page.beats(0),
+        page.hung(3),
+    ) == (0, 0, 1, 1)
     assert page.run_has_ended()
 
 
@@ -58,7 +64,9 @@ async def test_a_wait_goes_on_after_its_process_was_stopped(machine: SteppedMach
     assert await waiting == ({answer}, set())
     silent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     assert await lived_wait([answer, silent], 0.05) == ({answer}, {silent})
-    first = await lived_wait([answer, silent], 60.0, return_when=asyncio.FIRST_COMPLETED)
+    first = await lived_wait(
+        [answer, silent], 60.0, return_when=asyncio.FIRST_COMPLETED
+    )
     assert first == ({answer}, {silent})
     failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     failed.set_exception(ValueError())
@@ -78,14 +86,16 @@ async def test_a_wait_goes_on_after_its_process_was_stopped(machine: SteppedMach
 async def test_a_session_lives_as_long_as_it_may_whatever_the_clock_is_set_to(
     life: Life, machine: SteppedMachine, jump_s: float, restarts: bool
 ):
-    """The clock jumps, and in two of the cases the gateway worker dies as well. The session is there after
-    the jump, and ends when its time is up."""
+    """The clock jumps, and in two of the cases the gateway worker dies as well. The
+    session is there after the jump, and ends when its time is up."""
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
     async with life.again(session_ttl_s=15.0, place=place) as gateway:
         [session] = await gateway.open()
         await ask(gateway, session, [ASK])
         machine.set_clock(jump_s)
-        await asyncio.sleep(1.2)  # longer than from one look at the sessions to the next
+        await asyncio.sleep(
+            1.2
+        )  # longer than from one look at the sessions to the next
         assert state(gateway, session) == "open"
         if not restarts:
             await _ends_after_its_time(gateway, machine, session)
@@ -96,7 +106,9 @@ async def test_a_session_lives_as_long_as_it_may_whatever_the_clock_is_set_to(
             await _ends_after_its_time(gateway, machine, session)
 
 
-async def _ends_after_its_time(gateway: Running, machine: SteppedMachine, session: Session) -> None:
+async def _ends_after_its_time(
+    gateway: Running, machine: SteppedMachine, session: Session
+) -> None:
     for _ in range(2):
         machine.stop_for(8.0)
         await asyncio.sleep(1.2)
@@ -113,7 +125,9 @@ async def test_a_stopped_gateway_ends_no_session_and_times_what_was_lived(
     life: Life, machine: SteppedMachine
 ):
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
-    async with life.again(session_ttl_s=60.0, session_idle_timeout_s=30.0, place=place) as gateway:
+    async with life.again(
+        session_ttl_s=60.0, session_idle_timeout_s=30.0, place=place
+    ) as gateway:
         [session] = await gateway.open()
         machine.stop_for(_TWO_HOURS_S)
         await asyncio.sleep(1.2)
@@ -124,28 +138,38 @@ async def test_a_stopped_gateway_ends_no_session_and_times_what_was_lived(
     assert 10.0 < outcome.finished_at - outcome.started_at < 60.0
 
 
-async def test_a_reward_may_come_after_the_clock_was_set(life: Life, machine: SteppedMachine):
+async def test_a_reward_may_come_after_the_clock_was_set(
+    life: Life, machine: SteppedMachine
+):
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
     async with life.again(reward_deadline_s=60.0, place=place) as gateway:
         [session] = await gateway.open()
         await ask(gateway, session, [ASK])
-        answer = await gateway.env(f"/sessions/{session.id}/finish", {}, key=session.key)
+        answer = await gateway.env(
+            f"/sessions/{session.id}/finish", {}, key=session.key
+        )
         assert answer.status_code == 202
         machine.set_clock(_TWO_HOURS_S)
         await asyncio.sleep(1.2)
     async with life.again(reward_deadline_s=60.0, place=place) as gateway:
         await asyncio.sleep(1.2)
-        answer = await gateway.env(f"/sessions/{session.id}/reward", {"reward": 0.5}, key=session.key)
+        answer = await gateway.env(
+            f"/sessions/{session.id}/reward", {"reward": 0.5}, key=session.key
+        )
         assert answer.json()["state"] == "finished"
 
 
 def test_only_people_are_told_the_time_of_the_wall_clock():
-    """Every use of a clock that can be set, file by file. A duration or a deadline has no place here."""
+    """Every use of a clock that can be set, file by file. A duration or a deadline has
+    no place here."""
     package = Path(__file__).parents[2] / "invrl"
     using = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if any(clock in path.read_text("utf-8") for clock in ("time.time()", "datetime.now(", "=time.time"))
+        if any(
+            clock in path.read_text("utf-8")
+            for clock in ("time.time()", "datetime.now(", "=time.time")
+        )
     }
     assert using == _FOR_PEOPLE
 

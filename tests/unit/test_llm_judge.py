@@ -1,4 +1,5 @@
-"""The judge against an HTTP server that says what a judge may say, and what none should."""
+"""The judge against an HTTP server that says what a judge may say, and what none
+should."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from invrl.types import Task
 
 TASK = Task(id="t", payload={"question": "What is 2+2?"}, label=4)
 Reply = Callable[[str], str | int | float]
-"""From the request's id to the judge's words, a status to fail with, or seconds to wait before 0.5."""
+"""From the request's id to the judge's words, a status to fail with, or seconds to wait
+before 0.5."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ class JudgeServer:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers["Authorization"])
-        request_id = body["messages"][0]["content"].rpartition('{"id": "')[2].partition('"')[0]
+        request_id = (
+            body["messages"][0]["content"].rpartition('{"id": "')[2].partition('"')[0]
+        )
         reply = self.replies[len(self.requests) - 1](request_id)
         if isinstance(reply, int):
             return web.json_response({"error": {"message": "planted"}}, status=reply)
@@ -57,7 +61,13 @@ class JudgeServer:
         message = {"role": "assistant", "content": reply}
         choices = [{"index": 0, "finish_reason": "stop", "message": message}]
         return web.json_response(
-            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": choices,
+            }
         )
 
 
@@ -83,7 +93,13 @@ async def server() -> AsyncIterator[JudgeServer]:
 
 @pytest.fixture
 def judge(module: ModuleType, server: JudgeServer):
-    return module.Judge(base_url=server.url, model="judge-7", api_key="k-1", pause_s=0.0, deadline_s=60.0)
+    return module.Judge(
+        base_url=server.url,
+        model="judge-7",
+        api_key="k-1",
+        pause_s=0.0,
+        deadline_s=60.0,
+    )
 
 
 def says(score: object) -> Reply:
@@ -91,7 +107,9 @@ def says(score: object) -> Reply:
 
 
 @pytest.mark.parametrize("score", [0, 0.0, 0.35, 1, 1.0])
-async def test_verdict_of_the_judge_is_the_reward(judge, server: JudgeServer, score: float) -> None:
+async def test_verdict_of_the_judge_is_the_reward(
+    judge, server: JudgeServer, score: float
+) -> None:
     server.replies = [says(score)]
     assert await judge(TASK, RolloutResult(output="four")) == score
     (request,) = server.requests
@@ -105,7 +123,10 @@ async def test_task_may_have_its_own_rubric_without_question_and_label(
 ) -> None:
     server.replies = [says(1.0), says(1.0)]
     await judge(TASK, RolloutResult(output=""))
-    await judge(Task(id="t", payload={"poem": "x", "rubric": "1.0: it {rhymes}."}), RolloutResult())
+    await judge(
+        Task(id="t", payload={"poem": "x", "rubric": "1.0: it {rhymes}."}),
+        RolloutResult(),
+    )
     first, second = (request["messages"] for request in server.requests)
     assert module.RUBRIC in first[0]["content"]
     assert "1.0: it {rhymes}." in second[0]["content"]
@@ -119,8 +140,12 @@ BAD_REPLIES = {
     "prose around it": lambda request_id: f"Verdict: {verdict(request_id, 1.0)}",
     "a bare score": lambda request_id: "1.0",
     "no id": lambda request_id: '{"score": 1.0}',
-    "another id": lambda request_id: verdict("00000000" if request_id[0] != "0" else "11111111", 1.0),
-    "more keys": lambda request_id: json.dumps({"id": request_id, "score": 1, "final": 0}),
+    "another id": lambda request_id: verdict(
+        "00000000" if request_id[0] != "0" else "11111111", 1.0
+    ),
+    "more keys": lambda request_id: json.dumps(
+        {"id": request_id, "score": 1, "final": 0}
+    ),
     "too high": says(1.01),
     "too low": says(-0.1),
     "a percentage": says(95),
@@ -165,12 +190,15 @@ INJECTIONS = [
 async def test_score_in_the_judged_text_is_not_the_verdict(
     module: ModuleType, judge, server: JudgeServer, attack: str
 ) -> None:
-    """Neither where the judge scores the answer low, nor where it only repeats the answer."""
+    """Neither where the judge scores the answer low, nor where it only repeats the
+    answer."""
     server.replies = [says(0.0)]
     assert await judge(TASK, RolloutResult(output=attack)) == 0.0
     system, user = server.requests[0]["messages"]
     assert attack not in system["content"]
-    assert json.loads(user["content"])["answer"] == attack  # it cannot leave its JSON string
+    assert (
+        json.loads(user["content"])["answer"] == attack
+    )  # it cannot leave its JSON string
     server.requests.clear()
     server.replies = [lambda request_id: attack] * 3
     with pytest.raises(module.JudgeError):
@@ -192,25 +220,39 @@ async def test_hung_or_missing_judge_ends_at_the_deadline(
 ) -> None:
     """The deadline is over when the judge has been asked a second time."""
     deadlines = list[asyncio.Timeout]()
-    noting = {"timeout": lambda delay: deadlines.append(asyncio.timeout(delay)) or deadlines[-1]}
-    monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
+    noting = {
+        "timeout": lambda delay: (
+            deadlines.append(asyncio.timeout(delay)) or deadlines[-1]
+        )
+    }
+    monkeypatch.setattr(
+        module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting})
+    )
 
     def hangs(request_id: str) -> float:
         deadlines[0].reschedule(asyncio.get_running_loop().time())
         return 3600.0
 
     server.replies = [lambda request_id: 500, hangs]
-    with pytest.raises(module.JudgeError, match=r"no verdict within 600 s; before: .*planted"):
+    with pytest.raises(
+        module.JudgeError, match=r"no verdict within 600 s; before: .*planted"
+    ):
         await replace(judge, deadline_s=600.0)(TASK, RolloutResult(output="four"))
     with pytest.raises(module.JudgeError, match="Connection error"):
-        await replace(judge, base_url="http://127.0.0.1:9/v1")(TASK, RolloutResult(output="four"))
+        await replace(judge, base_url="http://127.0.0.1:9/v1")(
+            TASK, RolloutResult(output="four")
+        )
 
 
-async def test_failing_judge_fails_the_rollout_with_a_reason(judge, server: JudgeServer) -> None:
+async def test_failing_judge_fails_the_rollout_with_a_reason(
+    judge, server: JudgeServer
+) -> None:
     async def rollout(task: Task, endpoint: object) -> RolloutResult:
         return RolloutResult(output="four")
 
-    endpoint = SimpleNamespace(base_url="http://127.0.0.1:8/s/k", api_key="k", model="m")
+    endpoint = SimpleNamespace(
+        base_url="http://127.0.0.1:8/s/k", api_key="k", model="m"
+    )
     runner = Runner(rollout, judge, timeout_s=60.0)  # type: ignore[arg-type]
     server.replies = [says(0.75), *[BAD_REPLIES["garbage"]] * 3]
     (scored,) = await runner.run(TASK, [endpoint])  # type: ignore[list-item]
@@ -219,7 +261,9 @@ async def test_failing_judge_fails_the_rollout_with_a_reason(judge, server: Judg
     (failed,) = await runner.run(TASK, [endpoint])  # type: ignore[list-item]
     assert isinstance(failed, Failure)
     assert failed.reason is FailureReason.EXCEPTION
-    assert "JudgeError: no verdict from judge-7: the reply is no verdict" in failed.detail
+    assert (
+        "JudgeError: no verdict from judge-7: the reply is no verdict" in failed.detail
+    )
 
 
 def test_judge_loads_by_import_path_and_reports_missing_settings_at_the_start(
@@ -229,6 +273,8 @@ def test_judge_loads_by_import_path_and_reports_missing_settings_at_the_start(
     assert callable(plugins.load_rollout_function("rollout_fns.llm_judge:rollout"))
     monkeypatch.delitem(sys.modules, "rollout_fns.llm_judge")
     monkeypatch.delenv("INVRL_JUDGE_MODEL")
-    with pytest.raises(PluginError, match="set INVRL_JUDGE_MODEL in the environment") as caught:
+    with pytest.raises(
+        PluginError, match="set INVRL_JUDGE_MODEL in the environment"
+    ) as caught:
         plugins.load_reward_function("rollout_fns.llm_judge:judge")
     assert caught.value.field == "reward_function_path"

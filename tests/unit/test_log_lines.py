@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 
 from invrl.host import masked_keys
-from invrl.host.log_lines import LineFormatter, LogSettings, session_of_task, write_log_lines
+from invrl.host.log_lines import (
+    LineFormatter,
+    LogSettings,
+    session_of_task,
+    write_log_lines,
+)
 from invrl.host.masked_keys import without_keys
 from invrl.interfaces import Endpoint
 from invrl.rollout.config import RolloutConfig
@@ -84,7 +89,8 @@ def logger() -> Iterator[logging.Logger]:
 
 
 def logged(logger: logging.Logger, settings: LogSettings) -> str:
-    """What is written of three records, the second in a session and the third with a traceback."""
+    """What is written of three records, the second in a session and the third with a
+    traceback."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(LineFormatter("gateway-worker-0", settings))
@@ -102,19 +108,33 @@ def logged(logger: logging.Logger, settings: LogSettings) -> str:
     return stream.getvalue()
 
 
-def test_text_log_line_has_time_level_process_run_and_session(logger: logging.Logger) -> None:
+def test_text_log_line_has_time_level_process_run_and_session(
+    logger: logging.Logger,
+) -> None:
     lines = logged(logger, LogSettings(run="r7")).splitlines()
     when = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
     name = r"invrl\.test_log_lines"
-    assert re.fullmatch(rf"{when} I gateway-worker-0 run=r7 {name}: 3 requests with .*", lines[0])
-    assert re.fullmatch(rf"{when} W gateway-worker-0 run=r7 session=ses-01 {name}: the client .*", lines[1])
+    assert re.fullmatch(
+        rf"{when} I gateway-worker-0 run=r7 {name}: 3 requests with .*", lines[0]
+    )
+    assert re.fullmatch(
+        rf"{when} W gateway-worker-0 run=r7 session=ses-01 {name}: the client .*",
+        lines[1],
+    )
     assert re.fullmatch(rf"{when} E gateway-worker-0 run=r7 {name}: failed", lines[3])
     assert lines[4] == "Traceback (most recent call last):"
-    assert lines[-1] == "ValueError: Authorization: Bearer (not shown) at /s/(session key)/v1"
+    assert (
+        lines[-1]
+        == "ValueError: Authorization: Bearer (not shown) at /s/(session key)/v1"
+    )
 
 
-def test_json_log_line_is_one_object_with_the_same_fields(logger: logging.Logger) -> None:
-    first, second, third = map(json.loads, logged(logger, LogSettings(run="r7", format="json")).splitlines())
+def test_json_log_line_is_one_object_with_the_same_fields(
+    logger: logging.Logger,
+) -> None:
+    first, second, third = map(
+        json.loads, logged(logger, LogSettings(run="r7", format="json")).splitlines()
+    )
     assert first | {"time": ""} == {
         "time": "",
         "level": "info",
@@ -157,7 +177,9 @@ def test_log_level_follows_the_settings_and_a_later_setup_replaces_the_first(
     before = root.level
     try:
         write_log_lines("supervisor", LogSettings(), file=tmp_path / "first.log")
-        write_log_lines("driver", LogSettings(level="warning"), file=tmp_path / "second.log")
+        write_log_lines(
+            "driver", LogSettings(level="warning"), file=tmp_path / "second.log"
+        )
         logging.getLogger("invrl.anything").info("hidden")
         logging.getLogger("invrl.anything").warning("shown")
         logging.getLogger("httpx").info("hidden")
@@ -183,7 +205,10 @@ def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() 
         1 / 0
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout == ":process:trainer-rank-3 of run r7\nkey: (session key)\n"
     mark, line, *traceback = done.stderr.splitlines()
@@ -194,7 +219,9 @@ def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() 
 
 @pytest.mark.parametrize("ids", [["ses-1"], ["ses-1", "ses-2"]])
 @pytest.mark.parametrize("in_thread", [False, True])
-async def test_log_lines_of_user_code_name_its_sessions(ids: list[str], in_thread: bool) -> None:
+async def test_log_lines_of_user_code_name_its_sessions(
+    ids: list[str], in_thread: bool
+) -> None:
     seen: list[str] = []
 
     def in_a_thread(task: Task, endpoints: list[Endpoint]) -> list[float]:
@@ -205,7 +232,9 @@ async def test_log_lines_of_user_code_name_its_sessions(ids: list[str], in_threa
         return in_a_thread(task, endpoints)
 
     rollout = RolloutConfig(rollout_worker_memory_gb=0)
-    worker = RolloutWorker(WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=rollout))
+    worker = RolloutWorker(
+        WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=rollout)
+    )
     function: Any = in_a_thread if in_thread else in_the_loop
     function.group = True
     worker._runner = Runner(function, None, timeout_s=60.0)

@@ -35,32 +35,48 @@ async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         synced.append(version)
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def save(step: int, snapshot: bytes) -> None: ...
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+        )
 
     learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save)
     parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
     await run_loop(parts, done=0, num_steps=len(steps))
     silent = [at for at, made in enumerate(steps, start=1) if made == 0]
-    assert [note.split(":")[0] for note in observer.notes] == [f"step {step}" for step in silent]
+    assert [note.split(":")[0] for note in observer.notes] == [
+        f"step {step}" for step in silent
+    ]
     assert all("no weight was changed" in note for note in observer.notes)
-    skipped = [step for step, row in observer.rows.items() if row["train/skipped_steps"] == 1]
+    skipped = [
+        step for step, row in observer.rows.items() if row["train/skipped_steps"] == 1
+    ]
     assert skipped == silent
     assert synced == [1, 2, 3, 4]
     assert buffer.versions == [1, 2, 3]
 
 
 class OneReplyEach(EmptyBatches):
-    """Batches of three groups of two rollouts, whose rewards are equal in each group."""
+    """Batches of three groups of two rollouts, whose rewards are equal in each
+    group."""
 
     async def take(self) -> TakenBatch:
         groups: list[Group] = []
         for number in range(3):
-            rollouts_G = tuple(summary(f"g{number}", index, reward=float(number > 0)) for index in range(2))
+            rollouts_G = tuple(
+                summary(f"g{number}", index, reward=float(number > 0))
+                for index in range(2)
+            )
             groups.append(Group(id=f"g{number}", task_id="t", rollouts_G=rollouts_G))
         version = WeightVersion(len(self.versions))
         return TakenBatch(batch_id=version, version=version, groups=tuple(groups))
@@ -87,7 +103,13 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
     observer = Notes()
 
     async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def save(step: int, snapshot: bytes) -> None: ...
 
@@ -105,9 +127,15 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
         )
 
     learner = Learner(trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync, save=save)
-    parts = Parts(buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner)
+    parts = Parts(
+        buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner
+    )
     await run_loop(parts, done=0, num_steps=6)
-    told = [note.partition(":")[0] for note in observer.notes if "no weight was changed" in note]
+    told = [
+        note.partition(":")[0]
+        for note in observer.notes
+        if "no weight was changed" in note
+    ]
     assert told == ["step 2", "step 3", "step 4"]
     [collapsed] = [note for note in observer.notes if "collapsed" in note]
     assert collapsed.startswith("step 4: the policy has collapsed: since step 2")
@@ -115,17 +143,24 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
 
 
 async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
-    """What the run is watched by goes on meanwhile: here it is what lets the assembling end."""
+    """What the run is watched by goes on meanwhile: here it is what lets the assembling
+    end."""
     watched = threading.Event()
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        assert watched.wait(120), "the event loop stood still while the batch was assembled"
-        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+        assert watched.wait(120), (
+            "the event loop stood still while the batch was assembled"
+        )
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+        )
 
     async def watch() -> None:
         watched.set()
 
-    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=Notes(), learner=None)
+    parts = Parts(
+        buffer=EmptyBatches(), assemble=assemble, observer=Notes(), learner=None
+    )
     loop = asyncio.create_task(run_loop(parts, done=0, num_steps=1))
     await asyncio.sleep(0)
     watching = asyncio.create_task(watch())
@@ -134,10 +169,14 @@ async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
 
 async def test_a_resumed_run_goes_on_with_the_step_after_its_checkpoint() -> None:
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+        )
 
     observer = Notes()
-    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=None)
+    parts = Parts(
+        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=None
+    )
     assert await run_loop(parts, done=2, num_steps=4) == 4
     assert list(observer.rows) == [3, 4]
     assert await run_loop(parts, done=4, num_steps=4) == 4
@@ -171,13 +210,21 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         clock.now += 10.0
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def save(step: int, snapshot: bytes) -> None:
         saved.append(step)
 
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(batch_id=taken.batch_id, version=taken.version, samples=(), advantages=())
+        return TrainBatch(
+            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+        )
 
     observer = Notes()
     learner = Learner(
@@ -185,13 +232,19 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
         sync=sync,
         save=save,
         schedule=SaveSchedule(
-            steps=int(schedule.get("steps", 0)), seconds=schedule.get("seconds", 0.0), clock=clock
+            steps=int(schedule.get("steps", 0)),
+            seconds=schedule.get("seconds", 0.0),
+            clock=clock,
         ),
     )
-    parts = Parts(buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=learner)
+    parts = Parts(
+        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=learner
+    )
     await run_loop(parts, done=0, num_steps=5)
     assert saved == expected
-    assert [step for step, row in observer.rows.items() if "time/checkpoint_s" in row] == expected
+    assert [
+        step for step, row in observer.rows.items() if "time/checkpoint_s" in row
+    ] == expected
 
 
 def test_step_time_excludes_the_checkpoint() -> None:

@@ -1,5 +1,5 @@
-"""Settings of the loss's axes: what contradicts, what may not be meant, and what a policy loss of the user's
-must return."""
+"""Settings of the loss's axes: what contradicts, what may not be meant, and what a
+policy loss of the user's must return."""
 
 from __future__ import annotations
 
@@ -30,23 +30,68 @@ def from_flags(*flags: str) -> Config:
 @pytest.mark.parametrize(
     ("flags", "field", "reason", "fix"),
     [
-        ("--ratio-level sequence", "correction", "one number for all tokens", "geometric_truncated"),
-        ("--ratio-level sequence_token", "correction", "one number for all tokens", "geometric_truncated"),
+        (
+            "--ratio-level sequence",
+            "correction",
+            "one number for all tokens",
+            "geometric_truncated",
+        ),
+        (
+            "--ratio-level sequence_token",
+            "correction",
+            "one number for all tokens",
+            "geometric_truncated",
+        ),
         (
             "--ratio-level sequence --correction none --rejection token --rejection-high 2",
             "rejection",
             "one number for all tokens",
             "--rejection geometric",
         ),
-        ("--ratio-level sequence --policy-loss dppo_tv", "ratio_level", "masks single tokens", "leave"),
-        ("--ratio-level sequence --policy-loss policy_gradient", "ratio_level", "has no ratio", "leave"),
-        ("--policy-loss gmpo", "correction", "one number for all tokens", "geometric_truncated"),
-        ("--policy-loss gmpo --ratio-level sequence", "ratio_level", "clips the ratios of single", "leave"),
+        (
+            "--ratio-level sequence --policy-loss dppo_tv",
+            "ratio_level",
+            "masks single tokens",
+            "leave",
+        ),
+        (
+            "--ratio-level sequence --policy-loss policy_gradient",
+            "ratio_level",
+            "has no ratio",
+            "leave",
+        ),
+        (
+            "--policy-loss gmpo",
+            "correction",
+            "one number for all tokens",
+            "geometric_truncated",
+        ),
+        (
+            "--policy-loss gmpo --ratio-level sequence",
+            "ratio_level",
+            "clips the ratios of single",
+            "leave",
+        ),
         ("--policy-loss vespo", "correction", "count twice", "--correction none"),
-        ("--correction-floor 3", "correction_floor", "above correction_cap = 2", "--correction-cap"),
+        (
+            "--correction-floor 3",
+            "correction_floor",
+            "above correction_cap = 2",
+            "--correction-cap",
+        ),
         ("--rejection token", "rejection", "neither bound", "--rejection-high"),
-        ("--length-lambda 1", "length_lambda", "no rollout is weighted", "--length-weighting power"),
-        ("--length-lambda-lr 1", "length_lambda_lr", "no rollout is weighted", "--length-weighting power"),
+        (
+            "--length-lambda 1",
+            "length_lambda",
+            "no rollout is weighted",
+            "--length-weighting power",
+        ),
+        (
+            "--length-lambda-lr 1",
+            "length_lambda_lr",
+            "no rollout is weighted",
+            "--length-weighting power",
+        ),
         (
             "--length-lambda-scale 1",
             "length_lambda_scale",
@@ -78,19 +123,54 @@ def from_flags(*flags: str) -> Config:
             "leave it out",
         ),
         ("--length-lambda 101 --length-weighting power", "length_lambda", "100", ""),
-        ("--rejection-high 2", "rejection_high", "nothing is rejected", "--rejection token"),
-        ("--rejection token --rejection-high 1", "rejection_high", "a ratio of 1", "above 1"),
-        ("--rejection token --rejection-low 1", "rejection_low", "a ratio of 1", "below 1"),
+        (
+            "--rejection-high 2",
+            "rejection_high",
+            "nothing is rejected",
+            "--rejection token",
+        ),
+        (
+            "--rejection token --rejection-high 1",
+            "rejection_high",
+            "a ratio of 1",
+            "above 1",
+        ),
+        (
+            "--rejection token --rejection-low 1",
+            "rejection_low",
+            "a ratio of 1",
+            "below 1",
+        ),
         (
             "--rejection token --rejection-low 5 --rejection-high 0.5",
             "rejection_low",
             "ratio of 1",
             "below 1",
         ),
-        ("--kl-coef 0.1 --kl-estimator k1", "kl_estimator", "only noise", "--kl-in reward"),
-        ("--kl-coef 0.1 --kl-estimator unbiased --kl-in reward", "kl_estimator", "gradient", "k1"),
-        ("--kl-coef 0.1 --kl-estimator unbiased --kl-in rollout_reward", "kl_estimator", "gradient", "k1"),
-        ("--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward", "kl_in", "linear", "--advantage rloo"),
+        (
+            "--kl-coef 0.1 --kl-estimator k1",
+            "kl_estimator",
+            "only noise",
+            "--kl-in reward",
+        ),
+        (
+            "--kl-coef 0.1 --kl-estimator unbiased --kl-in reward",
+            "kl_estimator",
+            "gradient",
+            "k1",
+        ),
+        (
+            "--kl-coef 0.1 --kl-estimator unbiased --kl-in rollout_reward",
+            "kl_estimator",
+            "gradient",
+            "k1",
+        ),
+        (
+            "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward",
+            "kl_in",
+            "linear",
+            "--advantage rloo",
+        ),
         (
             "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo "
             "--advantage-whitening tokens",
@@ -98,12 +178,32 @@ def from_flags(*flags: str) -> Config:
             "without the KL",
             "leave it out",
         ),
-        ("--entropy-target 0.3 --entropy-ceiling 0.2", "entropy_ceiling", "other end", "raise"),
+        (
+            "--entropy-target 0.3 --entropy-ceiling 0.2",
+            "entropy_ceiling",
+            "other end",
+            "raise",
+        ),
         ("--entropy-coef-step 0.1", "entropy_coef_step", "not adapted", "leave"),
-        ("--reference-reset-optimizer", "reference_reset_optimizer", "nothing is reset", "-reset-steps"),
-        ("--objective distillation --solved-nll-coef 0.1", "solved_nll_coef", "does not read", "leave"),
+        (
+            "--reference-reset-optimizer",
+            "reference_reset_optimizer",
+            "nothing is reset",
+            "-reset-steps",
+        ),
+        (
+            "--objective distillation --solved-nll-coef 0.1",
+            "solved_nll_coef",
+            "does not read",
+            "leave",
+        ),
         *(
-            (f"--objective distillation --{flag}", field, "does not read it, only rl", "leave")
+            (
+                f"--objective distillation --{flag}",
+                field,
+                "does not read it, only rl",
+                "leave",
+            )
             for flag, field in (
                 ("advantage-eps 0.1", "advantage_eps"),
                 ("reward-deviation population", "reward_deviation"),
@@ -111,8 +211,18 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--kl-target 0.1", "kl_target", "stays 0", "--kl-coef"),
         ("--reference-ema 0.9", "reference_ema", "no reference", "--kl-coef"),
-        ("--reference-reset-steps 9", "reference_reset_steps", "no reference", "--kl-coef"),
-        ("--kl-coef 1 --reference-reset-steps 9 --reference-ema 0.9", "reference_ema", "exclude", "one of"),
+        (
+            "--reference-reset-steps 9",
+            "reference_reset_steps",
+            "no reference",
+            "--kl-coef",
+        ),
+        (
+            "--kl-coef 1 --reference-reset-steps 9 --reference-ema 0.9",
+            "reference_ema",
+            "exclude",
+            "one of",
+        ),
         (
             "--kl-coef 1 --reference-reset-steps 9 --reference-placement cpu_by_layer",
             "reference_placement",
@@ -128,7 +238,9 @@ def from_flags(*flags: str) -> Config:
         ),
     ],
 )
-def test_contradicting_loss_axes_are_refused(flags: str, field: str, reason: str, fix: str) -> None:
+def test_contradicting_loss_axes_are_refused(
+    flags: str, field: str, reason: str, fix: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         from_flags(*flags.split())
     assert caught.value.field.endswith(f".{field}")
@@ -164,14 +276,19 @@ def test_compatible_loss_axes_are_accepted(flags: str) -> None:
         (["--policy-loss", "cispo"], ["the clip"]),
         (["--policy-loss", "sapo"], []),
         (["--policy-loss", "rejection_gate"], []),
-        ([*ENGINE, "--rejection", "token", "--rejection-high", "2"], ["the truncated", "the token"]),
+        (
+            [*ENGINE, "--rejection", "token", "--rejection-high", "2"],
+            ["the truncated", "the token"],
+        ),
         (["--kl-in", "reward", "--policy-loss", "sapo"], ["kl_in has"]),
         (["--old-logprobs", "interpolated"], []),
         (["--length-weighting", "power", "--policy-loss", "sapo"], ["the length"]),
         (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
     ],
 )
-def test_loss_settings_without_effect_are_listed(flags: list[str], words: list[str]) -> None:
+def test_loss_settings_without_effect_are_listed(
+    flags: list[str], words: list[str]
+) -> None:
     sentences = from_flags(*flags).algorithm.without_effect()
     assert [" ".join(sentence.split()[:2]) for sentence in sentences] == words
 
@@ -210,13 +327,15 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     assert algorithm.policy_loss in SURROGATES
     inputs = example_inputs(with_router_shift=algorithm.router_shift_floor > 0)
     staleness_N = torch.ones_like(inputs.advantages_N)
-    policy_loss(replace(inputs, columns={"staleness": staleness_N}), algorithm).loss.backward()
+    policy_loss(
+        replace(inputs, columns={"staleness": staleness_N}), algorithm
+    ).loss.backward()
     assert inputs.current_N.grad is not None
     assert torch.isfinite(inputs.current_N.grad).all()
     assert inputs.current_N.grad.any()
 
 
-# ------------------------------------------------------------------ a policy loss of the user's
+# -------------------------------------------------------- a policy loss of the user's
 
 LOSSES = """
 def good(ratio_N, advantages_N, *, eps_clip_low, eps_clip_high):
@@ -262,8 +381,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["good", "with_inputs", "through_inputs"])
 def test_trainable_policy_loss_passes_the_check(here: Path, name: str) -> None:
-    run_check("algorithm functions", from_flags("--policy-loss", f"losses_of_mine:{name}"))
-    outputs = policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))
+    run_check(
+        "algorithm functions", from_flags("--policy-loss", f"losses_of_mine:{name}")
+    )
+    outputs = policy_loss(
+        example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}")
+    )
     assert outputs.loss.requires_grad
 
 
@@ -271,17 +394,26 @@ def test_trainable_policy_loss_passes_the_check(here: Path, name: str) -> None:
 def test_policy_loss_sees_the_inputs_of_the_micro_batch() -> None:
     inputs = example_inputs()
     outputs = policy_loss(
-        inputs, AlgorithmConfig(policy_loss="losses_of_mine:with_inputs", correction="none")
+        inputs,
+        AlgorithmConfig(policy_loss="losses_of_mine:with_inputs", correction="none"),
     )
     assert inputs.old_N is not None
     ratio_N = (inputs.current_N - inputs.old_N).exp()
-    expected = -(ratio_N * inputs.advantages_N * torch.tensor([5.0] * 5 + [3.0] * 3 + [1.0])).sum() / 9
+    expected = (
+        -(
+            ratio_N * inputs.advantages_N * torch.tensor([5.0] * 5 + [3.0] * 3 + [1.0])
+        ).sum()
+        / 9
+    )
     assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.usefixtures("here")
 def test_policy_loss_may_read_a_column_that_only_a_run_has() -> None:
-    run_check("algorithm functions", from_flags("--policy-loss", "losses_of_mine:of_own_column"))
+    run_check(
+        "algorithm functions",
+        from_flags("--policy-loss", "losses_of_mine:of_own_column"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,4 +443,6 @@ def test_untrainable_policy_loss_is_refused_before_a_process_starts(
 def test_untrainable_policy_loss_is_refused_in_a_step(name: str) -> None:
     """Also where the check could not see it: a shape may depend on the batch."""
     with pytest.raises(PluginError, match="policy_loss"):
-        policy_loss(example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}"))
+        policy_loss(
+            example_inputs(), AlgorithmConfig(policy_loss=f"losses_of_mine:{name}")
+        )

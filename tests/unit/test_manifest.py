@@ -19,7 +19,8 @@ _CHUNKS = 20_000
 
 
 class LongFile:
-    """A pipe by name. Whoever reads it gets `_CHUNKS` chunks, unless the reader leaves before."""
+    """A pipe by name. Whoever reads it gets `_CHUNKS` chunks, unless the reader leaves
+    before."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,7 +64,9 @@ def python_hears_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_interrupt_ends_a_manifest_check_at_once(folder: Path, python_hears_interrupts: None) -> None:
+def test_interrupt_ends_a_manifest_check_at_once(
+    folder: Path, python_hears_interrupts: None
+) -> None:
     long = LongFile(folder / "long")
     main = threading.main_thread().ident
     assert main is not None
@@ -85,7 +88,9 @@ def test_manifest_check_stops_reading_after_a_damaged_file(folder: Path) -> None
     """`a-damaged` is compared first, and found out while `long` is being read."""
     manifest = folder / MANIFEST_NAME
     entry = '"a-damaged": {"bytes": 1, "checksum": "00"},'
-    manifest.write_text(manifest.read_text().replace('"files": {', '"files": {' + entry))
+    manifest.write_text(
+        manifest.read_text().replace('"files": {', '"files": {' + entry)
+    )
     os.mkfifo(folder / "a-damaged")
     long = LongFile(folder / "long")
 

@@ -1,4 +1,5 @@
-"""--megatron-*: what passes is parsed as the installed package types it; what must not pass says why."""
+"""--megatron-*: what passes is parsed as the installed package types it; what must not
+pass says why."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import torch
 
 from invrl.errors import ConfigError
 from invrl.train.config import TrainConfig
-from invrl.train.megatron_args import MegatronOptions, Scalar, check_megatron_options, parse_megatron_options
+from invrl.train.megatron_args import (
+    MegatronOptions,
+    Scalar,
+    check_megatron_options,
+    parse_megatron_options,
+)
 
 
 def test_megatron_values_are_converted_to_the_type_of_their_field() -> None:
@@ -65,7 +71,9 @@ def test_megatron_values_are_converted_to_the_type_of_their_field() -> None:
         ("deterministic_mode", "perhaps", "bool"),
     ],
 )
-def test_refused_megatron_options_name_the_fix(name: str, value: Scalar, told: str) -> None:
+def test_refused_megatron_options_name_the_fix(
+    name: str, value: Scalar, told: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_megatron_options({name: value})
     assert told in str(caught.value)
@@ -73,7 +81,8 @@ def test_refused_megatron_options_name_the_fix(name: str, value: Scalar, told: s
 
 
 def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
-    """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may have it."""
+    """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may
+    have it."""
     from invrl.train import device
 
     device.prepare()
@@ -88,11 +97,17 @@ def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
         param_update_in_fp32=True,  # as Megatron always sets it
         lr=1e-3,
     )
-    moments = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4), "step": torch.tensor(1.0)}
+    moments = {
+        "exp_avg": torch.zeros(4),
+        "exp_avg_sq": torch.zeros(4),
+        "step": torch.tensor(1.0),
+    }
     optimizer.state[master_weight] = {**moments, "master_param": torch.ones(4)}
     with pytest.raises(KeyError):
         optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(TypeError):  # it compares the version of TransformerEngine, which has none
+    with pytest.raises(
+        TypeError
+    ):  # it compares the version of TransformerEngine, which has none
         OptimizerConfig(
             optimizer="adam",
             bf16=True,
@@ -147,24 +162,36 @@ def test_every_megatron_field_is_accepted_with_its_type_or_refused() -> None:
                 assert answer.field == flag
                 assert answer.fix
             else:
-                assert {owner for owner in classes if name in getattr(answer, owner)} == expected
+                assert {
+                    owner for owner in classes if name in getattr(answer, owner)
+                } == expected
                 accepted.add(name)
     print(f"{len(owners)} options walked: {len(accepted)} accepted")
-    # What a run may change is a short list; a field new to Megatron is refused until it is looked at.
+    # What a run may change is a short list; a field new to Megatron is refused until it
+    # is looked at.
     assert 15 <= len(accepted) <= 25
     assert ACCEPTED.keys() <= accepted
 
 
-def test_accepted_megatron_options_build_megatrons_classes_or_report_what_is_missing() -> None:
+def test_accepted_megatron_options_build_megatrons_classes_or_report_what_is_missing() -> (
+    None
+):
     check_megatron_options(
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+        }
     )
     with pytest.raises(ConfigError, match="recompute_method") as caught:
         check_megatron_options({"recompute_granularity": "full"})
     assert caught.value.fix
 
 
-UNIFORM: dict[str, Scalar] = {"recompute_granularity": "full", "recompute_method": "uniform"}
+UNIFORM: dict[str, Scalar] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+}
 
 
 @pytest.mark.parametrize(
@@ -173,10 +200,16 @@ UNIFORM: dict[str, Scalar] = {"recompute_granularity": "full", "recompute_method
         (UNIFORM | {"recompute_num_layers": 0}, "no layer would be recomputed"),
         (UNIFORM | {"recompute_num_layers": 4}, "the 6 layers of a rank's chunk"),
         (
-            {"recompute_granularity": "selective", "recompute_modules": "core_attn,layernorm"},
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": "core_attn,layernorm",
+            },
             "TransformerEngine",
         ),
-        ({"recompute_granularity": "selective", "recompute_modules": "moe_act"}, "moe_grouped_gemm"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": "moe_act"},
+            "moe_grouped_gemm",
+        ),
     ],
 )
 def test_recomputation_that_would_fail_in_the_first_step_is_refused(
@@ -188,8 +221,12 @@ def test_recomputation_that_would_fail_in_the_first_step_is_refused(
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 6])
-def test_units_of_recomputation_that_divide_a_chunk_are_accepted(num_layers: int) -> None:
-    check_megatron_options(UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, chunk_sizes=[6])
+def test_units_of_recomputation_that_divide_a_chunk_are_accepted(
+    num_layers: int,
+) -> None:
+    check_megatron_options(
+        UNIFORM | {"recompute_num_layers": num_layers}, num_layers=12, chunk_sizes=[6]
+    )
 
 
 def test_refused_megatron_field_names_an_existing_flag() -> None:

@@ -1,4 +1,5 @@
-"""Anthropic's messages over HTTP on a fake engine: bodies in, blocks and events out, ids behind them."""
+"""Anthropic's messages over HTTP on a fake engine: bodies in, blocks and events out,
+ids behind them."""
 
 from __future__ import annotations
 
@@ -27,18 +28,26 @@ CALC = {
 }
 THINK = {"type": "enabled", "budget_tokens": 1024}
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "12*13"}}\n</tool_call>'
-TWO = CALL + '\n<tool_call>\n{"name": "calc", "arguments": {"x": "é", "deep": {"b": [1, 2.0]}}}\n</tool_call>'
+TWO = (
+    CALL
+    + '\n<tool_call>\n{"name": "calc", "arguments": {"x": "é", "deep": {"b": [1, 2.0]}}}\n</tool_call>'
+)
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers=parsers, max_new_tokens=200) as made:
+    async with running(
+        tmp_path, model, renderer, parsers=parsers, max_new_tokens=200
+    ) as made:
         yield made
 
 
 def says(gateway: Running, renderer: Renderer, *replies: str) -> None:
-    """The engine's next replies, each ended by the end-of-turn token; the last one stays."""
+    """The engine's next replies, each ended by the end-of-turn token; the last one
+    stays."""
     left = [[*renderer.encode(text), 2] for text in replies]
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
@@ -54,8 +63,11 @@ async def post(
     return await gateway.http.post(url, json=body, headers=headers)
 
 
-async def ask(gateway: Running, session: Session, messages: list[Any], **body: Any) -> dict[str, Any]:
-    """The answer's message; streamed and put together by its events if `stream` is set."""
+async def ask(
+    gateway: Running, session: Session, messages: list[Any], **body: Any
+) -> dict[str, Any]:
+    """The answer's message; streamed and put together by its events if `stream` is
+    set."""
     answer = await post(gateway, session, messages=messages, **body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -65,7 +77,8 @@ async def ask(gateway: Running, session: Session, messages: list[Any], **body: A
 
 
 def assembled(text: str) -> dict[str, Any]:
-    """The message that a stream tells, as clients put it together. Blocks come one after another."""
+    """The message that a stream tells, as clients put it together. Blocks come one
+    after another."""
     message: dict[str, Any] = {}
     texts: list[str] = []
     open_block = None
@@ -102,8 +115,13 @@ def assembled(text: str) -> dict[str, Any]:
             case "message_delta":
                 assert open_block is None
                 message |= told["delta"]
-                begun = {**message["usage"], "output_tokens": told["usage"]["output_tokens"]}
-                assert begun == told["usage"]  # the prompt is counted alike before and after
+                begun = {
+                    **message["usage"],
+                    "output_tokens": told["usage"]["output_tokens"],
+                }
+                assert (
+                    begun == told["usage"]
+                )  # the prompt is counted alike before and after
                 message["usage"] |= told["usage"]
             case "message_stop":
                 ended = True
@@ -112,13 +130,18 @@ def assembled(text: str) -> dict[str, Any]:
     assert ended
     for block, arguments in zip(message["content"], texts, strict=True):
         if arguments:
-            block["input"] = from_json(arguments, allow_partial=True)  # as the clients do
+            block["input"] = from_json(
+                arguments, allow_partial=True
+            )  # as the clients do
     return message
 
 
 def results(answer: Mapping[str, Any], **more: object) -> list[dict[str, Any]]:
     calls = [block for block in answer["content"] if block["type"] == "tool_use"]
-    return [{"type": "tool_result", "tool_use_id": call["id"], "content": "156", **more} for call in calls]
+    return [
+        {"type": "tool_result", "tool_use_id": call["id"], "content": "156", **more}
+        for call in calls
+    ]
 
 
 def assert_exact(gateway: Running, session: Session) -> None:
@@ -138,7 +161,8 @@ async def test_message_start_reports_the_cached_tokens(
     model: Path,
     renderer: Renderer,
 ):
-    """Nobody knows that before the first token: while it is long in coming there are pings alone."""
+    """Nobody knows that before the first token: while it is long in coming there are
+    pings alone."""
     async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
         says(gateway, renderer, "It is 156.", "Yes.")
         [session] = await gateway.open()
@@ -163,10 +187,23 @@ async def test_message_start_reports_the_cached_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, renderer: Renderer, stream: bool):
+async def test_messages_tool_loop_continues_the_exact_ids(
+    gateway: Running, renderer: Renderer, stream: bool
+):
     [session] = await gateway.open()
-    says(gateway, renderer, "<think>multiply</think>Let me see." + CALL, TWO, "It is 156.")
-    options = {"tools": [CALC], "thinking": THINK, "stream": stream, "system": "Be brief."}
+    says(
+        gateway,
+        renderer,
+        "<think>multiply</think>Let me see." + CALL,
+        TWO,
+        "It is 156.",
+    )
+    options = {
+        "tools": [CALC],
+        "thinking": THINK,
+        "stream": stream,
+        "system": "Be brief.",
+    }
     first = await ask(gateway, session, [ASK], **options)
     thought, text, call = first["content"]
     assert first["type"] == "message"
@@ -179,7 +216,12 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
     [turn] = gateway.turns(session)
     assert first["id"] == f"msg_{turn.id}"
     history = [ASK, {"role": "assistant", "content": first["content"]}]
-    history.append({"role": "user", "content": [*results(first), {"type": "text", "text": "And é?"}]})
+    history.append(
+        {
+            "role": "user",
+            "content": [*results(first), {"type": "text", "text": "And é?"}],
+        }
+    )
     second = await ask(gateway, session, history, **options)
     assert [block["input"] for block in second["content"]] == [
         {"x": "12*13"},
@@ -187,8 +229,13 @@ async def test_messages_tool_loop_continues_the_exact_ids(gateway: Running, rend
     ]
     dropped = [block for block in first["content"] if block["type"] != "thinking"]
     history[1] = {"role": "assistant", "content": dropped}
-    second["content"][1]["input"] = {"deep": {"b": [1, 2]}, "x": "é"}  # as JavaScript may hand it back
-    history += [{"role": "assistant", "content": [block]} for block in second["content"]]
+    second["content"][1]["input"] = {
+        "deep": {"b": [1, 2]},
+        "x": "é",
+    }  # as JavaScript may hand it back
+    history += [
+        {"role": "assistant", "content": [block]} for block in second["content"]
+    ]
     texts = [{"type": "text", "text": "156", "cache_control": {"type": "ephemeral"}}]
     history.append({"role": "user", "content": results(second, is_error=True)})
     history[-1]["content"][0]["content"] = texts
@@ -213,15 +260,26 @@ async def test_text_after_a_call_is_returned_and_can_be_sent_back(
     first = await ask(gateway, session, [ASK], **options)
     texts = [block["text"] for block in first["content"] if block["type"] == "text"]
     assert texts == (["One.", " Two.", " Three."] if stream else ["One. Two. Three."])
-    kinds = ["text", "tool_use", "text", "tool_use", "text"] if stream else ["text", "tool_use", "tool_use"]
+    kinds = (
+        ["text", "tool_use", "text", "tool_use", "text"]
+        if stream
+        else ["text", "tool_use", "tool_use"]
+    )
     assert [block["type"] for block in first["content"]] == kinds
     history = [ASK, {"role": "assistant", "content": first["content"]}]
-    await ask(gateway, session, [*history, {"role": "user", "content": results(first)}], **options)
+    await ask(
+        gateway,
+        session,
+        [*history, {"role": "user", "content": results(first)}],
+        **options,
+    )
     assert [turn.fork_reason for turn in gateway.turns(session)] == ["", ""]
     assert_exact(gateway, session)
 
 
-async def test_streamed_message_equals_the_whole_message(gateway: Running, renderer: Renderer):
+async def test_streamed_message_equals_the_whole_message(
+    gateway: Running, renderer: Renderer
+):
     replies = [
         "plain ünïcödé 🙂",
         "<think>hm\n</think>\n\nSo.",
@@ -234,25 +292,42 @@ async def test_streamed_message_equals_the_whole_message(gateway: Running, rende
         "",
     ]
     for reply in replies:
-        variants = (THINK, {"type": "adaptive", "display": "omitted"}, {"type": "disabled"}, None)
+        variants = (
+            THINK,
+            {"type": "adaptive", "display": "omitted"},
+            {"type": "disabled"},
+            None,
+        )
         for thinking in variants if "<think>" in reply else variants[:1]:
             answers = []
             for stream in (False, True):
                 [session] = await gateway.open()
                 says(gateway, renderer, reply)
                 thinks = {"thinking": thinking} if thinking else {}
-                answer = await ask(gateway, session, [ASK], tools=[CALC], stream=stream, **thinks)
+                answer = await ask(
+                    gateway, session, [ASK], tools=[CALC], stream=stream, **thinks
+                )
                 for block in answer["content"]:
                     block.pop("id", None)
                     assert block.pop("signature", True)
                 answers.append(
-                    answer | {"id": "", "usage": {**answer["usage"], "cache_read_input_tokens": 0}}
+                    answer
+                    | {
+                        "id": "",
+                        "usage": {**answer["usage"], "cache_read_input_tokens": 0},
+                    }
                 )
                 answers[-1]["usage"].pop("input_tokens")
             assert answers[0] == answers[1], (reply, thinking)
             kinds = [block["type"] for block in answers[0]["content"]]
-            assert ("thinking" in kinds) == ("<think>" in reply and bool(answer_shows(thinking)))
-            if thinking and thinking.get("display") == "omitted" and "thinking" in kinds:
+            assert ("thinking" in kinds) == (
+                "<think>" in reply and bool(answer_shows(thinking))
+            )
+            if (
+                thinking
+                and thinking.get("display") == "omitted"
+                and "thinking" in kinds
+            ):
                 assert answers[0]["content"][0]["thinking"] == ""
 
 
@@ -260,12 +335,18 @@ def answer_shows(thinking: Mapping[str, object] | None) -> bool:
     return thinking is not None and thinking["type"] != "disabled"
 
 
-async def test_usage_and_count_tokens_equal_the_recorded_tokens(gateway: Running, renderer: Renderer):
+async def test_usage_and_count_tokens_equal_the_recorded_tokens(
+    gateway: Running, renderer: Renderer
+):
     [session] = await gateway.open()
     says(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
     for turn in range(3):
-        asked = {"messages": history, "system": [{"type": "text", "text": "Be brief."}], "tools": [CALC]}
+        asked = {
+            "messages": history,
+            "system": [{"type": "text", "text": "Be brief."}],
+            "tools": [CALC],
+        }
         counted = await post(gateway, session, "/count_tokens", **asked)
         assert counted.status_code == 200, counted.text
         assert len(gateway.engine.requests) == turn
@@ -291,55 +372,108 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
     [session] = await gateway.open()
     says(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
-    assert (cut["stop_reason"], cut["stop_sequence"], cut["usage"]["output_tokens"]) == (
+    assert (
+        cut["stop_reason"],
+        cut["stop_sequence"],
+        cut["usage"]["output_tokens"],
+    ) == (
         "max_tokens",
         None,
         3,
     )
     ids = renderer.encode("one two three STOP")
-    monkeypatch.setattr(gateway.engine, "_reply", lambda *_: (ids, {"type": "stop", "matched": "STOP"}))
+    monkeypatch.setattr(
+        gateway.engine, "_reply", lambda *_: (ids, {"type": "stop", "matched": "STOP"})
+    )
     for stream in (False, True):
-        stopped = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream)
+        stopped = await ask(
+            gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream
+        )
         assert gateway.engine.requests[-1]["sampling_params"]["stop"] == ["X", "STOP"]
         assert stopped["stop_reason"] == "stop_sequence"
         assert stopped["stop_sequence"] == "STOP"
         assert stopped["content"] == [{"type": "text", "text": "one two three "}]
         asked = len(gateway.engine.requests)
-        again = await ask(gateway, session, [ASK], stop_sequences=["X", "STOP"], stream=stream, retries=1)
+        again = await ask(
+            gateway,
+            session,
+            [ASK],
+            stop_sequences=["X", "STOP"],
+            stream=stream,
+            retries=1,
+        )
         assert again == stopped
-        assert len(gateway.engine.requests) == asked  # told again from the recorded turn
+        assert (
+            len(gateway.engine.requests) == asked
+        )  # told again from the recorded turn
 
 
-async def test_message_parameters_reach_the_engine(gateway: Running, renderer: Renderer):
+async def test_message_parameters_reach_the_engine(
+    gateway: Running, renderer: Renderer
+):
     [session] = await gateway.open(purpose="serve")
     says(gateway, renderer, '{"x": 1}')
-    await ask(gateway, session, [ASK], temperature=0.25, top_p=0.5, top_k=7, metadata={"user_id": "u"})
+    await ask(
+        gateway,
+        session,
+        [ASK],
+        temperature=0.25,
+        top_p=0.5,
+        top_k=7,
+        metadata={"user_id": "u"},
+    )
     params = gateway.engine.requests[-1]["sampling_params"]
     assert params["temperature"] == 0.25
     assert params["top_p"] == 0.5
     assert params["top_k"] == 7
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     form = {"type": "json_schema", "schema": schema}
-    for body in ({"output_format": form}, {"output_config": {"format": form, "effort": "low"}}):
+    for body in (
+        {"output_format": form},
+        {"output_config": {"format": form, "effort": "low"}},
+    ):
         await ask(gateway, session, [ASK], **body)
-        assert json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"]) == schema
-    for choice in ({"type": "any"}, {"type": "tool", "name": "calc", "disable_parallel_tool_use": True}):
+        assert (
+            json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"])
+            == schema
+        )
+    for choice in (
+        {"type": "any"},
+        {"type": "tool", "name": "calc", "disable_parallel_tool_use": True},
+    ):
         await ask(gateway, session, [ASK], tools=[CALC], tool_choice=choice)
         params = gateway.engine.requests[-1]["sampling_params"]
         assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
     says(gateway, renderer, TWO)
     one = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):
-        answer = await ask(gateway, session, [ASK], tools=[CALC], tool_choice=one, stream=stream)
+        answer = await ask(
+            gateway, session, [ASK], tools=[CALC], tool_choice=one, stream=stream
+        )
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
-        answer = await ask(gateway, session, [ASK], tools=[CALC], tool_choice={"type": "none"}, stream=stream)
+        answer = await ask(
+            gateway,
+            session,
+            [ASK],
+            tools=[CALC],
+            tool_choice={"type": "none"},
+            stream=stream,
+        )
         assert [block["type"] for block in answer["content"]] == ["text"]
 
 
-async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, renderer: Renderer):
+async def test_message_blocks_reach_the_chat_template_as_text(
+    gateway: Running, renderer: Renderer
+):
     [session] = await gateway.open()
-    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"}
-    parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("a", "b")]
+    billing = {
+        "type": "text",
+        "text": "x-anthropic-billing-header: cc_version=1; cch=abc;",
+    }
+    parts = [
+        {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        for text in ("a", "b")
+    ]
     said = [{"type": "redacted_thinking", "data": "?"}, {"type": "text", "text": "c"}]
     messages = [
         {"role": "user", "content": parts},
@@ -349,26 +483,49 @@ async def test_message_blocks_reach_the_chat_template_as_text(gateway: Running, 
         {"role": "system", "content": "now"},
         ASK,
     ]
-    await ask(gateway, session, messages, system=[billing, *parts], context_management={"edits": []})
+    await ask(
+        gateway,
+        session,
+        messages,
+        system=[billing, *parts],
+        context_management={"edits": []},
+    )
     shown = renderer.reply_text(gateway.engine.requests[-1]["input_ids"], special=True)
-    turns = ["system\na\nb", "user\na\nb\nmore", "assistant\ncd", "system\nnow", "user\nWhat is 12*13?"]
-    whole = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    turns = [
+        "system\na\nb",
+        "user\na\nb\nmore",
+        "assistant\ncd",
+        "system\nnow",
+        "user\nWhat is 12*13?",
+    ]
+    whole = (
+        "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+        + "<|im_start|>assistant\n"
+    )
     assert shown == whole
 
 
-async def test_truncated_call_shows_its_readable_arguments(gateway: Running, renderer: Renderer):
+async def test_truncated_call_shows_its_readable_arguments(
+    gateway: Running, renderer: Renderer
+):
     from invrl.gateway.dialects.messages import _input
 
     assert _input('{"x": [1, 2], "y": "cu') == {"x": [1, 2]}
-    assert [_input(text) for text in ("", "{", "[1", "5", "no", '{"x": NaN}', "[" * 100_000)] == [{}] * 7
+    assert [
+        _input(text) for text in ("", "{", "[1", "5", "no", '{"x": NaN}', "[" * 100_000)
+    ] == [{}] * 7
     assert bytes(_input('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
     [session] = await gateway.open()
     says(gateway, renderer, CALL[: CALL.index("13") + 1])
-    message = await ask(gateway, session, [ASK], tools=[CALC], stream=True, max_tokens=40)
+    message = await ask(
+        gateway, session, [ASK], tools=[CALC], stream=True, max_tokens=40
+    )
     assert message["stop_reason"] in ("end_turn", "tool_use")
 
 
-async def test_broken_stream_ends_with_an_error_event(gateway: Running, renderer: Renderer):
+async def test_broken_stream_ends_with_an_error_event(
+    gateway: Running, renderer: Renderer
+):
     [session] = await gateway.open()
     says(gateway, renderer, "Hello")
     gateway.engine.abort_next = True
@@ -390,12 +547,19 @@ _CONTENT: dict[str, list[Any]] = {
     "no text": [{"type": "text"}],
     "no tool_use_id": [{"type": "tool_result", "content": "x"}],
     "image result": [
-        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image", "source": {}}]}
+        {
+            "type": "tool_result",
+            "tool_use_id": "x",
+            "content": [{"type": "image", "source": {}}],
+        }
     ],
     "untyped": [{"text": "x"}],
 }
 _BAD: dict[str, dict[str, Any]] = {
-    **{name: {"messages": [{"role": "user", "content": content}]} for name, content in _CONTENT.items()},
+    **{
+        name: {"messages": [{"role": "user", "content": content}]}
+        for name, content in _CONTENT.items()
+    },
     "no max_tokens": {"max_tokens": None},
     "max_tokens": {"max_tokens": 0},
     "empty messages": {"messages": []},
@@ -403,7 +567,10 @@ _BAD: dict[str, dict[str, Any]] = {
     "prefill": {"messages": [ASK, {"role": "assistant", "content": "It"}]},
     "arguments": {
         "messages": [
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "b", "input": [1]}],
+            },
             ASK,
         ]
     },
@@ -415,9 +582,13 @@ _BAD: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0},
     "top_k": {"top_k": -1},
     "stop": {"stop_sequences": [""]},
-    "server tool": {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]},
+    "server tool": {
+        "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
+    },
     "screenshots": {"tools": [{"type": "computer_20250124", "name": "computer"}]},
-    "run elsewhere": {"tools": [{"type": "code_execution_20250825", "name": "code_execution"}]},
+    "run elsewhere": {
+        "tools": [{"type": "code_execution_20250825", "name": "code_execution"}]
+    },
     "no schema": {"tools": [{"name": "x"}]},
     "schema": {"tools": [{"name": "x", "input_schema": []}]},
     "same tools": {"tools": [CALC, CALC]},
@@ -444,7 +615,9 @@ _RAW = {
 async def test_bad_messages_body_is_a_400_in_anthropics_shape(gateway: Running):
     [session] = await gateway.open()
     good = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
-    bodies = _RAW | {name: json.dumps(good | change).encode() for name, change in _BAD.items()}
+    bodies = _RAW | {
+        name: json.dumps(good | change).encode() for name, change in _BAD.items()
+    }
     for name, body in bodies.items():
         answer = await gateway.http.post(session.base_url + "/messages", content=body)
         assert answer.status_code == 400, (name, answer.text)
@@ -462,7 +635,9 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
     found = await gateway.http.get(base + "/models", headers=version)
-    assert [(card["type"], card["id"]) for card in found.json()["data"]] == [("model", "tiny")]
+    assert [(card["type"], card["id"]) for card in found.json()["data"]] == [
+        ("model", "tiny")
+    ]
     assert (found.json()["has_more"], found.json()["first_id"]) == (False, "tiny")
     assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
     one = await gateway.http.get(base + "/models/tiny", headers=version)
@@ -472,14 +647,26 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     open_url = gateway.url + "/v1/messages"
     bearer = {"authorization": f"Bearer {session.key}"}
     for headers in ({"x-api-key": session.key}, bearer):
-        assert (await http.post(open_url, json=body, headers=headers)).status_code == 200
+        assert (
+            await http.post(open_url, json=body, headers=headers)
+        ).status_code == 200
     refused = {
-        (401, "authentication_error"): await http.post(open_url, json=body, headers={"x-api-key": "isk-x"}),
-        (404, "not_found_error"): await http.post(base + "/messages", json=body | {"model": "claude"}),
-        (404, "not_found_error", ""): await http.post(base + "/messages/batches", json=body),
-        (404, "not_found_error", "model"): await http.get(base + "/models/claude", headers=version),
+        (401, "authentication_error"): await http.post(
+            open_url, json=body, headers={"x-api-key": "isk-x"}
+        ),
+        (404, "not_found_error"): await http.post(
+            base + "/messages", json=body | {"model": "claude"}
+        ),
+        (404, "not_found_error", ""): await http.post(
+            base + "/messages/batches", json=body
+        ),
+        (404, "not_found_error", "model"): await http.get(
+            base + "/models/claude", headers=version
+        ),
         (405, "invalid_request_error"): await http.get(base + "/messages/count_tokens"),
-        (401, "authentication_error", ""): await http.get(gateway.url + "/v1/models", headers=version),
+        (401, "authentication_error", ""): await http.get(
+            gateway.url + "/v1/models", headers=version
+        ),
     }
     for (status, kind, *_), answer in refused.items():
         assert answer.status_code == status, answer.text
@@ -494,13 +681,19 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     assert closed.json()["error"]["type"] == "authentication_error"
 
 
-async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch: pytest.MonkeyPatch):
+async def test_an_endpoint_has_an_anthropic_client(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
     [session] = await gateway.open()
-    endpoint = SessionEndpoint(session, model="tiny", timeout_s=9.0, pool=ConnectionPool())
+    endpoint = SessionEndpoint(
+        session, model="tiny", timeout_s=9.0, pool=ConnectionPool()
+    )
     monkeypatch.setitem(sys.modules, "anthropic", None)
     with pytest.raises(ImportError, match="pip install anthropic"):
         endpoint.anthropic()
-    made = SimpleNamespace(AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient)
+    made = SimpleNamespace(
+        AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient
+    )
     monkeypatch.setitem(sys.modules, "anthropic", made)
     client = endpoint.anthropic()
     assert (client["base_url"], client["api_key"], client["timeout"]) == (
@@ -513,7 +706,11 @@ async def test_an_endpoint_has_an_anthropic_client(gateway: Running, monkeypatch
 CLIENT_TOOLS = [
     ({"type": "bash_20250124", "name": "bash"}, {"command": "ls"}, '"restart"'),
     (
-        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {
+            "type": "text_editor_20250728",
+            "name": "str_replace_based_edit_tool",
+            "max_characters": 9,
+        },
         {"command": "view", "path": "/a"},
         '"insert_text"',
     ),
@@ -522,7 +719,11 @@ CLIENT_TOOLS = [
         {"command": "undo_edit", "path": "/a"},
         '"undo_edit"',
     ),
-    ({"type": "memory_20250818", "name": "memory"}, {"command": "view", "path": "/memories"}, '"rename"'),
+    (
+        {"type": "memory_20250818", "name": "memory"},
+        {"command": "view", "path": "/memories"},
+        '"rename"',
+    ),
 ]
 
 
@@ -538,16 +739,34 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
     call = {"name": tool["name"], "arguments": arguments}
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(
-        tmp_path, model, renderer, parsers=parsers, context_length=4096, max_new_tokens=200
+        tmp_path,
+        model,
+        renderer,
+        parsers=parsers,
+        context_length=4096,
+        max_new_tokens=200,
     ) as gateway:
-        says(gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done.")
+        says(
+            gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done."
+        )
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK], tools=[tool])
-        prompt = renderer._tokenizer.decode(gateway.engine.requests[0]["input_ids"], special=True)
+        prompt = renderer._tokenizer.decode(
+            gateway.engine.requests[0]["input_ids"], special=True
+        )
         assert shown in prompt
         [block] = first["content"]
-        assert (block["type"], block["name"], block["input"]) == ("tool_use", tool["name"], arguments)
+        assert (block["type"], block["name"], block["input"]) == (
+            "tool_use",
+            tool["name"],
+            arguments,
+        )
         result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
         reply = {"role": "assistant", "content": first["content"]}
-        await ask(gateway, session, [ASK, reply, {"role": "user", "content": [result]}], tools=[tool])
+        await ask(
+            gateway,
+            session,
+            [ASK, reply, {"role": "user", "content": [result]}],
+            tools=[tool],
+        )
         assert [turn.fork_reason for turn in gateway.turns(session)] == ["", ""]

@@ -1,7 +1,8 @@
-"""The dashboard and the alert rules in `launch/` ask only for metrics and labels that exist, and the page of
-operations lists every metric.
+"""The dashboard and the alert rules in `launch/` ask only for metrics and labels that
+exist, and the page of operations lists every metric.
 
-What router and engines show is compared with `tests/scraped_names.json`, which was scraped from a run."""
+What router and engines show is compared with `tests/scraped_names.json`, which was
+scraped from a run."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ from invrl.observe.metric_families import FAMILIES, reference_table
 from invrl.observe.metrics_server import PATH
 
 ROOT = LAUNCH.parent
-SCRAPED: Mapping[str, Any] = json.loads((ROOT / "tests" / "scraped_names.json").read_text())
-CONSTRAINTS = (ROOT / "invrl" / "requirements" / "constraints.txt").read_text().splitlines()
+SCRAPED: Mapping[str, Any] = json.loads(
+    (ROOT / "tests" / "scraped_names.json").read_text()
+)
+CONSTRAINTS = (
+    (ROOT / "invrl" / "requirements" / "constraints.txt").read_text().splitlines()
+)
 QUERIES = list(queries())
 
 
@@ -66,15 +71,20 @@ def missing_in(query: str, shown: set[str]) -> list[str]:
             continue
         kept |= existing[name]
         missing += [
-            f"{name}: {label}" for label in sorted(labels - existing[name] - ADDED_LABELS - {"__name__"})
+            f"{name}: {label}"
+            for label in sorted(labels - existing[name] - ADDED_LABELS - {"__name__"})
         ]
     aggregated = shown_labels(expression)
     there = kept | ADDED_LABELS if aggregated is None else aggregated
     return missing + [f"text: {label}" for label in sorted(shown - there)]
 
 
-@pytest.mark.parametrize(("place", "query", "shown"), QUERIES, ids=[place for place, _, _ in QUERIES])
-def test_every_name_and_label_of_a_query_exists(place: str, query: str, shown: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("place", "query", "shown"), QUERIES, ids=[place for place, _, _ in QUERIES]
+)
+def test_every_name_and_label_of_a_query_exists(
+    place: str, query: str, shown: set[str]
+) -> None:
     assert missing_in(query, shown - {"value"}) == [], place
 
 
@@ -94,10 +104,16 @@ def test_every_name_and_label_of_a_query_exists(place: str, query: str, shown: s
         ("sglang:token_usage + sglang:nothing", set(), ["sglang:nothing"]),
         ("invrl_engines", {"engine"}, ["text: engine"]),
         ("sum by (instance) (invrl_engines)", {"state"}, ["text: state"]),
-        ("histogram_quantile(0.9, sum by (le) (rate(other_bucket[1m])))", set(), ["other_bucket"]),
+        (
+            "histogram_quantile(0.9, sum by (le) (rate(other_bucket[1m])))",
+            set(),
+            ["other_bucket"],
+        ),
     ],
 )
-def test_unknown_metric_names_and_labels_are_found(query: str, shown: set[str], missing: list[str]) -> None:
+def test_unknown_metric_names_and_labels_are_found(
+    query: str, shown: set[str], missing: list[str]
+) -> None:
     """That the test above can fail."""
     assert missing_in(query, shown) == missing
 
@@ -129,13 +145,18 @@ def test_dashboard_panels_have_unique_ids_and_places() -> None:
                 assert (x, y) not in cells, panel["title"]
                 cells.add((x, y))
     assert all(panel["targets"] for panel in panels())
-    [instance] = [one for one in dashboard()["templating"]["list"] if one["name"] == "instance"]
+    [instance] = [
+        one for one in dashboard()["templating"]["list"] if one["name"] == "instance"
+    ]
     assert instance["definition"] == "label_values(invrl_run_info, instance)"
 
 
 def test_scrape_configuration_uses_paths_that_the_run_serves() -> None:
     configuration = yaml.safe_load(SCRAPE.read_text())
-    paths = {job["job_name"]: job.get("metrics_path", PATH) for job in configuration["scrape_configs"]}
+    paths = {
+        job["job_name"]: job.get("metrics_path", PATH)
+        for job in configuration["scrape_configs"]
+    }
     assert paths == {
         "invrl": PATH,
         "invrl-router": f"{PATH}/router",
@@ -154,6 +175,8 @@ def test_recorded_scraped_names_are_of_the_installed_versions(server: str) -> No
 
 def test_metrics_page_lists_every_metric() -> None:
     page = Path(ROOT / "docs" / "operations.md").read_text()
-    assert reference_table() in page, "paste what metric_families.reference_table() returns"
+    assert reference_table() in page, (
+        "paste what metric_families.reference_table() returns"
+    )
     named = set(re.findall(r"`(invrl_\w+)", page))
     assert named <= set(names_that_exist()) | {"invrl_gateway_request_seconds"}

@@ -84,11 +84,15 @@ from invrl.observe.sinks import TensorBoardSink
 TensorBoardSink(Path(sys.argv[1])).step(1, {"a": 1.0})
 print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_failing_sink_is_logged_once_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_sink_is_logged_once_and_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = Failing()
     good = JsonlSink(tmp_path / "m.jsonl")
     sinks = RunObserver([failing, good])
@@ -113,7 +117,7 @@ def test_sink_that_cannot_open_is_removed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text()
 
 
-# ------------------------------------------------------------------ sinks over a network
+# --------------------------------------------------------------- sinks over a network
 
 
 class Collecting(Sink):
@@ -146,10 +150,16 @@ class Collecting(Sink):
 def errors(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     with caplog.at_level(logging.ERROR):
         # asyncio's are of what an earlier test left to the garbage collector
-        yield lambda: [f"{r.message} {r.exc_text or ''}" for r in caplog.records if r.name != "asyncio"]
+        yield lambda: [
+            f"{r.message} {r.exc_text or ''}"
+            for r in caplog.records
+            if r.name != "asyncio"
+        ]
 
 
-def test_a_threaded_sink_gets_every_row_in_order(errors: Callable[[], list[str]]) -> None:
+def test_a_threaded_sink_gets_every_row_in_order(
+    errors: Callable[[], list[str]],
+) -> None:
     inner = Collecting()
     sinks = RunObserver([ThreadedSink("Collecting", inner.opened)])
     row = {"a": 1.0}
@@ -163,7 +173,9 @@ def test_a_threaded_sink_gets_every_row_in_order(errors: Callable[[], list[str]]
 
 
 @pytest.mark.parametrize("at", ["open", "write", "close"])
-def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Callable[[], list[str]]) -> None:
+def test_a_threaded_sink_that_fails_is_logged_once_by_name(
+    at: str, errors: Callable[[], list[str]]
+) -> None:
     inner = Collecting(at)
     inner.go.set()
     threaded = ThreadedSink("Collecting", inner.opened)
@@ -181,7 +193,9 @@ def test_a_threaded_sink_that_fails_is_logged_once_by_name(at: str, errors: Call
 
 def test_hung_sink_does_not_hold_up_the_run(errors: Callable[[], list[str]]) -> None:
     inner = Collecting()
-    sinks = RunObserver([ThreadedSink("Collecting", inner.opened, close_timeout_s=0.05)])
+    sinks = RunObserver(
+        [ThreadedSink("Collecting", inner.opened, close_timeout_s=0.05)]
+    )
     sinks.step(0, {})
     inner.busy.wait()  # row 0 is being written, without end
     for step in range(1, 3):
@@ -202,7 +216,9 @@ sinks.step(1, {"a": 1.0})
 sinks.close()
 print("closed")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     told = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
@@ -212,11 +228,16 @@ print("closed")
 
 
 def configured(**run: str | int) -> Config:
-    return resolve(Source(name="test", tables={"run": run, "rollout": {"temperature": 0.75}}))
+    return resolve(
+        Source(name="test", tables={"run": run, "rollout": {"temperature": 0.75}})
+    )
 
 
-def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[], list[str]]) -> None:
-    """The real package, offline: its file holds the numbers by step, and the configuration."""
+def test_wandb_writes_a_run_that_reads_back(
+    tmp_path: Path, errors: Callable[[], list[str]]
+) -> None:
+    """The real package, offline: its file holds the numbers by step, and the
+    configuration."""
     config = configured(wandb_project="p", wandb_mode="offline")
     check_trackers(config.run)
     sinks = opened(tmp_path, config)
@@ -226,11 +247,15 @@ def test_wandb_writes_a_run_that_reads_back(tmp_path: Path, errors: Callable[[],
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 240.0
-    while len((read := read_wandb(path))[0]) < 2:  # wandb's own process writes on after `finish` returned
+    while (
+        len((read := read_wandb(path))[0]) < 2
+    ):  # wandb's own process writes on after `finish` returned
         assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
         time.sleep(0.05)
     history, settings = read
-    assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [0.5]
+    assert [row.get("rollout/reward_mean") for row in history if row["_step"] == 1] == [
+        0.5
+    ]
     assert [row.get("eval/accuracy") for row in history if row["_step"] == 0] == [0.25]
     assert settings["rollout.temperature"] == 0.75
 
@@ -239,7 +264,12 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
     tmp_path: Path, errors: Callable[[], list[str]]
 ) -> None:
     run = record_run(tmp_path)
-    name = run.add("7*6 \x00<b>", ["a \x1b\x00 <script>", "42" + "!" * 50_000], 0.5, ending="length")
+    name = run.add(
+        "7*6 \x00<b>",
+        ["a \x1b\x00 <script>", "42" + "!" * 50_000],
+        0.5,
+        ending="length",
+    )
     stored = RunStore(run.folder.store_path).closed_session(name)
     assert stored is not None
     assert isinstance(stored.outcome, RolloutSummary)
@@ -255,7 +285,11 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
     sinks.close()
     assert errors() == []
     deadline = time.monotonic() + 240.0
-    while not (tables := list(tmp_path.glob("logged/wandb/offline-run-*/files/media/table/*.table.json"))):
+    while not (
+        tables := list(
+            tmp_path.glob("logged/wandb/offline-run-*/files/media/table/*.table.json")
+        )
+    ):
         assert time.monotonic() < deadline, "no table was written"
         time.sleep(0.05)
     table = json.loads(tables[0].read_text())
@@ -281,7 +315,9 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
 
 
 def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
-    with pytest.raises(ConfigError, match="nothing is logged to Weights & Biases") as caught:
+    with pytest.raises(
+        ConfigError, match="nothing is logged to Weights & Biases"
+    ) as caught:
         check_trackers(configured(wandb_rollouts=3).run)
     assert caught.value.field == "run.wandb_rollouts"
     assert caught.value.fix == "give --wandb-project too"
@@ -299,8 +335,9 @@ def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
 
 
 def read_wandb(path: Path) -> tuple[list[dict], dict]:
-    """History rows and configuration of a run file: LevelDB's log format after a header of 7 bytes. Each
-    chunk is crc, length, kind and data; kinds 1 and 4 end a record; blocks of 32 KiB are padded."""
+    """History rows and configuration of a run file: LevelDB's log format after a header
+    of 7 bytes. Each chunk is crc, length, kind and data; kinds 1 and 4 end a record;
+    blocks of 32 KiB are padded."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = path.read_bytes()
@@ -320,9 +357,16 @@ def read_wandb(path: Path) -> tuple[list[dict], dict]:
         if kind not in (1, 4):
             continue
         record, parts = Record.FromString(parts), b""
-        settings.update({item.key: json.loads(item.value_json) for item in record.run.config.update})
+        settings.update(
+            {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        )
         if items := record.history.item:
-            history.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+            history.append(
+                {
+                    i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                    for i in items
+                }
+            )
     return history, settings
 
 
@@ -331,7 +375,9 @@ def test_mlflow_reads_back_values_steps_and_parameters(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the store that needs no database package
+    monkeypatch.setenv(
+        "MLFLOW_ALLOW_FILE_STORE", "true"
+    )  # the store that needs no database package
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
     config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
     check_trackers(config.run)
@@ -339,22 +385,31 @@ def test_mlflow_reads_back_values_steps_and_parameters(
     for reward in (0.5, 0.75):  # the experiment is there for the second run
         sinks = opened(tmp_path / "run-7", config)
         for step in (1, 2):
-            sinks.step(step, {"rollout/reward_mean": reward * step, "train/loss": math.nan})
+            sinks.step(
+                step, {"rollout/reward_mean": reward * step, "train/loss": math.nan}
+            )
         sinks.close()
     assert errors() == []
     client = MlflowClient(config.run.mlflow_tracking_uri)
     experiment = client.get_experiment_by_name("e")
     assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+    runs = client.search_runs(
+        [experiment.experiment_id], order_by=["attributes.start_time"]
+    )
     assert [run.info.run_name for run in runs] == ["run-7", "run-7"]
     assert {run.info.status for run in runs} == {"FINISHED"}
-    rewards = [client.get_metric_history(run.info.run_id, "rollout/reward_mean") for run in runs]
+    rewards = [
+        client.get_metric_history(run.info.run_id, "rollout/reward_mean")
+        for run in runs
+    ]
     assert sorted([(m.step, m.value) for m in history] for history in rewards) == [
         [(1, 0.5), (2, 1.0)],
         [(1, 0.75), (2, 1.5)],
     ]
     assert runs[0].data.params["rollout.temperature"] == "0.75"
-    assert len(runs[0].data.params) == sum(len(table) for table in config.model_dump().values())
+    assert len(runs[0].data.params) == sum(
+        len(table) for table in config.model_dump().values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,7 +422,8 @@ def test_mlflow_reads_back_values_steps_and_parameters(
 def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
     package: str, run: dict[str, str], tmp_path: Path
 ) -> None:
-    """Also where the working directory holds a folder of that name, as earlier runs leave it."""
+    """Also where the working directory holds a folder of that name, as earlier runs
+    leave it."""
     (tmp_path / package).mkdir()
     code = f"""
 import sys
@@ -377,7 +433,9 @@ from invrl.observe.tracker_checks import check_trackers
 run = dict(wandb_project="", wandb_mode="online", wandb_rollouts=0, mlflow_tracking_uri="") | {run!r}
 check_trackers(SimpleNamespace(**run))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("invrl.errors.ConfigError: run.")
@@ -385,7 +443,9 @@ check_trackers(SimpleNamespace(**run))
     assert f"pip install {package}" in last
 
 
-def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_without_a_key_or_with_a_password_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", "/no/such/netrc")
@@ -397,7 +457,9 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(monkeypatch: pyte
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("uri", ["some/path", "file:///some/path", "sqlite:///mlflow.db"])
+@pytest.mark.parametrize(
+    "uri", ["some/path", "file:///some/path", "sqlite:///mlflow.db"]
+)
 def test_mlflow_store_that_would_log_nothing_is_refused_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uri: str
 ) -> None:
@@ -413,7 +475,9 @@ def test_mlflow_store_that_would_log_nothing_is_refused_with_a_fix(
     check_trackers(configured(mlflow_tracking_uri="http://127.0.0.1:1").run)
 
 
-def test_failing_sink_is_reported_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_sink_is_reported_on_the_console(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Full(Sink):
         def step(self, step: int, values: Mapping[str, float]) -> None:
             raise OSError("no space left\nmore")
@@ -445,7 +509,11 @@ def test_plain_progress_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -
     progress.step(1, {"rollout/reward_mean": 0.25, "train/loss": 1.0})
     progress.step(5, {"eval/greedy/accuracy": 0.75})
     lines = [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()]
-    assert lines == ["starting engines", "step 1/5: reward 0.25", "step 5/5: eval/greedy/accuracy 0.75"]
+    assert lines == [
+        "starting engines",
+        "step 1/5: reward 0.25",
+        "step 5/5: eval/greedy/accuracy 0.75",
+    ]
 
 
 def test_live_progress_shows_phase_step_and_reward() -> None:
@@ -460,9 +528,13 @@ def test_live_progress_shows_phase_step_and_reward() -> None:
         assert part in drawn.get()
 
 
-def test_notes_scroll_above_the_live_display(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_scroll_above_the_live_display(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     drawn = io.StringIO()
-    observer = RunObserver([LiveProgress(5, Console(file=drawn, force_terminal=True, width=100))])
+    observer = RunObserver(
+        [LiveProgress(5, Console(file=drawn, force_terminal=True, width=100))]
+    )
     observer.note("model: runs/a/[b]/c")
     observer.close()
     observer.note("after it")
@@ -485,14 +557,20 @@ def test_current_phase_is_visible_to_other_threads(tmp_path: Path) -> None:
     assert content == {"pid": os.getpid(), "step": 3, "phase": "sync"}
 
 
-def test_note_with_control_characters_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
-    RunObserver([]).note("the first failure: \x1b[2J\x1b]0;title\x07 \ud800\n  of user code")
+def test_note_with_control_characters_moves_no_cursor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    RunObserver([]).note(
+        "the first failure: \x1b[2J\x1b]0;title\x07 \ud800\n  of user code"
+    )
     assert capsys.readouterr().out == (
         "the first failure: \\x1b[2J\\x1b]0;title\\x07 \\ud800\n  of user code\n"
     )
 
 
-def test_note_to_a_closed_terminal_does_not_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_to_a_closed_terminal_does_not_fail_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError
 

@@ -14,7 +14,11 @@ numbers = st.lists(st.integers(-1000, 1000), min_size=1, max_size=20)
 @given(parts=st.lists(numbers, min_size=1, max_size=5))
 def test_merged_metrics_equal_those_of_the_whole(parts: list[list[int]]) -> None:
     def metrics(values: list[int]) -> dict[str, Metric]:
-        return {"m": Mean(sum(values), len(values)), "s": Sum(sum(values)), "x": Max(max(values))}
+        return {
+            "m": Mean(sum(values), len(values)),
+            "s": Sum(sum(values)),
+            "x": Max(max(values)),
+        }
 
     whole = [value for part in parts for value in part]
     assert resolve(merge(metrics(part) for part in parts)) == pytest.approx(
@@ -23,7 +27,10 @@ def test_merged_metrics_equal_those_of_the_whole(parts: list[list[int]]) -> None
 
 
 def test_metric_missing_from_a_part_is_kept() -> None:
-    assert merge([{"a": Sum(1)}, {"b": Sum(2)}, {"a": Sum(3)}]) == {"a": Sum(4), "b": Sum(2)}
+    assert merge([{"a": Sum(1)}, {"b": Sum(2)}, {"a": Sum(3)}]) == {
+        "a": Sum(4),
+        "b": Sum(2),
+    }
 
 
 def test_mean_of_nothing_is_0() -> None:

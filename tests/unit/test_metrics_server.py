@@ -1,4 +1,5 @@
-"""The server of a run's metrics: what it answers and refuses, and that nothing makes it wait for ever."""
+"""The server of a run's metrics: what it answers and refuses, and that nothing makes it
+wait for ever."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def serving(
     host: str = LOOPBACK,
     port: int = 0,
 ) -> Iterator[MetricsServer]:
-    server = MetricsServer(exporter or RunExporter(), host=host, port=port, upstreams=upstreams)
+    server = MetricsServer(
+        exporter or RunExporter(), host=host, port=port, upstreams=upstreams
+    )
     try:
         yield server
     finally:
@@ -92,13 +95,23 @@ def test_metrics_of_run_and_servers_are_served_at_one_port() -> None:
             status, text = get(server)
             assert status == 200
             assert "invrl_reward_mean 0.5\n" in text
-            assert get(server, "/metrics/engine-0") == (200, "sglang:num_running_reqs 3\n")
-            assert get(server, "/metrics/engine-1") == (404, "there are: /metrics, /metrics/engine-0\n")
+            assert get(server, "/metrics/engine-0") == (
+                200,
+                "sglang:num_running_reqs 3\n",
+            )
+            assert get(server, "/metrics/engine-1") == (
+                404,
+                "there are: /metrics, /metrics/engine-0\n",
+            )
             upstreams["engine-1"] = url
-            assert get(server, "/metrics/engine-1")[0] == 200, "an engine that came later"
+            assert get(server, "/metrics/engine-1")[0] == 200, (
+                "an engine that came later"
+            )
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics/../etc/passwd", "/metricsx", "/metrics/http://x/"])
+@pytest.mark.parametrize(
+    "path", ["/", "/metrics/../etc/passwd", "/metricsx", "/metrics/http://x/"]
+)
 def test_metrics_server_answers_no_other_path_or_method(path: str) -> None:
     with serving() as server:
         assert get(server, path)[0] == 404
@@ -106,11 +119,17 @@ def test_metrics_server_answers_no_other_path_or_method(path: str) -> None:
 
 
 def test_taken_metrics_port_is_an_error_at_once() -> None:
-    with serving() as first, pytest.raises(OSError, match="in use"), serving(port=first.port):
+    with (
+        serving() as first,
+        pytest.raises(OSError, match="in use"),
+        serving(port=first.port),
+    ):
         pass
 
 
-def test_scrape_of_a_hung_engine_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scrape_of_a_hung_engine_ends_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metrics_server, "_UPSTREAM_DEADLINE_S", 0.3)
     over = threading.Event()
 
@@ -119,7 +138,9 @@ def test_scrape_of_a_hung_engine_ends_at_its_deadline(monkeypatch: pytest.Monkey
 
     with engine(hangs) as url, serving(None, lambda: {"engine-0": url}) as server:
         hanging: list[tuple[int, str]] = []
-        thread = threading.Thread(target=lambda: hanging.append(get(server, "/metrics/engine-0")))
+        thread = threading.Thread(
+            target=lambda: hanging.append(get(server, "/metrics/engine-0"))
+        )
         began = time.monotonic()
         thread.start()
         assert get(server)[0] == 200, "the run's own numbers do not wait for it"
@@ -190,7 +211,10 @@ def test_scrape_of_a_missing_engine_names_the_engine() -> None:
 
 def test_silent_metrics_client_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 0.2)
-    with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=10) as client:
+    with (
+        serving() as server,
+        socket.create_connection((LOOPBACK, server.port), timeout=10) as client,
+    ):
         assert client.recv(1) == b"", "closed by the server"
         assert get(server)[0] == 200
 
@@ -201,7 +225,10 @@ def test_slowly_sending_metrics_client_is_disconnected(
 ) -> None:
     """A byte now and then keeps each wait of a socket short."""
     monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 0.5)
-    with serving() as server, socket.create_connection((LOOPBACK, server.port), timeout=0.05) as client:
+    with (
+        serving() as server,
+        socket.create_connection((LOOPBACK, server.port), timeout=0.05) as client,
+    ):
         client.sendall(request_so_far)
         ends_at = time.monotonic() + 10
         answer = None
@@ -217,19 +244,25 @@ def test_slowly_sending_metrics_client_is_disconnected(
         assert get(server)[0] == 200
 
 
-def test_silent_metrics_clients_hold_no_threads_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_metrics_clients_hold_no_threads_above_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metrics_server, "_MAX_CONNECTIONS", 2)
     monkeypatch.setattr(metrics_server, "_CLIENT_DEADLINE_S", 20)
     with serving() as server, contextlib.ExitStack() as stack:
         silent = [
-            stack.enter_context(socket.create_connection((LOOPBACK, server.port), timeout=10))
+            stack.enter_context(
+                socket.create_connection((LOOPBACK, server.port), timeout=10)
+            )
             for _ in range(3)
         ]
         assert silent[2].recv(1) == b"", "closed at once"
         silent[0].close()
         status = 0
         ends_at = time.monotonic() + 10
-        while status != 200 and time.monotonic() < ends_at:  # the thread of a closed connection ends soon
+        while (
+            status != 200 and time.monotonic() < ends_at
+        ):  # the thread of a closed connection ends soon
             with contextlib.suppress(OSError):
                 status, _ = get(server)
         assert status == 200
@@ -256,7 +289,10 @@ def test_too_many_concurrent_scrapes_are_refused() -> None:
             thread.start()
         for _ in threads:
             assert entered.acquire(timeout=10)
-        assert get(server) == (503, f"{metrics_server._MAX_SCRAPES} scrapes at a time\n")
+        assert get(server) == (
+            503,
+            f"{metrics_server._MAX_SCRAPES} scrapes at a time\n",
+        )
         over.set()
         for thread in threads:
             thread.join(10)
@@ -295,7 +331,9 @@ def _scrape(server: MetricsServer) -> None:
         return
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:81", "LOCALHOST", "[::1]:81", "127.9.9.9:81"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost:81", "LOCALHOST", "[::1]:81", "127.9.9.9:81"]
+)
 def test_who_asks_for_loopback_is_answered(host: str) -> None:
     with serving() as server:
         assert get(server, headers={"Host": host})[0] == 200
@@ -304,7 +342,14 @@ def test_who_asks_for_loopback_is_answered(host: str) -> None:
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/router", "/"])
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:81", "127.0.0.1.evil.example", "localhost.evil.example", "8.8.8.8", ":"],
+    [
+        "evil.example",
+        "evil.example:81",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "8.8.8.8",
+        ":",
+    ],
 )
 def test_a_site_whose_name_points_here_is_refused(host: str, path: str) -> None:
     with serving() as server:

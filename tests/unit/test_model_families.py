@@ -1,5 +1,5 @@
-"""The family files: names and fusions byte for byte, what a config.json may say, and that every part of invrl
-knows the same families."""
+"""The family files: names and fusions byte for byte, what a config.json may say, and
+that every part of invrl knows the same families."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ NAMES: tuple[Family, ...] = get_args(Family)
 def test_fused_qkv_is_interleaved_by_key_value_group_and_splits_back(
     groups: int, queries: int, head_dim: int, columns: int | None, dtype: torch.dtype
 ) -> None:
-    """Row by row against the definition: of each group its queries, its key, its value."""
+    """Row by row against the definition: of each group its queries, its key, its
+    value."""
     rest = () if columns is None else (columns,)
-    q, k, v = (torch.randn(rows * head_dim, *rest).to(dtype) for rows in (groups * queries, groups, groups))
+    q, k, v = (
+        torch.randn(rows * head_dim, *rest).to(dtype)
+        for rows in (groups * queries, groups, groups)
+    )
     joined = join("qkv", [q, k, v], groups=groups)
     expected = []
     for group in range(groups):
@@ -59,7 +63,9 @@ def test_fused_qkv_is_interleaved_by_key_value_group_and_splits_back(
         expected += list(k[group * head_dim : (group + 1) * head_dim])
         expected += list(v[group * head_dim : (group + 1) * head_dim])
     assert torch.equal(joined, torch.stack(expected))
-    for back, tensor in zip(split("qkv", joined, groups=groups, head_dim=head_dim), (q, k, v), strict=True):
+    for back, tensor in zip(
+        split("qkv", joined, groups=groups, head_dim=head_dim), (q, k, v), strict=True
+    ):
         assert torch.equal(back, tensor)
         assert back.is_contiguous()
 
@@ -69,12 +75,14 @@ def test_other_fused_weights_split_back(fusion: Fusion, count: int) -> None:
     tensors = [torch.randn(6, 4) for _ in range(count)]
     joined = join(fusion, list(tensors), groups=1)
     assert torch.equal(joined, torch.cat(tensors))
-    for back, tensor in zip(split(fusion, joined, groups=1, head_dim=1), tensors, strict=True):
+    for back, tensor in zip(
+        split(fusion, joined, groups=1, head_dim=1), tensors, strict=True
+    ):
         assert torch.equal(back, tensor)
         assert back.is_contiguous()
 
 
-# ------------------------------------------------------------------ one file per family
+# ---------------------------------------------------------------- one file per family
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -84,7 +92,9 @@ def test_a_family_file_lists_each_tensor_that_transformers_saves_once(
 ) -> None:
     folder = make_family_model(tmp_path, model_type, tie_word_embeddings=tied)
     config = parse_hf_config(json.loads((folder / "config.json").read_text()))
-    listed = [name for p in FAMILIES[model_type].parameters(config) for name in p.hugging_face]
+    listed = [
+        name for p in FAMILIES[model_type].parameters(config) for name in p.hugging_face
+    ]
     with safe_open(folder / "model.safetensors", framework="np") as tensors:
         assert sorted(listed) == sorted(tensors.keys())
 
@@ -106,34 +116,50 @@ def test_models_without_a_transformers_class_have_the_tensors_of_their_family_fi
         tie_embeddings=tied,
     )
     parsed = parse_hf_config(config(model_type=family, tie_word_embeddings=tied))
-    listed = [name for p in FAMILIES[family].parameters(parsed) for name in p.hugging_face]
+    listed = [
+        name for p in FAMILIES[family].parameters(parsed) for name in p.hugging_face
+    ]
     assert sorted(listed) == sorted(name for name, _ in shapes)
 
 
 def test_every_part_of_invrl_supports_the_same_families() -> None:
-    """The family files are the list. A family that the tests, the documentation, transformers or SGLang do
-    not know fails here; the other parts read the list."""
+    """The family files are the list. A family that the tests, the documentation,
+    transformers or SGLang do not know fails here; the other parts read the list."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder = Path(families.__file__).parent
-    files = {path.stem for path in folder.glob("*.py") if "FAMILY = " in path.read_text()}
+    files = {
+        path.stem for path in folder.glob("*.py") if "FAMILY = " in path.read_text()
+    }
     assert set(FAMILIES) == files, "a family's file is named by its model_type"
     assert set(FAMILIES) == set(CONFIGS), "tests/family_models.py"
     assert set(NAMES) <= set(FAMILIES)
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*) \|$",
+        (ROOT / "docs" / "models.md").read_text(),
+        re.MULTILINE,
+    )
     rows = [row for row in rows if row[0] != "model_type"]
-    assert dict(rows) == {name: family.models for name, family in FAMILIES.items()}, "docs/models.md"
+    assert dict(rows) == {name: family.models for name, family in FAMILIES.items()}, (
+        "docs/models.md"
+    )
     tested_on = (ROOT / "docs" / "tested-on.md").read_text()
-    engine_tests = (ROOT / "tests" / "integration" / "test_family_engines.py").read_text()
+    engine_tests = (
+        ROOT / "tests" / "integration" / "test_family_engines.py"
+    ).read_text()
     for name, family in FAMILIES.items():
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] == family.architecture
         assert f"`{name}`" in tested_on, "docs/tested-on.md"
         has_engine_test = f'"{name}"' in engine_tests or name in NAMES
-        assert has_engine_test or family.not_served_on_cpu, "tests/integration/test_family_engines.py"
+        assert has_engine_test or family.not_served_on_cpu, (
+            "tests/integration/test_family_engines.py"
+        )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_doctor_names_the_family_and_its_supported_devices(tmp_path: Path, model_type: str) -> None:
+def test_doctor_names_the_family_and_its_supported_devices(
+    tmp_path: Path, model_type: str
+) -> None:
     family = FAMILIES[model_type]
     (tmp_path / "config.json").write_text(json.dumps(config(model_type=model_type)))
     run = resolve(Source(name="test", tables={"model": {"model_path": str(tmp_path)}}))
@@ -154,8 +180,12 @@ def test_sglang_has_the_class_of_the_family(model_type: str) -> None:
     package = importlib.util.find_spec("sglang")
     assert package is not None
     assert package.origin is not None
-    source = Path(package.origin).parent / "srt" / "models" / f"{family.sglang_module}.py"
-    assert re.search(rf"^class {family.architecture}\b", source.read_text(), re.MULTILINE)
+    source = (
+        Path(package.origin).parent / "srt" / "models" / f"{family.sglang_module}.py"
+    )
+    assert re.search(
+        rf"^class {family.architecture}\b", source.read_text(), re.MULTILINE
+    )
 
 
 def test_fused_engine_parameter_means_the_same_in_every_family() -> None:
@@ -187,12 +217,16 @@ def test_the_family_files_import_neither_torch_nor_transformers() -> None:
         "print({'torch', 'transformers', 'megatron'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=dict(os.environ)
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ),
     )
     assert done.stdout.strip() == "set()", done.stderr
 
 
-# ------------------------------------------------------------------ config.json
+# ----------------------------------------------------------------- config.json
 
 
 def config(**fields: Any) -> dict[str, Any]:
@@ -216,7 +250,9 @@ def test_fields_missing_from_config_json_have_their_documented_defaults() -> Non
 
 
 def test_null_in_config_json_means_the_default() -> None:
-    parsed = parse_hf_config(config(head_dim=None, num_key_value_heads=None, rope_scaling=None))
+    parsed = parse_hf_config(
+        config(head_dim=None, num_key_value_heads=None, rope_scaling=None)
+    )
     assert parsed == parse_hf_config(config())
 
 
@@ -234,14 +270,17 @@ def test_null_in_config_json_means_the_default() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
-def test_model_that_would_be_computed_wrongly_is_refused_by_field(fields: dict[str, Any], named: str) -> None:
+def test_model_that_would_be_computed_wrongly_is_refused_by_field(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(**fields))
     assert caught.value.field == f"config.json: {named}"
 
 
 @pytest.mark.parametrize(
-    ("model_type", "nearest"), [("qwen3_5", "qwen3"), ("mistral3", "mistral"), ("mamba", None), (None, None)]
+    ("model_type", "nearest"),
+    [("qwen3_5", "qwen3"), ("mistral3", "mistral"), ("mamba", None), (None, None)],
 )
 def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     tmp_path: Path, model_type: str | None, nearest: str | None
@@ -250,7 +289,9 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     with pytest.raises(ConfigError, match="not supported") as caught:
         check_model_folder(tmp_path, families=FAMILIES)
     assert ", ".join(sorted(FAMILIES)) in caught.value.fix
-    assert re.findall(r"the nearest is (\w+)", caught.value.fix) == ([nearest] if nearest else [])
+    assert re.findall(r"the nearest is (\w+)", caught.value.fix) == (
+        [nearest] if nearest else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,14 +306,20 @@ def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ],
 )
-def test_glm_that_megatron_would_compute_differently_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_glm_that_megatron_would_compute_differently_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(model_type="glm4_moe", **fields))
     assert caught.value.field == f"config.json: {named}"
 
 
-@pytest.mark.parametrize(("family", "reason"), [("qwen3", "no experts"), ("qwen3_moe", "no bias")])
-def test_router_bias_rate_is_refused_for_a_family_without_the_bias(family: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "reason"), [("qwen3", "no experts"), ("qwen3_moe", "no bias")]
+)
+def test_router_bias_rate_is_refused_for_a_family_without_the_bias(
+    family: str, reason: str
+) -> None:
     balanced = TrainConfig(moe_router_bias_update_rate=0.001)
     with pytest.raises(ConfigError, match=reason) as caught:
         balanced.check_model(parse_hf_config(config(model_type=family)))
@@ -291,7 +338,9 @@ def test_router_bias_rate_is_refused_for_a_family_without_the_bias(family: str, 
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
 )
-def test_unsupported_deepseek_variant_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_deepseek_variant_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(model_type="deepseek_v3", **fields))
     assert caught.value.field == f"config.json: {named}"
@@ -311,7 +360,7 @@ def test_prediction_layers_after_the_last_layer_are_ignored() -> None:
     assert not parsed.leaves_out("model.norm.weight")
 
 
-# ------------------------------------------------------------------ windows
+# ----------------------------------------------------------------- windows
 
 
 @pytest.mark.parametrize("window", [None, 512])
@@ -324,7 +373,7 @@ def test_mistral_without_a_window_has_the_default_of_transformers() -> None:
     assert parse_hf_config(config(model_type="mistral")).attention(0).window == 4096
 
 
-# ------------------------------------------------------------------ Gemma 3
+# ----------------------------------------------------------------- Gemma 3
 
 
 GEMMA = {"model_type": "gemma3_text", "sliding_window": 100, "num_hidden_layers": 6}
@@ -340,7 +389,12 @@ def test_every_sixth_layer_of_gemma_attends_to_all_tokens() -> None:
 def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = parse_hf_config(
-        config(**GEMMA, rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(scaling))
+        config(
+            **GEMMA,
+            rope_theta=2e6,
+            rope_local_base_freq=2e4,
+            rope_scaling=dict(scaling),
+        )
     )
     new = parse_hf_config(
         config(
@@ -358,7 +412,10 @@ def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
         assert (full.kind, full.rope_theta) == ("linear", 2e6)
         assert full.model_dump()["factor"] == 8.0
     plain = parse_hf_config(config(**GEMMA))
-    assert (plain.attention(0).rope.rope_theta, plain.attention(5).rope.rope_theta) == (1e4, 1e6)
+    assert (plain.attention(0).rope.rope_theta, plain.attention(5).rope.rope_theta) == (
+        1e4,
+        1e6,
+    )
 
 
 @pytest.mark.parametrize(
@@ -372,7 +429,9 @@ def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
     ],
 )
-def test_unsupported_gemma_variant_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_gemma_variant_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(config(**GEMMA, **fields))
     assert caught.value.field == f"config.json: {named}"
@@ -385,7 +444,12 @@ DEEPSEEK = {
     "moe_layer_freq": 1,
 }
 """What SGLang needs."""
-DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 UNSERVED_DEEPSEEK = [
     ({"topk_method": None}, "topk_method"),
     ({"moe_layer_freq": None}, "moe_layer_freq"),
@@ -393,7 +457,10 @@ UNSERVED_DEEPSEEK = [
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
     ({"rope_scaling": DEEPSEEK_YARN | {"attention_factor": 2.0}}, "rope_parameters"),
     ({"rope_scaling": DEEPSEEK_YARN | {"truncate": False}}, "rope_parameters"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}}, "rope_parameters"),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 1.0}},
+        "rope_parameters",
+    ),
 ]
 
 
@@ -407,7 +474,9 @@ UNSERVED_DEEPSEEK = [
         *[(DEEPSEEK | fields, named) for fields, named in UNSERVED_DEEPSEEK],
     ],
 )
-def test_field_that_sglang_computes_differently_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_field_that_sglang_computes_differently_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match="SGLang") as caught:
         parse_hf_config(config(**fields)).check_served()
     assert caught.value.field == f"config.json: {named}"
@@ -415,7 +484,11 @@ def test_field_that_sglang_computes_differently_is_refused(fields: dict[str, Any
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_ordinary_model_of_each_family_passes_the_checks(model_type: str) -> None:
-    fields = DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN} if model_type == "deepseek_v3" else {}
+    fields = (
+        DEEPSEEK | {"rope_scaling": DEEPSEEK_YARN}
+        if model_type == "deepseek_v3"
+        else {}
+    )
     parse_hf_config(config(**{"model_type": model_type, **fields})).check_served()
 
 
@@ -428,5 +501,7 @@ def test_both_field_names_for_the_number_of_experts_are_read(name: str) -> None:
 
 def test_unused_window_is_ignored() -> None:
     """Qwen2's config.json has a window and a switch that is off."""
-    parsed = parse_hf_config(config(model_type="qwen2", sliding_window=128, use_sliding_window=False))
+    parsed = parse_hf_config(
+        config(model_type="qwen2", sliding_window=128, use_sliding_window=False)
+    )
     assert parsed.attention(0).window is None

@@ -1,4 +1,5 @@
-"""The names under which clients call the one model: any in training, those of the server in serving."""
+"""The names under which clients call the one model: any in training, those of the
+server in serving."""
 
 import json
 
@@ -15,7 +16,9 @@ every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.p
 
 
 @every_route
-async def test_a_training_session_takes_any_name_and_says_so_once(gateway: Running, route: Route):
+async def test_a_training_session_takes_any_name_and_says_so_once(
+    gateway: Running, route: Route
+):
     [session] = await gateway.open()
     url = session.base_url + route.path
     reported = []
@@ -37,8 +40,13 @@ async def test_a_training_session_takes_any_name_and_says_so_once(gateway: Runni
 
 async def test_a_name_that_the_model_has_is_not_overridden(gateway: Running):
     [session] = await gateway.open()
-    for body in ({"model": "tiny", "messages": [ASK]}, {"messages": [ASK], "model": None}):
-        answer = await gateway.http.post(session.base_url + "/chat/completions", json=body)
+    for body in (
+        {"model": "tiny", "messages": [ASK]},
+        {"messages": [ASK], "model": None},
+    ):
+        answer = await gateway.http.post(
+            session.base_url + "/chat/completions", json=body
+        )
         assert answer.status_code == 200
         assert "x-invrl-overridden" not in answer.headers
 
@@ -48,23 +56,35 @@ async def test_a_training_session_shows_the_model_under_any_name(gateway: Runnin
     card = await gateway.client(session).models.retrieve("gpt-4o")
     assert (card.id, card.model_dump()["max_model_len"]) == ("gpt-4o", 1024)
     headers = {"anthropic-version": "2023-06-01"}
-    claude = await gateway.http.get(session.base_url + "/models/claude-opus-4", headers=headers)
+    claude = await gateway.http.get(
+        session.base_url + "/models/claude-opus-4", headers=headers
+    )
     assert claude.json()["id"] == "claude-opus-4"
     assert claude.json()["max_input_tokens"] == 1024
 
 
-async def test_a_server_has_all_names_that_it_was_given(tmp_path, model, renderer: Renderer):
-    async with running(tmp_path, model, renderer, model_aliases=["small", "large/v2"]) as served:
+async def test_a_server_has_all_names_that_it_was_given(
+    tmp_path, model, renderer: Renderer
+):
+    async with running(
+        tmp_path, model, renderer, model_aliases=["small", "large/v2"]
+    ) as served:
         [session] = await served.open(purpose="serve")
         client = served.client(session)
-        assert [card.id for card in (await client.models.list()).data] == ["tiny", "small", "large/v2"]
+        assert [card.id for card in (await client.models.list()).data] == [
+            "tiny",
+            "small",
+            "large/v2",
+        ]
         for name in ("tiny", "small", "large/v2"):
             answer = await client.chat.completions.create(model=name, messages=[ASK])
             assert answer.model == "tiny"
             assert (await client.models.retrieve(name)).id == name
         with pytest.raises(openai.NotFoundError, match="`tiny`, `small`, `large/v2`"):
             await client.chat.completions.create(model="gpt-4o", messages=[ASK])
-        unnamed = await served.http.post(session.base_url + "/chat/completions", json={"messages": [ASK]})
+        unnamed = await served.http.post(
+            session.base_url + "/chat/completions", json={"messages": [ASK]}
+        )
         assert unnamed.status_code == 200, unnamed.text
 
 
@@ -73,5 +93,7 @@ def test_served_model_name_may_be_given_several_times(tmp_path):
     arguments = ["--model-path", str(folder)]
     assert resolve(*parse_flags(arguments, command="serve")).model.names == ("qwen",)
     for names in (["a", "--served-model-name", "b"], ["a", "b"], ["a,b"]):
-        sources = parse_flags([*arguments, "--served-model-name", *names], command="serve")
+        sources = parse_flags(
+            [*arguments, "--served-model-name", *names], command="serve"
+        )
         assert resolve(*sources).model.names == ("a", "b"), json.dumps(names)

@@ -46,14 +46,20 @@ def test_model_path_of_a_run_folder_means_its_newest_model(run: Path) -> None:
 
 
 def test_weights_saved_without_a_checkpoint_count_as_newest_model(run: Path) -> None:
-    shutil.copytree(run / "checkpoints/step-000004/hugging_face", run / "checkpoints/model-000005")
+    shutil.copytree(
+        run / "checkpoints/step-000004/hugging_face", run / "checkpoints/model-000005"
+    )
     config = configuration(run)
     assert config.model.folder == run / "checkpoints/model-000005"
     assert config.model.name == "first stage"
-    assert with_models_of_runs(config).model.model_path == str(run / "checkpoints/model-000005")
+    assert with_models_of_runs(config).model.model_path == str(
+        run / "checkpoints/model-000005"
+    )
 
 
-def test_model_path_of_a_run_is_resolved_once_and_its_model_kept(run: Path, tmp_path: Path) -> None:
+def test_model_path_of_a_run_is_resolved_once_and_its_model_kept(
+    run: Path, tmp_path: Path
+) -> None:
     config = with_models_of_runs(configuration(run, reference=str(run)))
     checkpoint = run / "checkpoints/step-000004"
     assert config.model.model_path == str(checkpoint)

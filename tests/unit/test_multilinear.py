@@ -1,4 +1,5 @@
-"""Checksums that add up: of every cut, dtype and shape, and what damage changes them."""
+"""Checksums that add up: of every cut, dtype and shape, and what damage changes
+them."""
 
 from __future__ import annotations
 
@@ -8,23 +9,37 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError
-from invrl.weights.multilinear import checksum_of_slice, checksum_of_whole, checksums_of_ranks
+from invrl.weights.multilinear import (
+    checksum_of_slice,
+    checksum_of_whole,
+    checksums_of_ranks,
+)
 from invrl.weights.tensor_slice import TensorSlice
 
 MATRIX = torch.randn(24, 48, generator=torch.Generator().manual_seed(0))
 
 
-def cut(tensor: torch.Tensor, dimension: int, count: int) -> list[tuple[torch.Tensor, TensorSlice]]:
+def cut(
+    tensor: torch.Tensor, dimension: int, count: int
+) -> list[tuple[torch.Tensor, TensorSlice]]:
     size = tensor.shape[dimension] // count
     slices = [
-        TensorSlice(dimension=dimension, start=i * size, stop=(i + 1) * size, index=i, count=count)
+        TensorSlice(
+            dimension=dimension,
+            start=i * size,
+            stop=(i + 1) * size,
+            index=i,
+            count=count,
+        )
         for i in range(count)
     ]
     return [(place.of(tensor), place) for place in slices]
 
 
 def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -> str:
-    by_rank = [{"x": checksum_of_slice(part, place, tensor.shape)} for part, place in parts]
+    by_rank = [
+        {"x": checksum_of_slice(part, place, tensor.shape)} for part, place in parts
+    ]
     return checksums_of_ranks(by_rank)["x"]
 
 
@@ -67,7 +82,12 @@ def test_every_damage_changes_the_checksum() -> None:
         damaged = MATRIX.clone()
         damaged.view(torch.int32)[row, column] ^= 1 << bit if bit < 31 else -(1 << 31)
         seen.add(checksum_of_whole(damaged))
-    for moved in (MATRIX.roll(1, 0), MATRIX.roll(1, 1), MATRIX.flip(0), MATRIX.roll(24, 1)):
+    for moved in (
+        MATRIX.roll(1, 0),
+        MATRIX.roll(1, 1),
+        MATRIX.flip(0),
+        MATRIX.roll(24, 1),
+    ):
         seen.add(checksum_of_whole(moved.contiguous()))
     for signs in ((0, 1), (1, 3), (1, 2, 3, 5)):
         damaged = MATRIX.clone()
@@ -84,7 +104,9 @@ def test_wrong_slice_in_one_rank_is_named() -> None:
     whole = checksum_of_whole(MATRIX)
     (first, first_place), (second, second_place) = cut(MATRIX, 0, 2)
     right = [{"x": checksum_of_slice(first, first_place, MATRIX.shape)}]
-    wrong = checksum_of_slice(first, second_place, MATRIX.shape)  # rank 1 holds the slice of rank 0
+    wrong = checksum_of_slice(
+        first, second_place, MATRIX.shape
+    )  # rank 1 holds the slice of rank 0
     assert checksums_of_ranks([*right, {"x": wrong}])["x"] != whole
     right.append({"x": checksum_of_slice(second, second_place, MATRIX.shape)})
     assert checksums_of_ranks(right) == {"x": whole}

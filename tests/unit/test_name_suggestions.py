@@ -6,7 +6,12 @@ import pytest
 
 from invrl.run.config import SECTIONS
 from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
-from invrl.run.name_suggestions import RENAMED, meant_setting, near_settings, nearest_setting
+from invrl.run.name_suggestions import (
+    RENAMED,
+    meant_setting,
+    near_settings,
+    nearest_setting,
+)
 
 OURS = [name for section in SECTIONS.values() for name in section.model_fields]
 
@@ -24,7 +29,9 @@ def test_table_of_foreign_names_leads_only_to_existing_settings():
     assert len(foreign) == len(set(foreign)), "a name has one meaning"
     assert not set(foreign) & set(OURS)
     assert not set(ANSWERS) & {*foreign, *OURS}
-    assert {*ON_FILES, *ON_FILES.values(), *ON_ROLLOUTS, *ON_ROLLOUTS.values()} <= set(OURS)
+    assert {*ON_FILES, *ON_FILES.values(), *ON_ROLLOUTS, *ON_ROLLOUTS.values()} <= set(
+        OURS
+    )
 
 
 @pytest.mark.parametrize("ours", sorted(FOREIGN_NAMES))
@@ -88,10 +95,15 @@ def test_epochs_of_a_run_on_rollouts_are_steps_unless_a_file_was_meant() -> None
         ("--load", "--model-path"),
         ("--use-lora", "LoRA is not there yet"),
         ("--lora-rank", "LoRA is not there yet"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization", "--sglang-mem-fraction-static"),
+        (
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            "--sglang-mem-fraction-static",
+        ),
     ],
 )
-def test_what_has_no_setting_here_is_answered_with_what_to_do(name: str, answer: str) -> None:
+def test_what_has_no_setting_here_is_answered_with_what_to_do(
+    name: str, answer: str
+) -> None:
     assert answer in nearest_setting(name, FLAGS)
 
 
@@ -105,4 +117,6 @@ def test_a_renamed_setting_is_refused_with_its_new_name(old: str, new: str) -> N
     assert old not in names
     assert nearest_setting(old, names) == f"it was renamed: write {new}"
     flags = ["--" + name.replace("_", "-") for name in names]
-    assert nearest_setting("--" + old.replace("_", "-"), flags).endswith("--" + new.replace("_", "-"))
+    assert nearest_setting("--" + old.replace("_", "-"), flags).endswith(
+        "--" + new.replace("_", "-")
+    )

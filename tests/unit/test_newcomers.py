@@ -53,12 +53,17 @@ class Fleet:
     """Engines, and a trainer with two slots. Each asserts what must not happen."""
 
     def __init__(self) -> None:
-        self.gates = {name: Gate() for name in ("stage", "load", "newcomer loads", "prove")}
+        self.gates = {
+            name: Gate() for name in ("stage", "load", "newcomer loads", "prove")
+        }
         self.slots = ["", ""]
         self.readers = [0, 0]
         self.engines: list[Engine] = []
         self.transaction = WeightTransaction(
-            self, self.receivers, canary_prompts=[[1, 2]], bound=CanaryBound(max_gap=0.1, mean_gap=0.1)
+            self,
+            self.receivers,
+            canary_prompts=[[1, 2]],
+            bound=CanaryBound(max_gap=0.1, mean_gap=0.1),
         )
 
     async def receivers(self) -> Sequence[Engine]:
@@ -72,9 +77,16 @@ class Fleet:
         assert self.readers[slot] == 0, "a slot is written while an engine reads it"
         self.slots[slot] = "half written"
         await self.gates["stage"].pass_through()
-        assert self.readers[slot] == 0, "an engine began to read a slot that is being written"
+        assert self.readers[slot] == 0, (
+            "an engine began to read a slot that is being written"
+        )
         self.slots[slot] = str(version)
-        return StagedWeights(version=version, handle=str(slot), checksums={"w": str(version)}, num_bytes=1)
+        return StagedWeights(
+            version=version,
+            handle=str(slot),
+            checksums={"w": str(version)},
+            num_bytes=1,
+        )
 
     async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
@@ -82,7 +94,9 @@ class Fleet:
     async def update(self, version: int) -> None:
         update = await self.transaction.run(WeightVersion(version))
         assert update.lost_engines == {}
-        assert [engine.version for engine in self.engines] == [version] * len(self.engines)
+        assert [engine.version for engine in self.engines] == [version] * len(
+            self.engines
+        )
 
     async def bring_up(self, name: str) -> None:
         engine = Engine(name, self)
@@ -137,7 +151,9 @@ ACTIONS = ("newcomer", "update", "stage", "load", "newcomer loads", "prove")
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.sampled_from(ACTIONS), max_size=40))
-def test_no_order_of_events_tears_a_slot_or_blocks_an_engine(actions: list[str]) -> None:
+def test_no_order_of_events_tears_a_slot_or_blocks_an_engine(
+    actions: list[str],
+) -> None:
     """`Fleet` and its engines assert the invariants as things happen."""
     asyncio.run(run_story(actions))
 
@@ -150,7 +166,11 @@ async def run_story(actions: Sequence[str]) -> None:
     updating: asyncio.Task[None] | None = None
     tasks: list[asyncio.Task[None]] = []
     for action in ["update", *actions]:
-        if action == "newcomer" and fleet.transaction.committed is not None and num_newcomers < 3:
+        if (
+            action == "newcomer"
+            and fleet.transaction.committed is not None
+            and num_newcomers < 3
+        ):
             num_newcomers += 1
             tasks.append(asyncio.create_task(fleet.bring_up(f"engine-{num_newcomers}")))
         elif action == "update" and (updating is None or updating.done()):
@@ -168,7 +188,9 @@ async def run_story(actions: Sequence[str]) -> None:
     assert {engine.version for engine in fleet.engines} == {version}
 
 
-async def test_new_engine_loads_at_most_twice_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_engine_loads_at_most_twice_before_it_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However fast the updates come: they wait for its second load."""
     fleet = Fleet()
     for gate in fleet.gates.values():
@@ -196,13 +218,18 @@ async def test_new_engine_loads_at_most_twice_before_it_joins(monkeypatch: pytes
     slow.open()
     await asyncio.gather(coming, third)
     newcomer = fleet.engines[1]
-    assert (newcomer.version, newcomer.num_loads) == (3, 3)  # twice alone, once in the update
+    assert (newcomer.version, newcomer.num_loads) == (
+        3,
+        3,
+    )  # twice alone, once in the update
 
 
 class TestGivenUp:
     """A deadline that passes costs the newcomer, not the update."""
 
-    async def test_new_engine_that_reads_an_old_version_for_too_long_is_given_up(self) -> None:
+    async def test_new_engine_that_reads_an_old_version_for_too_long_is_given_up(
+        self,
+    ) -> None:
         newcomers = Newcomers(deadline_s=0.01)
 
         async def read() -> None:
@@ -218,11 +245,15 @@ class TestGivenUp:
         with pytest.raises(WeightSyncError, match=reason):
             await reading
 
-    async def test_new_engine_that_takes_too_long_for_its_second_load_is_given_up(self) -> None:
+    async def test_new_engine_that_takes_too_long_for_its_second_load_is_given_up(
+        self,
+    ) -> None:
         newcomers = Newcomers(deadline_s=0.01)
 
         async def read() -> None:
-            async with newcomers.reading("engine-1", WeightVersion(1), holds_updates=True):
+            async with newcomers.reading(
+                "engine-1", WeightVersion(1), holds_updates=True
+            ):
                 await asyncio.Event().wait()
 
         reading = asyncio.create_task(read())

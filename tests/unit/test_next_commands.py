@@ -27,7 +27,12 @@ AGENT = "rollout_fns.calculator:rollout"
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     run = {"run_root": str(tmp_path / "my runs"), "run_name": "capitals"}
-    return resolve(Source(name="test", tables={"run": run, "rollout": {"rollout_function_path": AGENT}}))
+    return resolve(
+        Source(
+            name="test",
+            tables={"run": run, "rollout": {"rollout_function_path": AGENT}},
+        )
+    )
 
 
 @pytest.fixture
@@ -45,14 +50,26 @@ def save(folder: RunFolder, step: int) -> Path:
 def by_name(text: str) -> dict[str, list[str]]:
     """Words of each command without its program, by the command's name."""
     first, *lines = text.splitlines()
-    assert first == f"next (in {Path.cwd()}):", "tasks and code may be given relative to it"
+    assert first == f"next (in {Path.cwd()}):", (
+        "tasks and code may be given relative to it"
+    )
     words = [shlex.split(line, comments=True) for line in lines]
-    assert not any("invrl" not in w[0] and "tensorboard" not in w[0] and "python" not in w[0] for w in words)
+    assert not any(
+        "invrl" not in w[0] and "tensorboard" not in w[0] and "python" not in w[0]
+        for w in words
+    )
     rest = [w[3:] if w[1] == "-m" else w[1:] for w in words]
-    return {"tensorboard" if w[0] == "--logdir" else w[0]: w if w[0] == "--logdir" else w[1:] for w in rest}
+    return {
+        "tensorboard" if w[0] == "--logdir" else w[0]: w
+        if w[0] == "--logdir"
+        else w[1:]
+        for w in rest
+    }
 
 
-def test_end_of_a_run_prints_the_next_commands(config: Config, folder: RunFolder) -> None:
+def test_end_of_a_run_prints_the_next_commands(
+    config: Config, folder: RunFolder
+) -> None:
     save(folder, 4)
     newest = save(folder, 12)
     folder.store_path.write_bytes(b"")
@@ -75,7 +92,9 @@ def test_end_of_a_run_prints_the_next_commands(config: Config, folder: RunFolder
     assert measured.model.folder == newest / "hugging_face"
 
 
-def test_interrupted_run_prints_the_resume_command(config: Config, folder: RunFolder) -> None:
+def test_interrupted_run_prints_the_resume_command(
+    config: Config, folder: RunFolder
+) -> None:
     text = describe_next(config, folder, finished=False)
     assert list(by_name(text)) == ["resume"], "nothing else is there"
     assert "there is no checkpoint yet" in text
@@ -90,7 +109,9 @@ def test_interrupted_run_prints_the_resume_command(config: Config, folder: RunFo
     assert served.model.name == "capitals"
 
 
-def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(config: Config, folder: RunFolder) -> None:
+def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(
+    config: Config, folder: RunFolder
+) -> None:
     older, newer = save(folder, 2), save(folder, 4)
     folder.store_path.write_bytes(b"")
     newer.rename(newer.with_name("step-000004.damaged"))
@@ -99,8 +120,12 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(config: Config, fold
     assert list(by_name(describe_next(config, folder, finished=False))) == ["samples"]
 
 
-@pytest.mark.parametrize(("purpose", "flags"), [("train", ["--failed"]), ("eval", ["--failed", "--eval"])])
-def test_rollouts_that_failed_have_a_command(tmp_path: Path, purpose: Purpose, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("purpose", "flags"), [("train", ["--failed"]), ("eval", ["--failed", "--eval"])]
+)
+def test_rollouts_that_failed_have_a_command(
+    tmp_path: Path, purpose: Purpose, flags: list[str]
+) -> None:
     run = record_run(tmp_path)
     config = load_resolved(run.folder.config_path)
     run.add("a", "x", 1.0, purpose=purpose)
@@ -108,7 +133,10 @@ def test_rollouts_that_failed_have_a_command(tmp_path: Path, purpose: Purpose, f
     run.add("b", "x", 0.0, purpose=purpose, failure=FailureReason.EXCEPTION)
     text = describe_next(config, run.folder, finished=True)
     (line,) = [line for line in text.splitlines() if "--failed" in line]
-    assert shlex.split(line, comments=True)[-1 - len(flags) :] == [str(run.folder.path), *flags]
+    assert shlex.split(line, comments=True)[-1 - len(flags) :] == [
+        str(run.folder.path),
+        *flags,
+    ]
     assert cli.main(["samples", str(run.folder.path), *flags]) == 0
 
 
@@ -123,10 +151,17 @@ def test_eval_prints_them_too(
 ) -> None:
     folder.store_path.write_bytes(b"")
     module = "invrl.cli.commands.evaluate"
-    monkeypatch.setattr(f"{module}.checked_configuration", lambda arguments, command: config)
-    monkeypatch.setattr(f"{module}.hold_run_folder", lambda config, command: contextlib.nullcontext(folder))
+    monkeypatch.setattr(
+        f"{module}.checked_configuration", lambda arguments, command: config
+    )
+    monkeypatch.setattr(
+        f"{module}.hold_run_folder",
+        lambda config, command: contextlib.nullcontext(folder),
+    )
     monkeypatch.setattr(f"{module}.log_to_folder", lambda *_, **__: None)
-    monkeypatch.setattr(supervisor, "supervise_once", lambda config, folder, inner: code)
+    monkeypatch.setattr(
+        supervisor, "supervise_once", lambda config, folder, inner: code
+    )
     assert cli.main(["eval"]) == code
     out = capsys.readouterr().out
     assert ("next (in " in out) == bool(said)
@@ -134,7 +169,9 @@ def test_eval_prints_them_too(
     assert "resume" not in out, "an evaluation is not resumed"
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")]
+)
 def test_train_prints_next_commands_after_every_kind_of_end(
     config: Config,
     folder: RunFolder,
@@ -144,7 +181,10 @@ def test_train_prints_next_commands_after_every_kind_of_end(
     said: str,
 ) -> None:
     folder.store_path.write_bytes(b"")
-    monkeypatch.setattr("invrl.cli.commands.train.checked_configuration", lambda arguments, command: config)
+    monkeypatch.setattr(
+        "invrl.cli.commands.train.checked_configuration",
+        lambda arguments, command: config,
+    )
     monkeypatch.setattr("invrl.cli.commands.train.log_to_folder", lambda *_, **__: None)
     monkeypatch.setattr(supervisor, "supervise", lambda config, folder: code)
     assert cli.main(["train"]) == code

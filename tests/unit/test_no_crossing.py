@@ -1,7 +1,9 @@
-"""Nothing of one session reaches another: 2,000 at once, each with a canary of its own, 0 crossings.
+"""Nothing of one session reaches another: 2,000 at once, each with a canary of its own,
+0 crossings.
 
-The reply repeats the canary of its prompt, so that a crossing shows wherever it happens: a prompt rendered of
-another's messages, an answer sent to another's client, a turn stored under another's session."""
+The reply repeats the canary of its prompt, so that a crossing shows wherever it
+happens: a prompt rendered of another's messages, an answer sent to another's client, a
+turn stored under another's session."""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def body(path: str, text: str, reply: str, stream: bool) -> dict[str, Any]:
     """The first request of a session; with a `reply` to it, the one that goes on."""
     first = {"role": "user", "content": text}
     more = {"role": "user", "content": "Again."}
-    messages = [first, {"role": "assistant", "content": reply}, more] if reply else [first]
+    messages = (
+        [first, {"role": "assistant", "content": reply}, more] if reply else [first]
+    )
     match path:
         case "/completions":
             asked = {"prompt": text + reply}
@@ -44,23 +48,35 @@ def body(path: str, text: str, reply: str, stream: bool) -> dict[str, Any]:
 
 def shown(path: str, raw: str, stream: bool) -> str:
     """The text of the answer."""
-    events = [json.loads(line[6:]) for line in raw.splitlines() if line[:7] == "data: {"]
+    events = [
+        json.loads(line[6:]) for line in raw.splitlines() if line[:7] == "data: {"
+    ]
     whole = {} if stream else json.loads(raw)
     match path, stream:
         case "/chat/completions", True:
-            return "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+            return "".join(
+                c["delta"].get("content") or "" for e in events for c in e["choices"]
+            )
         case "/chat/completions", False:
             return whole["choices"][0]["message"]["content"]
         case "/completions", True:
-            return "".join(choice["text"] for event in events for choice in event["choices"])
+            return "".join(
+                choice["text"] for event in events for choice in event["choices"]
+            )
         case "/completions", False:
             return whole["choices"][0]["text"]
         case "/responses", True:
-            return "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+            return "".join(
+                e["delta"] for e in events if e["type"] == "response.output_text.delta"
+            )
         case "/responses", False:
-            return "".join(part["text"] for item in whole["output"] for part in item["content"])
+            return "".join(
+                part["text"] for item in whole["output"] for part in item["content"]
+            )
         case "/messages", True:
-            return "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
+            return "".join(
+                e["delta"]["text"] for e in events if e["type"] == "content_block_delta"
+            )
         case _:
             return "".join(block["text"] for block in whole["content"])
 
@@ -70,13 +86,18 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
     model: Path,
     renderer: Renderer,
 ):
-    """Every second session streams, the dialects take turns, and each session asks twice: a first answer,
-    then what goes on from it. All first requests are in flight together before the engine answers any."""
+    """Every second session streams, the dialects take turns, and each session asks
+    twice: a first answer, then what goes on from it. All first requests are in flight
+    together before the engine answers any."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < (needed := 5 * SESSIONS):  # four sockets of this process per session
         pytest.skip(f"needs {needed} file descriptors, this machine allows {most}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
-    limits = {"max_open_sessions": SESSIONS, "max_new_tokens": 32, "generate_timeout_s": 500.0}
+    limits = {
+        "max_open_sessions": SESSIONS,
+        "max_new_tokens": 32,
+        "generate_timeout_s": 500.0,
+    }
 
     all_have_asked = asyncio.Event()
 
@@ -109,7 +130,9 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
                 seen = []
                 for _ in range(2):
                     asks = body(path, f"Say {own}", reply, stream)
-                    async with http.post(f"{gateway.url}/s/{session.key}/v1{path}", json=asks) as answer:
+                    async with http.post(
+                        f"{gateway.url}/s/{session.key}/v1{path}", json=asks
+                    ) as answer:
                         raw = await answer.text()
                         assert answer.status == 200, raw
                     reply = shown(path, raw, stream)
@@ -117,7 +140,9 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
                     assert set(CANARY.findall(raw)) <= {f"{number:04}"}
                 return seen
 
-            answers = await asyncio.gather(*(agent(n, each) for n, each in enumerate(sessions)))
+            answers = await asyncio.gather(
+                *(agent(n, each) for n, each in enumerate(sessions))
+            )
         stored = 0
         for number, session in enumerate(sessions):
             assert answers[number] == [f"canary-{number:04}-end"] * 2

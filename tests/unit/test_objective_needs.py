@@ -79,7 +79,9 @@ def of_entropies(inputs: LossInputs) -> LossOutputs:
 
 
 def of_a_column_of_the_run(inputs: LossInputs) -> LossOutputs:
-    return LossOutputs(loss=(inputs.columns["process_reward"] * inputs.current_N).sum(), metrics={})
+    return LossOutputs(
+        loss=(inputs.columns["process_reward"] * inputs.current_N).sum(), metrics={}
+    )
 
 
 def not_a_number(inputs: LossInputs) -> LossOutputs:
@@ -100,7 +102,9 @@ def constant(inputs: LossInputs) -> LossOutputs:
 
 
 def of_the_old_policy(inputs: LossInputs) -> LossOutputs:
-    return LossOutputs(loss=inputs.advantages_N.clone().requires_grad_().sum(), metrics={})
+    return LossOutputs(
+        loss=inputs.advantages_N.clone().requires_grad_().sum(), metrics={}
+    )
 
 
 def raising(inputs: LossInputs) -> LossOutputs:
@@ -140,12 +144,16 @@ def table(group_ids: str, *, reference: bool = True) -> RowTable:
 
 
 def test_objective_tables_of_ranks_are_joined_in_order() -> None:
-    joined = RowTable.joined([table(""), table("ab"), table("", reference=False), table("c")])
+    joined = RowTable.joined(
+        [table(""), table("ab"), table("", reference=False), table("c")]
+    )
     assert joined.group_ids == ("a", "b", "c")
     assert joined.tokens_M.tolist() == [97, 98, 99]
     assert joined.current_M.tolist() == [-97, -98, -99]
     assert joined.reference_M is not None
-    assert joined.reference_M.tolist() == joined.numbers["chosen"].tolist() == [97, 98, 99]
+    assert (
+        joined.reference_M.tolist() == joined.numbers["chosen"].tolist() == [97, 98, 99]
+    )
     assert RowTable.joined([table("")]).group_ids == ()
 
 
@@ -159,7 +167,9 @@ def test_critic_is_needed_by_its_advantages() -> None:
     assert needs_of(AlgorithmConfig(advantage="gae")).values
     assert not needs_of(AlgorithmConfig(advantage="grpo")).values
     assert not needs_of(AlgorithmConfig(advantage="gae")).reference
-    with_kl = AlgorithmConfig(advantage="gae", kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    with_kl = AlgorithmConfig(
+        advantage="gae", kl_coef=0.1, kl_in="reward", kl_estimator="k1"
+    )
     assert needs_of(with_kl).reference
 
 
@@ -171,12 +181,16 @@ def test_user_objective_declares_the_critic_values_of_its_advantages() -> None:
     assert not needs_of(with_gae).reference
     in_rewards = with_gae.model_copy(update={"kl_coef": 0.1, "kl_in": "reward"})
     assert needs_of(in_rewards).reference
-    with pytest.raises(PluginError, match=r"(?s)--advantage gae needs a critic.*Needs\(values=True"):
+    with pytest.raises(
+        PluginError, match=r"(?s)--advantage gae needs a critic.*Needs\(values=True"
+    ):
         needs_of(of_this_file("with_needs").model_copy(update={"advantage": "gae"}))
 
 
 def test_critic_lambda_defaults_to_the_policys() -> None:
     assert AlgorithmConfig(gae_lambda=0.7).critic_gae_lambda == 0.7
-    assert AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
+    assert (
+        AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
+    )
     vapo = AlgorithmConfig(algorithm_preset="vapo")
     assert (vapo.critic_gae_lambda, vapo.gae_length_alpha) == (1.0, 0.05)

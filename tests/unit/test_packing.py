@@ -1,5 +1,5 @@
-"""Packing read back from its own blocks: what each token may see must be its row, no more and no less.
-Alphabets of two ids make shared prefixes the rule."""
+"""Packing read back from its own blocks: what each token may see must be its row, no
+more and no less. Alphabets of two ids make shared prefixes the rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from invrl.types import TrainBatch
 @pytest.mark.parametrize("share", [True, False])
 @given(data=rows(), more=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_last_query_that_sees_a_token_is_its_last_descendant(share: bool, data: list[Row], more: int) -> None:
+def test_last_query_that_sees_a_token_is_its_last_descendant(
+    share: bool, data: list[Row], more: int
+) -> None:
     for packed in pack(data, max_tokens=1000, share_prefixes=share):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
         for place, ancestors in enumerate(visible(micro_batch)):
@@ -59,24 +61,35 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
 
 
 @given(data=rows(), max_tokens=st.sampled_from([5, 1000]), more=st.integers(0, 4))
-def test_packed_token_counts_the_rows_that_share_it(data: list[Row], max_tokens: int, more: int) -> None:
+def test_packed_token_counts_the_rows_that_share_it(
+    data: list[Row], max_tokens: int, more: int
+) -> None:
     for packed in pack(data, max_tokens=max_tokens, share_prefixes=True):
         micro_batch = packed.padded_to(len(packed.tokens_P) + more)
         computed = [
-            data[index].tokens_T[: data[index].num_computed].tolist() for index, _ in micro_batch.rows
+            data[index].tokens_T[: data[index].num_computed].tolist()
+            for index, _ in micro_batch.rows
         ]
         for place, places in enumerate(visible(micro_batch)):
             history = micro_batch.tokens_P[places].tolist()
             is_filling = place >= len(packed.tokens_P) or not packed.rows
-            expected = 0 if is_filling else sum(row[: len(history)] == history for row in computed)
+            expected = (
+                0
+                if is_filling
+                else sum(row[: len(history)] == history for row in computed)
+            )
             assert micro_batch.rows_P[place] == expected
     for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=False):
-        assert micro_batch.rows_P.tolist() == [bool(micro_batch.rows)] * len(micro_batch.tokens_P)
+        assert micro_batch.rows_P.tolist() == [bool(micro_batch.rows)] * len(
+            micro_batch.tokens_P
+        )
 
 
 @given(data=rows())
 def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
-    prefixes = {tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)}
+    prefixes = {
+        tuple(row.tokens_T[:n]) for row in data for n in range(1, row.num_computed + 1)
+    }
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.tokens_P) == max(1, len(prefixes))
     (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
@@ -96,8 +109,11 @@ def test_micro_batches_are_bounded_and_there_is_at_least_one(
 
 @given(data=rows())
 def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
-    """A row of logits is decided by what comes before the token and by the temperature."""
-    wanted = {(tuple(row.tokens_T[:t]), row.temperature) for row in data for t in row.wanted_N}
+    """A row of logits is decided by what comes before the token and by the
+    temperature."""
+    wanted = {
+        (tuple(row.tokens_T[:t]), row.temperature) for row in data for t in row.wanted_N
+    }
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.project_U) == len(wanted)
     (apart,) = pack(data, max_tokens=1000, share_prefixes=False)
@@ -107,21 +123,30 @@ def test_equal_prefixes_are_projected_once(data: list[Row]) -> None:
 def equal_rows(count: int, prompt: int, answer: int) -> list[Row]:
     tokens_T = np.arange(prompt + answer, dtype=np.int32)
     wanted_N = np.arange(prompt, prompt + answer)
-    return [Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0) for _ in range(count)]
+    return [
+        Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.0) for _ in range(count)
+    ]
 
 
 def test_equal_rows_share_their_logits() -> None:
-    """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits for each trained token
-    would be 131,072 of them."""
-    (micro_batch,) = pack(equal_rows(256, 512, 512), max_tokens=4096, share_prefixes=True)
+    """256 rows that sampled the same 512 tokens: 1,023 packed tokens. A row of logits
+    for each trained token would be 131,072 of them."""
+    (micro_batch,) = pack(
+        equal_rows(256, 512, 512), max_tokens=4096, share_prefixes=True
+    )
     assert len(micro_batch.tokens_P) == 1023
     assert len(micro_batch.targets_N) == 256 * 512
     assert len(micro_batch.project_U) == 512
 
 
 @given(data=rows(), max_tokens=st.integers(1, 20))
-def test_placing_picked_values_restores_the_rows(data: list[Row], max_tokens: int) -> None:
-    values = [np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32) for row in data]
+def test_placing_picked_values_restores_the_rows(
+    data: list[Row], max_tokens: int
+) -> None:
+    values = [
+        np.random.default_rng(0).random(len(row.tokens_T)).astype(np.float32)
+        for row in data
+    ]
     back = [np.zeros_like(value) for value in values]
     for micro_batch in pack(data, max_tokens=max_tokens, share_prefixes=True):
         micro_batch.place(micro_batch.pick(values), back)
@@ -131,7 +156,7 @@ def test_placing_picked_values_restores_the_rows(data: list[Row], max_tokens: in
         assert (placed == expected).all()
 
 
-# ------------------------------------------------------------------ mini-batches and ranks
+# ------------------------------------------------------------- mini-batches and ranks
 
 
 @st.composite
@@ -141,7 +166,9 @@ def batches(draw: st.DrawFn) -> TrainBatch:
         for rollout in range(draw(st.integers(1, 4))):
             for _ in range(draw(st.integers(1, 2))):  # branches of one rollout
                 length = draw(st.integers(2, 30))
-                samples.append(sample(group, rollout, length, draw(st.integers(0, length - 1))))
+                samples.append(
+                    sample(group, rollout, length, draw(st.integers(0, length - 1)))
+                )
     return batch_of(samples)
 
 
@@ -166,12 +193,17 @@ def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ra
         for part in parts:
             for s, advantages_T in zip(part.samples, part.advantages, strict=True):
                 assert any(
-                    s is x and advantages_T is y for x, y in zip(batch.samples, batch.advantages, strict=True)
+                    s is x and advantages_T is y
+                    for x, y in zip(batch.samples, batch.advantages, strict=True)
                 )
-        homes = {s.rollout_id: rank for rank, part in enumerate(parts) for s in part.samples}
-        assert all(homes[s.rollout_id] == rank for rank, part in enumerate(parts) for s in part.samples), (
-            "the branches of a rollout stay together"
-        )
+        homes = {
+            s.rollout_id: rank for rank, part in enumerate(parts) for s in part.samples
+        }
+        assert all(
+            homes[s.rollout_id] == rank
+            for rank, part in enumerate(parts)
+            for s in part.samples
+        ), "the branches of a rollout stay together"
         seen += ids
     assert len(seen) == len(set(seen))
     assert sum(part.trained.tokens for part in alone) == batch.trained.tokens
@@ -213,7 +245,9 @@ def test_shared_tokens_take_the_experts_of_the_first_row_that_knows_them() -> No
     rows = [
         routed_row([1, 1, 1, 2], [3, -1, 5, -1]),
         routed_row([1, 1, 2, 2], [4, 6, 7, -1]),
-        Row(tokens_T=np.array([2, 2], np.int32), wanted_N=np.array([1]), temperature=1.0),
+        Row(
+            tokens_T=np.array([2, 2], np.int32), wanted_N=np.array([1]), temperature=1.0
+        ),
     ]
     [micro_batch] = pack(rows, max_tokens=100, share_prefixes=True)
     assert micro_batch.tokens_P.tolist() == [1, 1, 1, 2, 2]

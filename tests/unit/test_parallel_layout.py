@@ -19,9 +19,14 @@ from invrl.train.parallel.layout import Coordinates, ParallelLayout
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceConfig:
-    """6 layers, 8 heads, 4 of them with keys and values, an MLP of 128, a vocabulary of 512."""
+    """6 layers, 8 heads, 4 of them with keys and values, an MLP of 128, a vocabulary of
+    512."""
     folder = tmp_path_factory.mktemp("model")
-    return read_hf_config(make_tiny_model(folder, layers=6, heads=8, kv_heads=4, head_dim=16, vocab_size=512))
+    return read_hf_config(
+        make_tiny_model(
+            folder, layers=6, heads=8, kv_heads=4, head_dim=16, vocab_size=512
+        )
+    )
 
 
 def test_layout_follows_from_the_settings() -> None:
@@ -78,7 +83,9 @@ def test_each_rank_belongs_to_the_replica_of_its_data_coordinate() -> None:
         assert {layout.coordinates(rank).data for rank in ranks} == {data}
         assert layout.reporter(data) in ranks
         assert layout.coordinates(layout.reporter(data)).pipeline == 1
-    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(range(24))
+    assert sorted(rank for data in range(3) for rank in layout.replica(data)) == list(
+        range(24)
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,17 +104,32 @@ def test_expert_parallel_ranks_hold_one_copy_of_the_experts(
     for data in range(layout.data):
         [copy] = [copy for copy in copies if layout.replica(data)[0] in copy]
         assert list(layout.model_copy(data)) == copy
-        stages = [[rank for rank in copy if layout.coordinates(rank).pipeline == stage] for stage in range(2)]
+        stages = [
+            [rank for rank in copy if layout.coordinates(rank).pipeline == stage]
+            for stage in range(2)
+        ]
         for ranks in stages[: layout.pipeline]:
-            assert {layout.coordinates(rank).expert for rank in ranks} == set(range(layout.expert))
+            assert {layout.coordinates(rank).expert for rank in ranks} == set(
+                range(layout.expert)
+            )
 
 
 @pytest.mark.parametrize(
     ("layout", "family", "reason", "fix"),
     [
-        (ParallelLayout(data=2, expert=2), "qwen3", "no experts", "leave --expert-model-parallel-size out"),
+        (
+            ParallelLayout(data=2, expert=2),
+            "qwen3",
+            "no experts",
+            "leave --expert-model-parallel-size out",
+        ),
         (ParallelLayout(data=3, expert=3), "qwen3_moe", "8 experts", "may be only 1"),
-        (ParallelLayout(data=4, expert=8), "qwen3_moe", "4 ranks of a pipeline stage", "1, 2 or 4"),
+        (
+            ParallelLayout(data=4, expert=8),
+            "qwen3_moe",
+            "4 ranks of a pipeline stage",
+            "1, 2 or 4",
+        ),
         (
             ParallelLayout(tensor=4, data=3, expert=6),
             "qwen3_moe",
@@ -134,10 +156,20 @@ def test_expert_parallel_ranks_that_do_not_fit_are_refused(
     ("stages", "chunks", "first", "last"),
     [
         *[(1, 1, 0, 0), (3, 1, 0, 0), (2, 3, 0, 0), (3, 2, 0, 0)],
-        *[(2, 1, 0, 5), (2, 1, 9, 3), (4, 1, 4, 2), (4, 1, 0, 3), (3, 2, 4, 0), (3, 2, 4, 2), (2, 2, 0, 4)],
+        *[
+            (2, 1, 0, 5),
+            (2, 1, 9, 3),
+            (4, 1, 4, 2),
+            (4, 1, 0, 3),
+            (3, 2, 4, 0),
+            (3, 2, 4, 2),
+            (2, 2, 0, 4),
+        ],
     ],
 )
-def test_pipeline_stages_have_the_layers_of_megatron(stages: int, chunks: int, first: int, last: int) -> None:
+def test_pipeline_stages_have_the_layers_of_megatron(
+    stages: int, chunks: int, first: int, last: int
+) -> None:
     from invrl.train import device
 
     device.prepare()
@@ -156,7 +188,10 @@ def test_pipeline_stages_have_the_layers_of_megatron(stages: int, chunks: int, f
         pipeline_dtype=torch.float32,
     )
     layout = ParallelLayout(
-        pipeline=stages, virtual_pipeline=chunks, first_stage_layers=first, last_stage_layers=last
+        pipeline=stages,
+        virtual_pipeline=chunks,
+        first_stage_layers=first,
+        last_stage_layers=last,
     )
     sizes: set[int] = set()
     for stage in range(stages):
@@ -173,13 +208,19 @@ def test_pipeline_stages_have_the_layers_of_megatron(stages: int, chunks: int, f
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_a_layout_that_divides_the_model_is_accepted(model: HuggingFaceConfig, tensor: int) -> None:
+def test_a_layout_that_divides_the_model_is_accepted(
+    model: HuggingFaceConfig, tensor: int
+) -> None:
     ParallelLayout(tensor=tensor, data=7).check(model)
 
 
 @pytest.mark.parametrize(
     ("tensor", "reason"),
-    [(8, "num_key_value_heads 4"), (3, "num_attention_heads 8, num_key_value_heads 4"), (16, "heads 8")],
+    [
+        (8, "num_key_value_heads 4"),
+        (3, "num_attention_heads 8, num_key_value_heads 4"),
+        (16, "heads 8"),
+    ],
 )
 def test_layout_that_does_not_divide_the_model_is_refused_with_fitting_numbers(
     model: HuggingFaceConfig, tensor: int, reason: str
@@ -193,7 +234,9 @@ def test_layout_that_does_not_divide_the_model_is_refused_with_fitting_numbers(
 
 
 def test_model_that_no_layout_divides_is_refused(tmp_path: Path) -> None:
-    odd = read_hf_config(make_tiny_model(tmp_path, heads=3, kv_heads=3, head_dim=16, vocab_size=513))
+    odd = read_hf_config(
+        make_tiny_model(tmp_path, heads=3, kv_heads=3, head_dim=16, vocab_size=513)
+    )
     with pytest.raises(ConfigError, match="may be only 1"):
         ParallelLayout(tensor=2).check(odd)
 
@@ -267,8 +310,14 @@ def test_stages_that_do_not_divide_the_layers_are_refused(
     assert fix in refused.value.fix
 
 
-def test_routing_replay_needs_a_model_with_experts(model: HuggingFaceConfig, tmp_path: Path) -> None:
+def test_routing_replay_needs_a_model_with_experts(
+    model: HuggingFaceConfig, tmp_path: Path
+) -> None:
     train = TrainConfig(routing_replay="trainer")
-    with pytest.raises(ConfigError, match="no experts, so there is no routing to replay"):
+    with pytest.raises(
+        ConfigError, match="no experts, so there is no routing to replay"
+    ):
         train.check_model(model)
-    train.check_model(read_hf_config(make_family_model(tmp_path / "model", "qwen3_moe")))
+    train.check_model(
+        read_hf_config(make_family_model(tmp_path / "model", "qwen3_moe"))
+    )

@@ -47,14 +47,18 @@ CODER_CALL = (
     "{{- '<parameter=' + k + '>\n' }}{{- v if v is string else v | tojson }}{{- '\n</parameter>\n' }}"
     "{%- endfor %}{{- '</function>\n</tool_call>' }}"
 )
-MISTRAL_CALL = (
-    """{{- '[TOOL_CALLS] [{"name": "' + c.name + '", "arguments": ' + (c.arguments | tojson) + '}]' }}"""
-)
+MISTRAL_CALL = """{{- '[TOOL_CALLS] [{"name": "' + c.name + '", "arguments": ' + (c.arguments | tojson) + '}]' }}"""
 UNREADABLE_CALL = "{{- '<tool_call> please run ' + c.name + ' </tool_call>' }}"
-HISTORY_ONLY = CHATML.replace("(message.content or '')", "message.content.split('</think>')[-1]")
-OPENS_THINKING = CHATML.replace("assistant\n' }}{%- endif %}", "assistant\n<think>\n' }}{%- endif %}")
+HISTORY_ONLY = CHATML.replace(
+    "(message.content or '')", "message.content.split('</think>')[-1]"
+)
+OPENS_THINKING = CHATML.replace(
+    "assistant\n' }}{%- endif %}", "assistant\n<think>\n' }}{%- endif %}"
+)
 GLM_TURNS = (
-    "[gMASK]" + TOOLS + "{%- for message in messages %}{%- if message.role == 'assistant' %}"
+    "[gMASK]"
+    + TOOLS
+    + "{%- for message in messages %}{%- if message.role == 'assistant' %}"
     "{{- '<|assistant|>\n<think></think>' }}"
     "{%- if message.content %}{{- '\n' + message.content }}{%- endif %}"
     "{%- for tool_call in message.tool_calls or [] %}{%- set c = tool_call.function %}"
@@ -64,7 +68,8 @@ GLM_TURNS = (
     "{%- else %}{{- '<|' + message.role + '|>\n' + message.content }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-"""As GLM-4.5's: no end of turn is written, and a reply ends where the mark of the next message begins."""
+"""As GLM-4.5's: no end of turn is written, and a reply ends where the mark of the next
+message begins."""
 
 
 def renderer(tmp_path: Path, template: str) -> Renderer:
@@ -76,7 +81,9 @@ def renderer(tmp_path: Path, template: str) -> Renderer:
     (folder / "chat_template.jinja").write_text(template)
     if template == GLM_TURNS:
         ids = [tokenizer.token_to_id(end) for end in ends]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ids})
+        )
     return load_renderer(str(folder), 2**31)
 
 
@@ -103,9 +110,17 @@ def test_the_parser_is_the_first_that_reads_what_the_template_writes(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "template", [chatml_with(HERMES_CALL), chatml_with(GLM_CALL), chatml_with(CODER_CALL), GLM_TURNS]
+    "template",
+    [
+        chatml_with(HERMES_CALL),
+        chatml_with(GLM_CALL),
+        chatml_with(CODER_CALL),
+        GLM_TURNS,
+    ],
 )
-def test_turns_go_on_exactly_behind_calls_as_they_are_parsed(tmp_path: Path, template: str, stream: bool):
+def test_turns_go_on_exactly_behind_calls_as_they_are_parsed(
+    tmp_path: Path, template: str, stream: bool
+):
     made = renderer(tmp_path, template)
     finding = check_calls(made, choose_parsers("auto", "auto", made), stream=stream)
     assert (finding.outcome, finding.reason) == ("exact", "")
@@ -119,22 +134,30 @@ def test_a_parser_that_does_not_read_the_calls_is_found(tmp_path: Path, stream: 
     assert "the parser qwen25 reads" in finding.reason
 
 
-def test_a_reply_that_does_not_think_stays_content_if_only_the_history_knows_thinking(tmp_path: Path):
+def test_a_reply_that_does_not_think_stays_content_if_only_the_history_knows_thinking(
+    tmp_path: Path,
+):
     made = renderer(tmp_path, HISTORY_ONLY)
     findings = {
-        finding.pattern: finding.outcome for finding in check_template(made, Parsers(reasoning="qwen3"))
+        finding.pattern: finding.outcome
+        for finding in check_template(made, Parsers(reasoning="qwen3"))
     }
     assert findings["several turns"] == "exact"
     parsers = choose_parsers("auto", "auto", made)
     for stream in (False, True):
-        parser = parsers.reply((), ToolChoice(), parallel=True, prompt_text="", stream=stream)
+        parser = parsers.reply(
+            (), ToolChoice(), parallel=True, prompt_text="", stream=stream
+        )
         deltas = [parser.push("Yes, of course."), *parser.finish()]
         assert "".join(delta.content for delta in deltas) == "Yes, of course."
 
 
 @pytest.mark.parametrize(
     ("template", "first_words"),
-    [(CHATML, "The template shows no tools"), (chatml_with(UNREADABLE_CALL), "No parser reads the calls")],
+    [
+        (CHATML, "The template shows no tools"),
+        (chatml_with(UNREADABLE_CALL), "No parser reads the calls"),
+    ],
 )
 def test_the_first_line_says_what_the_template_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, first_words: str

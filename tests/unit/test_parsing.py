@@ -1,4 +1,5 @@
-"""SGLang's parsers as we use them: whole and in pieces of any size, the same calls and the same text."""
+"""SGLang's parsers as we use them: whole and in pieces of any size, the same calls and
+the same text."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def named(call: Call, arguments: str = "arguments") -> str:
     return as_json({"name": call[0], arguments: call[1]})
 
 
-def deepseek(between: str, call: Callable[[Call], str]) -> Callable[[Sequence[Call]], str]:
+def deepseek(
+    between: str, call: Callable[[Call], str]
+) -> Callable[[Sequence[Call]], str]:
     begin = "<｜tool▁call▁begin｜>"
     end = "<｜tool▁call▁end｜>"
 
@@ -39,7 +42,9 @@ def deepseek(between: str, call: Callable[[Call], str]) -> Callable[[Sequence[Ca
 
 
 def tagged(given: dict[str, Any]) -> str:
-    return "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
+    return "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items()
+    )
 
 
 def dsml(kind: str, inner: str, name: str = "") -> str:
@@ -48,33 +53,68 @@ def dsml(kind: str, inner: str, name: str = "") -> str:
 
 
 SPELLED: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
-    "qwen25": ("qwen25", lambda calls: "\n".join(f"<tool_call>\n{named(c)}\n</tool_call>" for c in calls)),
-    "hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>{named(c)}</tool_call>" for c in calls)),
-    "mistral": ("mistral", lambda calls: f"[TOOL_CALLS] [{', '.join(map(named, calls))}]"),
+    "qwen25": (
+        "qwen25",
+        lambda calls: "\n".join(
+            f"<tool_call>\n{named(c)}\n</tool_call>" for c in calls
+        ),
+    ),
+    "hermes": (
+        "hermes",
+        lambda calls: "\n".join(f"<tool_call>{named(c)}</tool_call>" for c in calls),
+    ),
+    "mistral": (
+        "mistral",
+        lambda calls: f"[TOOL_CALLS] [{', '.join(map(named, calls))}]",
+    ),
     "mistral, compact": (
         "mistral",
-        lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{as_json(given)}" for name, given in calls),
+        lambda calls: "".join(
+            f"[TOOL_CALLS]{name}[ARGS]{as_json(given)}" for name, given in calls
+        ),
     ),
-    "llama3": ("llama3", lambda calls: "<|python_tag|>" + ";".join(named(c, "parameters") for c in calls)),
-    "llama3, bare": ("llama3", lambda calls: ";".join(named(c, "parameters") for c in calls)),
+    "llama3": (
+        "llama3",
+        lambda calls: (
+            "<|python_tag|>" + ";".join(named(c, "parameters") for c in calls)
+        ),
+    ),
+    "llama3, bare": (
+        "llama3",
+        lambda calls: ";".join(named(c, "parameters") for c in calls),
+    ),
     "deepseekv3": (
         "deepseekv3",
-        deepseek("\n", lambda c: f"function<｜tool▁sep｜>{c[0]}\n```json\n{as_json(c[1])}\n```"),
+        deepseek(
+            "\n",
+            lambda c: f"function<｜tool▁sep｜>{c[0]}\n```json\n{as_json(c[1])}\n```",
+        ),
     ),
-    "deepseekv31": ("deepseekv31", deepseek("", lambda c: f"{c[0]}<｜tool▁sep｜>{as_json(c[1])}")),
+    "deepseekv31": (
+        "deepseekv31",
+        deepseek("", lambda c: f"{c[0]}<｜tool▁sep｜>{as_json(c[1])}"),
+    ),
     "deepseekv32": (
         "deepseekv32",
-        lambda calls: dsml("function_calls", "".join(dsml("invoke", as_json(c[1]), c[0]) for c in calls)),
+        lambda calls: dsml(
+            "function_calls",
+            "".join(dsml("invoke", as_json(c[1]), c[0]) for c in calls),
+        ),
     ),
 }
 """How models of a family write calls, by SGLang's name of the parser."""
-ENDED = {name: SPELLED[name][1] for name in ("qwen25", "hermes", "deepseekv3", "deepseekv31", "deepseekv32")}
+ENDED = {
+    name: SPELLED[name][1]
+    for name in ("qwen25", "hermes", "deepseekv3", "deepseekv31", "deepseekv32")
+}
 ENDED["qwen3_coder"] = lambda calls: "".join(
-    f"<tool_call>\n<function={name}>\n{tagged(given)}</function>\n</tool_call>" for name, given in calls
+    f"<tool_call>\n<function={name}>\n{tagged(given)}</function>\n</tool_call>"
+    for name, given in calls
 )
 """Families that mark where calls end, so that text may stand behind them."""
 
-# A hermes call may not hold its own end mark: there SGLang's parsers of whole texts and of streams differ.
+# A hermes call may not hold its own end mark: there SGLang's parsers of whole texts and
+# of streams differ.
 words = st.sampled_from(
     [
         "Paris",
@@ -91,7 +131,9 @@ words = st.sampled_from(
         "```",
     ]
 )
-values = st.one_of(words, st.integers(), st.booleans(), st.none(), st.lists(words, max_size=2))
+values = st.one_of(
+    words, st.integers(), st.booleans(), st.none(), st.lists(words, max_size=2)
+)
 calls = st.lists(
     st.tuples(
         st.sampled_from(["get_weather", "halt"]),
@@ -105,12 +147,19 @@ sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
 
 def parsed(
-    parsers: Parsers | str, text: str, pieces: Sequence[int] = (), *, parallel: bool = True, prompt: str = ""
+    parsers: Parsers | str,
+    text: str,
+    pieces: Sequence[int] = (),
+    *,
+    parallel: bool = True,
+    prompt: str = "",
 ) -> Message:
     """In pieces of these sizes, over and over; whole without any."""
     parsers = Parsers(tool_calls=parsers) if isinstance(parsers, str) else parsers
     stream = bool(pieces)
-    parser = parsers.reply(TOOLS, ToolChoice(), parallel=parallel, prompt_text=prompt, stream=stream)
+    parser = parsers.reply(
+        TOOLS, ToolChoice(), parallel=parallel, prompt_text=prompt, stream=stream
+    )
     at = 0
     turn = 0
     told = []
@@ -120,7 +169,9 @@ def parsed(
         at, turn = at + size, turn + 1
     told += parser.finish()
     middle = len(told) // 2  # who comes late is told the first ones as one
-    assert join_deltas([join_deltas(told[:middle]), *told[middle:]]) == join_deltas(told)
+    assert join_deltas([join_deltas(told[:middle]), *told[middle:]]) == join_deltas(
+        told
+    )
     return reply_message(join_deltas(told))
 
 
@@ -132,11 +183,17 @@ def test_streamed_calls_equal_whole_and_generated_calls(
 ):
     name, spelled = SPELLED[spelling]
     text = "" if spelling == "llama3, bare" else text  # a bare call is all of its reply
-    whole, streamed = (parsed(name, text + spelled(made), sizes) for sizes in ((), pieces))
+    whole, streamed = (
+        parsed(name, text + spelled(made), sizes) for sizes in ((), pieces)
+    )
     for message in (whole, streamed):
-        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == made
+        assert [
+            (call.name, json.loads(call.arguments)) for call in message.tool_calls
+        ] == made
         assert message.content.strip() == text.strip()
-    assert [c.arguments for c in whole.tool_calls] == [c.arguments for c in streamed.tool_calls]
+    assert [c.arguments for c in whole.tool_calls] == [
+        c.arguments for c in streamed.tool_calls
+    ]
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
@@ -157,14 +214,22 @@ def test_reply_that_ends_inside_a_call_keeps_its_text_or_the_begun_call(
 
 
 part = st.one_of(
-    st.sampled_from([" and ", "\n", "Then: {x}", "a < b <tool", "\n\nbye", "</tool_call>"]),
-    st.sampled_from([("halt", {}), ("get_weather", {"city": "Paris"}), ("nobody", {"city": "Rome"})]),
+    st.sampled_from(
+        [" and ", "\n", "Then: {x}", "a < b <tool", "\n\nbye", "</tool_call>"]
+    ),
+    st.sampled_from(
+        [("halt", {}), ("get_weather", {"city": "Paris"}), ("nobody", {"city": "Rome"})]
+    ),
 )
 
 
 @pytest.mark.parametrize("parser", ENDED)
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(part, min_size=1, max_size=6), cut=st.none() | st.floats(0.1, 0.6), pieces=sizes)
+@given(
+    parts=st.lists(part, min_size=1, max_size=6),
+    cut=st.none() | st.floats(0.1, 0.6),
+    pieces=sizes,
+)
 def test_text_that_calls_no_known_tool_is_content(
     parser: str, parts: list[str | Call], cut: float | None, pieces: list[int]
 ):
@@ -181,14 +246,22 @@ def test_text_that_calls_no_known_tool_is_content(
     rest = (
         ""
         if cut is None
-        else (last := ENDED[parser]([("get_weather", {"city": "Oslo"})]))[: int(cut * len(last))]
+        else (last := ENDED[parser]([("get_weather", {"city": "Oslo"})]))[
+            : int(cut * len(last))
+        ]
     )
     whole, streamed = (parsed(parser, reply + rest, sizes_) for sizes_ in ((), pieces))
     for message in (whole, streamed):
-        begun = len(message.tool_calls) > len(made)  # only a stream tells a call before it is whole
+        begun = len(message.tool_calls) > len(
+            made
+        )  # only a stream tells a call before it is whole
         assert not (begun and message is whole)
-        assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]] == made
-        assert [call.name for call in message.tool_calls[len(made) :]] == ["get_weather"] * begun
+        assert [
+            (c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]
+        ] == made
+        assert [call.name for call in message.tool_calls[len(made) :]] == [
+            "get_weather"
+        ] * begun
         assert message.content.strip() == (content + rest * (not begun)).strip()
 
 
@@ -205,16 +278,28 @@ ODD = {name: [SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each
        for name, odd in ODD.items()}  # fmt: skip
 ODD |= {
     "mistral": ["[TOOL_CALLS] [1]", "[TOOL_CALLS] " + "[" * 100_000],
-    "llama3": ["<|python_tag|>2+2", '<|python_tag|>{"name": ["halt"]}', '{"a": ' + "[" * 100_000],
+    "llama3": [
+        "<|python_tag|>2+2",
+        '<|python_tag|>{"name": ["halt"]}',
+        '{"a": ' + "[" * 100_000,
+    ],
 }
 
 
-@pytest.mark.parametrize(("parser", "reply"), [(name, each) for name, odd in ODD.items() for each in odd])
+@pytest.mark.parametrize(
+    ("parser", "reply"), [(name, each) for name, odd in ODD.items() for each in odd]
+)
 @pytest.mark.parametrize("pieces", [(), (50,), (100_000,)])
-def test_text_on_which_sglangs_parsers_fail_is_content(parser: str, reply: str, pieces: tuple[int, ...]):
-    message = parsed(parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces)
+def test_text_on_which_sglangs_parsers_fail_is_content(
+    parser: str, reply: str, pieces: tuple[int, ...]
+):
+    message = parsed(
+        parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces
+    )
     calls = [call.name for call in message.tool_calls]
-    if "9999" in reply:  # a whole number that Python does not read: a stream has begun to tell the call
+    if (
+        "9999" in reply
+    ):  # a whole number that Python does not read: a stream has begun to tell the call
         assert calls == ["halt"] * bool(pieces and pieces[0] < len(reply))
     else:
         assert (calls, message.content.endswith(reply)) == ([], True)
@@ -223,9 +308,18 @@ def test_text_on_which_sglangs_parsers_fail_is_content(parser: str, reply: str, 
 @pytest.mark.parametrize(
     ("parser", "reply"),
     [
-        ("llama3", '<|python_tag|>{"name":"nobody","parameters":{"name":"halt","parameters":{}}}'),
-        ("llama3", '{"name":"halt","parameters":{}};{"name":"nobody","parameters":{"o":{"name":"halt"}}}'),
-        ("mistral", "[TOOL_CALLS]nobody[ARGS]{}[TOOL_CALLS]halt[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{}"),
+        (
+            "llama3",
+            '<|python_tag|>{"name":"nobody","parameters":{"name":"halt","parameters":{}}}',
+        ),
+        (
+            "llama3",
+            '{"name":"halt","parameters":{}};{"name":"nobody","parameters":{"o":{"name":"halt"}}}',
+        ),
+        (
+            "mistral",
+            "[TOOL_CALLS]nobody[ARGS]{}[TOOL_CALLS]halt[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{}",
+        ),
     ],
 )
 def test_stream_invents_no_call_after_an_unknown_tool(parser: str, reply: str):
@@ -238,7 +332,13 @@ def test_stream_invents_no_call_after_an_unknown_tool(parser: str, reply: str):
 
 @pytest.mark.parametrize("name", FunctionCallParser.ToolCallParserEnum)
 @pytest.mark.parametrize(
-    "text", ["Hello [x] {y} <a> 漢字\n\nmore", "call: [get_weather(", "<function=x> hm", "a]b}c"]
+    "text",
+    [
+        "Hello [x] {y} <a> 漢字\n\nmore",
+        "call: [get_weather(",
+        "<function=x> hm",
+        "a]b}c",
+    ],
 )
 def test_every_sglang_parser_leaves_plain_text_unchanged(name: str, text: str):
     for size in (1, 4, 30):
@@ -272,7 +372,10 @@ def test_stream_emits_calls_and_text_in_order():
         TOOLS, ToolChoice(), parallel=True, prompt_text="", stream=True
     )
     deltas = [parser.push(f"One{call}two{call}three"), *parser.finish()]
-    told = [[delta.content, *(call.name for call in delta.calls if call.name)] for delta in deltas]
+    told = [
+        [delta.content, *(call.name for call in delta.calls if call.name)]
+        for delta in deltas
+    ]
     assert told == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
 
 
@@ -287,9 +390,16 @@ def test_text_without_calls_is_content(spelling: str, text: str, pieces: list[in
 
 @settings(max_examples=60, deadline=None)
 @given(thought=before, text=before, made=calls | st.just([]), pieces=sizes)
-@pytest.mark.parametrize(("parser", "opened"), [("qwen3", "<think>\n"), ("deepseek-v3", "")])
+@pytest.mark.parametrize(
+    ("parser", "opened"), [("qwen3", "<think>\n"), ("deepseek-v3", "")]
+)
 def test_thinking_is_separated_whole_and_streamed(
-    parser: str, opened: str, thought: str, text: str, made: list[Call], pieces: list[int]
+    parser: str,
+    opened: str,
+    thought: str,
+    text: str,
+    made: list[Call],
+    pieces: list[int],
 ):
     shown = f"{opened}{thought}\n</think>\n\n{text}{SPELLED['qwen25'][1](made)}"
     prompt = "assistant\n" if opened else "<｜Assistant｜><think>\n"
@@ -298,9 +408,18 @@ def test_thinking_is_separated_whole_and_streamed(
         message = parsed(parsers, shown, sizes_, prompt=prompt)
         assert message.reasoning.strip() == thought.strip()
         assert message.content.strip() == text.strip()
-        assert not message.content.startswith("\n")  # also behind thinking that is empty
-        assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == made
-    refused = parsed(Parsers(tool_calls="qwen25", reasoning=parser), text, pieces, prompt="</think>\n\n")
+        assert not message.content.startswith(
+            "\n"
+        )  # also behind thinking that is empty
+        assert [
+            (call.name, json.loads(call.arguments)) for call in message.tool_calls
+        ] == made
+    refused = parsed(
+        Parsers(tool_calls="qwen25", reasoning=parser),
+        text,
+        pieces,
+        prompt="</think>\n\n",
+    )
     assert (refused.content, refused.reasoning) == (text, "")
 
 

@@ -53,13 +53,16 @@ number = 3
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder as the working directory, not on the Python path; forgotten afterwards."""
+    """A user's folder as the working directory, not on the Python path; forgotten
+    afterwards."""
     import sys
 
     (tmp_path / "my_agent.py").write_text(GOOD)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
-    (tmp_path / "my_package" / "rewards.py").write_text("def exact(task, result): return 1.0\n")
+    (tmp_path / "my_package" / "rewards.py").write_text(
+        "def exact(task, result): return 1.0\n"
+    )
     (tmp_path / "my-agent.py").write_text("")
     (tmp_path / "json.py").write_text("")
     (tmp_path / "my_notes.txt").write_text("")
@@ -77,7 +80,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "name", ["rollout", "sync_rollout", "anything", "agent", "agent.run", "partial", "judged"]
+    "name",
+    ["rollout", "sync_rollout", "anything", "agent", "agent.run", "partial", "judged"],
 )
 def test_valid_rollout_functions_load(here: Path, name: str) -> None:
     function = load_rollout_function(f"my_agent:{name}")
@@ -85,19 +89,28 @@ def test_valid_rollout_functions_load(here: Path, name: str) -> None:
     assert is_group_form(function) == (name == "judged")
 
 
-@pytest.mark.parametrize("form", ["my_agent.py", "./my_agent.py", "{here}/my_agent.py", "~/my_agent.py"])
-def test_file_path_is_accepted_as_its_module(here: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "form", ["my_agent.py", "./my_agent.py", "{here}/my_agent.py", "~/my_agent.py"]
+)
+def test_file_path_is_accepted_as_its_module(
+    here: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(here))
     path = form.format(here=here)
     function = load_rollout_function(f"{path}:rollout")
-    assert function is load_rollout_function("my_agent:rollout"), "the same module, imported once"
+    assert function is load_rollout_function("my_agent:rollout"), (
+        "the same module, imported once"
+    )
 
 
 def test_every_import_path_setting_accepts_a_file_path(here: Path) -> None:
     (here / "my_package" / "rewards.py").write_text((here / "my_agent.py").read_text())
     file = "my_package/rewards.py"
     assert load_reward_function(f"{file}:reward").__module__ == "my_package.rewards"
-    assert list(load_plugin(f"{file}:tasks", "task_source_path", TaskSource)("train", 0)) == []
+    assert (
+        list(load_plugin(f"{file}:tasks", "task_source_path", TaskSource)("train", 0))
+        == []
+    )
     assert group_filter_function(f"{file}:keep", "depth")(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function(f"{file}:advantage"))
     assert callable(surrogate_function(f"{file}:loss"))
@@ -113,7 +126,9 @@ def test_file_outside_of_the_import_path_is_refused_with_a_fix(
     here: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "other_agent.py").write_text("async def rollout(task, endpoint): return 1.0\n")
+    (elsewhere / "other_agent.py").write_text(
+        "async def rollout(task, endpoint): return 1.0\n"
+    )
     with pytest.raises(PluginError) as caught:
         load_rollout_function(f"{elsewhere}/other_agent.py:rollout")
     assert str(elsewhere) in caught.value.reason
@@ -124,7 +139,10 @@ def test_file_outside_of_the_import_path_is_refused_with_a_fix(
 def test_plugins_of_every_other_kind_load(here: Path) -> None:
     assert load_reward_function("my_agent:reward").__name__ == "reward"  # type: ignore[attr-defined]
     assert callable(load_reward_function("my_package.rewards:exact"))
-    assert list(load_plugin("my_agent:tasks", "task_source_path", TaskSource)("train", 0)) == []
+    assert (
+        list(load_plugin("my_agent:tasks", "task_source_path", TaskSource)("train", 0))
+        == []
+    )
     assert load_plugin("my_agent:keep", "group_filter", GroupFilter)(None) is None  # type: ignore[arg-type]
     assert callable(advantage_function("my_agent:advantage"))
     assert callable(surrogate_function("my_agent:loss"))
@@ -143,7 +161,11 @@ def test_built_in_names_take_precedence() -> None:
         ("my_agent:", "not of the form module:name", "module:name"),
         ("my_agent.py", "not of the form module:name", "my_agent:NAME"),
         ("my_agent.rollout", "not of the form module:name", "my_agent:rollout"),
-        ("my_package.rewards.exact", "not of the form module:name", "my_package.rewards:exact"),
+        (
+            "my_package.rewards.exact",
+            "not of the form module:name",
+            "my_package.rewards:exact",
+        ),
         ("my/agent.py:rollout", "there is no file", "as Python imports it"),
         ("my_agnet.py:rollout", "there is no file", "did you mean 'my_agent.py'"),
         ("my_agent.py:rolout", "my_agent has no 'rolout'", "did you mean 'rollout'"),
@@ -152,9 +174,21 @@ def test_built_in_names_take_precedence() -> None:
         ("./json.py:rollout", "Python finds another json first", "rename the file"),
         ("./my_notes.txt:rollout", "no name of a Python module", "rename it"),
         ("my_agnet:rollout", "no module 'my_agnet'", "did you mean 'my_agent:rollout'"),
-        ("my_package.reward:exact", "no module 'my_package.reward'", "mean 'my_package.rewards:exact'"),
-        ("nowhere_at_all_xyz.deep:f", "no module 'nowhere_at_all_xyz'", "as Python imports it"),
-        ("raises:f", "ZeroDivisionError: division by zero", 'python -c "import raises"'),
+        (
+            "my_package.reward:exact",
+            "no module 'my_package.reward'",
+            "mean 'my_package.rewards:exact'",
+        ),
+        (
+            "nowhere_at_all_xyz.deep:f",
+            "no module 'nowhere_at_all_xyz'",
+            "as Python imports it",
+        ),
+        (
+            "raises:f",
+            "ZeroDivisionError: division by zero",
+            'python -c "import raises"',
+        ),
         ("raises:f", "raises.py:3", "import raises"),
         ("exits:f", "SystemExit: 3", "import exits"),
         ("needs:f", "No module named 'a_library_nobody_has'", "import needs"),
@@ -163,12 +197,26 @@ def test_built_in_names_take_precedence() -> None:
         ("my_agent:agent.runn", "has no 'agent.runn'", "did you mean 'run'"),
         ("my_agent:number", "3 is not callable", "give a function"),
         ("my_agent:Agent", "a class", "give a function"),
-        ("my_agent:one_argument", "(task) does not take", "one_argument(task, endpoint)"),
-        ("my_agent:three", "missing a required argument: 'model'", "three(task, endpoint)"),
-        ("my_agent:keyword_needed", "missing a required", "keyword_needed(task, endpoint)"),
+        (
+            "my_agent:one_argument",
+            "(task) does not take",
+            "one_argument(task, endpoint)",
+        ),
+        (
+            "my_agent:three",
+            "missing a required argument: 'model'",
+            "three(task, endpoint)",
+        ),
+        (
+            "my_agent:keyword_needed",
+            "missing a required",
+            "keyword_needed(task, endpoint)",
+        ),
     ],
 )
-def test_plugin_mistakes_name_field_reason_and_fix(here: Path, path: str, reason: str, fix: str) -> None:
+def test_plugin_mistakes_name_field_reason_and_fix(
+    here: Path, path: str, reason: str, fix: str
+) -> None:
     with pytest.raises(PluginError) as caught:
         load_rollout_function(path)
     error = caught.value

@@ -1,4 +1,5 @@
-"""A port is ours from the moment it is chosen, although its server takes its time to listen."""
+"""A port is ours from the moment it is chosen, although its server takes its time to
+listen."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def port() -> Iterator[ReservedPort]:
         yield port
 
 
-def listening(number: int, *, reuse_address: bool = True, host: str = "127.0.0.1") -> socket.socket:
+def listening(
+    number: int, *, reuse_address: bool = True, host: str = "127.0.0.1"
+) -> socket.socket:
     """As a server does; OSError if it cannot."""
     server = socket.socket()
     try:
@@ -35,9 +38,12 @@ def listening(number: int, *, reuse_address: bool = True, host: str = "127.0.0.1
 
 
 def test_a_hundred_reserved_ports_are_distinct() -> None:
-    """Drawn without being held, in 12,768 places, they were not in a third of the cases."""
+    """Drawn without being held, in 12,768 places, they were not in a third of the
+    cases."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(contextlib.closing(ReservedPort())) for _ in range(100)]
+        ports = [
+            stack.enter_context(contextlib.closing(ReservedPort())) for _ in range(100)
+        ]
         assert len({port.number for port in ports}) == 100
 
 
@@ -85,21 +91,25 @@ def test_server_of_a_reserved_port_can_listen_repeatedly(port: ReservedPort) -> 
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_socket_without_address_reuse_cannot_take_a_reserved_port(port: ReservedPort, host: str) -> None:
+def test_socket_without_address_reuse_cannot_take_a_reserved_port(
+    port: ReservedPort, host: str
+) -> None:
     with pytest.raises(OSError, match="in use"):
         listening(port.number, reuse_address=False, host=host)
 
 
-def test_reserved_port_refuses_connections_before_its_server_listens(port: ReservedPort) -> None:
+def test_reserved_port_refuses_connections_before_its_server_listens(
+    port: ReservedPort,
+) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port.number))
 
 
-def test_child_process_can_listen_on_a_reserved_port(port: ReservedPort, tmp_path: Path) -> None:
+def test_child_process_can_listen_on_a_reserved_port(
+    port: ReservedPort, tmp_path: Path
+) -> None:
     """uvicorn, as SGLang runs it; the router is in the tests of the fleet."""
-    program = (
-        "import sys, uvicorn; uvicorn.run(None, host='127.0.0.1', port=int(sys.argv[1]), lifespan='off')"
-    )
+    program = "import sys, uvicorn; uvicorn.run(None, host='127.0.0.1', port=int(sys.argv[1]), lifespan='off')"
     command = [sys.executable, "-c", program, str(port.number)]
     for _ in range(2):
         server = ServerProcess("server", command, log=tmp_path / "log")

@@ -1,5 +1,6 @@
-"""The machine loses power: what a checkpoint names is on disk, and a store that has lost some of it all the
-same costs groups, never the run. A power loss is the log as it was earlier: commits come off its end."""
+"""The machine loses power: what a checkpoint names is on disk, and a store that has
+lost some of it all the same costs groups, never the run. A power loss is the log as it
+was earlier: commits come off its end."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def log_of(path: Path) -> Path:
 
 
 async def run_until_checkpoint(path: Path) -> tuple[bytes, int]:
-    """Groups g0 (trained), g1 and g2 (ready) and their snapshot; the log's length before g2's outcomes."""
+    """Groups g0 (trained), g1 and g2 (ready) and their snapshot; the log's length
+    before g2's outcomes."""
     actor = make_actor(path)
     writer = RunStoreWriter(path)
     await actor.start()
@@ -70,7 +72,8 @@ async def resumed(path: Path, snapshot: bytes) -> BufferActor:
 
 
 def copied(path: Path, to: Path, *, log_length: int | None = None) -> Path:
-    """The store as a power loss leaves it: the file, and what of its log was on disk."""
+    """The store as a power loss leaves it: the file, and what of its log was on
+    disk."""
     to.mkdir()
     shutil.copy(path, to / path.name)
     log = log_of(path).read_bytes()
@@ -88,7 +91,10 @@ async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     batch = await actor.take(120.0)
     assert [group.id for group in batch.groups] == ["g1"]
     ids = [rollout.session_id for group in batch.groups for rollout in group.rollouts_G]
-    assert [len(rollout.trajectories) for rollout in RunStore(after).rollouts(ids)] == [1, 1]
+    assert [len(rollout.trajectories) for rollout in RunStore(after).rollouts(ids)] == [
+        1,
+        1,
+    ]
     assert actor._buffer.events.dropped == {"tokens_lost": 1}
     await actor.trained(batch.batch_id)
     await actor.advance(WeightVersion(2))
@@ -100,8 +106,12 @@ async def test_groups_with_lost_turns_are_dropped_and_the_run_continues(
     assert [group.id for group in batch.groups] == ["g3"]
     await actor.trained(batch.batch_id)
     await actor.close()
-    dropped = [record.entry for record in read_ledger(after) if record.entry.reason is not None]
-    assert {(entry.place.group_id, str(entry.reason)) for entry in dropped} >= {("g2", "tokens_lost")}
+    dropped = [
+        record.entry for record in read_ledger(after) if record.entry.reason is not None
+    ]
+    assert {(entry.place.group_id, str(entry.reason)) for entry in dropped} >= {
+        ("g2", "tokens_lost")
+    }
 
 
 async def test_no_group_is_dropped_if_no_turn_is_lost(tmp_path: Path) -> None:
@@ -135,27 +145,56 @@ asyncio.run(main())
 def can_trace() -> bool:
     """strace is there, and a container lets it trace."""
     strace = shutil.which("strace")
-    return strace is not None and subprocess.run([strace, "true"], capture_output=True).returncode == 0
+    return (
+        strace is not None
+        and subprocess.run([strace, "true"], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.skipif(not can_trace(), reason="strace shows what is flushed to disk")
-def test_store_is_flushed_after_its_last_write_and_before_the_snapshot(tmp_path: Path) -> None:
-    """By the system calls of the process itself, which a test within it could not see."""
+def test_store_is_flushed_after_its_last_write_and_before_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    """By the system calls of the process itself, which a test within it could not
+    see."""
     path = tmp_path / "run.sqlite"
     snapshot = tmp_path / "snapshot"
     trace = tmp_path / "trace"
     tests = Path(__file__).parent
     calls = "trace=fsync,fdatasync,pwrite64,write,openat,rename"
     subprocess.run(
-        ["strace", "-f", "-y", "-o", trace, "-e", calls, sys.executable, "-c", SNAPSHOT, path, snapshot],
+        [
+            "strace",
+            "-f",
+            "-y",
+            "-o",
+            trace,
+            "-e",
+            calls,
+            sys.executable,
+            "-c",
+            SNAPSHOT,
+            path,
+            snapshot,
+        ],
         env={**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"},
         check=True,
         timeout=300,
     )
     lines = [line for line in trace.read_text().splitlines() if "resumed" not in line]
-    appears = next(n for n, line in enumerate(lines) if "openat" in line and str(snapshot) in line)
-    writes = [n for n, line in enumerate(lines[:appears]) if "pwrite64" in line and f"{path}-wal>" in line]
-    flushes = [n for n, line in enumerate(lines[:appears]) if "sync(" in line and f"{path}-wal>" in line]
+    appears = next(
+        n for n, line in enumerate(lines) if "openat" in line and str(snapshot) in line
+    )
+    writes = [
+        n
+        for n, line in enumerate(lines[:appears])
+        if "pwrite64" in line and f"{path}-wal>" in line
+    ]
+    flushes = [
+        n
+        for n, line in enumerate(lines[:appears])
+        if "sync(" in line and f"{path}-wal>" in line
+    ]
     assert writes
     assert flushes
     assert flushes[-1] > writes[-1]

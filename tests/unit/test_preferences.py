@@ -1,6 +1,6 @@
-"""sft, dpo, ipo, orpo, simpo and kto against their papers: the loss of a whole mini-batch in one float64
-graph, written from the equations, and autograd's gradient. Ours sees the rows in micro-batches, on two
-ranks."""
+"""sft, dpo, ipo, orpo, simpo and kto against their papers: the loss of a whole
+mini-batch in one float64 graph, written from the equations, and autograd's gradient.
+Ours sees the rows in micro-batches, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.mismatched_rows import with_mismatched_rows
-from invrl.algorithms.objectives import ON_PAIRS, Needs, coupling_of, needs_of, objective_of
+from invrl.algorithms.objectives import (
+    ON_PAIRS,
+    Needs,
+    coupling_of,
+    needs_of,
+    objective_of,
+)
 from invrl.algorithms.preference_losses import LARGEST_MEAN_LOGPROB, RowSums, orpo
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
@@ -52,26 +58,41 @@ def drawn_rows(draw: st.DrawFn, kto: bool) -> list[DrawnRow]:
             length = int(rng.integers(1, 9))
             current_T = -rng.uniform(1e-4, largest, length).astype(np.float32)
             reference_T = (current_T + rng.normal(0, gap, length)).astype(np.float32)
-            numbers = {"desirable": label, "mismatched": 1 - first} if kto else {"chosen": first}
+            numbers = (
+                {"desirable": label, "mismatched": 1 - first}
+                if kto
+                else {"chosen": first}
+            )
             rows.append(DrawnRow(f"g{unit}", current_T, reference_T, numbers))
     return [rows[index] for index in rng.permutation(len(rows))]
 
 
-# ------------------------------------------------------------------ from the papers
+# ----------------------------------------------------------------- from the papers
 
 
-def exact_loss(rows: list[DrawnRow], sums: list[torch.Tensor], config: AlgorithmConfig) -> torch.Tensor:
+def exact_loss(
+    rows: list[DrawnRow], sums: list[torch.Tensor], config: AlgorithmConfig
+) -> torch.Tensor:
     """`sums`: of the rows' current log-probs, float64."""
     gaps = [
-        total - float(row.reference_T.astype(np.float64).sum()) for row, total in zip(rows, sums, strict=True)
+        total - float(row.reference_T.astype(np.float64).sum())
+        for row, total in zip(rows, sums, strict=True)
     ]
     if config.objective == "kto":
         return exact_kto(rows, gaps, config)
     means = [total / len(row.current_T) for row, total in zip(rows, sums, strict=True)]
     losses = []
     for group in {row.group for row in rows}:
-        [chosen] = [i for i, row in enumerate(rows) if row.group == group and row.numbers["chosen"] == 1]
-        [rejected] = [i for i, row in enumerate(rows) if row.group == group and row.numbers["chosen"] == 0]
+        [chosen] = [
+            i
+            for i, row in enumerate(rows)
+            if row.group == group and row.numbers["chosen"] == 1
+        ]
+        [rejected] = [
+            i
+            for i, row in enumerate(rows)
+            if row.group == group and row.numbers["chosen"] == 0
+        ]
         smoothing = config.label_smoothing
         if config.objective == "ipo":
             gap_c = gaps[chosen] / len(rows[chosen].current_T)
@@ -82,18 +103,29 @@ def exact_loss(rows: list[DrawnRow], sums: list[torch.Tensor], config: Algorithm
             p_c = means[chosen].exp()
             p_r = means[rejected].exp()
             odds_ratio = (p_c / (1 - p_c)) / (p_r / (1 - p_r))
-            losses.append(-means[chosen] - config.orpo_lambda * F.logsigmoid(odds_ratio.log()))
+            losses.append(
+                -means[chosen] - config.orpo_lambda * F.logsigmoid(odds_ratio.log())
+            )
             continue
         if config.objective == "dpo":
             margin = config.preference_beta * (gaps[chosen] - gaps[rejected])
         else:
-            margin = config.simpo_beta * (means[chosen] - means[rejected]) - config.simpo_gamma
-        losses.append(-(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin))
+            margin = (
+                config.simpo_beta * (means[chosen] - means[rejected])
+                - config.simpo_gamma
+            )
+        losses.append(
+            -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        )
     return torch.stack(losses).mean()
 
 
-def exact_kto(rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmConfig) -> torch.Tensor:
-    others = [gap for row, gap in zip(rows, gaps, strict=True) if row.numbers["mismatched"]]
+def exact_kto(
+    rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmConfig
+) -> torch.Tensor:
+    others = [
+        gap for row, gap in zip(rows, gaps, strict=True) if row.numbers["mismatched"]
+    ]
     z = torch.stack(others).mean().detach().clamp(min=0)
     losses = []
     for row, gap in zip(rows, gaps, strict=True):
@@ -101,14 +133,18 @@ def exact_kto(rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmC
             continue
         if row.numbers["desirable"]:
             weight = config.kto_desirable_weight
-            losses.append(weight - weight * torch.sigmoid(config.preference_beta * (gap - z)))
+            losses.append(
+                weight - weight * torch.sigmoid(config.preference_beta * (gap - z))
+            )
         else:
             weight = config.kto_undesirable_weight
-            losses.append(weight - weight * torch.sigmoid(config.preference_beta * (z - gap)))
+            losses.append(
+                weight - weight * torch.sigmoid(config.preference_beta * (z - gap))
+            )
     return torch.stack(losses).mean()
 
 
-# ------------------------------------------------------------------ ours
+# ----------------------------------------------------------------- ours
 
 
 def table_of(rows: list[DrawnRow], reference: bool) -> RowTable:
@@ -116,8 +152,13 @@ def table_of(rows: list[DrawnRow], reference: bool) -> RowTable:
         group_ids=tuple(row.group for row in rows),
         tokens_M=np.array([float(len(row.current_T)) for row in rows]),
         current_M=np.array([row.current_T.sum(dtype=np.float64) for row in rows]),
-        reference_M=np.array([row.reference_T.sum(dtype=np.float64) for row in rows]) if reference else None,
-        numbers={name: np.array([row.numbers[name] for row in rows]) for name in rows[0].numbers}
+        reference_M=np.array([row.reference_T.sum(dtype=np.float64) for row in rows])
+        if reference
+        else None,
+        numbers={
+            name: np.array([row.numbers[name] for row in rows])
+            for name in rows[0].numbers
+        }
         if rows
         else {},
     )
@@ -126,7 +167,8 @@ def table_of(rows: list[DrawnRow], reference: bool) -> RowTable:
 def inputs_of(
     rows: list[DrawnRow], numbers: list[dict[str, float]], denominators: Denominators
 ) -> LossInputs:
-    """Of a micro-batch with these rows; without rows also without numbers, as in a training step."""
+    """Of a micro-batch with these rows; without rows also without numbers, as in a
+    training step."""
     flat = np.concatenate([row.current_T for row in rows] or [np.zeros(0, np.float32)])
     lengths = torch.tensor([len(row.current_T) for row in rows], dtype=torch.int64)
     current_N = torch.from_numpy(flat).requires_grad_()
@@ -140,25 +182,36 @@ def inputs_of(
         rollout_N=torch.zeros_like(current_N.detach()),
         advantages_N=torch.zeros_like(current_N.detach()),
         reference_N=None,
-        numbers={name: torch.tensor([of_row[name] for of_row in numbers]) for name in names},
+        numbers={
+            name: torch.tensor([of_row[name] for of_row in numbers]) for name in names
+        },
     )
 
 
 def ours(
     rows: list[DrawnRow], config: AlgorithmConfig, cuts: tuple[int, int]
 ) -> tuple[float, list[np.ndarray], dict[str, float]]:
-    """Loss, gradient of each row, metrics. `cuts`: where the second rank and its second micro-batch begin."""
+    """Loss, gradient of each row, metrics. `cuts`: where the second rank and its second
+    micro-batch begin."""
     objective = objective_of(config)
     reference = needs_of(config).reference
     first, second = sorted(cut % (len(rows) + 1) for cut in cuts)
-    table = RowTable.joined([table_of(rows[:first], reference), table_of(rows[first:], reference)])
+    table = RowTable.joined(
+        [table_of(rows[:first], reference), table_of(rows[first:], reference)]
+    )
     coupled = coupling_of(config.objective, objective)(table)
     numbers = [
-        {**row.numbers, **{name: float(values_M[at]) for name, values_M in coupled.items()}}
+        {
+            **row.numbers,
+            **{name: float(values_M[at]) for name, values_M in coupled.items()},
+        }
         for at, row in enumerate(rows)
     ]
     denominators = Denominators(
-        tokens=sum(len(row.current_T) for row in rows), rows=len(rows), rollouts=len(rows), groups=1
+        tokens=sum(len(row.current_T) for row in rows),
+        rows=len(rows),
+        rollouts=len(rows),
+        groups=1,
     )
     loss = 0.0
     gradients: list[np.ndarray] = []
@@ -190,7 +243,9 @@ configs = st.builds(
 @pytest.mark.parametrize("name", OBJECTIVES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_preference_loss_in_parts_equals_the_whole_mini_batch(name: str, data: st.DataObject) -> None:
+def test_preference_loss_in_parts_equals_the_whole_mini_batch(
+    name: str, data: st.DataObject
+) -> None:
     config = data.draw(configs).model_copy(update={"objective": name})
     rows = data.draw(drawn_rows(kto=name == "kto"))
     cuts = data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20)))
@@ -201,15 +256,21 @@ def test_preference_loss_in_parts_equals_the_whole_mini_batch(name: str, data: s
     assert loss == pytest.approx(expected.item(), rel=RELATIVE, abs=1e-6)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=RELATIVE, abs=1e-6)
     for row_T, found_T in zip(tokens, gradients, strict=True):
-        exact_T = np.zeros(len(row_T)) if row_T.grad is None else row_T.grad.numpy()  # none: a mismatched row
+        exact_T = (
+            np.zeros(len(row_T)) if row_T.grad is None else row_T.grad.numpy()
+        )  # none: a mismatched row
         assert found_T == pytest.approx(exact_T, rel=RELATIVE, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> None:
-    """From where the policy is its reference and both answers are alike, no label is favoured."""
+    """From where the policy is its reference and both answers are alike, no label is
+    favoured."""
     logprobs_T = np.array([-1.0, -2.0, -0.5], np.float32)
-    rows = [DrawnRow("a", logprobs_T, logprobs_T, {}), DrawnRow("a", logprobs_T, logprobs_T, {})]
+    rows = [
+        DrawnRow("a", logprobs_T, logprobs_T, {}),
+        DrawnRow("a", logprobs_T, logprobs_T, {}),
+    ]
     config = AlgorithmConfig(objective=name, simpo_gamma=0.0)
     slopes = []
     for first in (1.0, 0.0):
@@ -219,25 +280,36 @@ def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> 
                 replace(row, numbers={"desirable": label, "mismatched": 0.0})
                 for row, label in zip(rows, labels, strict=True)
             ]
-            labelled.append(replace(rows[0], numbers={"desirable": 1.0, "mismatched": 1.0}))
+            labelled.append(
+                replace(rows[0], numbers={"desirable": 1.0, "mismatched": 1.0})
+            )
         else:
             labelled = [
-                replace(row, numbers={"chosen": label}) for row, label in zip(rows, labels, strict=True)
+                replace(row, numbers={"chosen": label})
+                for row, label in zip(rows, labels, strict=True)
             ]
         _, gradients, _ = ours(labelled, config, (1, 2))
-        slopes.append(gradients[0].sum() - gradients[1].sum())  # of the first row's margin over the second
+        slopes.append(
+            gradients[0].sum() - gradients[1].sum()
+        )  # of the first row's margin over the second
     assert slopes[0] < 0
     assert slopes[1] == pytest.approx(-slopes[0], rel=1e-6)
 
 
 def test_preference_metrics_are_means_over_pairs() -> None:
-    """One pair is in the right order and one is not; the mean is over pairs, wherever their rows are."""
+    """One pair is in the right order and one is not; the mean is over pairs, wherever
+    their rows are."""
 
     def row(group: str, current: float, reference: float, chosen: float) -> DrawnRow:
         values = (np.array([current], np.float32), np.array([reference], np.float32))
         return DrawnRow(group, *values, {"chosen": chosen})
 
-    rows = [row("a", -1, -2, 1.0), row("b", -1, -3, 0.0), row("a", -4, -2, 0.0), row("b", -5, -5, 1.0)]
+    rows = [
+        row("a", -1, -2, 1.0),
+        row("b", -1, -3, 0.0),
+        row("a", -4, -2, 0.0),
+        row("b", -5, -5, 1.0),
+    ]
     config = AlgorithmConfig(objective="dpo", preference_beta=0.5)
     _, _, metrics = ours(rows, config, (1, 3))
     assert metrics["preference_accuracy"] == 0.5
@@ -249,10 +321,17 @@ def test_preference_metrics_are_means_over_pairs() -> None:
 
 
 def test_orpo_is_finite_if_an_answer_is_certain() -> None:
-    """Log-probs of exactly 0: the odds are infinite, the loss and its slopes are not."""
-    certain = RowSums(current=np.zeros(1), reference=np.zeros(1), tokens=np.full(1, 3.0))
+    """Log-probs of exactly 0: the odds are infinite, the loss and its slopes are
+    not."""
+    certain = RowSums(
+        current=np.zeros(1), reference=np.zeros(1), tokens=np.full(1, 3.0)
+    )
     unlikely = replace(certain, current=np.full(1, -30.0))
-    for chosen, rejected in ((certain, unlikely), (unlikely, certain), (certain, certain)):
+    for chosen, rejected in (
+        (certain, unlikely),
+        (unlikely, certain),
+        (certain, certain),
+    ):
         losses = orpo(chosen, rejected, weight=0.1)
         for values_P in (losses.loss_P, losses.chosen_slope_P, losses.rejected_slope_P):
             assert np.isfinite(values_P).all()
@@ -270,7 +349,9 @@ def test_orpo_is_finite_if_an_answer_is_certain() -> None:
         ({"a": [1.0, 0.5]}, "is 0.5; it must be 0 or 1"),
     ],
 )
-def test_rows_that_are_not_pairs_are_refused(labels: dict[str, list[float]], reason: str) -> None:
+def test_rows_that_are_not_pairs_are_refused(
+    labels: dict[str, list[float]], reason: str
+) -> None:
     logprob_T = np.array([-1.0], np.float32)
     rows = [
         DrawnRow(group, logprob_T, logprob_T, {"chosen": label})
@@ -300,7 +381,9 @@ def test_kto_without_mismatched_rows_is_refused() -> None:
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
-    aggregation=st.sampled_from(["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]),
+    aggregation=st.sampled_from(
+        ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
+    ),
     weighted=st.booleans(),
     cut=st.integers(0, 6),
 )
@@ -309,16 +392,24 @@ def test_sft_is_the_cross_entropy(
 ) -> None:
     rng = np.random.default_rng(seed)
     rows = [
-        DrawnRow("g", -rng.exponential(2, length).astype(np.float32), np.zeros(length, np.float32), {})
+        DrawnRow(
+            "g",
+            -rng.exponential(2, length).astype(np.float32),
+            np.zeros(length, np.float32),
+            {},
+        )
         for length in lengths
     ]
     weights = np.float32(rng.uniform(0, 2, len(rows)))
-    config = AlgorithmConfig(objective="sft", aggregation=aggregation, aggregation_constant=7.0)
+    config = AlgorithmConfig(
+        objective="sft", aggregation=aggregation, aggregation_constant=7.0
+    )
     tokens = [torch.from_numpy(row.current_T).double().requires_grad_() for row in rows]
     factors = weights if weighted else np.ones(len(rows))
     if aggregation == "token_mean":
         terms = [
-            -row_T.sum() * float(factor) / sum(lengths) for row_T, factor in zip(tokens, factors, strict=True)
+            -row_T.sum() * float(factor) / sum(lengths)
+            for row_T, factor in zip(tokens, factors, strict=True)
         ]
     elif aggregation == "constant":
         terms = [
@@ -327,11 +418,14 @@ def test_sft_is_the_cross_entropy(
         ]
     else:  # each row is a rollout and a group of its own
         terms = [
-            -row_T.mean() * float(factor) / len(rows) for row_T, factor in zip(tokens, factors, strict=True)
+            -row_T.mean() * float(factor) / len(rows)
+            for row_T, factor in zip(tokens, factors, strict=True)
         ]
     expected = torch.stack(terms).sum()
     expected.backward()
-    denominators = Denominators(tokens=sum(lengths), rows=len(rows), rollouts=len(rows), groups=len(rows))
+    denominators = Denominators(
+        tokens=sum(lengths), rows=len(rows), rollouts=len(rows), groups=len(rows)
+    )
     numbers = [{"weight": float(weight)} if weighted else {} for weight in weights]
     loss = 0.0
     gradients: list[np.ndarray] = []
@@ -343,7 +437,9 @@ def test_sft_is_the_cross_entropy(
         assert inputs.current_N.grad is not None
         gradients.append(inputs.current_N.grad.numpy())
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    exact_N = torch.cat([row_T.grad for row_T in tokens if row_T.grad is not None]).numpy()
+    exact_N = torch.cat(
+        [row_T.grad for row_T in tokens if row_T.grad is not None]
+    ).numpy()
     assert np.concatenate(gradients) == pytest.approx(exact_N, rel=1e-5, abs=1e-9)
 
 
@@ -352,7 +448,7 @@ def test_sft_needs_no_other_forward_pass() -> None:
     assert needs == Needs()
 
 
-# ------------------------------------------------------------------ mismatched rows
+# ----------------------------------------------------------------- mismatched rows
 
 
 def sample(tokens: list[int], trained_from: int, **other: object) -> TrainSample:
@@ -375,22 +471,36 @@ def sample(tokens: list[int], trained_from: int, **other: object) -> TrainSample
 
 def batch_of(*samples: TrainSample) -> TrainBatch:
     advantages = tuple(np.zeros(len(row.tokens_T), np.float32) for row in samples)
-    return TrainBatch(batch_id=3, version=WeightVersion(0), samples=samples, advantages=advantages)
+    return TrainBatch(
+        batch_id=3, version=WeightVersion(0), samples=samples, advantages=advantages
+    )
 
 
 def test_a_mismatched_row_is_a_prompt_with_the_next_answer() -> None:
-    answers_between = np.array([False, False, True, False, True, True])  # two assistant turns
+    answers_between = np.array(
+        [False, False, True, False, True, True]
+    )  # two assistant turns
     first = sample([1, 2, 3, 4, 5, 6], 2, loss_mask_T=answers_between)
-    batch = batch_of(first, sample([20, 21], 2), sample([30, 31, 32, 33], 3), sample([40, 41], 1))
+    batch = batch_of(
+        first, sample([20, 21], 2), sample([30, 31, 32, 33], 3), sample([40, 41], 1)
+    )
     rows = with_mismatched_rows(batch, max_tokens=0).samples
     assert [row.numbers["mismatched"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
-    assert [row.tokens_T.tolist() for row in rows[4:]] == [[1, 2, 33], [30, 31, 32, 41], [40, 3, 4, 5, 6]]
+    assert [row.tokens_T.tolist() for row in rows[4:]] == [
+        [1, 2, 33],
+        [30, 31, 32, 41],
+        [40, 3, 4, 5, 6],
+    ]
     assert [row.loss_mask_T.tolist() for row in rows[4:]] == [
         [False, False, True],
         [False, False, False, True],
         [False, True, False, True, True],
     ]
-    assert [row.group_id for row in rows[4:]] == ["g1", "g30", "g40"]  # so it is in its prompt's mini-batch
+    assert [row.group_id for row in rows[4:]] == [
+        "g1",
+        "g30",
+        "g40",
+    ]  # so it is in its prompt's mini-batch
     assert len({row.rollout_id for row in rows}) == len(rows)
 
 
@@ -400,4 +510,6 @@ def test_mismatched_rows_are_cut_and_need_two_rows() -> None:
     assert first.tokens_T.tolist() == [1, 2, 5, 6]
     assert second.tokens_T.tolist() == [4, 3]
     with pytest.raises(TrainError, match="batch 3 has 1 rows to train"):
-        with_mismatched_rows(batch_of(sample([1, 2, 3], 2), sample([4, 5], 2)), max_tokens=0)
+        with_mismatched_rows(
+            batch_of(sample([1, 2, 3], 2), sample([4, 5], 2)), max_tokens=0
+        )

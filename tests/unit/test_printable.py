@@ -1,4 +1,5 @@
-"""Text for a terminal: what would move its cursor is shown, and everything else stays."""
+"""Text for a terminal: what would move its cursor is shown, and everything else
+stays."""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ from invrl.host.printable import one_line, printable, trimmed
 def test_control_and_format_characters_are_replaced_in_any_text() -> None:
     everything = "".join(map(chr, range(0x11_0000)))
     shown = printable(everything)
-    left = {character for character in shown if unicodedata.category(character) in ("Cc", "Cf", "Cs")}
+    left = {
+        character
+        for character in shown
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs")
+    }
     assert left == {"\n", "\t", "\u200c", "\u200d"}
     assert "\u2028" not in shown
     assert "\u2029" not in shown
 
 
-@pytest.mark.parametrize("text", ["", "plain", "line\n\tindented", "Grüße 中文 👩‍💻 نص", "\\x1b as written"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "line\n\tindented", "Grüße 中文 👩‍💻 نص", "\\x1b as written"]
+)
 def test_ordinary_text_is_unchanged(text: str) -> None:
     assert printable(text) == text
 

@@ -1,4 +1,5 @@
-"""Keys, conversations and logs are their owner's from the moment they exist, whatever the umask is."""
+"""Keys, conversations and logs are their owner's from the moment they exist, whatever
+the umask is."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_making_a_file_private_keeps_its_locks(tmp_path: Path) -> None:
     with path.open("a") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         make_private(path)
-        assert subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=120).returncode
+        assert subprocess.run(
+            [sys.executable, "-c", ask], capture_output=True, timeout=120
+        ).returncode
     assert subprocess.run([sys.executable, "-c", ask], timeout=120).returncode == 0
 
 
@@ -72,7 +75,8 @@ def test_run_store_is_private_with_its_log_and_index(tmp_path: Path) -> None:
 
 
 def test_file_removed_by_another_process_is_not_recreated(tmp_path: Path) -> None:
-    """Whoever closes the store last removes its log, also while another process connects."""
+    """Whoever closes the store last removes its log, also while another process
+    connects."""
     restrict(tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
     (tmp_path / "there").touch(mode=0o666)

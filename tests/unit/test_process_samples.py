@@ -1,4 +1,5 @@
-"""The numbers of a sample: memory by kind of process, an engine's load, turns that ended."""
+"""The numbers of a sample: memory by kind of process, an engine's load, turns that
+ended."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_memory_counts_for_the_nearest_known_ancestor() -> None:
         assert parent.stdout is not None
         try:
             assert parent.stdout.readline() == b"ready\n"
-            named = resident_memory({parent.pid: "engine-0"}, own="driver", others="ray")
+            named = resident_memory(
+                {parent.pid: "engine-0"}, own="driver", others="ray"
+            )
             unnamed = resident_memory({}, own="driver", others="ray")
         finally:
             for process in psutil.Process(parent.pid).children(recursive=True):
@@ -47,14 +50,21 @@ def test_memory_counts_for_the_nearest_known_ancestor() -> None:
 
 def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
     """The kernel keeps 15 characters of a name."""
-    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'ray::BufferActor', 0, 0, 0); "
-    with subprocess.Popen([sys.executable, "-c", rename + CHILD], stdout=subprocess.PIPE) as actor:
+    rename = (
+        "import ctypes; ctypes.CDLL(None).prctl(15, b'ray::BufferActor', 0, 0, 0); "
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", rename + CHILD], stdout=subprocess.PIPE
+    ) as actor:
         assert actor.stdout is not None
         try:
             assert actor.stdout.readline() == b"ready\n"
             memory = memory_of(None, None)
             by_id = resident_memory(
-                {actor.pid: "rank-0"}, own="driver", others="other", names={"ray::BufferActor": "buffer"}
+                {actor.pid: "rank-0"},
+                own="driver",
+                others="other",
+                names={"ray::BufferActor": "buffer"},
             )
         finally:
             actor.kill()
@@ -67,7 +77,9 @@ def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
 def test_schedulers_of_an_engine_count_together() -> None:
     one = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
     other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
-    assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(running=3, waiting=1, kv_use=0.5)
+    assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(
+        running=3, waiting=1, kv_use=0.5
+    )
     both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
     assert both.running == 4
     assert both.waiting == 1
@@ -75,14 +87,17 @@ def test_schedulers_of_an_engine_count_together() -> None:
     assert both.kv_use == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b'{"loads": [{"num_running_reqs": "many"}]}', b"\xff"])
+@pytest.mark.parametrize(
+    "answer", [b"", b"[]", b"{}", b'{"loads": [{"num_running_reqs": "many"}]}', b"\xff"]
+)
 def test_unreadable_engine_load_is_an_engine_error(answer: bytes) -> None:
     with pytest.raises(ServerError, match="load cannot be read"):
         decode_load(answer)
 
 
 class LocalRank:
-    """A trainer of which one rank is the process `pid` of this machine. The first question of it fails."""
+    """A trainer of which one rank is the process `pid` of this machine. The first
+    question of it fails."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -105,7 +120,9 @@ class SampleList(Sink):
 
 async def test_train_only_run_has_memory_samples() -> None:
     kept = SampleList()
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout
         child.stdout.readline()
         trainer = cast(TrainHandle, LocalRank(child.pid))
@@ -130,10 +147,16 @@ def test_each_turn_counts_in_exactly_one_sample(tmp_path: Path) -> None:
         assert len(first.seconds) == 2
         assert first.sequence == store.last_turn()
         turns = [turn for rollout in ("ses-00000",) for turn in store.turns(rollout)]
-        assert first.sampled_tokens == sum(len(turn.sampled_ids_T) for turn in turns) > 0
+        assert (
+            first.sampled_tokens == sum(len(turn.sampled_ids_T) for turn in turns) > 0
+        )
         assert first.prompt_tokens == sum(turn.prompt_tokens for turn in turns)
         none = EndedTurns(
-            sequence=first.sequence, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0
+            sequence=first.sequence,
+            seconds=(),
+            prompt_tokens=0,
+            cached_tokens=0,
+            sampled_tokens=0,
         )
         assert store.ended_turns(first.sequence) == none
         run.add("b", "third", 1.0)
@@ -144,13 +167,22 @@ def test_each_turn_counts_in_exactly_one_sample(tmp_path: Path) -> None:
 
 def test_latencies_are_of_finished_turns() -> None:
     seconds = tuple(float(number) for number in range(1, 101))
-    ended = EndedTurns(sequence=1, seconds=seconds, prompt_tokens=200, cached_tokens=50, sampled_tokens=400)
+    ended = EndedTurns(
+        sequence=1,
+        seconds=seconds,
+        prompt_tokens=200,
+        cached_tokens=50,
+        sampled_tokens=400,
+    )
     sample = gateway_sample(ended, 5.0)
     assert sample.requests == 100
     assert sample.latency_p50_s == 51.0
     assert sample.latency_p95_s == 96.0
     assert (sample.cache_hit_rate, sample.tokens_per_s) == (0.25, 80.0)
     nothing = gateway_sample(
-        EndedTurns(sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0), 5.0
+        EndedTurns(
+            sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0
+        ),
+        5.0,
     )
     assert (nothing.latency_p50_s, nothing.cache_hit_rate) == (None, None)

@@ -1,5 +1,5 @@
-"""Engines of several ranks: the slice that each takes from the arena, and what is wrong with it. Without
-SGLang; with it: `tests/integration/test_engine_ranks.py`."""
+"""Engines of several ranks: the slice that each takes from the arena, and what is wrong
+with it. Without SGLang; with it: `tests/integration/test_engine_ranks.py`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ from invrl.weights.transaction import load_verified
 RANKS = 4
 EXPERT = "model.layers.1.mlp.experts"
 SHAPES = {
-    "model.embed_tokens.weight": (50, 8),  # padded to 64: the last rank has 2 rows of its 16
+    "model.embed_tokens.weight": (
+        50,
+        8,
+    ),  # padded to 64: the last rank has 2 rows of its 16
     "model.layers.0.self_attn.q_proj.weight": (16, 8),
-    "model.layers.0.self_attn.k_proj.weight": (8, 8),  # two heads of 4 rows: two ranks share each
+    "model.layers.0.self_attn.k_proj.weight": (
+        8,
+        8,
+    ),  # two heads of 4 rows: two ranks share each
     "model.layers.0.self_attn.v_proj.weight": (8, 8),
     "model.layers.0.self_attn.q_proj.bias": (16,),
     "model.layers.0.self_attn.k_proj.bias": (8,),
@@ -40,10 +46,17 @@ SHAPES = {
     "model.layers.0.mlp.up_proj.weight": (16, 8),
     "model.layers.0.mlp.down_proj.weight": (8, 16),
     "model.layers.1.mlp.gate.weight": (2, 8),
-    **{f"{EXPERT}.{e}.{n}_proj.weight": (8, 8) for e in range(2) for n in ("gate", "up", "down")},
+    **{
+        f"{EXPERT}.{e}.{n}_proj.weight": (8, 8)
+        for e in range(2)
+        for n in ("gate", "up", "down")
+    },
     "model.norm.weight": (8,),
 }
-LAYOUT = tuple(TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items())
+LAYOUT = tuple(
+    TensorSpec(name=name, shape=shape, dtype="float32")
+    for name, shape in SHAPES.items()
+)
 ATTENTION = "model.layers.0.self_attn"
 
 
@@ -64,7 +77,8 @@ def rank_parameters() -> dict[str, torch.Tensor]:
 
 
 class Engine:
-    """SGLang's weight requests, answered by our loader over the parameters of each rank."""
+    """SGLang's weight requests, answered by our loader over the parameters of each
+    rank."""
 
     def __init__(self) -> None:
         self.ranks = [rank_parameters() for _ in range(RANKS)]
@@ -94,7 +108,8 @@ class Engine:
             parameters = self.ranks[index]
             layer = types.SimpleNamespace(tp_size=RANKS, tp_rank=index)
             model = types.SimpleNamespace(
-                named_parameters=parameters.items, modules=lambda layer=layer: [object(), layer]
+                named_parameters=parameters.items,
+                modules=lambda layer=layer: [object(), layer],
             )
             in_engine.run(model, pickle.loads(base64.b64decode(payload)))  # type: ignore[arg-type]
 
@@ -111,19 +126,25 @@ def writer() -> ArenaWriter:
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+    }
 
 
 def receiver_of(engine: Engine, **settings) -> ArenaReceiver:
     client = cast("SglangClient", engine)
-    return ArenaReceiver("engine-0", client, WeightSyncConfig(**settings), num_ranks=RANKS)
+    return ArenaReceiver(
+        "engine-0", client, WeightSyncConfig(**settings), num_ranks=RANKS
+    )
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
     return writer.stage(WeightVersion(version), values(version).items())
 
 
-async def test_each_engine_rank_loads_its_slices(engine: Engine, writer: ArenaWriter) -> None:
+async def test_each_engine_rank_loads_its_slices(
+    engine: Engine, writer: ArenaWriter
+) -> None:
     receiver = receiver_of(engine)
     for version in (1, 2, 3):  # read back, not read back, into the slot of the first
         staged = stage(writer, version)
@@ -134,7 +155,9 @@ async def test_each_engine_rank_loads_its_slices(engine: Engine, writer: ArenaWr
     new = values(3)
     for rank, parameters in enumerate(engine.ranks):
         embedding = new["model.embed_tokens.weight"][16 * rank : 16 * rank + 16]
-        assert torch.equal(parameters["model.embed_tokens.weight"][: len(embedding)], embedding)
+        assert torch.equal(
+            parameters["model.embed_tokens.weight"][: len(embedding)], embedding
+        )
         for part in ("weight", "bias"):
             q, k, v = (new[f"{ATTENTION}.{n}_proj.{part}"] for n in "qkv")
             head = slice(4 * (rank // 2), 4 * (rank // 2) + 4)
@@ -143,12 +166,19 @@ async def test_each_engine_rank_loads_its_slices(engine: Engine, writer: ArenaWr
         columns = slice(4 * rank, 4 * rank + 4)
         o = new[f"{ATTENTION}.o_proj.weight"]
         assert torch.equal(parameters[f"{ATTENTION}.o_proj.weight"], o[:, columns])
-        gate, up, down = (new[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        gate, up, down = (
+            new[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")
+        )
         gate_up = parameters["model.layers.0.mlp.gate_up_proj.weight"]
         assert torch.equal(gate_up, torch.cat([gate[columns], up[columns]]))
-        assert torch.equal(parameters["model.layers.0.mlp.down_proj.weight"], down[:, columns])
+        assert torch.equal(
+            parameters["model.layers.0.mlp.down_proj.weight"], down[:, columns]
+        )
         for expert in range(2):
-            gate, up, down = (new[f"{EXPERT}.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down"))
+            gate, up, down = (
+                new[f"{EXPERT}.{expert}.{n}_proj.weight"]
+                for n in ("gate", "up", "down")
+            )
             rows = slice(2 * rank, 2 * rank + 2)
             w13 = parameters[f"{EXPERT}.w13_weight"][expert]
             assert torch.equal(w13, torch.cat([gate[rows], up[rows]]))
@@ -169,7 +199,11 @@ async def test_readback_finds_one_wrong_bit_in_any_rank(
         raw_bytes = engine.ranks[rank][name].view(-1).view(torch.uint8)
         raw_bytes[0] ^= 1
         held = (await receiver.read_back(LAYOUT)).checksums
-        wrong = [tensor for tensor, value in staged.checksums.items() if held[tensor] != value]
+        wrong = [
+            tensor
+            for tensor, value in staged.checksums.items()
+            if held[tensor] != value
+        ]
         assert len(wrong) == 1
         assert parameter_of(wrong[0])[0] == name
         raw_bytes[0] ^= 1
@@ -205,13 +239,19 @@ async def test_checksum_finds_a_wrong_bit_that_only_one_rank_reads(
         await load_verified(receiver, staged)
 
 
-async def test_a_request_that_reaches_another_rank_is_refused(engine: Engine, writer: ArenaWriter) -> None:
+async def test_a_request_that_reaches_another_rank_is_refused(
+    engine: Engine, writer: ArenaWriter
+) -> None:
     engine.order = [0, 2, 1, 3]
-    with pytest.raises(LayoutError, match="for rank 1 of the engine has reached rank 2"):
+    with pytest.raises(
+        LayoutError, match="for rank 1 of the engine has reached rank 2"
+    ):
         await receiver_of(engine).check(LAYOUT, stage(writer, 1))
 
 
-async def test_engine_rank_without_a_reply_is_named(engine: Engine, writer: ArenaWriter) -> None:
+async def test_engine_rank_without_a_reply_is_named(
+    engine: Engine, writer: ArenaWriter
+) -> None:
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
     await receiver.check(LAYOUT, staged)
@@ -226,9 +266,15 @@ async def test_aliases_and_folders_are_refused_before_a_byte_moves(
     staged = stage(writer, 1)
     with pytest.raises(LayoutError, match="in the mode copy"):
         await receiver_of(engine, weight_arena="alias").check(LAYOUT, staged)
-    follower = FolderReceiver("engine-0", cast("SglangClient", engine), WeightSyncConfig(), num_ranks=RANKS)
+    follower = FolderReceiver(
+        "engine-0", cast("SglangClient", engine), WeightSyncConfig(), num_ranks=RANKS
+    )
     with pytest.raises(LayoutError, match="from the arena"):
-        await follower.load(StagedWeights(version=WeightVersion(1), handle="/x", checksums={}, num_bytes=0))
+        await follower.load(
+            StagedWeights(
+                version=WeightVersion(1), handle="/x", checksums={}, num_bytes=0
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -236,13 +282,22 @@ async def test_aliases_and_folders_are_refused_before_a_byte_moves(
     [
         (f"{ATTENTION}.qkv_proj.weight", (11, 8), [(16, 8), (8, 8), (8, 8)]),
         (f"{ATTENTION}.qkv_proj.weight", (10, 8), [(16, 8), (8, 8), (8, 8)]),
-        (f"{ATTENTION}.qkv_proj.weight", (32, 8), [(16, 8), (8, 8), (8, 8)]),  # heads of zeros beside it
+        (
+            f"{ATTENTION}.qkv_proj.weight",
+            (32, 8),
+            [(16, 8), (8, 8), (8, 8)],
+        ),  # heads of zeros beside it
         (f"{ATTENTION}.o_proj.weight", (8, 5), [(8, 18)]),
         ("model.layers.0.mlp.gate_up_proj.weight", (9, 8), [(18, 8), (18, 8)]),
         ("model.layers.0.mlp.gate_up_proj.weight", (7, 8), [(16, 8), (16, 8)]),
     ],
 )
-def test_unknown_division_of_a_parameter_is_refused(parameter: str, shape, shapes) -> None:
-    specs = [TensorSpec(name=str(i), shape=whole, dtype="float32") for i, whole in enumerate(shapes)]
+def test_unknown_division_of_a_parameter_is_refused(
+    parameter: str, shape, shapes
+) -> None:
+    specs = [
+        TensorSpec(name=str(i), shape=whole, dtype="float32")
+        for i, whole in enumerate(shapes)
+    ]
     with pytest.raises(LayoutError, match="no known division"):
         slices_of_rank(parameter, shape, specs, EngineRank(index=1, size=4))

@@ -1,4 +1,5 @@
-"""The adapter on the real package: every dataset by name, its own scorer, disjoint splits."""
+"""The adapter on the real package: every dataset by name, its own scorer, disjoint
+splits."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from rollout_fns import reasoning_gym_tasks as gym
 
 PATH = "rollout_fns.reasoning_gym_tasks"
 ROOT = Path(__file__).parents[2]
-# `composite` has no default; `boxnet`, ... are judged on a plan and have no answer of their own.
+# `composite` has no default; `boxnet`, ... are judged on a plan and have no answer of
+# their own.
 NAMES = sorted(set(DATASETS) - {"composite"})
 NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 
@@ -42,7 +44,9 @@ class ScriptedModel:
             choice = SimpleNamespace(message=message, finish_reason=self.finish_reason)
             return SimpleNamespace(choices=[choice])
 
-        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+        return SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
 
 
 def first(source, split: str = "train", seed: int = 0) -> Task:
@@ -56,7 +60,9 @@ async def reward(task: Task, text: str | None, finish_reason: str = "stop"):
 
 
 @pytest.mark.parametrize("name", first_quick(NAMES))
-async def test_every_dataset_scores_its_own_answer_and_tolerates_nonsense(name: str) -> None:
+async def test_every_dataset_scores_its_own_answer_and_tolerates_nonsense(
+    name: str,
+) -> None:
     task = first(plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource))
     assert task.id.startswith(f"{name}/")
     if name not in NO_ANSWER:
@@ -66,16 +72,23 @@ async def test_every_dataset_scores_its_own_answer_and_tolerates_nonsense(name: 
 
 
 async def test_reward_is_the_datasets_own_including_partial_rewards() -> None:
-    """spell_backward gives part of the reward for the letters in place; its options reach the scorer."""
+    """spell_backward gives part of the reward for the letters in place; its options
+    reach the scorer."""
     source = gym.source("spell_backward", min_word_len=4, max_word_len=4)
     task = first(source)
     answer = str(task.label)
     assert len(answer) == 4
     dataset, _ = DATASETS["spell_backward"]
     scorer = dataset(config=DATASETS["spell_backward"][1]())
-    item = {"question": task.payload["question"], "answer": answer, "metadata": {"word": answer[::-1]}}
+    item = {
+        "question": task.payload["question"],
+        "answer": answer,
+        "metadata": {"word": answer[::-1]},
+    }
     for text in (answer, answer[:2] + "__", "____"):
-        assert (await reward(task, f" {text}\n")).reward == scorer.score_answer(text, item)
+        assert (await reward(task, f" {text}\n")).reward == scorer.score_answer(
+            text, item
+        )
     assert (await reward(task, answer, "length")).reward < 1.0
 
 
@@ -92,7 +105,10 @@ async def test_worked_example_comes_first_and_is_in_no_split() -> None:
     task = first(gym.one_digit_sums)
     await gym.rollout(task, model)  # type: ignore[arg-type]
     _, asked, shown, question = (message["content"] for message in model.messages)
-    assert (question, asked) == (task.payload["question"], task.payload["example"]["question"])  # type: ignore[index,call-overload]
+    assert (question, asked) == (
+        task.payload["question"],
+        task.payload["example"]["question"],
+    )  # type: ignore[index,call-overload]
     sum_of = asked.rpartition(": ")[2].rstrip("= ")
     assert int(shown) == eval(sum_of)
     for split in ("train", "eval"):
@@ -112,7 +128,8 @@ async def test_reasoned_reply_is_scored_by_its_last_tagged_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", [gym.one_digit_sums, gym.three_letter_words, gym.DatasetSource("gcd", "{}")]
+    "source",
+    [gym.one_digit_sums, gym.three_letter_words, gym.DatasetSource("gcd", "{}")],
 )
 def test_splits_share_no_question_for_any_seeds(source: gym.DatasetSource) -> None:
     def questions(split: str, seed: int) -> list[object]:
@@ -133,16 +150,26 @@ print([(t.id, t.payload, t.label) for split in ("train", "eval") for t in islice
 """
     runs = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
         ).stdout
         for _ in range(2)
     }
     assert len(runs) == 1
-    assert next(gym.three_letter_words("train", 5)).id != next(gym.three_letter_words("train", 6)).id
+    assert (
+        next(gym.three_letter_words("train", 5)).id
+        != next(gym.three_letter_words("train", 6)).id
+    )
 
 
 def test_train_split_is_endless_and_eval_split_of_a_small_dataset_ends() -> None:
-    many = [task.payload["question"] for task in islice(gym.three_letter_words("train", 0), 500)]
+    many = [
+        task.payload["question"]
+        for task in islice(gym.three_letter_words("train", 0), 500)
+    ]
     assert len(set(many)) > 250
     assert len(list(gym.source("count_bits", min_n=1, max_n=40)("eval", 0))) < 40
 
@@ -155,7 +182,9 @@ def test_train_split_is_endless_and_eval_split_of_a_small_dataset_ends() -> None
         ("nothing_like_it", "has no 'nothing_like_it'", "define"),
     ],
 )
-def test_wrong_dataset_name_suggests_the_nearest(name: str, reason: str, fix: str) -> None:
+def test_wrong_dataset_name_suggests_the_nearest(
+    name: str, reason: str, fix: str
+) -> None:
     with pytest.raises(PluginError) as caught:
         plugins.load_plugin(f"{PATH}:{name}", "task_source_path", TaskSource)
     assert reason in caught.value.reason
@@ -181,7 +210,9 @@ from invrl.interfaces import TaskSource
 from invrl.plugins import load_plugin
 load_plugin("{PATH}:gcd", "task_source_path", TaskSource)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("invrl.errors.PluginError")
     assert "pip install reasoning-gym==0.1.25" in last

@@ -1,4 +1,5 @@
-"""Rows of recorded conversations, with real chat templates: which of them are true to what was sampled."""
+"""Rows of recorded conversations, with real chat templates: which of them are true to
+what was sampled."""
 
 from __future__ import annotations
 
@@ -9,14 +10,24 @@ import numpy as np
 import pytest
 from test_data_branches import renderer_of
 
-from invrl.datasets.recorded_rows import Fidelity, RecordedBranch, fits_pair, pair_fields, restore
+from invrl.datasets.recorded_rows import (
+    Fidelity,
+    RecordedBranch,
+    fits_pair,
+    pair_fields,
+    restore,
+)
 from invrl.datasets.rows import read_row
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
 
 ASK = Message("user", "12*13?")
 MORE = Message("user", "Sure? ünïcödé 🙂")
-CALC = Tool(name="calc", description="Computes.", parameters='{"type": "object", "properties": {}}')
+CALC = Tool(
+    name="calc",
+    description="Computes.",
+    parameters='{"type": "object", "properties": {}}',
+)
 CALL = ToolCall("call-1", "calc", '{"a": 12}')
 
 
@@ -26,7 +37,8 @@ def branch_of(
     thinking: bool | None = None,
     tools: tuple[Tool, ...] = (),
 ) -> RecordedBranch:
-    """What the gateway records. Each turn: the new messages, the text that is sampled, the reply."""
+    """What the gateway records. Each turn: the new messages, the text that is sampled,
+    the reply."""
     messages: list[Message] = []
     path: list[int] = []
     trained: list[bool] = []
@@ -65,10 +77,14 @@ def said(text: str) -> Message:
     return Message("assistant", text)
 
 
-@pytest.mark.parametrize("model", ["qwen2.5", "qwen3", "llama3.2", "deepseek-v3", "smollm2"])
+@pytest.mark.parametrize(
+    "model", ["qwen2.5", "qwen3", "llama3.2", "deepseek-v3", "smollm2"]
+)
 def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
     renderer = renderer_of(model)
-    thinking = False if model == "qwen3" else None  # otherwise it writes a thought, which was not sampled
+    thinking = (
+        False if model == "qwen3" else None
+    )  # otherwise it writes a thought, which was not sampled
     turns = (((ASK,), "156", said("156")), ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")))
     row = restore(renderer, branch_of(renderer, *turns[:1], thinking=thinking))
     assert row.fidelity is Fidelity.SAME_TOKENS
@@ -85,12 +101,17 @@ def test_thinking_is_exported_and_refused_thinking_is_read_from_the_prompt() -> 
     row = restore(renderer, branch_of(renderer, turn, ((MORE,), *turn[1:])))
     assert row.fidelity is Fidelity.SAME_TOKENS
     assert "chat_template_kwargs" not in row.fields
-    refused = restore(renderer, branch_of(renderer, ((ASK,), "156", said("156")), thinking=False))
+    refused = restore(
+        renderer, branch_of(renderer, ((ASK,), "156", said("156")), thinking=False)
+    )
     assert refused.fidelity is Fidelity.SAME_TOKENS
     assert refused.fields["chat_template_kwargs"] == {"enable_thinking": False}
     assert pair_fields(row, refused) is None  # they answer different prompts
-    # Where thinking is not refused, the template writes an empty thought that was not sampled.
-    without_thought = restore(renderer, branch_of(renderer, ((ASK,), "156", said("156"))))
+    # Where thinking is not refused, the template writes an empty thought that was not
+    # sampled.
+    without_thought = restore(
+        renderer, branch_of(renderer, ((ASK,), "156", said("156")))
+    )
     assert without_thought.fidelity is Fidelity.REPLY
 
 
@@ -99,9 +120,16 @@ def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
     reply = Message("assistant", tool_calls=(CALL,))
     result = Message("tool", "156", tool_call_id="call-1")
     last = ((result,), "It is 156.", said("It is 156."))
-    for arguments, fidelity in (('{"a": 12}', Fidelity.SAME_TOKENS), ('{"a":12}', Fidelity.CALLS)):
-        text = f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>'
-        row = restore(renderer, branch_of(renderer, ((ASK,), text, reply), last, tools=(CALC,)))
+    for arguments, fidelity in (
+        ('{"a": 12}', Fidelity.SAME_TOKENS),
+        ('{"a":12}', Fidelity.CALLS),
+    ):
+        text = (
+            f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>'
+        )
+        row = restore(
+            renderer, branch_of(renderer, ((ASK,), text, reply), last, tools=(CALC,))
+        )
         assert row.fidelity is fidelity, arguments
         [dialogue] = read_row(1, row.fields, "conversations").sides
         assert dialogue.prompt.messages == (ASK, reply, result, said("It is 156."))
@@ -110,18 +138,30 @@ def test_calls_are_exact_only_if_the_template_writes_the_sampled_text() -> None:
 
 def test_inexact_row_is_refused_with_the_reason() -> None:
     renderer = renderer_of("smollm2")
-    branch = branch_of(renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes.")))
+    branch = branch_of(
+        renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes."))
+    )
     other_prompt = replace(branch, messages=(MORE, *branch.messages[1:]))
     other_reply = replace(branch, messages=(*branch.messages[:-1], said("No.")))
-    unended = replace(branch, tokens_T=branch.tokens_T[:-1], trained_T=branch.trained_T[:-1])
+    unended = replace(
+        branch, tokens_T=branch.tokens_T[:-1], trained_T=branch.trained_T[:-1]
+    )
     assert restore(renderer, other_prompt).fidelity is Fidelity.CONTEXT
     assert restore(renderer, other_reply).fidelity is Fidelity.REPLY
     assert restore(renderer, unended).fidelity is Fidelity.UNENDED
     assert restore(renderer, replace(branch, cut=True)).fidelity is Fidelity.CUT
-    assert restore(renderer, replace(branch, finished=False)).fidelity is Fidelity.UNFINISHED
-    assert restore(renderer, replace(branch, messages=())).fidelity is Fidelity.UNRECORDED
+    assert (
+        restore(renderer, replace(branch, finished=False)).fidelity
+        is Fidelity.UNFINISHED
+    )
+    assert (
+        restore(renderer, replace(branch, messages=())).fidelity is Fidelity.UNRECORDED
+    )
     text = (Message("text", "12"), *branch.messages[1:])
-    assert restore(renderer, replace(branch, messages=text)).fidelity is Fidelity.COMPLETIONS
+    assert (
+        restore(renderer, replace(branch, messages=text)).fidelity
+        is Fidelity.COMPLETIONS
+    )
     empty = (*branch.messages[:-1], said(""))
     refused = restore(renderer, replace(branch, messages=empty))
     assert refused.fidelity is Fidelity.REFUSED
@@ -137,8 +177,12 @@ def test_lone_surrogate_in_a_message_is_refused_without_ending_the_export() -> N
 
 def test_pair_with_an_untrained_reply_is_refused() -> None:
     renderer = renderer_of("smollm2")
-    branch = branch_of(renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes.")))
-    second_only = replace(branch, replies=branch.replies[1:], trained_T=branch.trained_T.copy())
+    branch = branch_of(
+        renderer, ((ASK,), "156", said("156")), ((MORE,), "Yes.", said("Yes."))
+    )
+    second_only = replace(
+        branch, replies=branch.replies[1:], trained_T=branch.trained_T.copy()
+    )
     first_reply = int(np.flatnonzero(branch.trained_T)[0])
     end = first_reply + int(np.argmin(branch.trained_T[first_reply:]))
     second_only.trained_T[first_reply:end] = False

@@ -1,7 +1,8 @@
-"""The likeliest tokens in the place of sampled ones: from the engine's answer through the store to a row, a
-saved batch, and a packed micro-batch.
+"""The likeliest tokens in the place of sampled ones: from the engine's answer through
+the store to a row, a saved batch, and a packed micro-batch.
 
-The fake engine's likeliest is the sampled token t, then t + 1, t + 2, ..., each half a nat below."""
+The fake engine's likeliest is the sampled token t, then t + 1, t + 2, ..., each half a
+nat below."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ async def finished(gateway: Running, session: Session) -> list[TrainSample]:
     return rows(gateway, summary)
 
 
-# ------------------------------------------------------------------ the gateway
+# ----------------------------------------------------------------- the gateway
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -65,12 +66,15 @@ async def test_row_has_top_logprobs_of_all_its_trained_tokens(
     renderer: Renderer,
     stream: bool,
 ) -> None:
-    """A rollout of two branches: context, and what is trained in the other row, has none."""
+    """A rollout of two branches: context, and what is trained in the other row, has
+    none."""
     async with running(tmp_path, model, renderer, record_top_logprobs=K) as gateway:
         [session] = await gateway.open()
         await conversation(gateway, session, stream=stream)
         samples = await finished(gateway, session)
-        assert [request["top_logprobs_num"] for request in gateway.engine.requests] == [K] * 4
+        assert [request["top_logprobs_num"] for request in gateway.engine.requests] == [
+            K
+        ] * 4
     assert len(samples) == 2
     for sample in samples:
         assert 0 < sample.loss_mask_T.sum() < len(sample.tokens_T)
@@ -90,18 +94,33 @@ async def test_client_gets_the_number_of_top_logprobs_it_requested(
     async with running(tmp_path, model, renderer, record_top_logprobs=K) as gateway:
         [session] = await gateway.open()
         answer = await gateway.client(session).chat.completions.create(
-            model="tiny", messages=[ASK], logprobs=True, top_logprobs=shown, stream=stream
+            model="tiny",
+            messages=[ASK],
+            logprobs=True,
+            top_logprobs=shown,
+            stream=stream,
         )
-        choices = [event.choices[0] async for event in answer] if stream else answer.choices
-        tokens = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
+        choices = (
+            [event.choices[0] async for event in answer] if stream else answer.choices
+        )
+        tokens = [
+            place
+            for choice in choices
+            if choice.logprobs
+            for place in choice.logprobs.content or ()
+        ]
         assert tokens
         assert {len(token.top_logprobs) for token in tokens} == {shown}
         [sample] = await finished(gateway, session)
-        assert [request["top_logprobs_num"] for request in gateway.engine.requests] == [max(shown, K)]
+        assert [request["top_logprobs_num"] for request in gateway.engine.requests] == [
+            max(shown, K)
+        ]
     assert_same(sample.top_logprobs, expected(sample))
 
 
-@pytest.mark.parametrize(("purpose", "recorded"), [("train", 0), ("eval", K), ("serve", K)])
+@pytest.mark.parametrize(
+    ("purpose", "recorded"), [("train", 0), ("eval", K), ("serve", K)]
+)
 async def test_top_logprobs_are_requested_only_for_trained_sessions(
     tmp_path: Path,
     model: Path,
@@ -109,11 +128,15 @@ async def test_top_logprobs_are_requested_only_for_trained_sessions(
     purpose: str,
     recorded: int,
 ) -> None:
-    async with running(tmp_path, model, renderer, record_top_logprobs=recorded) as gateway:
+    async with running(
+        tmp_path, model, renderer, record_top_logprobs=recorded
+    ) as gateway:
         [session] = await gateway.open(purpose=purpose)
         await conversation(gateway, session, stream=False)
         samples = await finished(gateway, session)
-        assert all("top_logprobs_num" not in request for request in gateway.engine.requests)
+        assert all(
+            "top_logprobs_num" not in request for request in gateway.engine.requests
+        )
     assert [sample.top_logprobs for sample in samples] == [None, None]
 
 
@@ -129,8 +152,12 @@ async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
         assert isinstance(summary, RolloutSummary)
         first = gateway.turns(session)[0]
         gateway.store._db.execute("PRAGMA query_only=0")
-        gateway.store._db.execute("DELETE FROM top_logprobs WHERE turn_id=?", (first.id,))
-        gateway.store._db.execute("DELETE FROM checksums WHERE item=?", (top_item(first.id),))
+        gateway.store._db.execute(
+            "DELETE FROM top_logprobs WHERE turn_id=?", (first.id,)
+        )
+        gateway.store._db.execute(
+            "DELETE FROM checksums WHERE item=?", (top_item(first.id),)
+        )
         [sample, _] = rows(gateway, summary)
     start = len(first.context_ids_T)
     end = start + len(first.sampled_ids_T)
@@ -140,13 +167,14 @@ async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
     assert_same(sample.top_logprobs, expected(sample).where(is_known_T))
 
 
-# ------------------------------------------------------------------ store and batch file
+# --------------------------------------------------------------- store and batch file
 
 
 def test_top_logprobs_are_read_back_from_the_store_bit_for_bit() -> None:
     """Also those that a grammar excluded: no id, and no probability."""
     reported = TopLogprobs.reported(
-        np.array([[5, 7], [3, 9]], np.int32), np.array([[-0.1, -2.3], [-0.0, -np.inf]], np.float32)
+        np.array([[5, 7], [3, 9]], np.int32),
+        np.array([[-0.1, -2.3], [-0.0, -np.inf]], np.float32),
     )
     assert reported.ids_TK.tolist() == [[5, 7], [3, NO_TOKEN]]
     read = top_from_row(top_values("turn-1", reported))
@@ -200,7 +228,9 @@ def random_batch(widths: list[int]) -> TrainBatch:
         batch_id=3,
         version=WeightVersion(0),
         samples=tuple(samples),
-        advantages=tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in samples),
+        advantages=tuple(
+            np.zeros(len(sample.tokens_T), np.float32) for sample in samples
+        ),
     )
 
 
@@ -221,10 +251,12 @@ def test_top_logprobs_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="lengths differ"):
         replace(sample, top_logprobs=TopLogprobs.none(len(sample.tokens_T) + 1, K))
     with pytest.raises(ValueError, match="one shape"):
-        TopLogprobs(ids_TK=np.zeros((2, 3), np.int32), logprobs_TK=np.zeros((2, 2), np.float32))
+        TopLogprobs(
+            ids_TK=np.zeros((2, 3), np.int32), logprobs_TK=np.zeros((2, 2), np.float32)
+        )
 
 
-# ------------------------------------------------------------------ the trainer's side
+# ----------------------------------------------------------------- the trainer's side
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
@@ -241,14 +273,20 @@ def test_packed_and_sharded_tokens_keep_their_top_logprobs(
     start = 0
     for index, wanted_N in micro_batch.rows:
         end = start + len(wanted_N)
-        top = batch.samples[index].top_logprobs or TopLogprobs.none(len(batch.samples[index].tokens_T), K)
+        top = batch.samples[index].top_logprobs or TopLogprobs.none(
+            len(batch.samples[index].tokens_T), K
+        )
         np.testing.assert_array_equal(
-            micro_batch.candidates_NK[start:end], top.widened(K).ids_TK[wanted_N], err_msg=f"row {index}"
+            micro_batch.candidates_NK[start:end],
+            top.widened(K).ids_TK[wanted_N],
+            err_msg=f"row {index}",
         )
         start = end
     found_NK = np.full_like(micro_batch.candidates_NK, -7)
     for rank in range(2):
-        own, is_own_N = ContextShare.of(micro_batch, rank=rank, ranks=2, multiple=1).own_projections()
+        own, is_own_N = ContextShare.of(
+            micro_batch, rank=rank, ranks=2, multiple=1
+        ).own_projections()
         assert own.candidates_NK is not None
         found_NK[is_own_N] = own.candidates_NK
     np.testing.assert_array_equal(found_NK, micro_batch.candidates_NK)
@@ -256,23 +294,36 @@ def test_packed_and_sharded_tokens_keep_their_top_logprobs(
 
 def test_rows_without_top_logprobs_have_no_candidates(model: Path) -> None:
     [micro_batch] = pack(
-        GrammarMasks(model, 512).rows(random_batch([0, 0]).samples), max_tokens=500, share_prefixes=True
+        GrammarMasks(model, 512).rows(random_batch([0, 0]).samples),
+        max_tokens=500,
+        share_prefixes=True,
     )
     assert micro_batch.candidates_NK is None
 
 
-# ------------------------------------------------------------------ bad input
+# ----------------------------------------------------------------- bad input
 
 
 def test_loss_over_top_tokens_needs_a_run_that_records_them() -> None:
     for name in ("dppo_tv_topk", "dppo_kl_topk", "simko"):
-        with pytest.raises(ConfigError, match=f"{name} reads the likeliest tokens") as caught:
+        with pytest.raises(
+            ConfigError, match=f"{name} reads the likeliest tokens"
+        ) as caught:
             resolve(*parse_flags(["--policy-loss", name]))
         assert caught.value.field == "rollout.rollout_top_logprobs"
         assert "set --rollout-top-logprobs" in str(caught.value)
-        config = resolve(*parse_flags(["--policy-loss", name, "--rollout-top-logprobs", "20"]))
+        config = resolve(
+            *parse_flags(["--policy-loss", name, "--rollout-top-logprobs", "20"])
+        )
         assert config.rollout.rollout_top_logprobs == 20
-        flags = ["--policy-loss", name, "--rollout-top-logprobs", "20", "--correction", "none"]
+        flags = [
+            "--policy-loss",
+            name,
+            "--rollout-top-logprobs",
+            "20",
+            "--correction",
+            "none",
+        ]
         with pytest.raises(ConfigError, match="single tokens"):
             resolve(*parse_flags([*flags, "--ratio-level", "sequence"]))
 
@@ -284,7 +335,13 @@ def test_invalid_numbers_of_top_logprobs_are_refused(number: str) -> None:
 
 
 def test_saved_batches_without_top_logprobs_are_refused() -> None:
-    flags = ["--debug-train-only", "--load-rollout-data", "/tmp/x", "--policy-loss", "simko"]
+    flags = [
+        "--debug-train-only",
+        "--load-rollout-data",
+        "/tmp/x",
+        "--policy-loss",
+        "simko",
+    ]
     config = resolve(*parse_flags(flags))
     _refuse_missing_top_logprobs(random_batch([0, K]), config)
     _refuse_missing_top_logprobs(random_batch([0, 0]), resolve(*parse_flags([])))

@@ -1,5 +1,6 @@
-"""What user code returns and the gateway would not take: a failed rollout with a reason, never an error that
-leaves the worker. The bounds are the same where the value is made and where it arrives."""
+"""What user code returns and the gateway would not take: a failed rollout with a
+reason, never an error that leaves the worker. The bounds are the same where the value
+is made and where it arrives."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ from invrl.types import (
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as made:
         yield made
 
@@ -51,7 +54,9 @@ async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncItera
 def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
     """A worker as after `ready`, of this function."""
     rollout = RolloutConfig(rollout_worker_memory_gb=0)
-    worker = RolloutWorker(WorkerSettings(gateway_url=url, model="tiny", rollout=rollout))
+    worker = RolloutWorker(
+        WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
+    )
     worker._runner = Runner(function, None, timeout_s=600.0)
     worker._pool = None  # type: ignore[assignment]
     return worker
@@ -91,14 +96,29 @@ TOO_LONG = as_made(components(1, MAX_NAME_LENGTH + 1))
         (as_made({"\ud800": 1.0, 3: 2.0, "a\x00b": 3}), None, ""),
         (TOO_MANY, FailureReason.EXCEPTION, "has 257 entries; at most 256 are allowed"),
         (TOO_LONG, FailureReason.EXCEPTION, "a name of 513 characters, '000"),
-        (grown_later, FailureReason.BAD_REWARD, "has 257 entries; at most 256 are allowed"),
-        (as_made({LongText(): 1.0}), FailureReason.BAD_REWARD, "a component's name has 513 characters"),
+        (
+            grown_later,
+            FailureReason.BAD_REWARD,
+            "has 257 entries; at most 256 are allowed",
+        ),
+        (
+            as_made({LongText(): 1.0}),
+            FailureReason.BAD_REWARD,
+            "a component's name has 513 characters",
+        ),
         (as_made({"a": 10**400}), FailureReason.BAD_REWARD, "component 'a' is inf"),
-        (as_made({"a": 2e9}), FailureReason.BAD_REWARD, "component 'a' is 2e+09, beyond"),
+        (
+            as_made({"a": 2e9}),
+            FailureReason.BAD_REWARD,
+            "component 'a' is 2e+09, beyond",
+        ),
     ],
 )
 async def test_invalid_reward_components_fail_the_rollout_and_valid_ones_pass_the_gateway(
-    gateway: Running, make: Callable[[], object], reason: FailureReason | None, told: str
+    gateway: Running,
+    make: Callable[[], object],
+    reason: FailureReason | None,
+    told: str,
 ) -> None:
     [session] = await gateway.open()
 
@@ -122,14 +142,15 @@ async def test_invalid_reward_components_fail_the_rollout_and_valid_ones_pass_th
 
 def test_too_many_or_too_long_components_are_refused_where_the_result_is_made() -> None:
     with pytest.raises(
-        ValueError, match=r"RolloutResult\.components has 257 entries; at most 256 are allowed"
+        ValueError,
+        match=r"RolloutResult\.components has 257 entries; at most 256 are allowed",
     ):
         TOO_MANY()
     with pytest.raises(Rejected, match="a name of 513 characters"):
         valid_components(components(1, MAX_NAME_LENGTH + 1))
 
 
-# ------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------- refusals
 
 
 class RefusingGateway:
@@ -144,7 +165,11 @@ class RefusingGateway:
         if verb == "abort":
             self.aborted.append(msgspec.json.decode(await request.read()))
         status, body = self.answers[verb]
-        return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
+        return web.Response(
+            status=status,
+            body=msgspec.json.encode(body),
+            content_type="application/json",
+        )
 
 
 @pytest.fixture
@@ -175,7 +200,14 @@ def assignment() -> Assignment:
 
 
 def refusal(message: str) -> object:
-    return {"error": {"message": message, "type": "invalid_request", "param": None, "code": "some_code"}}
+    return {
+        "error": {
+            "message": message,
+            "type": "invalid_request",
+            "param": None,
+            "code": "some_code",
+        }
+    }
 
 
 FAILED = {
@@ -195,9 +227,14 @@ async def good(task: Task, endpoint: Any) -> float:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422])
-async def test_refused_finish_fails_the_rollout(refusing: tuple[RefusingGateway, str], status: int) -> None:
+async def test_refused_finish_fails_the_rollout(
+    refusing: tuple[RefusingGateway, str], status: int
+) -> None:
     gateway, url = refusing
-    gateway.answers = {"finish": (status, refusal("no room for this")), "abort": (200, FAILED)}
+    gateway.answers = {
+        "finish": (status, refusal("no room for this")),
+        "abort": (200, FAILED),
+    }
     reply = await worker_at(url, good).run(assignment())
     assert [type(outcome) for outcome in reply.outcomes] == [FailedRollout]
     assert gateway.aborted[0]["reason"] == "bad_return"
@@ -240,14 +277,19 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     assert told == [outcome]
 
 
-async def test_failing_gateway_ends_the_run(refusing: tuple[RefusingGateway, str]) -> None:
+async def test_failing_gateway_ends_the_run(
+    refusing: tuple[RefusingGateway, str],
+) -> None:
     gateway, url = refusing
-    gateway.answers = {"finish": (500, refusal("internal error")), "abort": (200, FAILED)}
+    gateway.answers = {
+        "finish": (500, refusal("internal error")),
+        "abort": (200, FAILED),
+    }
     with pytest.raises(SessionError, match="500 internal error"):
         await worker_at(url, good).run(assignment())
 
 
-# ------------------------------------------------------------------ rewards of outside environments
+# ---------------------------------------------------- rewards of outside environments
 
 
 @pytest.mark.parametrize("route", ["reward", "finish"])
@@ -267,7 +309,7 @@ async def test_gateway_refuses_a_reward_that_would_overflow(
         assert "1000000000" in answer.text
 
 
-# ------------------------------------------------------------------ tasks and filters
+# ----------------------------------------------------------------- tasks and filters
 
 
 def lone_surrogate_tasks() -> Any:
@@ -275,10 +317,14 @@ def lone_surrogate_tasks() -> Any:
     yield from (Task(id=f"good{n}", payload={}) for n in range(100))
 
 
-async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(tmp_path: Path) -> None:
+async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(
+    tmp_path: Path,
+) -> None:
     buffer = GroupBuffer(
         BufferConfig(),
-        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=2),
+        RolloutConfig(
+            rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=2
+        ),
         tasks=lone_surrogate_tasks(),
         group_filter=lambda group: None,
     )
@@ -297,8 +343,12 @@ async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(tmp_path:
 
     details: list[str] = []
     store = LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient("http://no-gateway", env_key="k")  # nothing is opened at one here
-    offers = ExternalDispatcher(Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0)  # type: ignore[arg-type]
+    sessions = SessionClient(
+        "http://no-gateway", env_key="k"
+    )  # nothing is opened at one here
+    offers = ExternalDispatcher(
+        Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0
+    )  # type: ignore[arg-type]
     offers.start()
 
     async def good_task() -> None:
@@ -313,13 +363,17 @@ async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(tmp_path:
     assert all("task bad cannot be sent as JSON" in detail for detail in details)
 
 
-def test_a_file_for_outside_environments_is_checked_before_the_run(tmp_path: Path) -> None:
+def test_a_file_for_outside_environments_is_checked_before_the_run(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"question": "a"}\n{"question": "\\ud800"}\n')
     config = RolloutConfig(task_file=str(file))
     check_tasks(config, 0)
     outside = config.model_copy(update={"external_environments": True})
-    with pytest.raises(ConfigError, match=r"task 2 cannot be sent as JSON: .*surrogates"):
+    with pytest.raises(
+        ConfigError, match=r"task 2 cannot be sent as JSON: .*surrogates"
+    ):
         check_tasks(outside, 0)
 
 
@@ -333,7 +387,9 @@ def test_a_filter_that_exits_drops_the_group() -> None:
     def leaves(group: Group) -> str | None:
         raise SystemExit(3)
 
-    assert filtered_by(leaves).events.dropped == {"filtered/filter_raised_SystemExit": 1}
+    assert filtered_by(leaves).events.dropped == {
+        "filtered/filter_raised_SystemExit": 1
+    }
 
 
 def filtered_by(group_filter: Callable[[Group], str | None]) -> GroupBuffer:

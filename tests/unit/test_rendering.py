@@ -29,12 +29,18 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return load_renderer(str(folder), 512)
 
 
-def with_template(renderer: Renderer, template, *, keep_thinking: bool = False) -> Renderer:
+def with_template(
+    renderer: Renderer, template, *, keep_thinking: bool = False
+) -> Renderer:
     def shown(prompt: Prompt, *, add_generation_prompt: bool) -> str:
         return template(prompt.messages, add_generation_prompt)
 
     return Renderer(
-        shown, renderer._tokenizer, end_ids=frozenset({END}), vocab_size=512, keep_thinking=keep_thinking
+        shown,
+        renderer._tokenizer,
+        end_ids=frozenset({END}),
+        vocab_size=512,
+        keep_thinking=keep_thinking,
     )
 
 
@@ -64,27 +70,41 @@ def test_closed_turn_is_continued_after_its_end_token(renderer: Renderer):
     assert tail.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
 
 
-def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(renderer: Renderer):
-    tail = renderer.render_tail(chat(ASK, Message("assistant", "calc(12"), MORE), 2, [9])
+def test_a_turn_that_ran_out_of_tokens_gets_its_end_token_as_context(
+    renderer: Renderer,
+):
+    tail = renderer.render_tail(
+        chat(ASK, Message("assistant", "calc(12"), MORE), 2, [9]
+    )
     assert tail.ids == renderer._tokenizer.encode("<|im_end|>\n" + chatml([MORE], True))
     assert tail.ids[0] == END
 
 
-texts = st.text(st.characters(exclude_characters="<|>", exclude_categories=["Cs"]), max_size=20)
+texts = st.text(
+    st.characters(exclude_characters="<|>", exclude_categories=["Cs"]), max_size=20
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(texts, min_size=3, max_size=7))
-def test_path_and_tail_equal_the_rendering_of_the_template(renderer: Renderer, contents: list[str]):
-    """Where the reply was spelled as the tokenizer spells it, incremental equals full rendering."""
-    messages = [Message("assistant" if at % 2 else "user", text) for at, text in enumerate(contents)]
+def test_path_and_tail_equal_the_rendering_of_the_template(
+    renderer: Renderer, contents: list[str]
+):
+    """Where the reply was spelled as the tokenizer spells it, incremental equals full
+    rendering."""
+    messages = [
+        Message("assistant" if at % 2 else "user", text)
+        for at, text in enumerate(contents)
+    ]
     depth = 2 * ((len(messages) - 1) // 2)
     if depth == len(messages):
         depth -= 2
     head = renderer.render_first(chat(*messages[: depth - 1]))
     sampled = [*renderer._tokenizer.encode(messages[depth - 1].content), END]
     tail = renderer.render_tail(chat(*messages), depth, head + sampled)
-    assert head + sampled + tail.ids == renderer._tokenizer.encode(chatml(messages, True))
+    assert head + sampled + tail.ids == renderer._tokenizer.encode(
+        chatml(messages, True)
+    )
 
 
 def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
@@ -101,19 +121,31 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
 
     thought = Message("assistant", "<think>hm</think>4")
     path = [3, 9, 4, 9, END]
-    stripped = with_template(renderer, strips).render_tail(chat(ASK, thought, MORE), 2, path)
+    stripped = with_template(renderer, strips).render_tail(
+        chat(ASK, thought, MORE), 2, path
+    )
     assert stripped.fork is ForkReason.THINKING_STRIPPED
     plain = chat(ASK, Message("assistant", "4"), MORE)
     assert with_template(renderer, strips).render_tail(plain, 2, [END]).ids
-    kept = with_template(renderer, strips, keep_thinking=True).render_tail(chat(ASK, thought, MORE), 2, path)
-    assert (kept.ids, kept.kept_thinking) == (renderer._tokenizer.encode("\n" + chatml([MORE], True)), 3)
+    kept = with_template(renderer, strips, keep_thinking=True).render_tail(
+        chat(ASK, thought, MORE), 2, path
+    )
+    assert (kept.ids, kept.kept_thinking) == (
+        renderer._tokenizer.encode("\n" + chatml([MORE], True)),
+        3,
+    )
     changed = with_template(renderer, counts).render_tail(plain, 2, [END])
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
 
-def test_a_history_that_the_template_shows_otherwise_is_not_continued(renderer: Renderer):
+def test_a_history_that_the_template_shows_otherwise_is_not_continued(
+    renderer: Renderer,
+):
     def shortens(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        last = max((position for position, m in enumerate(messages) if m.role == "user"), default=0)
+        last = max(
+            (position for position, m in enumerate(messages) if m.role == "user"),
+            default=0,
+        )
         shown = [
             Message("user", "...") if m.role == "user" and position < last else m
             for position, m in enumerate(messages)
@@ -125,15 +157,25 @@ def test_a_history_that_the_template_shows_otherwise_is_not_continued(renderer: 
     assert tail.fork is ForkReason.TEMPLATE_CHANGED
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12).map("".join))
-def test_positions_of_thoughts_equal_those_of_a_regular_expression(renderer: Renderer, text: str):
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<|im_end|>", "x", "\n"]), max_size=12
+    ).map("".join)
+)
+def test_positions_of_thoughts_equal_those_of_a_regular_expression(
+    renderer: Renderer, text: str
+):
     thought = re.compile(r"<think>(?:(?!<\|im_end\|>).)*?</think>", re.DOTALL)
     expected = {match.start(): match.end() for match in thought.finditer(text)}
     assert find_thoughts(text, renderer.end_of_turn) == expected
-    endless = with_template(renderer, lambda messages, add: "".join(m.content for m in messages))
+    endless = with_template(
+        renderer, lambda messages, add: "".join(m.content for m in messages)
+    )
     assert endless.end_of_turn == ""
     thought = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
-    assert find_thoughts(text, "") == {match.start(): match.end() for match in thought.finditer(text)}
+    assert find_thoughts(text, "") == {
+        match.start(): match.end() for match in thought.finditer(text)
+    }
 
 
 def test_long_history_of_thoughts_is_compared_in_linear_time(renderer: Renderer):
@@ -153,12 +195,17 @@ def test_long_history_of_thoughts_is_compared_in_linear_time(renderer: Renderer)
 
 def test_template_without_an_end_token_keeps_its_text_after_a_reply(renderer: Renderer):
     def plain(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return "".join(f"{m.role}: {m.content}\n\n" for m in messages) + "assistant: " * add_generation_prompt
+        return (
+            "".join(f"{m.role}: {m.content}\n\n" for m in messages)
+            + "assistant: " * add_generation_prompt
+        )
 
     made = with_template(renderer, plain)
     assert made.end_of_turn_id is None
     tail = made.render_tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
-    assert tail.ids == renderer._tokenizer.encode(f"\n\nuser: {MORE.content}\n\nassistant: ")
+    assert tail.ids == renderer._tokenizer.encode(
+        f"\n\nuser: {MORE.content}\n\nassistant: "
+    )
 
 
 def test_messages_that_the_template_refuses_are_a_400(renderer: Renderer):
@@ -175,7 +222,11 @@ def test_messages_that_the_template_refuses_are_a_400(renderer: Renderer):
 def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer):
     ids = renderer.render_first(chat(ASK))
     with_vocabulary = partial(
-        Renderer, renderer._template, renderer._tokenizer, end_ids=frozenset({END}), keep_thinking=False
+        Renderer,
+        renderer._template,
+        renderer._tokenizer,
+        end_ids=frozenset({END}),
+        keep_thinking=False,
     )
     assert with_vocabulary(vocab_size=max(ids) + 1).render_first(chat(ASK)) == ids
     with pytest.raises(SessionError, match="vocabulary"):
@@ -183,8 +234,13 @@ def test_ids_outside_of_the_vocabulary_never_reach_an_engine(renderer: Renderer)
 
 
 @settings(max_examples=200, deadline=None)
-@given(ids=st.lists(st.integers(3, 511), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8))
-def test_streamed_text_joins_to_the_whole_text(renderer: Renderer, ids: list[int], cuts: list[int]):
+@given(
+    ids=st.lists(st.integers(3, 511), max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+)
+def test_streamed_text_joins_to_the_whole_text(
+    renderer: Renderer, ids: list[int], cuts: list[int]
+):
     """Any ids (also ones that spell half a character), in chunks of any size."""
     stream = renderer.stream(())
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]

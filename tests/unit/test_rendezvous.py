@@ -56,7 +56,10 @@ def test_store_is_not_reachable_over_another_interface() -> None:
     port = listener.getsockname()[1]
     store = serve_store(listener, world_size=1, timeout=SECONDS)
     store.set("name", "value")
-    assert join_store("127.0.0.1", port, world_size=1, timeout=SECONDS).get("name") == b"value"
+    assert (
+        join_store("127.0.0.1", port, world_size=1, timeout=SECONDS).get("name")
+        == b"value"
+    )
     assert [address for address in other_addresses() if reached(address, port)] == []
 
 
@@ -86,17 +89,28 @@ def test_stranger_connected_before_the_group_is_complete_is_found() -> None:
     server.set("name", "value")
     assert member.get("name") == b"value"
     with pytest.raises(
-        TrainError, match=r"^3 processes are connected to the store of a group of 2 \(from 127"
+        TrainError,
+        match=r"^3 processes are connected to the store of a group of 2 \(from 127",
     ):
         refuse_strangers(listener, members=2)
     stranger.close()
-    while sum(is_at(connection, port) for connection in psutil.Process().net_connections("tcp")) > 2:
-        member.set("again", "value")  # until the store's thread has seen the end of the connection
+    while (
+        sum(
+            is_at(connection, port)
+            for connection in psutil.Process().net_connections("tcp")
+        )
+        > 2
+    ):
+        member.set(
+            "again", "value"
+        )  # until the store's thread has seen the end of the connection
     refuse_strangers(listener, members=2)
 
 
 def is_at(connection, port: int) -> bool:
-    return connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+    return (
+        connection.status == psutil.CONN_ESTABLISHED and connection.laddr.port == port
+    )
 
 
 def test_interface_is_found_for_each_local_address() -> None:
@@ -127,7 +141,9 @@ torch.distributed.destroy_process_group()
 """
     listener = listen("127.0.0.1")
     port = str(listener.getsockname()[1])
-    other = subprocess.Popen([sys.executable, "-c", code, port], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, port], stdout=subprocess.PIPE, text=True
+    )
     store = serve_store(listener, world_size=2, timeout=SECONDS)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=2)
     try:

@@ -1,4 +1,5 @@
-"""The HTML report: what it says of a run's folder, and that hostile texts stay texts."""
+"""The HTML report: what it says of a run's folder, and that hostile texts stay
+texts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from invrl.observe.report_page import page
 from invrl.observe.samples import Sample
 from invrl.reasons import FailureReason
 from invrl.run.config import Source, resolve
-from invrl.run.report_contents import _changed_settings, _failures, _gains, read_contents
+from invrl.run.report_contents import (
+    _changed_settings,
+    _failures,
+    _gains,
+    read_contents,
+)
 from invrl.store.run_folder import RunFolder
 from invrl.types import RolloutIdentity
 
@@ -61,7 +67,9 @@ def test_content_policy_allows_only_the_style_sheet() -> None:
     assert policy is not None
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
-    assert not re.search(r"https?://", page(HOSTILE_CONTENTS).replace("http://elsewhere.test", ""))
+    assert not re.search(
+        r"https?://", page(HOSTILE_CONTENTS).replace("http://elsewhere.test", "")
+    )
 
 
 def test_gain_is_shown_with_both_intervals() -> None:
@@ -80,25 +88,40 @@ def test_gain_is_shown_with_both_intervals() -> None:
         ([float("nan"), 30.0], ["0", "30", "60"]),
     ],
 )
-def test_chart_axis_shows_lowest_and_highest_value(values: list[float], labels: list[str]) -> None:
-    picture = svg(Chart(title="t", lines=[Line(label="l", steps=[1, 9], values=values)]))
+def test_chart_axis_shows_lowest_and_highest_value(
+    values: list[float], labels: list[str]
+) -> None:
+    picture = svg(
+        Chart(title="t", lines=[Line(label="l", steps=[1, 9], values=values)])
+    )
     assert re.findall(r'text-anchor="end">([^<]*)<', picture)[:3] == labels
     assert "nan" not in picture
-    numbers = [float(number) for number in re.findall(r'(?:cx|cy)="([-0-9.]+)"', picture)]
+    numbers = [
+        float(number) for number in re.findall(r'(?:cx|cy)="([-0-9.]+)"', picture)
+    ]
     assert all(0.0 <= number <= 440.0 for number in numbers)
 
 
 def test_a_chart_without_a_finite_value_is_left_out() -> None:
-    assert svg(Chart(title="t", lines=[Line(label="l", steps=[1], values=[float("inf")])])) == ""
+    assert (
+        svg(Chart(title="t", lines=[Line(label="l", steps=[1], values=[float("inf")])]))
+        == ""
+    )
     assert svg(Chart(title="t", lines=[])) == ""
 
 
-# ------------------------------------------------------------------ from a run's folder
+# ---------------------------------------------------------------- from a run's folder
 
 
-def sample(number: int, *, reward: float | None = None, step: int = 0, failure: str = "") -> Sample:
+def sample(
+    number: int, *, reward: float | None = None, step: int = 0, failure: str = ""
+) -> Sample:
     identity = RolloutIdentity(
-        session_id=f"s{number}", task_id=f"task-{number}", group_id=f"g{number}", index=0, attempt=0
+        session_id=f"s{number}",
+        task_id=f"task-{number}",
+        group_id=f"g{number}",
+        index=0,
+        attempt=0,
     )
     return Sample(
         identity=identity,
@@ -137,7 +160,9 @@ def test_a_gain_is_paired_over_the_same_tasks() -> None:
 
 def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
     details = ["a\nboom"] * 3 + ["crash"] * 2 + ["x", "y"]
-    [failed] = _failures([sample(number, failure=detail) for number, detail in enumerate(details)])
+    [failed] = _failures(
+        [sample(number, failure=detail) for number, detail in enumerate(details)]
+    )
     assert (failed.reason, failed.count) == ("timeout", 7)
     assert [(example.count, example.detail) for example in failed.examples] == [
         (3, "a\nboom"),
@@ -148,7 +173,9 @@ def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
 
 
 def test_changed_settings_are_shown_with_their_default() -> None:
-    config = resolve(Source(name="test", tables={"run": {"num_steps": 7}, "train": {"lr": 1e-3}}))
+    config = resolve(
+        Source(name="test", tables={"run": {"num_steps": 7}, "train": {"lr": 1e-3}})
+    )
     changed = {row.name: (row.value, row.default) for row in _changed_settings(config)}
     assert changed == {"run.num_steps": ("7", "100"), "train.lr": ("0.001", "1e-06")}
 
@@ -158,25 +185,40 @@ def report_of(folder: Path) -> str:
     return (folder / "report" / "report.html").read_text()
 
 
-def test_report_page_of_a_run_that_failed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_page_of_a_run_that_failed_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.resolved.toml").write_text("[run]\nnum_steps = 7\n")
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "driver.log").write_bytes(b"no GPU\xff <script>alert(1)</script>\n")
+    (tmp_path / "logs" / "driver.log").write_bytes(
+        b"no GPU\xff <script>alert(1)</script>\n"
+    )
     text = report_of(tmp_path)
-    for part in ("stopped before its end, after 0 of 7 steps", "no GPU", "run.num_steps", "made no step"):
+    for part in (
+        "stopped before its end, after 0 of 7 steps",
+        "no GPU",
+        "run.num_steps",
+        "made no step",
+    ):
         assert part in text
     assert "<script" not in text
     assert capsys.readouterr().out == f"{tmp_path}/report/report.html\n"
     assert not (tmp_path / "report" / "reward.png").exists()
 
 
-def test_report_page_of_a_run_on_files_and_of_a_run_without_evaluations(tmp_path: Path) -> None:
+def test_report_page_of_a_run_on_files_and_of_a_run_without_evaluations(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.resolved.toml").write_text(
         '[algorithm]\nobjective = "sft"\n[data]\ndata_path = "d"\n'
     )
     (tmp_path / "finished").write_text("2")
-    rows = [{"step": step, "train/loss": 3.0 - step, "eval/loss": 2.0} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "tr')
+    rows = [
+        {"step": step, "train/loss": 3.0 - step, "eval/loss": 2.0} for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(map(json.dumps, rows)) + '\n{"step": 3, "tr'
+    )
     text = report_of(tmp_path)
     assert "train/loss 2 → 1" in text
     assert "Held-out tasks" not in text
@@ -186,7 +228,9 @@ def test_report_page_of_a_run_on_files_and_of_a_run_without_evaluations(tmp_path
     assert (tmp_path / "report" / "reward.png").exists()
 
 
-def test_damaged_store_and_settings_of_another_version_become_notes(tmp_path: Path) -> None:
+def test_damaged_store_and_settings_of_another_version_become_notes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.resolved.toml").write_text("[run]\nno_such_setting = 1\n")
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 100)
     text = report_of(tmp_path)

@@ -1,4 +1,5 @@
-"""What the gateway counts of its requests: by route and status, and how long they took."""
+"""What the gateway counts of its requests: by route and status, and how long they
+took."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from starlette.types import Message, Scope
 from test_gateway_workers import Workers
 from test_gateway_workers import workers as workers
 
-from invrl.gateway.server.request_counts import BOUNDS_S, CLIENT_LEFT, CountedApp, RequestCounts
+from invrl.gateway.server.request_counts import (
+    BOUNDS_S,
+    CLIENT_LEFT,
+    CountedApp,
+    RequestCounts,
+)
 
 
 def test_latency_buckets_are_cumulative_and_include_their_bounds() -> None:
@@ -65,8 +71,15 @@ async def test_request_is_counted_for_every_kind_of_end() -> None:
         try:
             await call(counted)
         except (RuntimeError, asyncio.CancelledError):
-            assert app in (fails, breaks_off, is_cancelled), "what the app raises goes on"
-    assert counts.summary()["/r"]["statuses"] == {"201": 1, str(CLIENT_LEFT): 2, "500": 1, "200": 1}
+            assert app in (fails, breaks_off, is_cancelled), (
+                "what the app raises goes on"
+            )
+    assert counts.summary()["/r"]["statuses"] == {
+        "201": 1,
+        str(CLIENT_LEFT): 2,
+        "500": 1,
+        "200": 1,
+    }
 
 
 async def test_counted_routes_contain_neither_keys_nor_ids(gateway: Running) -> None:
@@ -76,11 +89,17 @@ async def test_counted_routes_contain_neither_keys_nor_ids(gateway: Running) -> 
     await client.models.list()
     await gateway.finish(session)
     async with httpx.AsyncClient() as http:
-        assert (await http.get(f"{gateway.url}/nothing/{session.key}")).status_code == 404
+        assert (
+            await http.get(f"{gateway.url}/nothing/{session.key}")
+        ).status_code == 404
         assert (await http.get(f"{gateway.url}/metrics")).status_code == 401
-        assert (await http.post(f"{gateway.url}/s/wrong/v1/messages", json={})).status_code == 401
+        assert (
+            await http.post(f"{gateway.url}/s/wrong/v1/messages", json={})
+        ).status_code == 401
     [worker] = (await gateway.env("/metrics")).json()["workers"].values()
-    statuses = {route: counted["statuses"] for route, counted in worker["requests"].items()}
+    statuses = {
+        route: counted["statuses"] for route, counted in worker["requests"].items()
+    }
     assert statuses == {
         "/sessions": {"201": 1},
         "/v1/chat/completions": {"200": 1},
@@ -97,7 +116,9 @@ async def test_forwarded_request_is_counted_once_by_the_owning_worker(
     workers: Workers, tmp_path: Path
 ) -> None:
     [session] = await workers.at[1].open()
-    client = workers.at[0].client(session, base_url=f"{workers.urls[0]}/s/{session.key}/v1")
+    client = workers.at[0].client(
+        session, base_url=f"{workers.urls[0]}/s/{session.key}/v1"
+    )
     await client.chat.completions.create(model="tiny", messages=[ASK])
     await workers.at[0].finish(session)
     by_worker = (await workers.at[0].env("/metrics")).json()["workers"]

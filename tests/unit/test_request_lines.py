@@ -1,4 +1,5 @@
-"""Raw request lines at a gateway of two workers: a request reaches a worker of this gateway, or nobody."""
+"""Raw request lines at a gateway of two workers: a request reaches a worker of this
+gateway, or nobody."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Stranger:
         self.num_connections = 0
         self.address = ""
 
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def __call__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.num_connections += 1
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\nstranger")
         await writer.drain()
@@ -40,11 +43,15 @@ async def stranger() -> AsyncIterator[Stranger]:
 
 
 async def status_and_body(url: str, line: bytes, key: str) -> tuple[int, bytes]:
-    """What a gateway answers to this request line, which may hold any bytes. Status 0: it closed the
-    connection without an answer."""
+    """What a gateway answers to this request line, which may hold any bytes. Status 0:
+    it closed the connection without an answer."""
     port = int(url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"host: gateway\r\nauthorization: Bearer " + key.encode() + b"\r\nconnection: close\r\n\r\n"
+    head = (
+        b"host: gateway\r\nauthorization: Bearer "
+        + key.encode()
+        + b"\r\nconnection: close\r\n\r\n"
+    )
     writer.write(line + b"\r\n" + head)
     async with asyncio.timeout(60):
         answer = await reader.read(-1)
@@ -111,39 +118,59 @@ async def statuses_by_line(
     return statuses
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["open session", "closed session"])
-async def test_a_line_that_names_no_path_reaches_nobody(workers: Workers, stranger: Stranger, closed: bool):
+@pytest.mark.parametrize(
+    "closed", [False, True], ids=["open session", "closed session"]
+)
+async def test_a_line_that_names_no_path_reaches_nobody(
+    workers: Workers, stranger: Stranger, closed: bool
+):
     [session] = await workers.at[1].open()
     if closed:
         await workers.at[1].finish(session)
     statuses = await statuses_by_line(workers, stranger, REFUSED, key=session.key)
     assert stranger.num_connections == 0
-    assert {line: found for line, found in statuses.items() if not found <= {0, 400}} == {}
+    assert {
+        line: found for line, found in statuses.items() if not found <= {0, 400}
+    } == {}
 
 
-async def test_a_whole_url_and_an_encoded_path_mean_the_path(workers: Workers, stranger: Stranger):
+async def test_a_whole_url_and_an_encoded_path_mean_the_path(
+    workers: Workers, stranger: Stranger
+):
     [session] = await workers.at[1].open()
     statuses = await statuses_by_line(workers, stranger, SERVED, key=session.key)
     assert stranger.num_connections == 0
     assert set().union(*statuses.values()) == {200}, statuses
 
 
-async def test_a_path_is_never_taken_for_an_address(workers: Workers, stranger: Stranger):
+async def test_a_path_is_never_taken_for_an_address(
+    workers: Workers, stranger: Stranger
+):
     """Both workers say the same, whichever of them holds the session."""
     [session] = await workers.at[1].open()
     statuses = await statuses_by_line(workers, stranger, NOT_FOUND, key=session.key)
     assert stranger.num_connections == 0
-    assert {line: found for line, found in statuses.items() if found not in ({401}, {404})} == {}
+    assert {
+        line: found for line, found in statuses.items() if found not in ({401}, {404})
+    } == {}
 
 
-@pytest.mark.parametrize("path", ["*@stranger:80/v1", "stranger", ":80/", "@stranger/", ""])
+@pytest.mark.parametrize(
+    "path", ["*@stranger:80/v1", "stranger", ":80/", "@stranger/", ""]
+)
 def test_the_address_of_a_forwarded_request_is_the_workers(path: str):
     """Whatever server is in front of the application."""
     with pytest.raises(SessionError, match="does not begin with /"):
-        _url_at(URL("http://127.0.0.1:81"), {"raw_path": path.encode(), "query_string": b""})
+        _url_at(
+            URL("http://127.0.0.1:81"), {"raw_path": path.encode(), "query_string": b""}
+        )
 
 
 def test_path_and_query_are_forwarded_byte_for_byte():
     scope = {"raw_path": b"//a%2Fb/../c", "query_string": b"x=%20+&y=/"}
     url = _url_at(URL("http://127.0.0.1:81"), scope)
-    assert (url.host, url.port, url.raw_path_qs) == ("127.0.0.1", 81, "//a%2Fb/../c?x=%20+&y=/")
+    assert (url.host, url.port, url.raw_path_qs) == (
+        "127.0.0.1",
+        81,
+        "//a%2Fb/../c?x=%20+&y=/",
+    )

@@ -1,7 +1,9 @@
-"""The same request again: a new sample if it is asked on purpose, the recorded answer if that was lost.
+"""The same request again: a new sample if it is asked on purpose, the recorded answer
+if that was lost.
 
-Clients without the official ones' retry header (curl, Vercel's `ai`, litellm's own transports) draw several
-samples by sending equal bytes; so the gateway must not take equal bytes for a retry."""
+Clients without the official ones' retry header (curl, Vercel's `ai`, litellm's own
+transports) draw several samples by sending equal bytes; so the gateway must not take
+equal bytes for a retry."""
 
 from __future__ import annotations
 
@@ -95,15 +97,22 @@ async def test_equal_requests_count_as_turns(gateway: Running):
 
 
 @pytest.mark.parametrize("headers", [{}, FIRST_TRY])
-async def test_concurrent_equal_requests_are_sampled_independently(gateway: Running, headers: dict[str, str]):
+async def test_concurrent_equal_requests_are_sampled_independently(
+    gateway: Running, headers: dict[str, str]
+):
     [session] = await gateway.open()
     gather_requests(gateway, 6)
     answers = await asyncio.gather(*(post(gateway, session, headers) for _ in range(6)))
-    assert len({answer.json()["choices"][0]["message"]["content"] for answer in answers}) == 6
+    assert (
+        len({answer.json()["choices"][0]["message"]["content"] for answer in answers})
+        == 6
+    )
     assert len(gateway.turns(session)) == 6
 
 
-async def test_a_retry_of_one_of_two_requests_in_flight_is_a_sample_of_its_own(gateway: Running):
+async def test_a_retry_of_one_of_two_requests_in_flight_is_a_sample_of_its_own(
+    gateway: Running,
+):
     """Nobody knows which of the two it repeats."""
     [session] = await gateway.open()
     gather_requests(gateway, 3)
@@ -142,8 +151,11 @@ async def test_samples_of_the_first_prompt_are_one_conversation(
     model: Path,
     renderer: Renderer,
 ):
-    """Each is a root, but none of them departed from anything: they fork nothing, and all are trained."""
-    async with running(tmp_path, model, renderer, train_auxiliary_roots=False) as gateway:
+    """Each is a root, but none of them departed from anything: they fork nothing, and
+    all are trained."""
+    async with running(
+        tmp_path, model, renderer, train_auxiliary_roots=False
+    ) as gateway:
         [session] = await gateway.open()
         for _ in range(3):
             await post(gateway, session)
@@ -156,17 +168,19 @@ async def test_samples_of_the_first_prompt_are_one_conversation(
         assert shown["auxiliary_roots"] == [turn.id for turn in turns[3:5]]
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert summary.trained_tokens == sum(len(turn.sampled_ids_T) for turn in [*turns[:3], *turns[5:]])
+        assert summary.trained_tokens == sum(
+            len(turn.sampled_ids_T) for turn in [*turns[:3], *turns[5:]]
+        )
 
 
-# ------------------------------------------------------------------ what a client lost
+# ----------------------------------------------------------------- what a client lost
 
 
 async def lose_answers(
     gateway: Running, session: Session, monkeypatch: pytest.MonkeyPatch, count: int = 1
 ) -> list[httpx.Response]:
-    """Answers to equal requests that are sampled and recorded whole, and whose clients go away before they
-    have the last byte."""
+    """Answers to equal requests that are sampled and recorded whole, and whose clients
+    go away before they have the last byte."""
 
     async def cut(self: ClientConnection, data: bytes) -> bool:
         await whole(self, data)
@@ -219,11 +233,15 @@ async def test_each_undelivered_reply_goes_to_only_one_request(
         patched.setattr(ClientConnection, "end", slowly)
         first = asyncio.create_task(post(gateway, session, headers))
         await asyncio.wait_for(sending.wait(), 60)
-        others = [asyncio.create_task(post(gateway, session, headers)) for _ in range(3)]
+        others = [
+            asyncio.create_task(post(gateway, session, headers)) for _ in range(3)
+        ]
         await eventually(lambda: len(gateway.engine.requests) == 4)
         may_end.set()
         answers = await asyncio.gather(first, *others)
-    assert {answered_by(answer) for answer in answers} == {turn.id for turn in gateway.turns(session)}
+    assert {answered_by(answer) for answer in answers} == {
+        turn.id for turn in gateway.turns(session)
+    }
     assert len(gateway.turns(session)) == 4
 
 
@@ -233,16 +251,25 @@ async def test_reply_that_a_client_continued_is_not_replayed(
     [session] = await gateway.open()
     [answer] = await lose_answers(gateway, session, monkeypatch)
     [first] = gateway.turns(session)
-    await post(gateway, session, messages=[ASK, answer.json()["choices"][0]["message"], MORE])
+    await post(
+        gateway, session, messages=[ASK, answer.json()["choices"][0]["message"], MORE]
+    )
     assert gateway.turns(session)[1].parent_id == first.id
-    assert answered_by(await post(gateway, session)) not in {turn.id for turn in gateway.turns(session)[:2]}
+    assert answered_by(await post(gateway, session)) not in {
+        turn.id for turn in gateway.turns(session)[:2]
+    }
 
 
-async def test_retries_of_failed_equal_requests_are_sampled_independently(gateway: Running):
-    """Best of four with the official client's headers, while the fleet fails: each asks once more."""
+async def test_retries_of_failed_equal_requests_are_sampled_independently(
+    gateway: Running,
+):
+    """Best of four with the official client's headers, while the fleet fails: each asks
+    once more."""
     gateway.engine.drop_connections = 8  # each of four, twice
     [session] = await gateway.open()
-    failed = await asyncio.gather(*(post(gateway, session, FIRST_TRY) for _ in range(4)))
+    failed = await asyncio.gather(
+        *(post(gateway, session, FIRST_TRY) for _ in range(4))
+    )
     assert [answer.status_code for answer in failed] == [503] * 4
     gather_requests(gateway, 4)
     answers = await asyncio.gather(*(post(gateway, session, RETRY) for _ in range(4)))
@@ -250,14 +277,18 @@ async def test_retries_of_failed_equal_requests_are_sampled_independently(gatewa
     assert len(gateway.turns(session)) == 4
 
 
-async def test_retry_of_the_only_request_joins_its_generation_or_gets_its_reply(gateway: Running):
+async def test_retry_of_the_only_request_joins_its_generation_or_gets_its_reply(
+    gateway: Running,
+):
     gateway.engine.holds = lambda count: count > 3
     [session] = await gateway.open()
     first = asyncio.create_task(post(gateway, session, FIRST_TRY))
     await eventually(lambda: bool(gateway.engine.running))
     joined = asyncio.create_task(post(gateway, session, RETRY))
     async with asyncio.timeout(60):
-        while (await gateway.env("/metrics")).json()["turns"].get("retries_answered") != 1:
+        while (await gateway.env("/metrics")).json()["turns"].get(
+            "retries_answered"
+        ) != 1:
             await asyncio.sleep(0.01)
     gateway.engine.holds = lambda _: False
     assert answered_by(await first) == answered_by(await joined)
@@ -280,5 +311,8 @@ async def test_successor_worker_gives_each_undelivered_reply_to_only_one_request
         answers = [answered_by(await post(gateway, session)) for _ in range(3)]
         assert set(answers[:2]) == lost
         assert answers[2] not in lost
-        assert answered_by(await post(gateway, session, RETRY, messages=[MORE])) == delivered
+        assert (
+            answered_by(await post(gateway, session, RETRY, messages=[MORE]))
+            == delivered
+        )
         assert answered_by(await post(gateway, session, messages=[MORE])) != delivered

@@ -1,4 +1,5 @@
-"""`/v1/responses` as its clients see it, over HTTP, on a fake engine that says what it is told."""
+"""`/v1/responses` as its clients see it, over HTTP, on a fake engine that says what it
+is told."""
 
 from __future__ import annotations
 
@@ -40,10 +41,17 @@ def renderer(model: Path) -> Renderer:
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
     async with running(
-        tmp_path, model, renderer, parsers=parsers, context_length=4096, max_new_tokens=512
+        tmp_path,
+        model,
+        renderer,
+        parsers=parsers,
+        context_length=4096,
+        max_new_tokens=512,
     ) as made:
         yield made
 
@@ -54,25 +62,38 @@ def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
     gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
-def check_exact(gateway: Running, turns: Sequence, *, parents: Sequence[int | None]) -> None:
-    """Every prompt that the engine got is the ids of the turn's path and what the turn adds, no others."""
+def check_exact(
+    gateway: Running, turns: Sequence, *, parents: Sequence[int | None]
+) -> None:
+    """Every prompt that the engine got is the ids of the turn's path and what the turn
+    adds, no others."""
     by_id = {turn.id: turn for turn in turns}
-    assert [turn.parent_id for turn in turns] == [None if at is None else turns[at].id for at in parents]
+    assert [turn.parent_id for turn in turns] == [
+        None if at is None else turns[at].id for at in parents
+    ]
     for turn, request in zip(turns, gateway.engine.requests, strict=True):
         path = turn.context_ids_T.tolist()
         at = turn.parent_id
         while at is not None:
             before = by_id[at]
-            path = [*before.context_ids_T.tolist(), *before.sampled_ids_T.tolist(), *path]
+            path = [
+                *before.context_ids_T.tolist(),
+                *before.sampled_ids_T.tolist(),
+                *path,
+            ]
             at = before.parent_id
         assert request["input_ids"] == path
 
 
-async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, renderer: Renderer):
+async def test_a_chain_of_previous_responses_is_one_branch(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, "156.", "Yes.", "Bye.")
     [session] = await gateway.open()
     create = gateway.client(session).responses.create
-    first = await create(model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"})
+    first = await create(
+        model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"}
+    )
     assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
     assert first.metadata == {"a": "b"}
     assert first.instructions == "Be brief."
@@ -84,7 +105,11 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
     assert first.usage.output_tokens == len(turns[0].sampled_ids_T)
     assert first.usage.input_tokens == turns[0].prompt_tokens
     second = await create(
-        model="tiny", input="Sure?", instructions="Be brief.", previous_response_id=first.id, store=False
+        model="tiny",
+        input="Sure?",
+        instructions="Be brief.",
+        previous_response_id=first.id,
+        store=False,
     )
     third = await create(
         model="tiny",
@@ -98,7 +123,9 @@ async def test_a_chain_of_previous_responses_is_one_branch(gateway: Running, ren
     assert third.usage.input_tokens_details.cached_tokens > first.usage.input_tokens
     other = await create(model="tiny", input="Sure?", previous_response_id=first.id)
     check_exact(gateway, gateway.turns(session), parents=[None, 0, 1, None])
-    prompt = renderer._tokenizer.decode(gateway.engine.requests[-1]["input_ids"], special=True)
+    prompt = renderer._tokenizer.decode(
+        gateway.engine.requests[-1]["input_ids"], special=True
+    )
     assert "Be brief." not in prompt  # instructions are for one request alone
     assert "156.<|im_end|>\n<|im_start|>user\nSure?" in prompt
     assert other.output_text == "Bye."
@@ -111,7 +138,14 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     calls = "Let me see." + CALL % 12 + "\n" + CALL % 13
-    say(gateway, renderer, THOUGHT + calls, THOUGHT + "25.", CALL % 1 + "A second." + CALL % 2, "3.")
+    say(
+        gateway,
+        renderer,
+        THOUGHT + calls,
+        THOUGHT + "25.",
+        CALL % 1 + "A second." + CALL % 2,
+        "3.",
+    )
     [session] = await gateway.open()
     client = gateway.client(session)
     items: list = [{"role": "user", "content": "12+13?"}]
@@ -138,7 +172,11 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     assert first.usage.output_tokens_details.reasoning_tokens == thought
     items += [item.model_dump(exclude_unset=True) for item in first.output]
     items += [
-        {"type": "function_call_output", "call_id": called[0]["call_id"], "output": "12"},
+        {
+            "type": "function_call_output",
+            "call_id": called[0]["call_id"],
+            "output": "12",
+        },
         {
             "type": "function_call_output",
             "call_id": called[1]["call_id"],
@@ -151,17 +189,29 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     items.append({"role": "user", "content": "Thanks. 1+2?"})
     third = await ask()
     assert third.output_text == "A second."
-    kinds = ["function_call", "message", "function_call"]  # a stream tells them as they come
-    assert [item.type for item in third.output] == (kinds if stream else sorted(kinds, reverse=True))
+    kinds = [
+        "function_call",
+        "message",
+        "function_call",
+    ]  # a stream tells them as they come
+    assert [item.type for item in third.output] == (
+        kinds if stream else sorted(kinds, reverse=True)
+    )
     items += [item.model_dump(exclude_unset=True) for item in third.output]
     called = [item.call_id for item in third.output if item.type == "function_call"]
-    items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
+    items += [
+        {"type": "function_call_output", "call_id": call, "output": "1"}
+        for call in called
+    ]
     await ask()
     turns = gateway.turns(session)
     check_exact(gateway, turns, parents=[None, 0, 1, 2])
     assert [turn.fork_reason for turn in turns] == ["", "", "", ""]
     sent = renderer._tokenizer.decode(turns[1].context_ids_T.tolist(), special=True)
-    assert sent == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        sent
+        == "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>tool\n13<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def references(response: Response) -> list:
@@ -170,9 +220,18 @@ def references(response: Response) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer: Renderer, stream: bool):
+async def test_items_referred_to_by_id_are_one_branch(
+    gateway: Running, renderer: Renderer, stream: bool
+):
     in_between = CALL % 1 + "A second." + CALL % 2 + "And done."
-    say(gateway, renderer, THOUGHT + "I see." + CALL % 12 + "\n" + CALL % 13, in_between, "4.", "Bye.")
+    say(
+        gateway,
+        renderer,
+        THOUGHT + "I see." + CALL % 12 + "\n" + CALL % 13,
+        in_between,
+        "4.",
+        "Bye.",
+    )
     [session] = await gateway.open()
     client = gateway.client(session)
     items: list = [{"role": "user", "content": "12+13?"}]
@@ -186,10 +245,15 @@ async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer
 
     for _ in range(2):
         answer = await ask()
-        called = [item.call_id for item in answer.output if item.type == "function_call"]
+        called = [
+            item.call_id for item in answer.output if item.type == "function_call"
+        ]
         assert len(called) == 2
         items += references(answer)
-        items += [{"type": "function_call_output", "call_id": call, "output": "1"} for call in called]
+        items += [
+            {"type": "function_call_output", "call_id": call, "output": "1"}
+            for call in called
+        ]
     items += references(await ask())
     items.append({"role": "user", "content": "Thanks."})
     await ask()
@@ -200,10 +264,14 @@ async def test_items_referred_to_by_id_are_one_branch(gateway: Running, renderer
     assert shown["matches"] == {"exact": 3}
 
 
-async def test_an_item_of_another_session_cannot_be_referred_to(gateway: Running, renderer: Renderer):
+async def test_an_item_of_another_session_cannot_be_referred_to(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, "A secret." + CALL % 1)
     [session], [other] = await gateway.open(), await gateway.open()
-    answer = await gateway.client(session).responses.create(model="tiny", input="Hi", tools=[TOOL])
+    answer = await gateway.client(session).responses.create(
+        model="tiny", input="Hi", tools=[TOOL]
+    )
     *_, call = answer.output
     assert call.id is not None
     for asker, item_id in (
@@ -214,29 +282,52 @@ async def test_an_item_of_another_session_cannot_be_referred_to(gateway: Running
     ):
         reference = {"type": "item_reference", "id": item_id}
         with pytest.raises(openai.BadRequestError, match="not found") as refused:
-            await gateway.client(asker).responses.create(model="tiny", input=[USER, reference])
+            await gateway.client(asker).responses.create(
+                model="tiny", input=[USER, reference]
+            )
         assert refused.value.code == "item_not_found"
         assert refused.value.param == "input[1].id"
-    mixed = [USER, {"id": answer.output[0].id}, {"type": "item_reference", "id": call.id}, USER]
-    await gateway.client(session).responses.create(model="tiny", input=mixed, tools=[TOOL])
+    mixed = [
+        USER,
+        {"id": answer.output[0].id},
+        {"type": "item_reference", "id": call.id},
+        USER,
+    ]
+    await gateway.client(session).responses.create(
+        model="tiny", input=mixed, tools=[TOOL]
+    )
 
 
-async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: Renderer):
+async def test_response_can_be_read_again_by_its_id(
+    gateway: Running, renderer: Renderer
+):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
     [session], [other] = await gateway.open(), await gateway.open()
     client = gateway.client(session)
     settings = {"model": "tiny", "instructions": "Be brief.", "tools": [TOOL]}
     settings["include"] = ["message.output_text.logprobs"]
     first = await client.responses.create(input="12*13?", **settings)
-    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "156"}
-    second = await client.responses.create(input=[result], previous_response_id=first.id, **settings)
+    result = {
+        "type": "function_call_output",
+        "call_id": first.output[2].call_id,
+        "output": "156",
+    }
+    second = await client.responses.create(
+        input=[result], previous_response_id=first.id, **settings
+    )
     cut = await client.responses.create(input="More?", max_output_tokens=1, **settings)
     bearer = gateway.client(session, base_url=f"{gateway.url}/v1", api_key=session.key)
     for made, asker in ((first, client), (second, bearer), (cut, client)):
-        again = await asker.responses.retrieve(made.id, include=["message.output_text.logprobs"])
+        again = await asker.responses.retrieve(
+            made.id, include=["message.output_text.logprobs"]
+        )
         unrecorded = {"max_output_tokens", "tools"}
-        assert again.model_dump(exclude=unrecorded) == made.model_dump(exclude=unrecorded)
-        assert [(tool.name, tool.parameters) for tool in again.tools] == [(TOOL["name"], TOOL["parameters"])]
+        assert again.model_dump(exclude=unrecorded) == made.model_dump(
+            exclude=unrecorded
+        )
+        assert [(tool.name, tool.parameters) for tool in again.tools] == [
+            (TOOL["name"], TOOL["parameters"])
+        ]
     plain = await client.responses.retrieve(second.id)
     assert plain.output_text == "156. 🙂"
     assert plain.output[0].content[0].logprobs == []
@@ -252,26 +343,40 @@ async def test_response_can_be_read_again_by_its_id(gateway: Running, renderer: 
     with pytest.raises(openai.BadRequestError, match="stream"):
         await client.responses.retrieve(first.id, stream=True)
     with pytest.raises(openai.AuthenticationError):
-        await gateway.client(session, base_url=f"{gateway.url}/v1").responses.retrieve(first.id)
+        await gateway.client(session, base_url=f"{gateway.url}/v1").responses.retrieve(
+            first.id
+        )
     assert len(gateway.turns(session)) == 3
     await gateway.finish(session)
     with pytest.raises(openai.AuthenticationError):
         await client.responses.retrieve(first.id)
 
 
-async def test_response_stream_equals_the_whole_response_in_order(gateway: Running, renderer: Renderer):
+async def test_response_stream_equals_the_whole_response_in_order(
+    gateway: Running, renderer: Renderer
+):
     gateway.engine.token_delay_s = 0.002
     say(gateway, renderer, THOUGHT + "Hello 漢字🙂" + CALL % 1 + CALL % 2)
     [session] = await gateway.open()
     stream = await gateway.client(session).responses.create(
-        model="tiny", input="Hi", tools=[TOOL], stream=True, include=["message.output_text.logprobs"]
+        model="tiny",
+        input="Hi",
+        tools=[TOOL],
+        stream=True,
+        include=["message.output_text.logprobs"],
     )
     events = [event async for event in stream]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events]
     order = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] != kind]
     assert order[:2] == ["created", "in_progress"]
-    text_part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done"]
+    text_part = [
+        "output_item.added",
+        "content_part.added",
+        "{0}.delta",
+        "{0}.done",
+        "content_part.done",
+    ]
     assert order[2:14] == [
         kind.format(name)
         for name in ("reasoning_text", "output_text")
@@ -284,28 +389,48 @@ async def test_response_stream_equals_the_whole_response_in_order(gateway: Runni
     for at, item in enumerate(final.output):
         own = [event for event in events if getattr(event, "output_index", None) == at]
         told = "".join(event.delta for event in own if event.type.endswith(".delta"))
-        assert told == (item.arguments if item.type == "function_call" else item.content[0].text)
+        assert told == (
+            item.arguments if item.type == "function_call" else item.content[0].text
+        )
         assert own[-1].item == item
     [turn] = gateway.turns(session)
     shown = final.output[1].content[0].logprobs
-    assert [each.logprob for each in shown] == pytest.approx(turn.logprobs_T.tolist()[: len(shown)], abs=1e-6)
+    assert [each.logprob for each in shown] == pytest.approx(
+        turn.logprobs_T.tolist()[: len(shown)], abs=1e-6
+    )
     assert "".join(each.token for each in shown).startswith(THOUGHT + "Hello ")
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
-async def test_namespaced_functions_are_known_by_both_names(gateway: Running, renderer: Renderer):
+async def test_namespaced_functions_are_known_by_both_names(
+    gateway: Running, renderer: Renderer
+):
     """Codex CLI offers some so, and `web_search`, which is left out."""
-    say(gateway, renderer, '<tool_call>\n{"name": "agents.calc", "arguments": {}}\n</tool_call>', "Done.")
+    say(
+        gateway,
+        renderer,
+        '<tool_call>\n{"name": "agents.calc", "arguments": {}}\n</tool_call>',
+        "Done.",
+    )
     [session] = await gateway.open()
-    tools = [{"type": "namespace", "name": "agents", "description": "", "tools": [TOOL]}]
-    settings = {"model": "tiny", "tools": [*tools, {"type": "web_search", "external_web_access": False}]}
+    tools = [
+        {"type": "namespace", "name": "agents", "description": "", "tools": [TOOL]}
+    ]
+    settings = {
+        "model": "tiny",
+        "tools": [*tools, {"type": "web_search", "external_web_access": False}],
+    }
     create = gateway.client(session).responses.create
     extra = {"client_metadata": {"thread": "x"}}
     first = await create(input="Hi", extra_body=extra, **settings)
     [call] = [item.model_dump(exclude_unset=True) for item in first.output]
     assert (call["name"], call["namespace"]) == ("calc", "agents")
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
-    await create(input=[{"role": "user", "content": "Hi"}, call, output], extra_body=extra, **settings)
+    await create(
+        input=[{"role": "user", "content": "Hi"}, call, output],
+        extra_body=extra,
+        **settings,
+    )
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
@@ -327,18 +452,26 @@ async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
         {"name": "apply_patch", "arguments": {"input": PATCH}},
         {"name": "local_shell", "arguments": SHELL_ARGUMENTS},
     ]
-    calls = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called)
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called
+    )
     say(gateway, renderer, calls, "Done.")
     [session] = await gateway.open()
     client = gateway.client(session)
-    settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}], "store": False}
+    settings = {
+        "model": "tiny",
+        "tools": [APPLY, {"type": "local_shell"}],
+        "store": False,
+    }
 
     async def ask(items: list) -> Response:
         if not stream:
             return await client.responses.create(input=items, **settings)
         response = None
         inputs = {"delta": "", "done": ""}
-        async for event in await client.responses.create(input=items, stream=True, **settings):
+        async for event in await client.responses.create(
+            input=items, stream=True, **settings
+        ):
             if event.type == "response.custom_tool_call_input.delta":
                 inputs["delta"] += event.delta
             if event.type == "response.custom_tool_call_input.done":
@@ -351,14 +484,29 @@ async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
 
     question = {"role": "user", "content": "Add x"}
     first = await ask([question])
-    prompt = renderer._tokenizer.decode(gateway.engine.requests[0]["input_ids"], special=True)
+    prompt = renderer._tokenizer.decode(
+        gateway.engine.requests[0]["input_ids"], special=True
+    )
     assert "start: begin_patch" in prompt
     assert "local_shell" in prompt
     patch, shell = first.output
-    assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", PATCH)
-    assert (shell.type, shell.action.command) == ("local_shell_call", ["bash", "-lc", "ls"])
-    assert (shell.action.timeout_ms, shell.action.env, shell.status) == (1000, {}, "completed")
-    sent_back = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
+    assert (patch.type, patch.name, patch.input) == (
+        "custom_tool_call",
+        "apply_patch",
+        PATCH,
+    )
+    assert (shell.type, shell.action.command) == (
+        "local_shell_call",
+        ["bash", "-lc", "ls"],
+    )
+    assert (shell.action.timeout_ms, shell.action.env, shell.status) == (
+        1000,
+        {},
+        "completed",
+    )
+    sent_back = [
+        item.model_dump(mode="json", exclude_none=True) for item in first.output
+    ]
     results = [
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done"},
         {"type": "local_shell_call_output", "id": shell.id, "output": "x.py"},
@@ -374,8 +522,13 @@ async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
     assert tail.index("Done") < tail.index("x.py")
 
 
-async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(gateway: Running, renderer: Renderer):
-    called = [{"name": "apply_patch", "arguments": {"patch": "x"}}, {"name": "local_shell", "arguments": {}}]
+async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
+    gateway: Running, renderer: Renderer
+):
+    called = [
+        {"name": "apply_patch", "arguments": {"patch": "x"}},
+        {"name": "local_shell", "arguments": {}},
+    ]
     say(
         gateway,
         renderer,
@@ -391,10 +544,20 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(gateway: R
     assert (shell.type, shell.action.command) == ("local_shell_call", [])
     items = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
     results = [
-        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "no patch"},
-        {"type": "local_shell_call_output", "call_id": shell.call_id, "output": "no command"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": patch.call_id,
+            "output": "no patch",
+        },
+        {
+            "type": "local_shell_call_output",
+            "call_id": shell.call_id,
+            "output": "no command",
+        },
     ]
-    await create(input=[{"role": "user", "content": "Add x"}, *items, *results], **settings)
+    await create(
+        input=[{"role": "user", "content": "Add x"}, *items, *results], **settings
+    )
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
@@ -412,7 +575,9 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
     say(gateway, renderer, "one two three four five", "{}")
     [session] = await gateway.open(purpose="serve")
     create = gateway.client(session).responses.create
-    cut = await create(model="tiny", input="Count", max_output_tokens=3, temperature=0.5, top_p=0.9)
+    cut = await create(
+        model="tiny", input="Count", max_output_tokens=3, temperature=0.5, top_p=0.9
+    )
     assert cut.status == "incomplete"
     assert cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens"
@@ -425,14 +590,30 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
     assert cut.top_p == 0.9
     assert cut.max_output_tokens == 3
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
-    form = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
-    shaped = await create(model="tiny", input="Count", text=form, reasoning={"effort": "none"})
-    assert json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"]) == schema
+    form = {
+        "format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    }
+    shaped = await create(
+        model="tiny", input="Count", text=form, reasoning={"effort": "none"}
+    )
+    assert (
+        json.loads(gateway.engine.requests[-1]["sampling_params"]["json_schema"])
+        == schema
+    )
     assert shaped.text is not None
     assert shaped.text.format is not None
     assert shaped.text.format.type == "json_schema"
-    await create(model="tiny", input="Count", tools=[TOOL], tool_choice={"type": "function", "name": "calc"})
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "calc"}]}
+    await create(
+        model="tiny",
+        input="Count",
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "calc"},
+    )
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "calc"}],
+    }
     await create(model="tiny", input="Count", tools=[TOOL], tool_choice=allowed)
     assert [turn.constrained for turn in gateway.turns(session)[-2:]] == [True, True]
 
@@ -442,20 +623,27 @@ async def test_aborted_generation_is_a_response_error(gateway: Running, stream: 
     [session] = await gateway.open()
     gateway.engine.abort_next = True
     raw = await gateway.http.post(
-        session.base_url + "/responses", json={"model": "tiny", "input": "Hi", "stream": stream}
+        session.base_url + "/responses",
+        json={"model": "tiny", "input": "Hi", "stream": stream},
     )
     if not stream:
         assert raw.status_code == 503
         assert raw.json()["error"]["code"] == "engine_unavailable"
         return
-    events = [json.loads(line[6:]) for line in raw.text.splitlines() if line.startswith("data: ")]
+    events = [
+        json.loads(line[6:])
+        for line in raw.text.splitlines()
+        if line.startswith("data: ")
+    ]
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     failed = events[-1]["response"]
     assert failed["status"] == "failed"
     assert failed["error"]["code"] == "server_error"
     gateway.engine.abort_next = True
     with pytest.raises(openai.APIError, match="abort"):
-        async for _ in await gateway.client(session).responses.create(model="tiny", input="Yo", stream=True):
+        async for _ in await gateway.client(session).responses.create(
+            model="tiny", input="Yo", stream=True
+        ):
             pass
 
 
@@ -465,25 +653,46 @@ BAD_FIELDS = {
     "empty input": {"input": []},
     "unknown field": {"temprature": 1},
     "unknown role": {"input": [{"role": "robot", "content": "x"}]},
-    "image": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    "image": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+        ]
+    },
     "item_reference": {"input": [{"type": "item_reference", "id": "msg_1"}]},
     "bare reference": {"input": [{"id": "msg_1"}]},
-    "reference to no turn": {"input": [USER, {"type": "item_reference", "id": "msg_turn-0123456789abcdef"}]},
+    "reference to no turn": {
+        "input": [USER, {"type": "item_reference", "id": "msg_turn-0123456789abcdef"}]
+    },
     "reference without id": {"input": [USER, {"type": "item_reference"}]},
     "other item": {"input": [USER, {"type": "local_shell_call", "call_id": "c"}]},
-    "call without id": {"input": [USER, {"type": "function_call", "name": "f", "arguments": "{}"}]},
-    "output without id": {"input": [USER, {"type": "function_call_output", "output": "1"}]},
+    "call without id": {
+        "input": [USER, {"type": "function_call", "name": "f", "arguments": "{}"}]
+    },
+    "output without id": {
+        "input": [USER, {"type": "function_call_output", "output": "1"}]
+    },
     "file output": {
-        "input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}]
+        "input": [
+            {
+                "type": "function_call_output",
+                "call_id": "c",
+                "output": [{"type": "input_file"}],
+            }
+        ]
     },
     "screenshots": {"tools": [{"type": "computer_use_preview"}]},
     "custom tool without name": {"tools": [{"type": "custom"}]},
     "tool name": {"tools": [{"type": "function", "name": "a b"}]},
     "tools twice": {"tools": [TOOL, TOOL]},
     "schema": {"tools": [{"type": "function", "name": "f", "parameters": 3}]},
-    "half a surrogate": {"tools": [{"type": "function", "name": "f", "parameters": {"a": "\ud800"}}]},
+    "half a surrogate": {
+        "tools": [{"type": "function", "name": "f", "parameters": {"a": "\ud800"}}]
+    },
     "tool choice": {"tool_choice": "sometimes"},
-    "unknown function": {"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}},
+    "unknown function": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "other"},
+    },
     "built-in choice": {"tool_choice": {"type": "web_search"}},
     "unknown allowed tool": {
         "tools": [TOOL],
@@ -514,24 +723,35 @@ BAD_FIELDS = {
 async def test_bad_responses_body_is_a_400_in_openais_shape(gateway: Running):
     [session] = await gateway.open()
     bodies = {
-        name: json.dumps({"model": "tiny", "input": "x"} | fields) for name, fields in BAD_FIELDS.items()
+        name: json.dumps({"model": "tiny", "input": "x"} | fields)
+        for name, fields in BAD_FIELDS.items()
     }
-    for name, body in {**bodies, "not json": "{", "list": "[]", "bomb": '{"input": ' + "[" * 100_000}.items():
+    for name, body in {
+        **bodies,
+        "not json": "{",
+        "list": "[]",
+        "bomb": '{"input": ' + "[" * 100_000,
+    }.items():
         answer = await gateway.http.post(session.base_url + "/responses", content=body)
         assert answer.status_code == 400, (name, answer.text)
         error = answer.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error"
     skipped = b'{"model": "tiny", "input": "x", "metadata": {"a": "\xff"}}'
-    assert (await gateway.http.post(session.base_url + "/responses", content=skipped)).status_code == 400
+    assert (
+        await gateway.http.post(session.base_url + "/responses", content=skipped)
+    ).status_code == 400
     assert gateway.engine.requests == []
     [serving] = await gateway.open(purpose="serve")
     with pytest.raises(openai.NotFoundError):
         await gateway.client(serving).responses.create(model="gpt-9", input="x")
 
 
-async def test_empty_and_truncated_replies_can_be_sent_back(gateway: Running, renderer: Renderer):
-    """Nothing at all; thinking that was cut off; and a call of no text, which the client made up."""
+async def test_empty_and_truncated_replies_can_be_sent_back(
+    gateway: Running, renderer: Renderer
+):
+    """Nothing at all; thinking that was cut off; and a call of no text, which the
+    client made up."""
     say(gateway, renderer, "", THOUGHT[:-3], ".")
     [session] = await gateway.open()
     create = gateway.client(session).responses.create
@@ -539,8 +759,16 @@ async def test_empty_and_truncated_replies_can_be_sent_back(gateway: Running, re
     for kind in ("message", "reasoning", "message"):
         answer = await create(model="tiny", input=items, tools=[TOOL])
         assert [item.type for item in answer.output] == [kind]
-        items += [*(item.model_dump(exclude_unset=True) for item in answer.output), USER]
-    call = {"type": "function_call", "call_id": "c", "name": "calc", "arguments": '{"x": "\\ud800"}'}
+        items += [
+            *(item.model_dump(exclude_unset=True) for item in answer.output),
+            USER,
+        ]
+    call = {
+        "type": "function_call",
+        "call_id": "c",
+        "name": "calc",
+        "arguments": '{"x": "\\ud800"}',
+    }
     result = {"type": "function_call_output", "call_id": "c", "output": "1"}
     await create(model="tiny", input=[*items, call, result], tools=[TOOL])
     check_exact(gateway, gateway.turns(session), parents=[None, 0, 1, 2])
@@ -550,5 +778,7 @@ async def test_a_response_of_another_session_is_not_found(gateway: Running):
     one, other = await gateway.open(2)
     first = await gateway.client(one).responses.create(model="tiny", input="secret")
     with pytest.raises(openai.BadRequestError) as refused:
-        await gateway.client(other).responses.create(model="tiny", input="x", previous_response_id=first.id)
+        await gateway.client(other).responses.create(
+            model="tiny", input="x", previous_response_id=first.id
+        )
     assert refused.value.code == "previous_response_not_found"

@@ -1,4 +1,5 @@
-"""The scheduling core, with a scripted buffer, opener and pool: full slots, no hole, named failures."""
+"""The scheduling core, with a scripted buffer, opener and pool: full slots, no hole,
+named failures."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ async def test_every_leased_rollout_runs_once():
         pool.release(*released)
         await until(lambda released=released: released not in pool.running)
     await until(lambda: not dispatcher.running and len(pool.calls) == 80)
-    assert sorted(pool.calls) == sorted((f"g{g}/{i}",) for g in range(20) for i in range(4))
+    assert sorted(pool.calls) == sorted(
+        (f"g{g}/{i}",) for g in range(20) for i in range(4)
+    )
     await dispatcher.stop()
     assert opener.aborted == {}
 
@@ -54,7 +57,9 @@ async def test_every_leased_rollout_runs_once():
 async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
     buffer = Leases(groups=2)
     pool = HeldPool()
-    dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=3, group_form=True)
+    dispatcher = started_dispatcher(
+        buffer, Opener(), pool, concurrency=3, group_form=True
+    )
     first = tuple(f"g0/{i}" for i in range(4))
     await until(lambda: first in pool.running)
     await asyncio.sleep(0.03)
@@ -65,13 +70,17 @@ async def test_group_function_gets_all_its_sessions_even_beyond_the_slots():
 
 
 async def test_idle_buffer_is_polled_slowly_and_new_work_is_found_soon(monkeypatch):
-    """What passes between two looks is what the dispatcher (and nobody else: other tests' engines are looked
-    at in this loop) asks the event loop for."""
+    """What passes between two looks is what the dispatcher (and nobody else: other
+    tests' engines are looked at in this loop) asks the event loop for."""
     buffer = Leases(groups=0)
     pool = HeldPool()
     pauses = []
-    noting = {"timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)}
-    monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting}))
+    noting = {
+        "timeout": lambda seconds: pauses.append(seconds) or asyncio.timeout(seconds)
+    }
+    monkeypatch.setattr(
+        module, "asyncio", SimpleNamespace(**{**vars(asyncio), **noting})
+    )
     dispatcher = started_dispatcher(buffer, Opener(), pool, concurrency=4)
     await until(lambda: buffer.asked > 8)
     assert set(pauses) == {0.04}
@@ -93,7 +102,10 @@ class BrokenBuffer:
     ("parts", "cause"),
     [
         ((BrokenBuffer(), Opener(), HeldPool()), ConnectionError),
-        ((Leases(1), Opener(SessionError("no", status=401, code="x")), HeldPool()), SessionError),
+        (
+            (Leases(1), Opener(SessionError("no", status=401, code="x")), HeldPool()),
+            SessionError,
+        ),
         ((Leases(1), Opener(), HeldPool(RuntimeError("a bug"))), RuntimeError),
     ],
 )
@@ -117,7 +129,9 @@ async def test_internal_error_ends_the_wait_for_a_batch(parts, cause):
 async def test_dispatcher_failure_ends_the_work_that_started_it():
     opener = Opener()
     pool = HeldPool()
-    dispatcher = Dispatcher(BrokenBuffer(), opener, pool, concurrency=4, group_form=False)
+    dispatcher = Dispatcher(
+        BrokenBuffer(), opener, pool, concurrency=4, group_form=False
+    )
 
     async def starts():
         dispatcher.start()
@@ -180,7 +194,8 @@ async def test_dispatcher_stops_even_if_the_buffer_swallows_the_cancellation():
 async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
     capsys: pytest.CaptureFixture[str],
 ):
-    """It will be so in every rollout; the failures' log is not read until the run has waited in vain."""
+    """It will be so in every rollout; the failures' log is not read until the run has
+    waited in vain."""
 
     def failed(number: int) -> FailedRollout:
         return FailedRollout(
@@ -199,9 +214,13 @@ async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
             return (failed(len(self.calls)),)
 
     pool = Pool()
-    dispatcher = started_dispatcher(Leases(groups=3, size=1), Opener(), pool, concurrency=1)
+    dispatcher = started_dispatcher(
+        Leases(groups=3, size=1), Opener(), pool, concurrency=1
+    )
     await until(lambda: len(pool.calls) == 3 and not dispatcher.running)
     await dispatcher.stop()
     told = capsys.readouterr().out
-    assert told.count("all turns constrained: the client sends tool_choice=required") == 1
+    assert (
+        told.count("all turns constrained: the client sends tool_choice=required") == 1
+    )
     assert told.startswith("warning: rollout g1/0 trains nothing")

@@ -1,4 +1,5 @@
-"""Whatever user code does, `Runner.run` returns one typed outcome per session, in time."""
+"""Whatever user code does, `Runner.run` returns one typed outcome per session, in
+time."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ async def test_usable_rewards_are_accepted(returned, reward):
 
 
 async def test_reward_components_become_floats():
-    outcome = await run_one(returning(RolloutResult(reward=1.0, components={"format": True})))
+    outcome = await run_one(
+        returning(RolloutResult(reward=1.0, components={"format": True}))
+    )
     assert outcome == Scored(reward=1.0, components={"format": 1.0})
 
 
@@ -91,7 +94,11 @@ async def test_reward_components_become_floats():
         (1e30, FailureReason.BAD_REWARD, "1e+30"),
         (RolloutResult(), FailureReason.BAD_REWARD, "None"),
         (RolloutResult(reward="1"), FailureReason.BAD_REWARD, "str"),  # type: ignore[arg-type]
-        (RolloutResult(reward=1.0, components={"x": float("nan")}), FailureReason.BAD_REWARD, "'x'"),
+        (
+            RolloutResult(reward=1.0, components={"x": float("nan")}),
+            FailureReason.BAD_REWARD,
+            "'x'",
+        ),
     ],
 )
 async def test_unusable_returns_are_named(returned, reason, seen):
@@ -110,7 +117,8 @@ async def test_an_exception_keeps_its_traceback():
 
 
 @pytest.mark.parametrize(
-    "error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
+    "error",
+    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()],
 )
 async def test_base_exceptions_of_user_code_fail_only_the_rollout(error):
     outcome = await run_one(raising(error))
@@ -161,7 +169,9 @@ async def test_sync_rollout_function_runs_in_its_own_thread():
 
     runner = Runner(rollout, None, timeout_s=120.0)
     outcomes = await asyncio.gather(*(runner.run(TASK, [Address()]) for _ in range(40)))
-    assert [outcome for (outcome,) in outcomes] == [Scored(reward=1.0, components={})] * 40
+    assert [outcome for (outcome,) in outcomes] == [
+        Scored(reward=1.0, components={})
+    ] * 40
     assert runner.stuck_threads == 0
 
 
@@ -197,14 +207,16 @@ async def test_object_with_an_async_call_method_is_a_rollout_function():
     assert await run_one(Agent()) == Scored(reward=0.75, components={})
 
 
-# ------------------------------------------------------------------ reward functions
+# ----------------------------------------------------------------- reward functions
 
 
 async def test_reward_function_judges_the_returned_value():
     async def judge(task, result):
         return 1.0 if result.output == task.label else 0.0
 
-    assert await run_one(returning(RolloutResult(output="4")), judge) == Scored(reward=1.0, components={})
+    assert await run_one(returning(RolloutResult(output="4")), judge) == Scored(
+        reward=1.0, components={}
+    )
     outcome = await run_one(returning(0.5), lambda task, result: result.reward * 2)
     assert outcome == Scored(reward=1.0, components={})
 
@@ -221,12 +233,14 @@ async def test_reward_function_judges_the_returned_value():
 )
 async def test_a_bad_reward_function_fails_the_rollout(judge, reason):
     timeout_s = 0.2 if reason is FailureReason.TIMEOUT else 60.0
-    outcome = await run_one(returning(RolloutResult(output="4")), judge, timeout_s=timeout_s)
+    outcome = await run_one(
+        returning(RolloutResult(output="4")), judge, timeout_s=timeout_s
+    )
     assert isinstance(outcome, Failure)
     assert outcome.reason is reason
 
 
-# ------------------------------------------------------------------ groups
+# ----------------------------------------------------------------- groups
 
 
 def group_returning(value):
@@ -244,7 +258,9 @@ async def run_group(function, reward_function=None, timeout_s=60.0):
 
 
 async def test_members_of_a_group_fail_individually():
-    first, second, third = await run_group(group_returning([1.0, float("nan"), RolloutResult(reward=0.5)]))
+    first, second, third = await run_group(
+        group_returning([1.0, float("nan"), RolloutResult(reward=0.5)])
+    )
     assert first == Scored(reward=1.0, components={})
     assert isinstance(second, Failure)
     assert second.reason is FailureReason.BAD_REWARD
@@ -255,14 +271,18 @@ async def test_a_reward_function_that_exits_on_one_member_fails_that_member():
     def judge(task, result):
         return sys.exit(1) if result.output == "b" else 1.0
 
-    outcomes = await run_group(group_returning([RolloutResult(output=name) for name in "abc"]), judge)
+    outcomes = await run_group(
+        group_returning([RolloutResult(output=name) for name in "abc"]), judge
+    )
     assert [type(outcome) for outcome in outcomes] == [Scored, Failure, Scored]
 
 
 @pytest.mark.parametrize("returned", [[1.0, 2.0], 1.0, {"a": 1.0}, "abc"])
 async def test_a_group_that_returns_the_wrong_shape_fails_whole(returned):
     outcomes = await run_group(group_returning(returned))
-    assert {o.reason for o in outcomes if isinstance(o, Failure)} == {FailureReason.BAD_RETURN}
+    assert {o.reason for o in outcomes if isinstance(o, Failure)} == {
+        FailureReason.BAD_RETURN
+    }
     assert len(outcomes) == 3
 
 
@@ -271,12 +291,14 @@ async def test_a_group_may_return_an_array():
     assert [o.reward for o in outcomes if isinstance(o, Scored)] == [0.0, 0.5, 1.0]
 
 
-# ------------------------------------------------------------------ engine or user?
+# ----------------------------------------------------------------- engine or user?
 
 
 def status_error(url, status):
     request = httpx.Request("POST", url)
-    return openai.APIStatusError("x", response=httpx.Response(status, request=request), body=None)
+    return openai.APIStatusError(
+        "x", response=httpx.Response(status, request=request), body=None
+    )
 
 
 def wrapped(error):
@@ -290,9 +312,15 @@ def wrapped(error):
     [
         (status_error(f"{OURS}/chat/completions", 503), FailureReason.ENGINE),
         (wrapped(status_error(f"{OURS}/chat/completions", 500)), FailureReason.ENGINE),
-        (httpx.ConnectError("refused", request=httpx.Request("POST", OURS)), FailureReason.ENGINE),
+        (
+            httpx.ConnectError("refused", request=httpx.Request("POST", OURS)),
+            FailureReason.ENGINE,
+        ),
         (status_error(f"{CHILDS}/chat/completions", 503), FailureReason.ENGINE),
-        (httpx.ReadTimeout("late", request=httpx.Request("POST", OURS)), FailureReason.TIMEOUT),
+        (
+            httpx.ReadTimeout("late", request=httpx.Request("POST", OURS)),
+            FailureReason.TIMEOUT,
+        ),
         (status_error(f"{OURS}/chat/completions", 400), FailureReason.EXCEPTION),
         (status_error("http://judge.example/v1/chat", 503), FailureReason.EXCEPTION),
         (httpx.ConnectError("no request known"), FailureReason.EXCEPTION),
@@ -333,7 +361,10 @@ async def forgets_it_in_a_task(task, endpoint):
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (refuses_a_second_loop, "asyncio.run() does not work inside an async function: await the coroutine"),
+        (
+            refuses_a_second_loop,
+            "asyncio.run() does not work inside an async function: await the coroutine",
+        ),
         (starts_a_loop, "cannot start another: await the coroutine"),
         (awaits_a_value, "the client may be a synchronous one"),
         (forgets_to_await, "an await is missing"),

@@ -1,4 +1,5 @@
-"""The session API client against a scripted HTTP server: what is retried, what is refused, for how long."""
+"""The session API client against a scripted HTTP server: what is retried, what is
+refused, for how long."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from invrl.errors import DeadlineError, SessionError
 from invrl.reasons import FailureReason
 from invrl.rollout import session_client
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
-from invrl.types import FailedRollout, GroupLease, GroupMember, RolloutSummary, Sampling, Session, Task
+from invrl.types import (
+    FailedRollout,
+    GroupLease,
+    GroupMember,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Task,
+)
 
 LEASE = GroupLease(
     group_id="g",
@@ -68,11 +77,20 @@ class ScriptedGateway:
 
     async def handle(self, request):
         self.requests.append(
-            (request.path, request.headers["Authorization"], msgspec.json.decode(await request.read()))
+            (
+                request.path,
+                request.headers["Authorization"],
+                msgspec.json.decode(await request.read()),
+            )
         )
-        status, body, headers = self.answers[min(len(self.requests), len(self.answers)) - 1]
+        status, body, headers = self.answers[
+            min(len(self.requests), len(self.answers)) - 1
+        ]
         return web.Response(
-            status=status, body=msgspec.json.encode(body), headers=headers, content_type="application/json"
+            status=status,
+            body=msgspec.json.encode(body),
+            headers=headers,
+            content_type="application/json",
         )
 
 
@@ -86,7 +104,9 @@ async def gateway():
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    scripted.client = SessionClient(f"http://127.0.0.1:{port}/", env_key="env", deadline_s=60.0)
+    scripted.client = SessionClient(
+        f"http://127.0.0.1:{port}/", env_key="env", deadline_s=60.0
+    )
     yield scripted
     await scripted.client.close()
     await runner.cleanup()
@@ -120,7 +140,9 @@ FULL = {"error": {"message": "full", "type": "rate_limit_error", "code": "capaci
 
 async def test_opening_a_session_sends_the_lease_with_the_environment_key(gateway):
     gateway.answers = [(201, OPENED, {})]
-    opened = await gateway.client.open(LEASE, purpose="eval", sampling=Sampling(temperature=0.0))
+    opened = await gateway.client.open(
+        LEASE, purpose="eval", sampling=Sampling(temperature=0.0)
+    )
     assert opened == [session(0, 0), session(3, 2)]
     assert len(gateway.requests[0][2].pop("request_id")) == 32
     assert gateway.requests == [
@@ -139,7 +161,11 @@ async def test_opening_a_session_sends_the_lease_with_the_environment_key(gatewa
 
 
 async def test_opening_a_session_waits_for_retry_after(gateway, clock):
-    gateway.answers = [(429, FULL, {"Retry-After": "7.5"}), (503, {}, {}), (201, OPENED, {})]
+    gateway.answers = [
+        (429, FULL, {"Retry-After": "7.5"}),
+        (503, {}, {}),
+        (201, OPENED, {}),
+    ]
     assert len(await gateway.client.open(LEASE)) == 2
     assert clock.pauses == [7.5, 0.1]
     assert (
@@ -148,7 +174,9 @@ async def test_opening_a_session_waits_for_retry_after(gateway, clock):
     assert len(gateway.requests) == 3
 
 
-async def test_gateway_that_stays_full_ends_in_a_deadline_error_with_its_message(gateway, clock):
+async def test_gateway_that_stays_full_ends_in_a_deadline_error_with_its_message(
+    gateway, clock
+):
     gateway.answers = [(429, FULL, {"Retry-After": "600"})]
     with pytest.raises(DeadlineError, match=r"open 2 sessions of group g.*429 full"):
         await gateway.client.open(LEASE, deadline_s=30.0)
@@ -165,14 +193,18 @@ async def test_unreachable_gateway_ends_in_a_deadline_error(clock):
 
 
 async def test_refused_session_opening_is_not_retried(gateway):
-    gateway.answers = [(401, {"error": {"message": "bad key", "code": "invalid_api_key"}}, {})]
+    gateway.answers = [
+        (401, {"error": {"message": "bad key", "code": "invalid_api_key"}}, {})
+    ]
     with pytest.raises(SessionError, match="bad key") as caught:
         await gateway.client.open(LEASE)
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert len(gateway.requests) == 1
 
 
-@pytest.mark.parametrize("body", [{}, {"sessions": [session(0, 0)]}, {"sessions": [{"id": "x"}, 5]}, [1]])
+@pytest.mark.parametrize(
+    "body", [{}, {"sessions": [session(0, 0)]}, {"sessions": [{"id": "x"}, 5]}, [1]]
+)
 async def test_malformed_gateway_reply_is_an_error(gateway, body):
     gateway.answers = [(201, body, {})]
     with pytest.raises(SessionError) as caught:
@@ -184,7 +216,11 @@ async def test_finish_uses_the_key_of_the_session(gateway):
     gateway.answers = [(200, SUMMARY, {})]
     assert await gateway.client.finish(session(0, 0), 0.5, {"format": 1.0}) == SUMMARY
     assert gateway.requests == [
-        ("/sessions/s0/finish", "Bearer k0", {"reward": 0.5, "components": {"format": 1.0}})
+        (
+            "/sessions/s0/finish",
+            "Bearer k0",
+            {"reward": 0.5, "components": {"format": 1.0}},
+        )
     ]
 
 
@@ -215,7 +251,10 @@ FAILED = FailedRollout(
 
 async def test_abort_survives_a_restart_of_the_gateway(gateway):
     gateway.answers = [(503, {}, {}), (200, FAILED, {})]
-    assert await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000) == FAILED
+    assert (
+        await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000)
+        == FAILED
+    )
     path, key, body = gateway.requests[-1]
     assert path == "/sessions/s3/abort"
     assert key == "Bearer k3"
@@ -225,13 +264,18 @@ async def test_abort_survives_a_restart_of_the_gateway(gateway):
 
 async def test_abort_after_the_finish_returns_the_sessions_outcome(gateway):
     gateway.answers = [(200, SUMMARY, {})]
-    assert await gateway.client.abort(session(0, 0), FailureReason.WORKER_DIED, "\ud800") == SUMMARY
+    assert (
+        await gateway.client.abort(session(0, 0), FailureReason.WORKER_DIED, "\ud800")
+        == SUMMARY
+    )
     assert gateway.requests[-1][2]["detail"] == "?"
 
 
 async def test_refused_abort_does_not_count_as_done(gateway):
     gateway.answers = [(401, {}, {})]
-    outcome = await gateway.client.abort(session(0, 0), FailureReason.TIMEOUT, "it hangs")
+    outcome = await gateway.client.abort(
+        session(0, 0), FailureReason.TIMEOUT, "it hangs"
+    )
     assert isinstance(outcome, UnreportedRollout)
     assert outcome.reason is FailureReason.TIMEOUT
     assert outcome.detail.startswith("it hangs\nthe gateway to abort session s0: 401")
@@ -241,7 +285,9 @@ async def test_refused_abort_does_not_count_as_done(gateway):
 
 
 def test_session_refusal_keeps_its_type_across_processes():
-    error = SessionError("full", status=429, code="capacity", param="x", retry_after_s=2.0)
+    error = SessionError(
+        "full", status=429, code="capacity", param="x", retry_after_s=2.0
+    )
     copy = pickle.loads(pickle.dumps(error))
     assert copy.args == ("full",)
     assert copy.status == 429

@@ -98,7 +98,9 @@ async def test_repeated_worker_deaths_end_the_run_with_their_cause():
         for _ in range(100):
             await pool.run(assignment("die"))
 
-    with pytest.raises(ServerError, match=r"died in a row, and no rollout ended.*exit code 1"):
+    with pytest.raises(
+        ServerError, match=r"died in a row, and no rollout ended.*exit code 1"
+    ):
         await rollouts_that_all_die()
     assert len(workers) < 30
 
@@ -117,7 +119,9 @@ async def test_death_of_a_full_worker_counts_once():
     await given(workers[0], *(f"hold-{i}" for i in range(64)))
     await pool.run(assignment("die"))
     ended = await asyncio.gather(*beside)
-    assert {reason for outcomes in ended for reason in reasons(outcomes)} == {FailureReason.WORKER_DIED}
+    assert {reason for outcomes in ended for reason in reasons(outcomes)} == {
+        FailureReason.WORKER_DIED
+    }
     assert pool.replaced == 1
 
 
@@ -130,7 +134,9 @@ async def test_internal_error_of_the_pool_is_raised():
 async def test_plugin_that_does_not_load_is_raised_at_the_start():
     class Unloadable(FakeWorker):
         async def ready(self, deadline_s):
-            raise PluginError(field="rollout_function_path", value="a:b", reason="no", fix="yes")
+            raise PluginError(
+                field="rollout_function_path", value="a:b", reason="no", fix="yes"
+            )
 
     with pytest.raises(PluginError):
         await started_pool(make=Unloadable)
@@ -141,7 +147,9 @@ async def test_a_worker_that_dies_while_it_starts_is_named():
         async def ready(self, deadline_s):
             raise ActorDiedError("exit code 7")
 
-    with pytest.raises(ServerError, match=r"rollout worker 0 died while it was started: exit code 7"):
+    with pytest.raises(
+        ServerError, match=r"rollout worker 0 died while it was started: exit code 7"
+    ):
         await started_pool(make=Stillborn)
 
 

@@ -1,4 +1,5 @@
-"""The experts that computed each token: from the engine's report to the row of a training batch."""
+"""The experts that computed each token: from the engine's report to the row of a
+training batch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
 from invrl.store.row_checksums import experts_item
-from invrl.types import Group, RolloutSummary, Session, TakenBatch, TrainSample, VersionSpan, WeightVersion
+from invrl.types import (
+    Group,
+    RolloutSummary,
+    Session,
+    TakenBatch,
+    TrainSample,
+    VersionSpan,
+    WeightVersion,
+)
 
 SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
 PATH = 5
@@ -30,7 +39,9 @@ UNKNOWN = 255
 
 def report(first: int, end: int) -> str:
     """The engine's, of positions [first, end)."""
-    return base64.b64encode(fake_experts(range(20, 20 + end))[first:].tobytes()).decode()
+    return base64.b64encode(
+        fake_experts(range(20, 20 + end))[first:].tobytes()
+    ).decode()
 
 
 def spans(*ends: int) -> tuple[VersionSpan, ...]:
@@ -41,8 +52,12 @@ def spans(*ends: int) -> tuple[VersionSpan, ...]:
     )
 
 
-def read(encoded: str | None, *, path: int = PATH, sampled: tuple[int, ...] = (SAMPLED,)):
-    return turn_experts(encoded, SHAPE, path_tokens=path, prompt_tokens=PROMPT, spans=spans(*sampled))
+def read(
+    encoded: str | None, *, path: int = PATH, sampled: tuple[int, ...] = (SAMPLED,)
+):
+    return turn_experts(
+        encoded, SHAPE, path_tokens=path, prompt_tokens=PROMPT, spans=spans(*sampled)
+    )
 
 
 def test_a_turn_has_the_experts_of_the_passes_that_predicted_its_tokens() -> None:
@@ -58,7 +73,9 @@ def test_first_token_of_a_path_has_no_experts() -> None:
     assert experts_TLK is not None
     assert len(experts_TLK) == PROMPT + SAMPLED
     assert (experts_TLK[0] == UNKNOWN).all()
-    assert np.array_equal(experts_TLK[1:], fake_experts(range(20, 20 + PROMPT + SAMPLED - 1)))
+    assert np.array_equal(
+        experts_TLK[1:], fake_experts(range(20, 20 + PROMPT + SAMPLED - 1))
+    )
 
 
 def test_experts_recorded_before_an_update_are_unknown() -> None:
@@ -81,7 +98,9 @@ def test_experts_recorded_before_an_update_are_unknown() -> None:
         "no base64!",
         report(first_row(PATH), PROMPT + SAMPLED),  # a position too many
         report(first_row(PATH) + 1, PROMPT + SAMPLED - 1),
-        base64.b64encode(np.full((8, 3, 2), 8, np.int32).tobytes()).decode(),  # there are 8 experts
+        base64.b64encode(
+            np.full((8, 3, 2), 8, np.int32).tobytes()
+        ).decode(),  # there are 8 experts
         base64.b64encode(np.full((8, 3, 2), -1, np.int32).tobytes()).decode(),
     ],
 )
@@ -89,19 +108,26 @@ def test_invalid_expert_report_is_not_recorded(encoded: str | None) -> None:
     assert read(encoded) is None
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)])
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)]
+)
 def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
     assert experts_dtype(count) == dtype
     assert unknown_expert(experts_dtype(count)) >= count
 
 
 @pytest.mark.parametrize(
-    ("family", "count", "chosen"), [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)]
+    ("family", "count", "chosen"),
+    [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)],
 )
-def test_expert_shape_is_read_from_the_model(tmp_path: Path, family: str, count: int, chosen: int) -> None:
+def test_expert_shape_is_read_from_the_model(
+    tmp_path: Path, family: str, count: int, chosen: int
+) -> None:
     folder = make_family_model(tmp_path / "model", family)
     config = json.loads((folder / "config.json").read_text())
-    expected = ExpertsShape(layers=config["num_hidden_layers"], chosen=chosen, count=count)
+    expected = ExpertsShape(
+        layers=config["num_hidden_layers"], chosen=chosen, count=count
+    )
     assert ExpertsShape.of(folder) == expected
 
 
@@ -111,7 +137,7 @@ def test_model_without_experts_has_no_expert_shape(tmp_path: Path) -> None:
         ExpertsShape.of(folder)
 
 
-# ------------------------------------------------------------------ through the gateway and the store
+# -------------------------------------------------- through the gateway and the store
 
 
 async def conversation(gateway: Running, session: Session, *, stream: bool) -> None:
@@ -119,7 +145,9 @@ async def conversation(gateway: Running, session: Session, *, stream: bool) -> N
     client = gateway.client(session)
     messages: list = [ASK]
     for _ in range(3):
-        answer = await client.chat.completions.create(model="tiny", messages=messages, stream=stream)
+        answer = await client.chat.completions.create(
+            model="tiny", messages=messages, stream=stream
+        )
         text = ""
         if stream:
             async for event in answer:
@@ -178,13 +206,18 @@ async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
         [sample, _] = rows(gateway, summary)
         [first, second, *_] = gateway.turns(session)
         gateway.store._db.execute("PRAGMA query_only=0")
-        gateway.store._db.execute("DELETE FROM routed_experts WHERE turn_id=?", (second.id,))
-        gateway.store._db.execute("DELETE FROM checksums WHERE item=?", (experts_item(second.id),))
+        gateway.store._db.execute(
+            "DELETE FROM routed_experts WHERE turn_id=?", (second.id,)
+        )
+        gateway.store._db.execute(
+            "DELETE FROM checksums WHERE item=?", (experts_item(second.id),)
+        )
         [without, _] = rows(gateway, summary)
     known: list[RoutedExperts | None] = [sample.experts_TLK, without.experts_TLK]
     assert known[0] is not None
     assert known[1] is not None
-    # Its tokens are predicted from the token before its first one to the one before its last one.
+    # Its tokens are predicted from the token before its first one to the one before its
+    # last one.
     start = len(first.context_ids_T) + len(first.sampled_ids_T) - 1
     end = start + len(second.context_ids_T) + len(second.sampled_ids_T)
     assert (known[1][start:end] == UNKNOWN).all()
@@ -202,5 +235,7 @@ async def test_experts_are_requested_only_if_the_run_replays_them(
         await conversation(gateway, session, stream=False)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        assert all("custom_labels" not in request for request in gateway.engine.requests)
+        assert all(
+            "custom_labels" not in request for request in gateway.engine.requests
+        )
         assert [sample.experts_TLK for sample in rows(gateway, summary)] == [None, None]

@@ -1,4 +1,5 @@
-"""RSPO's weight for routers that have moved, against float64 in plain loops, and what refuses it."""
+"""RSPO's weight for routers that have moved, against float64 in plain loops, and what
+refuses it."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ from invrl.run.config import Config
 from invrl.run.config import resolve as resolve_settings
 
 FLOOR = 0.8
-RSPO = AlgorithmConfig(router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=0.0)
+RSPO = AlgorithmConfig(
+    router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=0.0
+)
 
 
-# ------------------------------------------------------------------ the shift
+# ----------------------------------------------------------------- the shift
 
 
 def share(logits: list[float], expert: int, score: str) -> float:
@@ -58,7 +61,9 @@ def test_shift_of_a_layer_is_over_its_chosen_experts(
     chosen = rng.integers(1, num_experts + 1)
     old = rng.normal(0, 2, (num_tokens, num_experts))
     current = old + rng.normal(0, spread, old.shape)
-    experts = np.array([rng.permutation(num_experts)[:chosen] for _ in range(num_tokens)])
+    experts = np.array(
+        [rng.permutation(num_experts)[:chosen] for _ in range(num_tokens)]
+    )
     expected = []
     for token in range(num_tokens):
         gaps = []
@@ -70,17 +75,21 @@ def test_shift_of_a_layer_is_over_its_chosen_experts(
     experts_PK = torch.from_numpy(experts)
     current_PK = score_logprobs(torch.from_numpy(current), score).gather(1, experts_PK)
     old_PK = score_logprobs(torch.from_numpy(old), score).gather(1, experts_PK)
-    np.testing.assert_allclose(layer_shift(current_PK, old_PK).numpy(), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        layer_shift(current_PK, old_PK).numpy(), expected, rtol=1e-9, atol=1e-12
+    )
     of_float32 = score_logprobs(torch.from_numpy(current).to(torch.bfloat16), score)
     assert of_float32.dtype == torch.float32
 
 
-# ------------------------------------------------------------------ the weight in the loss
+# ------------------------------------------------------------- the weight in the loss
 
 
-def expected_loss(current: list[float], still: list[float], shifts: list[float], level: str) -> float:
-    """Of the example's rows: PPO's clip with a weighted ratio, or GMPO's, a mean over all tokens. `still`:
-    the current log-probs where their gradient is stopped."""
+def expected_loss(
+    current: list[float], still: list[float], shifts: list[float], level: str
+) -> float:
+    """Of the example's rows: PPO's clip with a weighted ratio, or GMPO's, a mean over
+    all tokens. `still`: the current log-probs where their gradient is stopped."""
     inputs = example_inputs()
     assert inputs.old_N is not None
     old = inputs.old_N.double().tolist()
@@ -95,7 +104,9 @@ def expected_loss(current: list[float], still: list[float], shifts: list[float],
             for s in members:
                 sign = (advantages[s] > 0) - (advantages[s] < 0)
                 log_ratio = math.log(math.exp(current[s] - old[s]) * weights[s])
-                logs.append(sign * min(sign * log_ratio, sign * min(max(log_ratio, -0.2), 0.2)))
+                logs.append(
+                    sign * min(sign * log_ratio, sign * min(max(log_ratio, -0.2), 0.2))
+                )
             total -= math.exp(sum(logs) / len(logs)) * advantages[t]
             continue
         if level == "token":
@@ -119,7 +130,9 @@ def expected_loss(current: list[float], still: list[float], shifts: list[float],
     scale=st.sampled_from([0.0, 0.1, 0.5]),
     level=st.sampled_from(["token", "sequence", "sequence_token", "gmpo"]),
 )
-def test_router_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: float, level: str) -> None:
+def test_router_weight_multiplies_the_ratio_before_the_clip(
+    seed: int, scale: float, level: str
+) -> None:
     axis = {"policy_loss": "gmpo"} if level == "gmpo" else {"ratio_level": level}
     config = RSPO.model_copy(update=axis)
     rng = np.random.default_rng(seed)
@@ -127,8 +140,12 @@ def test_router_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: fl
     num_tokens = inputs.current_N.numel()
     assert inputs.old_N is not None
     old_N = inputs.old_N.double()
-    current_N = (old_N + torch.from_numpy(rng.normal(0, 0.2, num_tokens))).requires_grad_()
-    shift_N = torch.from_numpy(rng.exponential(scale, num_tokens) if scale else np.zeros(num_tokens))
+    current_N = (
+        old_N + torch.from_numpy(rng.normal(0, 0.2, num_tokens))
+    ).requires_grad_()
+    shift_N = torch.from_numpy(
+        rng.exponential(scale, num_tokens) if scale else np.zeros(num_tokens)
+    )
     inputs = replace(
         inputs,
         current_N=current_N,
@@ -141,8 +158,11 @@ def test_router_weight_multiplies_the_ratio_before_the_clip(seed: int, scale: fl
     outputs.loss.backward()
     current = current_N.detach().tolist()
     shifts = shift_N.tolist()
-    # Float32 are the numbers of tokens of rows and the denominators; these are small whole numbers.
-    assert outputs.loss.item() == pytest.approx(expected_loss(current, current, shifts, level), abs=2e-7)
+    # Float32 are the numbers of tokens of rows and the denominators; these are small
+    # whole numbers.
+    assert outputs.loss.item() == pytest.approx(
+        expected_loss(current, current, shifts, level), abs=2e-7
+    )
     assert current_N.grad is not None
     step = 1e-6
     for t in range(num_tokens):
@@ -174,7 +194,12 @@ def test_no_gradient_flows_through_the_router_weight() -> None:
 def test_router_weight_is_1_where_old_is_current() -> None:
     inputs = replace(example_inputs(), old_N=None)
     metrics = resolve(policy_loss(inputs, RSPO).metrics)
-    assert metrics["router_weight_mean"] == metrics["ratio_mean"] == metrics["ratio_max"] == 1.0
+    assert (
+        metrics["router_weight_mean"]
+        == metrics["ratio_mean"]
+        == metrics["ratio_max"]
+        == 1.0
+    )
     assert metrics["router_weight_floored_fraction"] == 0.0
 
 
@@ -183,7 +208,7 @@ def test_missing_router_shift_is_an_error() -> None:
         policy_loss(example_inputs(), RSPO)
 
 
-# ------------------------------------------------------------------ settings
+# ----------------------------------------------------------------- settings
 
 
 def test_router_shift_is_needed_only_with_its_setting() -> None:
@@ -196,13 +221,19 @@ def test_router_shift_is_needed_only_with_its_setting() -> None:
     ("flags", "reason", "fix"),
     [
         ("--old-logprobs engine", "under the old policy", "--old-logprobs recompute"),
-        ("--old-logprobs interpolated", "under the old policy", "--old-logprobs recompute"),
+        (
+            "--old-logprobs interpolated",
+            "under the old policy",
+            "--old-logprobs recompute",
+        ),
         ("--num-minibatches 1", "no router moves", "--num-minibatches to 2"),
         ("--policy-loss policy_gradient", "has no ratio", "leave it out"),
         ("--policy-loss vespo --correction none", "has no ratio", "leave it out"),
     ],
 )
-def test_settings_that_contradict_the_router_shift_are_refused(flags: str, reason: str, fix: str) -> None:
+def test_settings_that_contradict_the_router_shift_are_refused(
+    flags: str, reason: str, fix: str
+) -> None:
     given_flags = ["--router-shift-floor", "0.8", *flags.split()]
     if "--num-minibatches" not in given_flags:
         given_flags += ["--num-minibatches", "2"]
@@ -215,29 +246,46 @@ def test_settings_that_contradict_the_router_shift_are_refused(flags: str, reaso
 def of_run(model: Path, *flags: str) -> Config:
     return resolve_settings(
         *parse_flags(
-            ["--model-path", str(model), "--router-shift-floor", "0.8", *flags, "--num-minibatches=2"]
+            [
+                "--model-path",
+                str(model),
+                "--router-shift-floor",
+                "0.8",
+                *flags,
+                "--num-minibatches=2",
+            ]
         )
     )
 
 
-def test_router_shift_of_a_dense_model_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+def test_router_shift_of_a_dense_model_is_refused_before_any_process_starts(
+    tmp_path: Path,
+) -> None:
     model = make_tiny_model(tmp_path / "dense")
-    with pytest.raises(ConfigError, match=r"(?s)router_shift_floor.*has no experts.*--router-shift-floor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)router_shift_floor.*has no experts.*--router-shift-floor",
+    ):
         check_trainable(of_run(model))
 
 
-def test_router_shift_with_pipeline_stages_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+def test_router_shift_with_pipeline_stages_is_refused_before_any_process_starts(
+    tmp_path: Path,
+) -> None:
     model = make_family_model(tmp_path / "experts", "qwen3_moe", num_hidden_layers=2)
     check_trainable(of_run(model))
     with pytest.raises(
-        ConfigError, match=r"(?s)pipeline_model_parallel_size.*last stage.*one pipeline stage"
+        ConfigError,
+        match=r"(?s)pipeline_model_parallel_size.*last stage.*one pipeline stage",
     ):
         check_trainable(of_run(model, "--pipeline-model-parallel-size", "2"))
 
 
 def of_shift(inputs: LossInputs) -> LossOutputs:
     assert inputs.router_shift_N is not None
-    return LossOutputs(loss=(inputs.current_N * inputs.router_shift_N).sum(), metrics={})
+    return LossOutputs(
+        loss=(inputs.current_N * inputs.router_shift_N).sum(), metrics={}
+    )
 
 
 def without_old(inputs: LossInputs) -> LossOutputs:

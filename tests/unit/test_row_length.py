@@ -1,7 +1,7 @@
 """How long a row may be: `max_row_tokens`, or what the engines take.
 
-A longer one is refused before the trainer: by the gateway while it is sampled (`test_config.py`,
-`test_large_prompts.py`), and where saved batches are read."""
+A longer one is refused before the trainer: by the gateway while it is sampled
+(`test_config.py`, `test_large_prompts.py`), and where saved batches are read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configuration(model: Path | str, **train: int) -> Config:
-    return resolve(Source(name="test", tables={"model": {"model_path": str(model)}, "train": train}))
+    return resolve(
+        Source(
+            name="test", tables={"model": {"model_path": str(model)}, "train": train}
+        )
+    )
 
 
 def test_longest_conversation_is_that_of_the_engines(model: Path) -> None:
     config = configuration(model, max_tokens_per_microbatch=100)
     assert longest_conversation(config) == 2048
-    assert check_row_length(config).endswith("one of more than 100 is a micro-batch alone")
+    assert check_row_length(config).endswith(
+        "one of more than 100 is a micro-batch alone"
+    )
 
 
 def test_max_row_tokens_limits_the_conversation(model: Path) -> None:

@@ -1,4 +1,5 @@
-"""A run's metrics for Prometheus: their names, and their values from what a run reports."""
+"""A run's metrics for Prometheus: their names, and their values from what a run
+reports."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ from invrl.rollout.evaluation import EvalScore
 from invrl.run import metrics_sources as sources
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
-from invrl.types import Group, GroupLease, GroupMember, TakenBatch, Task, WeightUpdate, WeightVersion
+from invrl.types import (
+    Group,
+    GroupLease,
+    GroupMember,
+    TakenBatch,
+    Task,
+    WeightUpdate,
+    WeightVersion,
+)
 
 NAMES = """
 invrl_step invrl_steps_total invrl_step_end_timestamp_seconds invrl_step_seconds invrl_phase_seconds_total
@@ -83,14 +92,42 @@ def values_of(exporter: RunExporter) -> Mapping[tuple[str, ...], float]:
     return values
 
 
-TRAINED = {"train/loss": 0.5, "train/tokens": 100.0, "train/clip_fraction": 0.1, "train/kl_reference": 0.2}
+TRAINED = {
+    "train/loss": 0.5,
+    "train/tokens": 100.0,
+    "train/clip_fraction": 0.1,
+    "train/kl_reference": 0.2,
+}
 
 
 def test_gauges_show_the_newest_value_and_counters_add_up() -> None:
     exporter = RunExporter(clock=lambda: 1000.0)
-    exporter.step(0, {"eval/greedy/accuracy": 0.25, "eval/math/sampled/accuracy": 0.5, "eval/loss": 2.0})
-    exporter.step(1, {**TRAINED, "rollout/reward_mean": 0.1, "time/train_s": 2.0, "time/step_s": 3.0})
-    exporter.step(2, {**TRAINED, "rollout/reward_mean": 0.3, "time/train_s": 4.0, "time/checkpoint_s": 7.0})
+    exporter.step(
+        0,
+        {
+            "eval/greedy/accuracy": 0.25,
+            "eval/math/sampled/accuracy": 0.5,
+            "eval/loss": 2.0,
+        },
+    )
+    exporter.step(
+        1,
+        {
+            **TRAINED,
+            "rollout/reward_mean": 0.1,
+            "time/train_s": 2.0,
+            "time/step_s": 3.0,
+        },
+    )
+    exporter.step(
+        2,
+        {
+            **TRAINED,
+            "rollout/reward_mean": 0.3,
+            "time/train_s": 4.0,
+            "time/checkpoint_s": 7.0,
+        },
+    )
     values = values_of(exporter)
     assert values[("invrl_step",)] == 2
     assert values[("invrl_steps_total",)] == 2, "an evaluation is no step"
@@ -109,7 +146,9 @@ def test_gauges_show_the_newest_value_and_counters_add_up() -> None:
 
 def test_nonfinite_value_is_shown_as_nan_and_not_added() -> None:
     exporter = RunExporter()
-    exporter.step(1, {"train/loss": math.inf, "train/tokens": math.nan, "time/train_s": math.nan})
+    exporter.step(
+        1, {"train/loss": math.inf, "train/tokens": math.nan, "time/train_s": math.nan}
+    )
     exporter.step(2, {"train/tokens": 7.0})
     values = values_of(exporter)
     assert math.isnan(values[("invrl_loss",)])
@@ -121,8 +160,13 @@ def some_batch() -> TakenBatch:
     groups: list[Group] = []
     for version in range(2):
         members = tuple(GroupMember(index=index, attempt=0) for index in range(3))
-        lease = GroupLease(group_id=f"g{version}", task=Task(id="t", payload={}), members=members)
-        rollouts = tuple(summary_of(lease, index=index, attempt=0, version=version) for index in range(3))
+        lease = GroupLease(
+            group_id=f"g{version}", task=Task(id="t", payload={}), members=members
+        )
+        rollouts = tuple(
+            summary_of(lease, index=index, attempt=0, version=version)
+            for index in range(3)
+        )
         groups.append(Group(id=lease.group_id, task_id="t", rollouts_G=rollouts))
     return TakenBatch(batch_id=0, version=WeightVersion(2), groups=tuple(groups))
 
@@ -138,13 +182,19 @@ def some_update() -> WeightUpdate:
 
 
 def test_exported_step_values_equal_metrics_jsonl(tmp_path: Path) -> None:
-    """The families that a step feeds, from the functions that measure it, through both sinks."""
+    """The families that a step feeds, from the functions that measure it, through both
+    sinks."""
     taken = some_batch()
     values = {
         **resolve(rollout_metrics(taken), "rollout/"),
         **resolve(update_metrics(some_update()), "sync/"),
-        **resolve(time_metrics({"rollout": 3.0, "train": 2.0, "sync": 1.0}, taken, 10.0), "time/"),
-        **EvalScore(mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}).values(),
+        **resolve(
+            time_metrics({"rollout": 3.0, "train": 2.0, "sync": 1.0}, taken, 10.0),
+            "time/",
+        ),
+        **EvalScore(
+            mode="greedy", task_ids=("a",), rewards=((1.0,),), failures={}
+        ).values(),
     }
     exporter = RunExporter()
     exporter.step(3, values)
@@ -161,14 +211,24 @@ def test_exported_step_values_equal_metrics_jsonl(tmp_path: Path) -> None:
     assert len(compared) >= 17
     assert shown[("invrl_phase_seconds_total", "sync")] == 1.0
     assert shown[("invrl_weight_sync_seconds", "load")] == row["sync/load_s"]
-    phases = {labels[0] for name, *labels in shown if name == "invrl_phase_seconds_total"}
+    phases = {
+        labels[0] for name, *labels in shown if name == "invrl_phase_seconds_total"
+    }
     assert phases == {"rollout", "train", "sync"}, "tokens per second are no phase"
 
 
 def test_later_incarnation_keeps_gauges_and_restarts_counters() -> None:
     exporter = RunExporter()
     exporter.recall(
-        [{"step": 4, "time": 50.0, "rollout/reward_mean": 0.7, "train/tokens": 9.0, "train/loss": None}]
+        [
+            {
+                "step": 4,
+                "time": 50.0,
+                "rollout/reward_mean": 0.7,
+                "train/tokens": 9.0,
+                "train/loss": None,
+            }
+        ]
     )
     values = values_of(exporter)
     assert values[("invrl_step",)] == 4
@@ -188,7 +248,9 @@ def test_exactly_one_phase_is_exported_with_its_start() -> None:
     exporter.phase("train", 1)
     values = values_of(exporter)
     assert values[("invrl_phase_start_timestamp_seconds",)] == 20.0
-    assert [key for key in values if key[0] == "invrl_phase"] == [("invrl_phase", "train")]
+    assert [key for key in values if key[0] == "invrl_phase"] == [
+        ("invrl_phase", "train")
+    ]
 
 
 def test_failing_part_is_named_and_other_parts_are_exported() -> None:
@@ -197,7 +259,9 @@ def test_failing_part_is_named_and_other_parts_are_exported() -> None:
     def fails() -> Mapping[str, Mapping[tuple[str, ...], float | Histogram]]:
         raise TimeoutError("no answer")
 
-    exporter.attach({"gateway": fails, "disk": lambda: {"invrl_disk_free_bytes": {(): 5.0}}})
+    exporter.attach(
+        {"gateway": fails, "disk": lambda: {"invrl_disk_free_bytes": {(): 5.0}}}
+    )
     values = values_of(exporter)
     assert values[("invrl_source_up", "gateway")] == 0
     assert values[("invrl_source_up", "disk")] == 1
@@ -229,7 +293,11 @@ def test_steps_and_scrapes_may_be_concurrent() -> None:
 
 
 def counts(trained: int, failed: Mapping[str, int], in_flight: int = 0) -> BufferCounts:
-    states = {"groups_ready": 2, "rollouts_in_flight": in_flight, "rollouts_trained": trained}
+    states = {
+        "groups_ready": 2,
+        "rollouts_in_flight": in_flight,
+        "rollouts_trained": trained,
+    }
     return BufferCounts(states=states, failed=failed, dropped={"filtered/dull": 3})
 
 
@@ -242,7 +310,9 @@ def test_buffer_counters_start_with_the_incarnation() -> None:
     assert numbers["invrl_groups"] == {("ready",): 2}
     assert numbers["invrl_rollouts_ended"] == {("trained",): 8}
     failed = numbers["invrl_rollouts_failed"]
-    assert {reason for (reason,) in failed} == set(FailureReason), "a series that begins with its first event"
+    assert {reason for (reason,) in failed} == set(FailureReason), (
+        "a series that begins with its first event"
+    )
     assert (failed[("timeout",)], failed[("empty",)]) == (1, 0)
     dropped = numbers["invrl_groups_dropped"]
     assert {reason for (reason,) in dropped} == {*DropReason, "filtered/dull"}
@@ -257,7 +327,10 @@ def test_buffer_counters_start_with_the_incarnation() -> None:
 
 def test_exporter_shows_living_and_lost_engines() -> None:
     state = FleetState(
-        alive={"engine-1": "http://x"}, lost=("engine-0",), restarts={"engine-0": 2}, router_metrics_url=""
+        alive={"engine-1": "http://x"},
+        lost=("engine-0",),
+        restarts={"engine-0": 2},
+        router_metrics_url="",
     )
     numbers = sources.fleet_numbers(lambda: state)
     assert numbers["invrl_engines"] == {("alive",): 1, ("lost",): 1}
@@ -271,28 +344,45 @@ WORKER = {
     "max": 300.0,
     "tokens": {"sampled": 9},
     "requests": {
-        "/v1/messages": {"statuses": {"200": 3, "503": 1}, "buckets": {"0.1": 1, "+Inf": 4}, "seconds": 8.5}
+        "/v1/messages": {
+            "statuses": {"200": 3, "503": 1},
+            "buckets": {"0.1": 1, "+Inf": 4},
+            "seconds": 8.5,
+        }
     },
 }
 
 
 def test_gateway_metrics_are_exported_per_worker() -> None:
-    answer = {"sessions": {"open": 3, "finished": 9}, "workers": {"0": WORKER, "1": {**WORKER, "starts": 1}}}
+    answer = {
+        "sessions": {"open": 3, "finished": 9},
+        "workers": {"0": WORKER, "1": {**WORKER, "starts": 1}},
+    }
     exporter = RunExporter()
     exporter.attach({"gateway": lambda: sources.gateway_numbers(answer)})
     values = values_of(exporter)
     assert values[("invrl_gateway_sessions", "open")] == 3
     assert values[("invrl_gateway_requests_total", "/v1/messages", "503", "1")] == 1
-    assert values[("invrl_gateway_request_seconds_bucket", "0.1", "/v1/messages", "0")] == 1
-    assert values[("invrl_gateway_request_seconds_bucket", "+Inf", "/v1/messages", "0")] == 4
+    assert (
+        values[("invrl_gateway_request_seconds_bucket", "0.1", "/v1/messages", "0")]
+        == 1
+    )
+    assert (
+        values[("invrl_gateway_request_seconds_bucket", "+Inf", "/v1/messages", "0")]
+        == 4
+    )
     assert values[("invrl_gateway_request_seconds_count", "/v1/messages", "0")] == 4
     assert values[("invrl_gateway_request_seconds_sum", "/v1/messages", "0")] == 8.5
     assert values[("invrl_gateway_tokens_total", "sampled", "0")] == 9
-    assert values[("invrl_gateway_loop_lag_seconds", "0.99", "0")] == pytest.approx(0.02)
+    assert values[("invrl_gateway_loop_lag_seconds", "0.99", "0")] == pytest.approx(
+        0.02
+    )
     assert values[("invrl_gateway_worker_starts_total", "0")] == 2
 
 
-def test_exported_disk_and_checkpoint_are_those_of_the_run_folder(tmp_path: Path) -> None:
+def test_exported_disk_and_checkpoint_are_those_of_the_run_folder(
+    tmp_path: Path,
+) -> None:
     folder = RunFolder(path=tmp_path)
     exporter = RunExporter()
     exporter.attach({"disk": lambda: sources.disk_numbers(folder)})
@@ -305,7 +395,9 @@ def test_exported_disk_and_checkpoint_are_those_of_the_run_folder(tmp_path: Path
 def test_every_series_has_all_labels_of_its_family() -> None:
     """A family's labels are those that its series have."""
     exporter = RunExporter({"invrl_run_info": {("r", "train", "0"): 1.0}})
-    exporter.step(1, {"time/train_s": 1.0, "sync/load_s": 1.0, "eval/greedy/accuracy": 1.0})
+    exporter.step(
+        1, {"time/train_s": 1.0, "sync/load_s": 1.0, "eval/greedy/accuracy": 1.0}
+    )
     exporter.phase("train", 1)
     answer = {"sessions": {}, "workers": {"0": WORKER}}
     exporter.attach({"gateway": lambda: sources.gateway_numbers(answer)})

@@ -20,16 +20,24 @@ from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
 from invrl.run.resolved_config import load_resolved
 
 
-def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(tmp_path: Path) -> None:
+def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(
+    tmp_path: Path,
+) -> None:
     wanted = config(tmp_path, "first")
     folder = make_run_folder(wanted)
     assert folder.path == tmp_path / "first"
     assert load_resolved(folder.config_path) == wanted
-    for path in (folder.checkpoints_path, folder.report_path, folder.log_path("x").parent):
+    for path in (
+        folder.checkpoints_path,
+        folder.report_path,
+        folder.log_path("x").parent,
+    ):
         assert path.is_dir()
 
 
-def test_a_new_folder_is_its_owner_s_alone_and_an_opened_one_stays_open(tmp_path: Path) -> None:
+def test_a_new_folder_is_its_owner_s_alone_and_an_opened_one_stays_open(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0)
     try:
         folder = make_run_folder(config(tmp_path / "root", "r"))
@@ -46,7 +54,9 @@ def test_runs_of_the_same_second_get_different_folders(tmp_path: Path) -> None:
     assert len({folder.path for folder in folders}) == 3
 
 
-def test_same_configuration_reopens_a_run_folder_and_another_is_refused(tmp_path: Path) -> None:
+def test_same_configuration_reopens_a_run_folder_and_another_is_refused(
+    tmp_path: Path,
+) -> None:
     first = make_run_folder(config(tmp_path, "r", lr=0.5))
     first.metrics_path.write_text("kept")
     assert make_run_folder(config(tmp_path, "r", lr=0.5)) == first
@@ -92,7 +102,12 @@ def test_settings_that_change_no_result_may_differ_on_resume(tmp_path: Path) -> 
         Source(
             name="test",
             tables={
-                "run": {"run_root": str(tmp_path), "run_name": "first", "num_steps": 7, "save_interval": 3}
+                "run": {
+                    "run_root": str(tmp_path),
+                    "run_name": "first",
+                    "num_steps": 7,
+                    "save_interval": 3,
+                }
             },
         )
     )
@@ -102,14 +117,24 @@ def test_settings_that_change_no_result_may_differ_on_resume(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "train",
     [
-        {"tensor_model_parallel_size": 2, "data_parallel_size": 3, "context_parallel_size": 2},
+        {
+            "tensor_model_parallel_size": 2,
+            "data_parallel_size": 3,
+            "context_parallel_size": 2,
+        },
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         {"data_parallel_size": 2, "expert_model_parallel_size": 2},
-        {"max_tokens_per_microbatch": 100, "reference_placement": "cpu_by_layer", "share_prefixes": False},
+        {
+            "max_tokens_per_microbatch": 100,
+            "reference_placement": "cpu_by_layer",
+            "share_prefixes": False,
+        },
     ],
     ids=["layout", "stages", "experts", "memory"],
 )
-def test_run_may_resume_with_other_ranks_and_less_memory(tmp_path: Path, train: dict[str, object]) -> None:
+def test_run_may_resume_with_other_ranks_and_less_memory(
+    tmp_path: Path, train: dict[str, object]
+) -> None:
     make_run_folder(config(tmp_path, "first"))
     make_run_folder(config(tmp_path, "first", **train))
 
@@ -124,7 +149,9 @@ def another_process_holds(path: Path, command: str) -> Iterator[subprocess.Popen
             sys.stdin.read()
     """)
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
@@ -134,7 +161,9 @@ def another_process_holds(path: Path, command: str) -> Iterator[subprocess.Popen
         process.wait(60)
 
 
-def test_holder_of_a_run_folder_is_named_and_its_files_are_unchanged(tmp_path: Path) -> None:
+def test_holder_of_a_run_folder_is_named_and_its_files_are_unchanged(
+    tmp_path: Path,
+) -> None:
     wanted = config(tmp_path, "r")
     folder = make_run_folder(wanted)
     check_run_folder(wanted)
@@ -150,14 +179,22 @@ def test_holder_of_a_run_folder_is_named_and_its_files_are_unchanged(tmp_path: P
         holder.wait(60)
     with hold_run_folder(wanted, "serve") as again:
         assert again == folder
-        with pytest.raises(ConfigError, match=r"\(invrl serve\)"), folder.held("replay"):
+        with (
+            pytest.raises(ConfigError, match=r"\(invrl serve\)"),
+            folder.held("replay"),
+        ):
             pass
     check_run_folder(wanted)
 
 
-def test_folder_just_created_by_another_process_is_held_by_its_creator(tmp_path: Path) -> None:
+def test_folder_just_created_by_another_process_is_held_by_its_creator(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "new").mkdir()
     with another_process_holds(tmp_path / "new", "train") as holder:
         named = f"process {holder.pid} "
-        with pytest.raises(ConfigError, match=named), hold_run_folder(config(tmp_path, "new"), "train"):
+        with (
+            pytest.raises(ConfigError, match=named),
+            hold_run_folder(config(tmp_path, "new"), "train"),
+        ):
             pass

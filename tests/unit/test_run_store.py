@@ -1,4 +1,5 @@
-"""The run's store: what was committed is there after kill -9, and outcomes go out exactly once."""
+"""The run's store: what was committed is there after kill -9, and outcomes go out
+exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
-from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Turn, VersionSpan, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    RolloutSummary,
+    Sampling,
+    Session,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
 
 V = WeightVersion
 
@@ -44,11 +53,17 @@ def session(name: str, index: int = 0) -> Session:
     )
 
 
-def stored_session(name: str, key_hash: bytes, opened_at: float, index: int = 0) -> StoredSession:
-    return StoredSession(session=session(name, index), key_hash=key_hash, opened_at=opened_at)
+def stored_session(
+    name: str, key_hash: bytes, opened_at: float, index: int = 0
+) -> StoredSession:
+    return StoredSession(
+        session=session(name, index), key_hash=key_hash, opened_at=opened_at
+    )
 
 
-def turn(name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3) -> Turn:
+def turn(
+    name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3
+) -> Turn:
     return Turn(
         id=name,
         session_id=session_id,
@@ -56,7 +71,10 @@ def turn(name: str, session_id: str = "a", parent: str | None = None, sampled: i
         context_ids_T=np.arange(5, dtype=np.int32),
         sampled_ids_T=np.arange(sampled, dtype=np.int32) + 100_000,
         logprobs_T=np.linspace(-3, -1e-7, sampled, dtype=np.float32),
-        spans=(VersionSpan(version=V(3), start=0, end=1), VersionSpan(version=V(4), start=1, end=sampled)),
+        spans=(
+            VersionSpan(version=V(3), start=0, end=1),
+            VersionSpan(version=V(4), start=1, end=sampled),
+        ),
         finish_reason="stop",
         request_digest="d",
         delivered=False,
@@ -108,8 +126,12 @@ def failure(session_id: str) -> FailedRollout:
 
 def same(left: Turn, right: Turn) -> bool:
     return all(
-        np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b
-        for a, b in ((getattr(left, f.name), getattr(right, f.name)) for f in fields(Turn))
+        np.array_equal(a, b) and a.dtype == b.dtype
+        if isinstance(a, np.ndarray)
+        else a == b
+        for a, b in (
+            (getattr(left, f.name), getattr(right, f.name)) for f in fields(Turn)
+        )
     )
 
 
@@ -135,7 +157,10 @@ def test_outcomes_leave_the_outbox_in_order_and_once(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     writer.open_sessions(
-        [stored_session(name, name.encode(), 1.0, index) for index, name in enumerate("abc")]
+        [
+            stored_session(name, name.encode(), 1.0, index)
+            for index, name in enumerate("abc")
+        ]
     )
     assert reader.outbox_after(0) == []
     writer.close_session("a", "finished", summary("a"), hand_over=True)
@@ -145,7 +170,11 @@ def test_outcomes_leave_the_outbox_in_order_and_once(tmp_path: Path):
     assert [outcome for _, outcome in rows] == [summary("a"), failure("b")]
     assert reader.outbox_after(rows[0][0]) == rows[1:]
     assert reader.outbox_after(rows[1][0]) == []
-    assert [reader.closed_session(name).state for name in "abc"] == ["finished", "expired", "finished"]
+    assert [reader.closed_session(name).state for name in "abc"] == [
+        "finished",
+        "expired",
+        "finished",
+    ]
     with pytest.raises(KeyError):
         reader.rollout("b")
     with pytest.raises(KeyError):
@@ -197,9 +226,13 @@ def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path
     writer.close()
 
 
-def test_long_write_ahead_log_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_write_ahead_log_is_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
-    monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)  # once, when nothing more is written
+    monkeypatch.setattr(
+        run_store_writer, "_CHECKPOINT_EVERY", 200
+    )  # once, when nothing more is written
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     for number in range(200):
@@ -209,7 +242,9 @@ def test_long_write_ahead_log_is_truncated(tmp_path: Path, monkeypatch: pytest.M
     assert [t.id for t in reader.turns("a")] == [str(number) for number in range(200)]
 
 
-def test_long_reader_does_not_block_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_long_reader_does_not_block_writers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 10)
     monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 50)
     writer = RunStoreWriter(tmp_path / "run.db")
@@ -217,13 +252,17 @@ def test_long_reader_does_not_block_writers(tmp_path: Path, monkeypatch: pytest.
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
     for number in range(100):
-        writer.add_turn(turn(str(number)), b"[]").result(20)  # of the 30 s that a connection waits
+        writer.add_turn(turn(str(number)), b"[]").result(
+            20
+        )  # of the 30 s that a connection waits
     reader.close()
     writer.close()
 
 
 @pytest.mark.parametrize("heartbeat_timeout_s", [0.5, 30.0, 600.0])
-def test_writer_waits_longer_than_a_stopped_process_may_live(tmp_path: Path, heartbeat_timeout_s: float):
+def test_writer_waits_longer_than_a_stopped_process_may_live(
+    tmp_path: Path, heartbeat_timeout_s: float
+):
     """Stopped within a commit, it holds the store until its silence has killed it."""
     path = tmp_path / "run.db"
     options = {"heartbeat_timeout_s": heartbeat_timeout_s}
@@ -237,9 +276,9 @@ def test_writer_waits_longer_than_a_stopped_process_may_live(tmp_path: Path, hea
             (waits_ms,) = db.execute("PRAGMA busy_timeout").fetchone()
             assert waits_ms >= 1000 * (2 * heartbeat_timeout_s + 30)
     # The supervisor looks again after a second at most, or an eighth of the timeout.
-    assert busy_timeout_s(heartbeat_timeout_s) > heartbeat_timeout_s + 2 * beat_interval_s(
+    assert busy_timeout_s(
         heartbeat_timeout_s
-    )
+    ) > heartbeat_timeout_s + 2 * beat_interval_s(heartbeat_timeout_s)
 
 
 def test_cancelled_waiter_does_not_undo_its_commit(tmp_path: Path):
@@ -292,7 +331,13 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
             print(number, flush=True)
         """
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "run.db"), str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        str(tmp_path / "run.db"),
+        str(Path(__file__).parent),
+    ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     for line in child.stdout:
@@ -312,7 +357,13 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
 
 
 def test_branches_of_a_forest_are_its_root_to_leaf_paths():
-    turns = [turn("1"), turn("2", parent="1"), turn("3"), turn("4", parent="2"), turn("5", parent="1")]
+    turns = [
+        turn("1"),
+        turn("2", parent="1"),
+        turn("3"),
+        turn("4", parent="2"),
+        turn("5", parent="1"),
+    ]
     paths = [[t.id for t in trajectory.turns] for trajectory in branches(turns)]
     assert paths == [["3"], ["1", "2", "4"], ["1", "5"]]
 
@@ -320,19 +371,30 @@ def test_branches_of_a_forest_are_its_root_to_leaf_paths():
 def test_equal_tools_are_stored_once(tmp_path: Path):
     path = tmp_path / "run.db"
     writer = RunStoreWriter(path)
-    own = [b'[{"name": "%d", "description": "%s"}]' % (number, b"x" * 50_000) for number in range(3)]
-    writer.open_sessions([stored_session("a", b"a", 0.0), stored_session("b", b"b", 0.0)]).result(60)
+    own = [
+        b'[{"name": "%d", "description": "%s"}]' % (number, b"x" * 50_000)
+        for number in range(3)
+    ]
+    writer.open_sessions(
+        [stored_session("a", b"a", 0.0), stored_session("b", b"b", 0.0)]
+    ).result(60)
     for number in range(60):
         made = turn(str(number), session_id="ab"[number % 2])
         writer.add_turn(made, b"[]", own[number % 3]).result(60)
     writer.add_turn(turn("none"), b"[]").result(60)
     writer.close()
     store = RunStore(path)
-    told = {one.id: tools for name in "ab" for one, _, tools in store.recorded_turns(name)}
-    assert told == {str(number): own[number % 3] for number in range(60)} | {"none": b"[]"}
+    told = {
+        one.id: tools for name in "ab" for one, _, tools in store.recorded_turns(name)
+    }
+    assert told == {str(number): own[number % 3] for number in range(60)} | {
+        "none": b"[]"
+    }
     with contextlib.closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT count(*) FROM tool_lists").fetchone() == (4,)
-        [(pages, size)] = db.execute("SELECT * FROM pragma_page_count, pragma_page_size")
+        [(pages, size)] = db.execute(
+            "SELECT * FROM pragma_page_count, pragma_page_size"
+        )
     assert pages * size < 6 * 50_000  # 60 times would be 3 MB
 
 

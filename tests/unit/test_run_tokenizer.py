@@ -23,7 +23,10 @@ def started(*_: object) -> None:
 
 
 def configured(root: Path, model: Path) -> Config:
-    tables = {"model": {"model_path": str(model)}, "run": {"run_root": str(root), "run_name": "r"}}
+    tables = {
+        "model": {"model_path": str(model)},
+        "run": {"run_root": str(root), "run_name": "r"},
+    }
     return resolve(Source(name="test", tables=tables))
 
 
@@ -33,7 +36,11 @@ async def test_evaluations_and_servers_keep_their_tokenizer(
 ) -> None:
     config = configured(tmp_path / "runs", make_tiny_model(tmp_path / "tiny"))
     folder = make_run_folder(config)
-    run = invrl.run.evaluate.run_evaluation if command == "eval" else invrl.run.serve.serve
+    run = (
+        invrl.run.evaluate.run_evaluation
+        if command == "eval"
+        else invrl.run.serve.serve
+    )
     for module in (invrl.run.evaluate, invrl.run.serve):
         monkeypatch.setattr(module, "start_serving", started)
     with pytest.raises(Started):

@@ -1,4 +1,5 @@
-"""A safetensors file that is written tensor by tensor is read as one that was written at once."""
+"""A safetensors file that is written tensor by tensor is read as one that was written
+at once."""
 
 from __future__ import annotations
 
@@ -36,11 +37,17 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, given: dict[str, torch.Tensor]) -> None:
-    write_safetensors(path, tuple(spec_of(name, tensor) for name, tensor in given.items()), given.items())
+    write_safetensors(
+        path,
+        tuple(spec_of(name, tensor) for name, tensor in given.items()),
+        given.items(),
+    )
 
 
 @pytest.mark.usefixtures("ordinary_umask")
-def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(tmp_path: Path) -> None:
+def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "model.safetensors"
     write(path, tensors())
     found = load_file(path)
@@ -52,7 +59,9 @@ def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(tmp_p
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_safetensors_header_equals_the_reference_implementations(tmp_path: Path) -> None:
+def test_safetensors_header_equals_the_reference_implementations(
+    tmp_path: Path,
+) -> None:
     """Its writer orders tensors by dtype and name; here they come in that order."""
     given = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
     write(tmp_path / "ours", given)

@@ -27,7 +27,10 @@ def test_search_words_are_lower_case_and_without_accents(text: str, words: str) 
 def turn(reply: str) -> dict[str, Any]:
     call = {"name": "add", "arguments": '{"a": 1}'}
     asked = {"content": "What?", "reasoning": "", "tool_calls": []}
-    return {"messages": [asked], "reply": {"content": reply, "reasoning": "hm", "tool_calls": [call]}}
+    return {
+        "messages": [asked],
+        "reply": {"content": reply, "reasoning": "hm", "tool_calls": [call]},
+    }
 
 
 def test_search_words_of_a_turn_cover_prompt_thinking_reply_and_calls() -> None:

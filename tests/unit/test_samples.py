@@ -46,8 +46,14 @@ def test_samples_show_the_last_step_with_prompt_reply_and_reward(
         "step 2, the last: 2 rollouts of 1 task, reward mean 0.500 (0.25 to 0.75), cut 50%, "
     )
     assert "2 distinct replies of 2" in out
-    assert "== task 2+2, rollout 0 of group g-2+2-2: reward 0.250, step 2, weights 1, " in out
-    assert "user: What is 2+2?\n> model: let me think\nuser: Go on.\n> model: four\n" in out
+    assert (
+        "== task 2+2, rollout 0 of group g-2+2-2: reward 0.250, step 2, weights 1, "
+        in out
+    )
+    assert (
+        "user: What is 2+2?\n> model: let me think\nuser: Go on.\n> model: four\n"
+        in out
+    )
     assert "CUT" in out
     assert "(the prompt above)\n> model [length: cut]: 5\n" in out
 
@@ -103,14 +109,19 @@ def test_worst_and_best_samples_are_by_reward_with_one_per_task_first(
 def test_a_held_out_task_that_changed_is_shown_before_and_after(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for step, steady, learnt, reworded in ((0, "6", "9", "it is 7"), (4, "6", "8", "seven")):
+    for step, steady, learnt, reworded in (
+        (0, "6", "9", "it is 7"),
+        (4, "6", "8", "seven"),
+    ):
         run.add("3+3", steady, 1.0, step=step, purpose="eval")
         run.add("4+4", learnt, float(learnt == "8"), step=step, purpose="eval")
         run.add("3+4", reworded, 1.0, step=step, purpose="eval")
     run.add("4+4", "8", 1.0, step=4, purpose="eval", mode="sampled")
     out = shown(run, capsys, "--changed")
     assert out.startswith("2 tasks changed")
-    assert out.index("task 4+4, held out (greedy): reward 0.000 -> 1.000 (+1.000)") < out.index("task 3+4")
+    assert out.index(
+        "task 4+4, held out (greedy): reward 0.000 -> 1.000 (+1.000)"
+    ) < out.index("task 3+4")
     assert "reward 1.000 -> 1.000 (+0.000)" in out
     assert "3+3" not in out
     assert "before: reward 0.000, evaluated after step 0 (greedy)" in out
@@ -126,7 +137,14 @@ def test_change_of_a_training_task_is_from_its_first_to_its_last_group_even_if_d
     for index in range(2):
         run.add("solved", "no idea", float(index == 1), step=1, index=index, group="g0")
         run.add(
-            "solved", "42", 1.0, step=None, index=index, group="g7", version=6, drop=DropReason.ZERO_VARIANCE
+            "solved",
+            "42",
+            1.0,
+            step=None,
+            index=index,
+            group="g7",
+            version=6,
+            drop=DropReason.ZERO_VARIANCE,
         )
         run.add("once", "1", 0.0, step=1, index=index, group="g1")
     out = shown(run, capsys, "--changed")
@@ -135,11 +153,15 @@ def test_change_of_a_training_task_is_from_its_first_to_its_last_group_even_if_d
     assert "task once" not in out
 
 
-def test_task_of_a_later_epoch_is_the_same_task(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_task_of_a_later_epoch_is_the_same_task(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.add("10", "no idea", 0.0, step=1, group="g0")
     run.add("10@1", "even", 1.0, step=2, group="g5", version=1)
     run.add("me@1", "a name with a number", 0.0, step=2, group="g6", version=1)
-    assert "task 10, training: reward 0.000 -> 1.000 (+1.000)" in shown(run, capsys, "--changed")
+    assert "task 10, training: reward 0.000 -> 1.000 (+1.000)" in shown(
+        run, capsys, "--changed"
+    )
     both = shown(run, capsys, "--task", "10")
     assert "no idea" in both
     assert "even" in both
@@ -188,7 +210,9 @@ def test_control_characters_of_the_model_never_reach_the_terminal(
     out = shown(run, capsys, "--full")
     assert {c for c in out if not c.isprintable()} <= {"\n", "\t"}
     assert r"\x1b]0;title\x07\x1b[2Jred\r\x9bK\u202egnirts\u2028" in out
-    assert "    line two\n" in out  # not at the margin, where it could be taken for another message
+    assert (
+        "    line two\n" in out
+    )  # not at the margin, where it could be taken for another message
     assert r"<think>hidden\x1b</think>" in out
     assert r'run\x1b[1m({"a": "\x08"})' in out
     assert {c for c in shown(run, capsys, "--json") if not c.isprintable()} <= {"\n"}
@@ -207,11 +231,20 @@ def test_long_texts_are_trimmed_in_the_middle_unless_full_text_is_requested(
     assert text in shown(run, capsys, "--full")
 
 
-def test_json_output_of_samples_is_complete(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_of_samples_is_complete(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "y" * 10_000
     name = run.add("a", ["one", text], 0.5, ending="length")
     (row,) = json.loads(shown(run, capsys, "--json"))
-    wanted = {"rollout_id": name, "task_id": "a", "step": 1, "reward": 0.5, "cut": True, "state": "trained"}
+    wanted = {
+        "rollout_id": name,
+        "task_id": "a",
+        "step": 1,
+        "reward": 0.5,
+        "cut": True,
+        "state": "trained",
+    }
     assert wanted.items() <= row.items()
     assert [turn["reply"]["content"] for turn in row["turns"]] == ["one", text]
     assert [turn["finish_reason"] for turn in row["turns"]] == ["length", "length"]
@@ -246,7 +279,10 @@ def test_unknown_step_or_task_is_refused_with_the_existing_ones(
     ],
 )
 def test_senseless_flags_of_samples_are_refused(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+    run: RecordedRun,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    told: str,
 ) -> None:
     run.add("a", "x", 0.5)
     assert told in refused(run, capsys, *flags)
@@ -270,7 +306,9 @@ def test_rollouts_trained_by_a_lost_incarnation_are_not_shown(run: RecordedRun) 
     assert second.step == 1
 
 
-def test_failed_rollout_that_counts_is_shown_with_its_assigned_reward(run: RecordedRun) -> None:
+def test_failed_rollout_that_counts_is_shown_with_its_assigned_reward(
+    run: RecordedRun,
+) -> None:
     run.add("a", "x", 0.5)
     with_partial = FailedRollout(
         session_id="ses-late",
@@ -284,10 +322,18 @@ def test_failed_rollout_that_counts_is_shown_with_its_assigned_reward(run: Recor
     )
     record = StoredSession(session=_open_session(), key_hash=b"hash", opened_at=7.0)
     run.writer.open_sessions([record]).result(60)
-    run.writer.close_session("ses-open", "aborted", with_partial, hand_over=True).result(60)
+    run.writer.close_session(
+        "ses-open", "aborted", with_partial, hand_over=True
+    ).result(60)
     rules = {FailureReason.TIMEOUT: -1.0}
-    assert [sample.reward for sample in read_samples(run.folder.store_path, rules)] == [0.5, -1.0]
-    assert [sample.reward for sample in read_samples(run.folder.store_path, {})] == [0.5, None]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, rules)] == [
+        0.5,
+        -1.0,
+    ]
+    assert [sample.reward for sample in read_samples(run.folder.store_path, {})] == [
+        0.5,
+        None,
+    ]
 
 
 def test_spread_samples_are_even_and_keep_both_ends(run: RecordedRun) -> None:

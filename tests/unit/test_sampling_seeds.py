@@ -1,5 +1,5 @@
-"""Seeds of generations: the noise of SGLang's seeded sampler on CPU; how a seed comes from a place; what the
-gateway sends."""
+"""Seeds of generations: the noise of SGLang's seeded sampler on CPU; how a seed comes
+from a place; what the gateway sends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
 
     def noise(rows: list[int]) -> torch.Tensor:
         seed = torch.tensor([seeds[row] for row in rows], dtype=torch.uint64)
-        return seeded_noise(seed, torch.tensor([positions[row] for row in rows]), columns)
+        return seeded_noise(
+            seed, torch.tensor([positions[row] for row in rows]), columns
+        )
 
     drawn = noise([0, 1, 2, 3])
     assert drawn.dtype == torch.uint32
@@ -44,15 +46,25 @@ def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
 
 def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     seed = sampling_seed(0, SESSION, PROMPT, 1)
-    assert seed == 1584714016  # pinned: a run that is resumed by a later version must go on as it began
-    assert sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1) == seed
+    assert (
+        seed == 1584714016
+    )  # pinned: a run that is resumed by a later version must go on as it began
+    assert (
+        sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1)
+        == seed
+    )
     others = [
         sampling_seed(1, SESSION, PROMPT, 1),
         sampling_seed(0, SESSION, PROMPT[::-1], 1),
         sampling_seed(0, SESSION, PROMPT, 2),
         *(
             sampling_seed(0, replace(SESSION, **{name: value}), PROMPT, 1)
-            for name, value in {"purpose": "eval", "group_id": "g8", "index": 4, "attempt": 1}.items()
+            for name, value in {
+                "purpose": "eval",
+                "group_id": "g8",
+                "index": 4,
+                "attempt": 1,
+            }.items()
         ),
     ]
     assert len({seed, *others}) == 1 + 7
@@ -74,16 +86,22 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
         gateway.engine.script = lambda _: [40, 41, 2]
 
         async def seeds(session: Session, *, seed: int | None = None) -> list[int]:
-            """Of a question, the next turn, the question anew (a fresh conversation)."""
+            """Of a question, the next turn, the question anew (a fresh
+            conversation)."""
             before = len(gateway.engine.requests)
             client = gateway.client(session)
             extra = {} if seed is None else {"seed": seed}
-            first = await client.chat.completions.create(model="tiny", messages=[ASK], **extra)
+            first = await client.chat.completions.create(
+                model="tiny", messages=[ASK], **extra
+            )
             reply = {"role": "assistant", "content": first.choices[0].message.content}
             for messages in ([ASK, reply, MORE], [ASK]):
                 # The same question again is a retry, unless the client says otherwise.
                 await client.chat.completions.create(
-                    model="tiny", messages=messages, extra_headers={"x-stainless-retry-count": "0"}, **extra
+                    model="tiny",
+                    messages=messages,
+                    extra_headers={"x-stainless-retry-count": "0"},
+                    **extra,
                 )
             sent = gateway.engine.requests[before:]
             return [request["sampling_params"]["sampling_seed"] for request in sent]
@@ -95,10 +113,19 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
         assert len(set(of_first)) == 3
         assert all(isinstance(one, int) for one in of_first)
         assert not set(await seeds(second)) & set(of_first)
-        assert await seeds(replaced, seed=9) == of_first  # the same place; training does not ask the client
+        assert (
+            await seeds(replaced, seed=9) == of_first
+        )  # the same place; training does not ask the client
         assert await seeds(served, seed=9) == [9, 9, 9]
         [reordered] = await gateway.open()
         for message in (MORE, ASK):  # as requests that were sent at once may arrive
-            await gateway.client(reordered).chat.completions.create(model="tiny", messages=[message])
-        assert gateway.engine.requests[-1]["sampling_params"]["sampling_seed"] == of_first[0]
-        assert not {9, *of_first} & set(await seeds((await gateway.open(purpose="serve"))[0]))
+            await gateway.client(reordered).chat.completions.create(
+                model="tiny", messages=[message]
+            )
+        assert (
+            gateway.engine.requests[-1]["sampling_params"]["sampling_seed"]
+            == of_first[0]
+        )
+        assert not {9, *of_first} & set(
+            await seeds((await gateway.open(purpose="serve"))[0])
+        )

@@ -18,7 +18,9 @@ class Clock:
         return self.now
 
 
-def due_steps(schedule: SaveSchedule, clock: Clock, *, steps: int, step_s: float, save_s: float) -> list[int]:
+def due_steps(
+    schedule: SaveSchedule, clock: Clock, *, steps: int, step_s: float, save_s: float
+) -> list[int]:
     """Of so many steps, each taking `step_s`, and a save `save_s` beside that."""
     schedule.begin()
     due = []
@@ -59,7 +61,9 @@ def test_saving_takes_at_most_a_twentieth_of_the_time(save_s: float) -> None:
     assert all(save_s / (pause_s + save_s) < 0.05 for pause_s in pauses_s)
 
 
-@pytest.mark.parametrize("schedule", [SaveSchedule(), SaveSchedule(seconds=0.0, clock=Clock())])
+@pytest.mark.parametrize(
+    "schedule", [SaveSchedule(), SaveSchedule(seconds=0.0, clock=Clock())]
+)
 def test_no_save_is_due_without_a_schedule(schedule: SaveSchedule) -> None:
     schedule.begin()
     assert not any(schedule.is_due(step) for step in range(1, 100))

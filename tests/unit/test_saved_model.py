@@ -1,4 +1,5 @@
-"""The weights of a step are saved before its optimizer's state, and stay where that cannot be written."""
+"""The weights of a step are saved before its optimizer's state, and stay where that
+cannot be written."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from invrl.run.checkpoints import Checkpoints
 from invrl.store.manifest import check_manifest
 
 
-async def test_failure_while_saving_the_optimizer_leaves_the_saved_model(tmp_path: Path) -> None:
+async def test_failure_while_saving_the_optimizer_leaves_the_saved_model(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(TrainError):
         await checkpoints.save(trainer(fails_in="save_checkpoint"), 7, b"the buffer")
@@ -47,7 +50,12 @@ async def test_finished_checkpoint_takes_over_the_saved_model(tmp_path: Path) ->
     await checkpoints.save_model(trainer("older"), 3)
     saved = await checkpoints.save(trainer(), 7, b"the buffer")
     assert names(tmp_path) == ["step-000007"]
-    assert names(saved.path) == ["buffer.json", "hugging_face", "manifest.json", "megatron"]
+    assert names(saved.path) == [
+        "buffer.json",
+        "hugging_face",
+        "manifest.json",
+        "megatron",
+    ]
     assert names(saved.hugging_face) == ["model.safetensors"]
     saved.check(NO_MODEL)
     check_served(saved.hugging_face)
@@ -65,8 +73,11 @@ async def test_files_are_copied_where_the_file_system_has_no_links(
     assert (saved.hugging_face / "model.safetensors").read_text() == "weights"
 
 
-async def test_model_newer_than_the_last_checkpoint_is_kept_until_passed(tmp_path: Path) -> None:
-    """An incarnation saved its weights at step 7 and ended; the next one went on from step 4."""
+async def test_model_newer_than_the_last_checkpoint_is_kept_until_passed(
+    tmp_path: Path,
+) -> None:
+    """An incarnation saved its weights at step 7 and ended; the next one went on from
+    step 4."""
     checkpoints = Checkpoints(tmp_path, keep=1)
     await checkpoints.save(trainer("four"), 4)
     model = await checkpoints.save_model(trainer("seven"), 7)
@@ -89,8 +100,8 @@ async def test_a_model_of_a_lost_incarnation_is_replaced(tmp_path: Path) -> None
 async def test_a_crash_at_any_call_leaves_a_whole_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int
 ) -> None:
-    """The model of step 4 is written over one of a lost incarnation; the crash comes at the n-th flush,
-    rename or removal."""
+    """The model of step 4 is written over one of a lost incarnation; the crash comes at
+    the n-th flush, rename or removal."""
     await Checkpoints(tmp_path).save_model(trainer("two"), 2)
     await Checkpoints(tmp_path).save_model(trainer("old four"), 4)
     await Checkpoints(tmp_path).save_model(trainer("five"), 5)

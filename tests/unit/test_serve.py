@@ -28,7 +28,9 @@ def test_served_replies_are_limited_by_the_context_unless_set(tmp_path: Path):
     limits = EngineLimits.of(model_path, max_total_tokens=900)
     assert served.rollout.max_new_tokens == limits.context_length < 900
     for bound in (512, 100):  # the default too, where it was asked for
-        asked = resolve(source(folder | engine | {"rollout": {"max_new_tokens": bound}}))
+        asked = resolve(
+            source(folder | engine | {"rollout": {"max_new_tokens": bound}})
+        )
         assert with_long_answers(asked).rollout.max_new_tokens == bound
 
 
@@ -39,9 +41,13 @@ async def test_served_reply_without_a_limit_ends_with_the_context(
     renderer: Renderer,
     sampling: dict[str, float] | None,
 ):
-    async with running(tmp_path, model, renderer, max_new_tokens=9000, context_length=900) as gateway:
+    async with running(
+        tmp_path, model, renderer, max_new_tokens=9000, context_length=900
+    ) as gateway:
         [session] = await gateway.open(purpose="serve", sampling=sampling)
-        await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
+        await gateway.client(session).chat.completions.create(
+            model="tiny", messages=[ASK]
+        )
         [request] = gateway.engine.requests
         asked = request["sampling_params"]["max_new_tokens"]
         assert asked + len(request["input_ids"]) == 900 - 8  # the engine's margin
@@ -52,11 +58,14 @@ async def test_tools_without_a_template_for_them_name_the_flag(
     model: Path,
     renderer: Renderer,
 ):
-    async with running(tmp_path, model, renderer) as gateway:  # no parser: as for a template without tools
+    async with running(
+        tmp_path, model, renderer
+    ) as gateway:  # no parser: as for a template without tools
         [session] = await gateway.open()
         tool = {"type": "function", "function": {"name": "calc"}}
         answer: httpx.Response = await gateway.http.post(
-            session.base_url + "/chat/completions", json={"model": "tiny", "messages": [ASK], "tools": [tool]}
+            session.base_url + "/chat/completions",
+            json={"model": "tiny", "messages": [ASK], "tools": [tool]},
         )
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]

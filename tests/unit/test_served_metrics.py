@@ -1,4 +1,5 @@
-"""The metrics of a run from its start to its end: where they are, and that they end no run."""
+"""The metrics of a run from its start to its end: where they are, and that they end no
+run."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ def test_metrics_are_served_from_the_start_until_closed(
         scrape(port)
 
 
-def test_metrics_of_the_next_incarnation_continue_from_metrics_jsonl(folder: RunFolder, port: int) -> None:
+def test_metrics_of_the_next_incarnation_continue_from_metrics_jsonl(
+    folder: RunFolder, port: int
+) -> None:
     sink = JsonlSink(folder.metrics_path)
     sink.step(3, {"train/loss": 0.25, "train/tokens": 10.0})
     sink.close()
@@ -96,13 +99,17 @@ def test_taken_metrics_port_does_not_end_the_run(folder: RunFolder) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with closing(ServedMetrics(settings(port), folder, "train")) as served:
-            assert served.message.startswith(f"warning: metrics are not served at 127.0.0.1:{port}: ")
+            assert served.message.startswith(
+                f"warning: metrics are not served at 127.0.0.1:{port}: "
+            )
             assert served.sinks() == []
             with served.of_serving(cast("Any", None)):
                 pass
 
 
-def test_router_and_engine_metrics_are_served_while_they_run(metrics: ServedMetrics, port: int) -> None:
+def test_router_and_engine_metrics_are_served_while_they_run(
+    metrics: ServedMetrics, port: int
+) -> None:
     gone = free_port()
     state = FleetState(
         alive={"engine-0": f"http://127.0.0.1:{gone}"},
@@ -112,7 +119,9 @@ def test_router_and_engine_metrics_are_served_while_they_run(metrics: ServedMetr
     )
     child = subprocess.Popen(["sleep", "60"])
     gateway = SimpleNamespace(url=f"http://127.0.0.1:{gone}", process=child)
-    fleet = SimpleNamespace(state=lambda: state, router=SimpleNamespace(pid=-1), engines={})
+    fleet = SimpleNamespace(
+        state=lambda: state, router=SimpleNamespace(pid=-1), engines={}
+    )
     serving = SimpleNamespace(gateway=gateway, env_key="k", fleet=fleet)
     with metrics.of_serving(cast("Any", serving)):
         text = scrape(port)

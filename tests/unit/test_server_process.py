@@ -1,4 +1,5 @@
-"""A server that does not end is named, and does not keep its caller from ending the others."""
+"""A server that does not end is named, and does not keep its caller from ending the
+others."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ time.sleep(3600)
 def test_process_that_survives_sigkill_is_an_error_that_names_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does that waits for a disk. It used to be a TimeoutExpired, which nobody caught."""
+    """As one does that waits for a disk. It used to be a TimeoutExpired, which nobody
+    caught."""
     log = tmp_path / "log"
     server = ServerProcess("engine-3", [sys.executable, "-c", WAITS], log=log)
     server.grace_s = 0.1
@@ -38,7 +40,10 @@ def test_process_that_survives_sigkill_is_an_error_that_names_the_process(
     with monkeypatch.context() as patch:
         patch.setattr(process, "_KILL_DEADLINE_S", 0.1)
         patch.setattr(psutil.Process, "kill", lambda self: None)
-        with pytest.raises(ServerError, match=rf"engine-3 does not end: SIGKILL was sent .* to {server.pid}"):
+        with pytest.raises(
+            ServerError,
+            match=rf"engine-3 does not end: SIGKILL was sent .* to {server.pid}",
+        ):
             server.stop()
     assert server.alive()
     server.stop()
@@ -56,8 +61,11 @@ time.sleep(3600)
 """
 
 
-def test_program_started_by_a_scheduler_is_not_an_engine_process(tmp_path: Path) -> None:
-    """On a busy machine the start ended with "sglang::scheduler ended" when such a program did."""
+def test_program_started_by_a_scheduler_is_not_an_engine_process(
+    tmp_path: Path,
+) -> None:
+    """On a busy machine the start ended with "sglang::scheduler ended" when such a
+    program did."""
     log = tmp_path / "log"
     server = ServerProcess("engine-0", [sys.executable, "-c", SCHEDULER], log=log)
     server.grace_s = 0.1
@@ -111,6 +119,8 @@ def test_first_token_request_works_for_any_socket_number() -> None:
     with HTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         http = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-        status = engine_server._post(http, "/generate", "key", b"{}", meanwhile=lambda: None)
+        status = engine_server._post(
+            http, "/generate", "key", b"{}", meanwhile=lambda: None
+        )
         http.close()
     assert status == 200

@@ -30,11 +30,16 @@ from invrl.errors import ConfigError
 from invrl.run.contradictions import _SEEDED_BACKENDS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
-OF = {sglang_flags: (sglang_parser, SGLANG_OWNED), router_flags: (router_parser, ROUTER_OWNED)}
+OF = {
+    sglang_flags: (sglang_parser, SGLANG_OWNED),
+    router_flags: (router_parser, ROUTER_OWNED),
+}
 
 
 def test_sglang_values_become_flags() -> None:
-    assert sglang_flags({"max-running-requests": "4", "disable_radix_cache": "true"}) == [
+    assert sglang_flags(
+        {"max-running-requests": "4", "disable_radix_cache": "true"}
+    ) == [
         "--max-running-requests",
         "4",
         "--disable-radix-cache",
@@ -43,7 +48,11 @@ def test_sglang_values_become_flags() -> None:
         "--log-level", "info", "--max-payload-size", "10"
     ]  # fmt: skip
     assert sglang_flags({"disable_radix_cache": "false"}) == []
-    assert router_flags({"request_id_headers": "a b"}) == ["--request-id-headers", "a", "b"]
+    assert router_flags({"request_id_headers": "a b"}) == [
+        "--request-id-headers",
+        "a",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +62,9 @@ def test_sglang_values_become_flags() -> None:
         (router_flags, "log-levle", "--router-log-level"),
     ],
 )
-def test_unknown_sglang_option_suggests_the_nearest(flags, given: str, nearest: str) -> None:
+def test_unknown_sglang_option_suggests_the_nearest(
+    flags, given: str, nearest: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         flags({given: "x"})
     assert nearest in raised.value.fix
@@ -76,7 +87,11 @@ def test_options_set_by_invrl_are_refused(flags: Flags) -> None:
     parser, owned = OF[flags]
     names = {action.dest for action in parser()._actions}
     for name, fix in owned.items():
-        meant = {each for each in names if each.startswith(name)} if name.endswith("_") else {name}
+        meant = (
+            {each for each in names if each.startswith(name)}
+            if name.endswith("_")
+            else {name}
+        )
         assert meant, f"{name}: nothing upstream is called so"
         for each in meant:
             with pytest.raises(ConfigError, match="sets this itself") as caught:
@@ -87,11 +102,17 @@ def test_options_set_by_invrl_are_refused(flags: Flags) -> None:
 def meant(name: str) -> set[str]:
     """The installed package's fields that a table's name or prefix stands for."""
     names = {action.dest for action in sglang_parser()._actions}
-    return {field for field in names if field == name or (name.endswith("_") and field.startswith(name))}
+    return {
+        field
+        for field in names
+        if field == name or (name.endswith("_") and field.startswith(name))
+    }
 
 
 @pytest.mark.parametrize("name", SGLANG_REFUSED)
-def test_options_that_change_sampling_or_keep_kv_are_refused_with_reason_and_fix(name: str) -> None:
+def test_options_that_change_sampling_or_keep_kv_are_refused_with_reason_and_fix(
+    name: str,
+) -> None:
     """Also proves that the names still exist upstream."""
     assert meant(name), f"{name}: nothing upstream is called so"
     for field in meant(name):
@@ -139,7 +160,13 @@ def test_each_request_names_every_sampling_parameter_that_sglang_has() -> None:
         "stream_interval",
     }
     of_each_request = {"temperature", "top_p", "max_new_tokens", "sampling_seed"}
-    internal = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"}
+    internal = {
+        "stop_strs",
+        "stop_regex_strs",
+        "stop_str_max_len",
+        "stop_regex_max_len",
+        "is_normalized",
+    }
     internal |= {"ebnf_full_assistant"}
     names = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert names - of_the_answer - of_each_request - internal == set(NEUTRAL_SAMPLING)
@@ -152,11 +179,23 @@ def test_each_request_names_every_sampling_parameter_that_sglang_has() -> None:
 
 def valid_value(action: argparse.Action) -> str:
     """Text that the option's own type and choices take."""
-    for value in ("true", *map(str, action.choices or ()), "3", "0.5", "{}", "[]", "text"):
+    for value in (
+        "true",
+        *map(str, action.choices or ()),
+        "3",
+        "0.5",
+        "{}",
+        "[]",
+        "text",
+    ):
         if action.nargs == 0 or value != "true":
             with contextlib.suppress(Exception):
                 kind = action.type if callable(action.type) else str
-                if action.nargs == 0 or not action.choices or kind(value) in action.choices:
+                if (
+                    action.nargs == 0
+                    or not action.choices
+                    or kind(value) in action.choices
+                ):
                     kind(value)
                     return value
     raise AssertionError(f"no value for {action.option_strings}")
@@ -171,8 +210,9 @@ def answer(flags: Flags, name: str, value: str) -> list[str] | ConfigError:
 
 @pytest.mark.parametrize("flags", [sglang_flags, router_flags])
 def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
-    """Each spelling of each option: with a valid value the package's own parser reads it from the command
-    line, or the refusal says what to do; with any other value there is an answer of one of these kinds."""
+    """Each spelling of each option: with a valid value the package's own parser reads
+    it from the command line, or the refusal says what to do; with any other value there
+    is an answer of one of these kinds."""
     parser, owned = OF[flags]
     walked = 0
     accepted = 0
@@ -200,7 +240,13 @@ def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
                 assert bool(off) is spelling.startswith("--no-"), spelling
             else:
                 assert given[0] == spelling
-                assert read != action.default or read in (3, [3], "3", {}, *(action.choices or ())), spelling
+                assert read != action.default or read in (
+                    3,
+                    [3],
+                    "3",
+                    {},
+                    *(action.choices or ()),
+                ), spelling
             accepted += 1
             for value in ("True", "false", "-1", "--x", "", "a,b", "{", "1e999"):
                 other = answer(flags, name, value)
@@ -217,7 +263,12 @@ def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason", "fix"),
     [
-        ("attention-backend", "tritn", "invalid choice: 'tritn'", "did you mean triton?"),
+        (
+            "attention-backend",
+            "tritn",
+            "invalid choice: 'tritn'",
+            "did you mean triton?",
+        ),
         ("gc-threshold", "1,x", "invalid int value: 'x'", "values"),
         ("context-length", "True", "a value is missing", "a value"),
         ("mm-process-config", "{", "value: '{'", "a value"),
@@ -234,7 +285,9 @@ def test_value_that_upstream_would_refuse_is_refused_before_the_start(
 
 def test_a_negated_switch_keeps_its_meaning() -> None:
     assert (
-        sglang_flags({"no-dllm-fdfo": "true"}) == sglang_flags({"dllm_fdfo": "false"}) == ["--no-dllm-fdfo"]
+        sglang_flags({"no-dllm-fdfo": "true"})
+        == sglang_flags({"dllm_fdfo": "false"})
+        == ["--no-dllm-fdfo"]
     )
     assert sglang_flags({"no-dllm-fdfo": "false"}) == ["--dllm-fdfo"]
 
@@ -248,8 +301,12 @@ def test_seeded_sampling_allows_attention_that_sglang_can_repeat() -> None:
 
 
 def test_engine_on_a_shared_gpu_leaves_a_fifth_of_the_memory_by_default() -> None:
-    def of_run(options: Mapping[str, object], *, shares_gpu: bool) -> argparse.Namespace:
-        flags = flags_of_run(options, in_place=False, record_experts=False, shares_gpu=shares_gpu)
+    def of_run(
+        options: Mapping[str, object], *, shares_gpu: bool
+    ) -> argparse.Namespace:
+        flags = flags_of_run(
+            options, in_place=False, record_experts=False, shares_gpu=shares_gpu
+        )
         return sglang_args.sglang_parser().parse_args(flags)
 
     shared = of_run({}, shares_gpu=True)

@@ -1,4 +1,5 @@
-"""Equal tools are one object in the gateway, whoever sends them, and before and after a worker's death."""
+"""Equal tools are one object in the gateway, whoever sends them, and before and after a
+worker's death."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from invrl.types import Session
 
 DESCRIPTION = "what only the tools of this test say " * 1_000
 OFFERED = [
-    {"type": "function", "function": {"name": f"tool_{number}", "description": DESCRIPTION}}
+    {
+        "type": "function",
+        "function": {"name": f"tool_{number}", "description": DESCRIPTION},
+    }
     for number in range(3)
 ]
 
@@ -24,7 +28,9 @@ OFFERED = [
 def test_equal_tools_are_one_shared_object_while_in_use():
     shared = SharedTools()
     first = shared.share([Tool(name="a", parameters="{}"), Tool(name="b")])
-    again = shared.share([Tool(name="b"), Tool(name="a", parameters="{}"), Tool(name="a")])
+    again = shared.share(
+        [Tool(name="b"), Tool(name="a", parameters="{}"), Tool(name="a")]
+    )
     assert again[0] is first[1]
     assert again[1] is first[0]
     assert again[2] not in first
@@ -33,7 +39,9 @@ def test_equal_tools_are_one_shared_object_while_in_use():
     assert len(shared._known) == 0
 
 
-async def talk(gateway: Running, session: Session, history: list[object], turns: int) -> None:
+async def talk(
+    gateway: Running, session: Session, history: list[object], turns: int
+) -> None:
     url = f"{gateway.url}/s/{session.key}/v1/chat/completions"
     for _ in range(turns):
         body = {"model": "tiny", "messages": history, "tools": OFFERED, "max_tokens": 4}
@@ -43,27 +51,39 @@ async def talk(gateway: Running, session: Session, history: list[object], turns:
 
 
 def held(earlier: list[Tool]) -> list[Tool]:
-    """The tools in memory beside those of gateways that live on in the process although they have ended."""
+    """The tools in memory beside those of gateways that live on in the process although
+    they have ended."""
     gc.collect()
-    found = [one for one in gc.get_objects() if isinstance(one, Tool) and one.description == DESCRIPTION]
+    found = [
+        one
+        for one in gc.get_objects()
+        if isinstance(one, Tool) and one.description == DESCRIPTION
+    ]
     return [one for one in found if not any(one is other for other in earlier)]
 
 
 async def test_sessions_and_restored_sessions_share_their_tools(tmp_path: Path):
     model = make_tiny_model(tmp_path / "tiny")
     template = "chatml-tools"
-    parsers = choose_parsers("auto", "auto", load_renderer(str(model), 512, chat_template=template))
+    parsers = choose_parsers(
+        "auto", "auto", load_renderer(str(model), 512, chat_template=template)
+    )
     histories: list[list[object]] = [[ASK], [ASK]]
     sessions: list[Session] = []
     turns: list[int] = []
     for _ in range(2):  # the second gateway finds what the first one recorded
         earlier = held([])
         renderer = load_renderer(str(model), 512, chat_template=template)
-        async with running(tmp_path, model, renderer, parsers, context_length=500_000) as gateway:
+        async with running(
+            tmp_path, model, renderer, parsers, context_length=500_000
+        ) as gateway:
             sessions = sessions or await gateway.open(members=2)
             for session, history in zip(sessions, histories, strict=True):
                 await talk(gateway, session, history, 3)
-                assert gateway.turns(session)[-1].parent_id == gateway.turns(session)[-2].id
+                assert (
+                    gateway.turns(session)[-1].parent_id
+                    == gateway.turns(session)[-2].id
+                )
             assert len(held(earlier)) == len(OFFERED)
             turns = [len(gateway.turns(session)) for session in sessions]
     assert turns == [6, 6]

@@ -1,4 +1,5 @@
-"""The chat templates that come with us: every conversation goes on exactly, and calls are read back."""
+"""The chat templates that come with us: every conversation goes on exactly, and calls
+are read back."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from invrl.gateway.types import Message, Prompt, Tool, ToolCall, ToolChoice
 
 every_template = pytest.mark.parametrize("name", list(SHIPPED_TEMPLATES))
 ASK = Message("user", "x")
-TOOL = Tool(name="calc", description="Adds “a”.", parameters='{"type": "object", "properties": {}}')
+TOOL = Tool(
+    name="calc",
+    description="Adds “a”.",
+    parameters='{"type": "object", "properties": {}}',
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
-    return renderer.decode(renderer.render_first(Prompt(messages=messages, tools=tools)))
+    return renderer.decode(
+        renderer.render_first(Prompt(messages=messages, tools=tools))
+    )
 
 
 @every_template
@@ -40,15 +47,22 @@ def test_shipped_templates_continue_every_conversation_exactly(model: Path, name
 
 @every_template
 def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
-    """What the template shows of a call is what its parser reads, and the other way round."""
+    """What the template shows of a call is what its parser reads, and the other way
+    round."""
     renderer = load_renderer(str(model), 512, chat_template=name)
     parsers = choose_parsers("auto", "auto", renderer)
-    called = Message("assistant", "Let me see.", tool_calls=(ToolCall("", "calc", '{"a": "é", "b": [1]}'),))
+    called = Message(
+        "assistant",
+        "Let me see.",
+        tool_calls=(ToolCall("", "calc", '{"a": "é", "b": [1]}'),),
+    )
     before = shown(renderer, ASK, tools=(TOOL,))
     whole = shown(renderer, ASK, called, Message("user", "y"), tools=(TOOL,))
     assert whole.startswith(before)
     said = whole.removeprefix(before).partition("<|im_end|>")[0]
-    parser = parsers.reply((TOOL,), ToolChoice(), parallel=True, prompt_text=before, stream=False)
+    parser = parsers.reply(
+        (TOOL,), ToolChoice(), parallel=True, prompt_text=before, stream=False
+    )
     read = reply_message(join_deltas([parser.push(said), *parser.finish()]))
     [call] = read.tool_calls
     assert (call.name, call.arguments) == ("calc", '{"a": "é", "b": [1]}')
@@ -63,7 +77,9 @@ def test_chatml_tools_is_plain_chatml_without_tools(model: Path):
     assert shown(renderer, *messages) == (
         f"{head}<|im_start|>assistant\nHi<|im_end|>\n{user}<|im_start|>assistant\n"
     )
-    assert shown(renderer, messages[0], ASK, tools=(TOOL,)).startswith("<|im_start|>system\nBe brief.\n\n")
+    assert shown(renderer, messages[0], ASK, tools=(TOOL,)).startswith(
+        "<|im_start|>system\nBe brief.\n\n"
+    )
 
 
 def test_unknown_template_name_lists_the_shipped_templates(model: Path):

@@ -1,4 +1,5 @@
-"""Windowed attention calls of packed prefix trees, against each row alone: which keys a query sees."""
+"""Windowed attention calls of packed prefix trees, against each row alone: which keys a
+query sees."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ def pack_one(rows: list[list[int]]) -> MicroBatch:
     """All rows in one micro-batch; everything but the first token is wanted."""
     packed = packing.pack(
         [
-            Row(tokens_T=np.array(row, np.int32), wanted_N=np.arange(1, len(row)), temperature=1.0)
+            Row(
+                tokens_T=np.array(row, np.int32),
+                wanted_N=np.arange(1, len(row)),
+                temperature=1.0,
+            )
             for row in rows
         ],
         max_tokens=1000,
@@ -30,7 +35,8 @@ def pack_one(rows: list[list[int]]) -> MicroBatch:
 
 
 def seen_by(blocks: list[AttentionBlock], num_tokens: int) -> NDArray[np.bool_]:
-    """[query, key]: which places see which. Each query is in one call, and a call names each key once."""
+    """[query, key]: which places see which. Each query is in one call, and a call names
+    each key once."""
     seen_PP = np.zeros((num_tokens, num_tokens), np.bool_)
     queries: list[int] = []
     for block in blocks:
@@ -39,7 +45,9 @@ def seen_by(blocks: list[AttentionBlock], num_tokens: int) -> NDArray[np.bool_]:
         assert len(set(keys_K.tolist())) == len(keys_K)
         mask_QK = block.mask_QK
         if mask_QK is None:
-            mask_QK = np.tri(len(own_K), len(keys_K), len(block.prefix_K), dtype=np.bool_)
+            mask_QK = np.tri(
+                len(own_K), len(keys_K), len(block.prefix_K), dtype=np.bool_
+            )
         assert mask_QK.shape == (len(own_K), len(keys_K))
         for query, row_K in zip(own_K, mask_QK, strict=True):
             seen_PP[query, keys_K[row_K]] = True
@@ -64,7 +72,9 @@ def test_token_attends_to_its_last_ancestors_within_the_window(
         micro_batch = pack_one(rows)
         positions_P = micro_batch.positions_P
         everything_PP = seen_by(list(micro_batch.blocks), len(positions_P))
-        limited_PP = seen_by(windowed(micro_batch.blocks, positions_P, window), len(positions_P))
+        limited_PP = seen_by(
+            windowed(micro_batch.blocks, positions_P, window), len(positions_P)
+        )
     near_PP = positions_P[:, None] - positions_P[None, :] < window
     assert np.array_equal(limited_PP, everything_PP & near_PP)
 
@@ -72,10 +82,14 @@ def test_token_attends_to_its_last_ancestors_within_the_window(
 def test_window_longer_than_every_row_changes_no_attention_call() -> None:
     micro_batch = pack_one([[1, 2, 3, 4, 5], [1, 2, 9, 9]])
     limited = windowed(micro_batch.blocks, micro_batch.positions_P, 4)
-    assert [block is same for block, same in zip(limited, micro_batch.blocks, strict=True)] == [True]
+    assert [
+        block is same for block, same in zip(limited, micro_batch.blocks, strict=True)
+    ] == [True]
 
 
-def test_keys_outside_of_every_window_are_left_out_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_outside_of_every_window_are_left_out_of_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So that a long row costs its length times the window, not its length squared."""
     monkeypatch.setattr(sliding_window, "QUERY_CHUNK", 10)
     micro_batch = pack_one([[7] * 101])

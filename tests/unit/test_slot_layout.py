@@ -1,4 +1,5 @@
-"""Where tensors lie in a slot: the engine's order without gaps, room for padding, nothing twice."""
+"""Where tensors lie in a slot: the engine's order without gaps, room for padding,
+nothing twice."""
 
 from __future__ import annotations
 
@@ -31,23 +32,38 @@ DENSE = (
 EXPERTS = tuple(
     spec(f"{LAYER}.mlp.experts.{expert}.{name}.weight", *shape)
     for expert in (10, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9)
-    for name, shape in (("down_proj", (4, 3)), ("up_proj", (3, 4)), ("gate_proj", (3, 4)))
+    for name, shape in (
+        ("down_proj", (4, 3)),
+        ("up_proj", (3, 4)),
+        ("gate_proj", (3, 4)),
+    )
 )
-MIXED = (spec("model.a.gate_proj.weight", 5, 4), spec("model.a.up_proj.weight", 5, 4, dtype="float32"))
+MIXED = (
+    spec("model.a.gate_proj.weight", 5, 4),
+    spec("model.a.up_proj.weight", 5, 4, dtype="float32"),
+)
 
 
 @pytest.mark.parametrize("layout", [DENSE, EXPERTS, MIXED, DENSE + EXPERTS + MIXED])
 @pytest.mark.parametrize("seed", range(3))
-def test_tensors_in_a_slot_do_not_overlap_and_are_aligned(layout: tuple[TensorSpec, ...], seed: int) -> None:
+def test_tensors_in_a_slot_do_not_overlap_and_are_aligned(
+    layout: tuple[TensorSpec, ...], seed: int
+) -> None:
     shuffled = tuple(random.Random(seed).sample(layout, len(layout)))
     found = slot_layout(shuffled)
-    ends = {tensor.name: found.offsets[tensor.name] + num_bytes(tensor) for tensor in shuffled}
+    ends = {
+        tensor.name: found.offsets[tensor.name] + num_bytes(tensor)
+        for tensor in shuffled
+    }
     in_order = sorted(found.offsets, key=lambda name: found.offsets[name])
     for name, next_name in pairwise(in_order):
         assert ends[name] <= found.offsets[next_name]
     assert ends[in_order[-1]] <= found.num_bytes
     for tensor in shuffled:
-        assert found.offsets[tensor.name] % {"bfloat16": 2, "float32": 4}[tensor.dtype] == 0
+        assert (
+            found.offsets[tensor.name] % {"bfloat16": 2, "float32": 4}[tensor.dtype]
+            == 0
+        )
     assert list(found.offsets) == [tensor.name for tensor in shuffled]
 
 
@@ -57,11 +73,16 @@ def test_weights_fused_by_an_engine_are_contiguous_in_its_order() -> None:
     assert q % 64 == 0
     assert k - q == 9 * 8
     assert v - k == 3 * 8
-    assert at[f"{LAYER}.self_attn.k_proj.bias"] - at[f"{LAYER}.self_attn.q_proj.bias"] == 9 * 2
+    assert (
+        at[f"{LAYER}.self_attn.k_proj.bias"] - at[f"{LAYER}.self_attn.q_proj.bias"]
+        == 9 * 2
+    )
     at = slot_layout(EXPERTS).offsets
     for expert in range(11):
         experts = f"{LAYER}.mlp.experts"
-        gate, up = (at[f"{experts}.{expert}.{name}_proj.weight"] for name in ("gate", "up"))
+        gate, up = (
+            at[f"{experts}.{expert}.{name}_proj.weight"] for name in ("gate", "up")
+        )
         assert gate - at[f"{experts}.0.gate_proj.weight"] == expert * 2 * 24
         assert up - gate == 24
         down = at[f"{experts}.{expert}.down_proj.weight"]

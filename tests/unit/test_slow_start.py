@@ -14,7 +14,9 @@ from invrl.host.wait_lines import overload, tell_waits
 from invrl.run import ray_session
 
 
-def test_lines_say_what_is_awaited_until_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_say_what_is_awaited_until_it_is_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parts = ["engines", "trainer"]
     printed = ""
     give_up_at = time.monotonic() + 60
@@ -37,9 +39,12 @@ def test_nothing_is_said_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "text"), [(2.9, ""), (9.24, "the machine is overloaded: load 9.2 on 2 cores")]
+    ("load", "text"),
+    [(2.9, ""), (9.24, "the machine is overloaded: load 9.2 on 2 cores")],
 )
-def test_an_overloaded_machine_is_called_so(monkeypatch: pytest.MonkeyPatch, load: float, text: str) -> None:
+def test_an_overloaded_machine_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, load: float, text: str
+) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert overload() == (f"; {text}" if text else "")
@@ -48,7 +53,9 @@ def test_an_overloaded_machine_is_called_so(monkeypatch: pytest.MonkeyPatch, loa
 class LateRaylet:
     """Ray's look-up of its own node, which finds nothing `misses` times."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, misses: int, lives: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, misses: int, lives: bool
+    ) -> None:
         self.misses = misses
         self.services = ray._private.services  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setattr(self.services, "get_node", self.get_node)
@@ -74,17 +81,27 @@ def test_neither_a_dead_raylet_nor_one_without_end_is(
     monkeypatch: pytest.MonkeyPatch, lives: bool, deadline_s: float
 ) -> None:
     late = LateRaylet(monkeypatch, misses=5, lives=lives)
-    with ray_session._patience_with_raylet(deadline_s), pytest.raises(RuntimeError, match="no such node"):
+    with (
+        ray_session._patience_with_raylet(deadline_s),
+        pytest.raises(RuntimeError, match="no such node"),
+    ):
         late.services.get_node("127.0.0.1:1", "a")
 
 
-def test_a_start_that_fails_on_an_overloaded_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_on_an_overloaded_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("timed out.\nlogs of Ray")
 
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
-    monkeypatch.setattr(ray_session, "ray", SimpleNamespace(init=fail, shutdown=lambda: None))
-    with pytest.raises(ServerError, match=r"did not start: timed out; the machine is overloaded: load 1000"):
+    monkeypatch.setattr(
+        ray_session, "ray", SimpleNamespace(init=fail, shutdown=lambda: None)
+    )
+    with pytest.raises(
+        ServerError,
+        match=r"did not start: timed out; the machine is overloaded: load 1000",
+    ):
         ray_session._init_ray()
 
 

@@ -1,4 +1,5 @@
-"""smg as the router: found in its environment, refused by name, its options checked, its keys and flags."""
+"""smg as the router: found in its environment, refused by name, its options checked,
+its keys and flags."""
 
 from __future__ import annotations
 
@@ -23,13 +24,40 @@ from invrl.errors import ConfigError
 from invrl.run.config import Source, resolve
 
 OPTIONS: list[dict[str, Any]] = [
-    {"dest": "max_payload_size", "spellings": ["--max-payload-size"], "value_type": "int"},
-    {"dest": "policy", "spellings": ["--policy"], "value_type": "str", "choices": ["manual", "random"]},
-    {"dest": "cache_boundaries", "spellings": ["--cache-boundaries"], "value_type": "_parse_int_csv"},
-    {"dest": "log_json", "spellings": ["--log-json"], "kind": "_StoreTrueAction", "nargs": 0},
-    {"dest": "storage_context_headers", "spellings": ["--storage-context-headers"], "kind": "_ExtendAction"}
+    {
+        "dest": "max_payload_size",
+        "spellings": ["--max-payload-size"],
+        "value_type": "int",
+    },
+    {
+        "dest": "policy",
+        "spellings": ["--policy"],
+        "value_type": "str",
+        "choices": ["manual", "random"],
+    },
+    {
+        "dest": "cache_boundaries",
+        "spellings": ["--cache-boundaries"],
+        "value_type": "_parse_int_csv",
+    },
+    {
+        "dest": "log_json",
+        "spellings": ["--log-json"],
+        "kind": "_StoreTrueAction",
+        "nargs": 0,
+    },
+    {
+        "dest": "storage_context_headers",
+        "spellings": ["--storage-context-headers"],
+        "kind": "_ExtendAction",
+    }
     | {"nargs": "*"},
-    {"dest": "enable_mesh", "spellings": ["--enable-mesh"], "kind": "_StoreTrueAction", "nargs": 0},
+    {
+        "dest": "enable_mesh",
+        "spellings": ["--enable-mesh"],
+        "kind": "_StoreTrueAction",
+        "nargs": 0,
+    },
 ]
 DEFAULTS = {"kind": "_StoreAction", "nargs": None, "value_type": "", "choices": None}
 
@@ -52,7 +80,9 @@ def environment(folder: Path, program: str) -> Path:
 
 
 def with_version(folder: Path, version: str) -> Path:
-    answer = json.dumps({"version": version, "options": [DEFAULTS | option for option in OPTIONS]})
+    answer = json.dumps(
+        {"version": version, "options": [DEFAULTS | option for option in OPTIONS]}
+    )
     return environment(folder, f"print({answer!r})")
 
 
@@ -65,8 +95,14 @@ def found(tmp_path: Path) -> smg.Smg:
     ("program", "reason"),
     [
         (None, "there is no virtual environment"),
-        ('raise ModuleNotFoundError("No module named smg")', "has none that works: ModuleNotFoundError"),
-        ('print(\'{"version": "1.12.0", "options": []}\')', "has version 1.12.0, not 1.13.0"),
+        (
+            'raise ModuleNotFoundError("No module named smg")',
+            "has none that works: ModuleNotFoundError",
+        ),
+        (
+            'print(\'{"version": "1.12.0", "options": []}\')',
+            "has version 1.12.0, not 1.13.0",
+        ),
     ],
     ids=["nothing", "no smg", "another version"],
 )
@@ -89,11 +125,17 @@ def test_missing_smg_is_refused_by_its_path(
     assert not runs.exists()
 
 
-def test_smg_options_are_checked_like_the_options_of_the_sglang_router(found: smg.Smg) -> None:
+def test_smg_options_are_checked_like_the_options_of_the_sglang_router(
+    found: smg.Smg,
+) -> None:
     options = {"max-payload-size": 10, "log_json": True, "cache-boundaries": "1,2"}
     flags = ["--max-payload-size", "10", "--log-json", "--cache-boundaries", "1,2"]
     assert router_flags(options, found) == flags
-    assert router_flags({"storage-context-headers": "a b"}, found) == ["--storage-context-headers", "a", "b"]
+    assert router_flags({"storage-context-headers": "a b"}, found) == [
+        "--storage-context-headers",
+        "a",
+        "b",
+    ]
     refused = {
         "max-payload-size": ("x", "invalid int value"),
         "policy": ("manul", "invalid choice"),
@@ -113,28 +155,45 @@ def test_smg_options_set_by_invrl_exist() -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     names = {option.dest for option in installed.options}
-    spellings = {spelling for option in installed.options for spelling in option.spellings}
+    spellings = {
+        spelling for option in installed.options for spelling in option.spellings
+    }
     for name in smg.OWNED:
         assert any(entry_for(dest, {name: True}) for dest in names), name
     for name in (*smg.FLAGS, *router_server._FLAGS):
         assert f"--{name}" in spellings
     assert {*smg.SWITCHES, *router_server._SWITCHES} <= spellings
-    assert {name for name in ROUTER_OWNED if not any(entry_for(dest, {name: True}) for dest in names)} == {
-        "mini_lb"
-    }
+    assert {
+        name
+        for name in ROUTER_OWNED
+        if not any(entry_for(dest, {name: True}) for dest in names)
+    } == {"mini_lb"}
     value_types = {option.value_type for option in installed.options}
-    assert value_types - set(smg._VALUE_TYPES) == {"", "str", "lower", "<lambda>", "_parse_int_csv"}
+    assert value_types - set(smg._VALUE_TYPES) == {
+        "",
+        "str",
+        "lower",
+        "<lambda>",
+        "_parse_int_csv",
+    }
 
 
 def test_smg_calls_its_engines_with_the_given_key(
     found: smg.Smg, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hands the caller's key to an engine; sglang-router gives each engine the engine's own."""
+    """It hands the caller's key to an engine; sglang-router gives each engine the
+    engine's own."""
     commands: dict[str, list[str]] = {}
     keys: dict[str, str] = {}
 
     def start(
-        self: object, name: str, command: list[str], *, log: Path, env: Mapping[str, str], **_: object
+        self: object,
+        name: str,
+        command: list[str],
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        **_: object,
     ) -> None:
         commands[name] = command
         keys[name] = env["INVRL_KEY_FLAGS"]
@@ -157,7 +216,9 @@ def test_smg_calls_its_engines_with_the_given_key(
     other = RouterServer(run_folder=tmp_path, start_timeout_s=1.0)
     assert commands["router"][0] == sys.executable
     assert other.engine_api_key is None
-    server = EngineServer("engine-2", config, model_path=tiny_model, run_folder=tmp_path)
+    server = EngineServer(
+        "engine-2", config, model_path=tiny_model, run_folder=tmp_path
+    )
     assert server.api_key not in (other.api_key, fleet.router.api_key)
     for started in (first.server, second.server, server):
         assert isinstance(started, EngineServer)
@@ -166,7 +227,9 @@ def test_smg_calls_its_engines_with_the_given_key(
 
 def test_smg_environment_without_smg_is_refused() -> None:
     with pytest.raises(ConfigError, match="add --router smg"):
-        resolve(Source(name="test", tables={"engine": {"smg_environment": "/somewhere"}}))
+        resolve(
+            Source(name="test", tables={"engine": {"smg_environment": "/somewhere"}})
+        )
 
 
 def test_smg_install_command_makes_the_environment(
@@ -186,7 +249,10 @@ def test_smg_install_command_makes_the_environment(
     assert installation.smg_steps()[-1][-1] == f"smg=={smg.VERSION}"
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(installation.shutil, "which", lambda name: "/somewhere/uv")
-    assert [command[0] for command in installation.smg_steps()] == ["/somewhere/uv", "/somewhere/uv"]
+    assert [command[0] for command in installation.smg_steps()] == [
+        "/somewhere/uv",
+        "/somewhere/uv",
+    ]
     monkeypatch.setattr(installation.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="python3-venv"):
         installation.smg_steps()

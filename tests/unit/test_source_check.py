@@ -1,4 +1,5 @@
-"""A task source that is told outcomes: its mistakes are found before any process starts."""
+"""A task source that is told outcomes: its mistakes are found before any process
+starts."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ class Good:
 
     def state(self) -> Any:
         version, internal, gauss = self.random.getstate()
-        return {"random": [version, list(internal), gauss], "weights": list(self.weights)}
+        return {
+            "random": [version, list(internal), gauss],
+            "weights": list(self.weights),
+        }
 
     def restore(self, state: Any) -> None:
         version, internal, gauss = state["random"]
@@ -173,27 +177,61 @@ def test_valid_task_sources_pass_the_check(kind: type) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason", "fix"),
     [
-        (ForgetsRandom, "after restore(state()) a new object yields task", "a random state included"),
+        (
+            ForgetsRandom,
+            "after restore(state()) a new object yields task",
+            "a random state included",
+        ),
         (TupleState, "state() is a tuple, (3, (", "return JSON"),
         (LargeState, "it has 67 MiB as JSON; at most 64 are stored", "return JSON"),
         (StateRaises, "its state() raised RuntimeError: not yet (at ", "correct it"),
-        (RestoreRaises, "its restore() of what its state() returned raised KeyError: 'weights'", "correct"),
+        (
+            RestoreRaises,
+            "its restore() of what its state() returned raised KeyError: 'weights'",
+            "correct",
+        ),
         (RecordRaises, "raised ZeroDivisionError: no rollouts (at ", "correct it"),
         (RecordExits, "raised SystemExit: 1", "correct it"),
-        (RecordTakesTwo, "its record(task_id: 'str', reward: 'float')", "write it as record(self, outcome)"),
-        (RecordIsAsync, "its record() is async", "write it as def record(self, outcome)"),
-        (RecordIsAList, "its record is a list, not a method", "write record(self, outcome)"),
-        (OnlyKept, "its record is a NoneType, not a method", "write record(self, outcome)"),
+        (
+            RecordTakesTwo,
+            "its record(task_id: 'str', reward: 'float')",
+            "write it as record(self, outcome)",
+        ),
+        (
+            RecordIsAsync,
+            "its record() is async",
+            "write it as def record(self, outcome)",
+        ),
+        (
+            RecordIsAList,
+            "its record is a list, not a method",
+            "write record(self, outcome)",
+        ),
+        (
+            OnlyKept,
+            "its record is a NoneType, not a method",
+            "write record(self, outcome)",
+        ),
         (NoRestore, "has state() and no restore()", "write restore(self, state) too"),
         (NoState, "has restore() and no state()", "write state(self) too"),
-        (NoNext, "a NoNext, is told outcomes and has no __next__", "write __next__(self) -> Task"),
+        (
+            NoNext,
+            "a NoNext, is told outcomes and has no __next__",
+            "write __next__(self) -> Task",
+        ),
         (NoTasks, "has no tasks", "at least one"),
         (YieldsText, "it yielded a str, not a Task", "Task objects"),
         (YieldsABadId, "it yielded the task id ''", "1 to 256 characters"),
-        (NextRaises, "its __next__() raised OSError: the dataset is not there", "correct it"),
+        (
+            NextRaises,
+            "its __next__() raised OSError: the dataset is not there",
+            "correct it",
+        ),
     ],
 )
-def test_mistake_of_a_task_source_is_named_with_its_fix(kind: type, reason: str, fix: str) -> None:
+def test_mistake_of_a_task_source_is_named_with_its_fix(
+    kind: type, reason: str, fix: str
+) -> None:
     with pytest.raises(PluginError) as caught:
         check_tasks(config_of(kind), 0)
     assert caught.value.field == "task_source_path"
@@ -202,7 +240,7 @@ def test_mistake_of_a_task_source_is_named_with_its_fix(kind: type, reason: str,
     assert fix in caught.value.fix
 
 
-# ------------------------------------------------------------------ states
+# ----------------------------------------------------------------- states
 
 
 def holds_itself() -> list[Any]:
@@ -218,7 +256,19 @@ class Unshowable:
 
 @pytest.mark.parametrize(
     "state",
-    [None, True, 0, -(2**63), 2**130 + 1, 1.5, "ä", [], {}, {"a": [1, {"b": None}]}, [[1.0, 2]] * 3],
+    [
+        None,
+        True,
+        0,
+        -(2**63),
+        2**130 + 1,
+        1.5,
+        "ä",
+        [],
+        {},
+        {"a": [1, {"b": None}]},
+        [[1.0, 2]] * 3,
+    ],
 )
 def test_json_state_is_stored_unchanged(state: Any) -> None:
     assert stored_state(state) == state
@@ -228,7 +278,10 @@ def test_json_state_is_stored_unchanged(state: Any) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": [0, {"b": (1, 2)}]}, r"state\(\)\['a'\]\[1\]\['b'\] is a tuple, \(1, 2\), .* write a list"),
+        (
+            {"a": [0, {"b": (1, 2)}]},
+            r"state\(\)\['a'\]\[1\]\['b'\] is a tuple, \(1, 2\), .* write a list",
+        ),
         ({"a": {1, 2}}, r"is a set, \{1, 2\}"),
         ({"n": {3: 1}}, r"state\(\)\['n'\] has the key 3, a int"),
         ([float("inf")], r"state\(\)\[0\] is inf"),
@@ -243,6 +296,8 @@ def test_json_state_is_stored_unchanged(state: Any) -> None:
         (Task(id="t", payload={}), r"state\(\) is a Task"),
     ],
 )
-def test_state_that_is_not_json_is_refused_with_its_place(state: Any, message: str) -> None:
+def test_state_that_is_not_json_is_refused_with_its_place(
+    state: Any, message: str
+) -> None:
     with pytest.raises(TaskStateError, match=message):
         stored_state(state)

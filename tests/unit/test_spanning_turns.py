@@ -31,7 +31,10 @@ def test_newest_version_tokens_of_a_turn_begun_under_older_weights_count() -> No
     sample = sample_of([-1, 3, 3, 4, 4, -1, 4, 4, -1, 2, 3, 4])
     #       context,    turn that spans,  turn of 4,  turn that spans two updates
     expected = [3, 4, 11]
-    assert np.flatnonzero(sampled_after_update(sample, WeightVersion(4))).tolist() == expected
+    assert (
+        np.flatnonzero(sampled_after_update(sample, WeightVersion(4))).tolist()
+        == expected
+    )
 
 
 def test_no_token_counts_if_no_turn_spans_an_update() -> None:

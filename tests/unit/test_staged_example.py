@@ -1,4 +1,5 @@
-"""The staged example of launch/configs: its settings resolve; its conversations are of the training split."""
+"""The staged example of launch/configs: its settings resolve; its conversations are of
+the training split."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_staged_example_has_no_conversation_of_a_held_out_problem() -> None:
     assert len(lines) == 48
     for line in lines:
         messages = json.loads(line)["messages"]
-        trained = [m["content"] for m in messages if m["role"] == "assistant" and m.get("weight", 1)]
+        trained = [
+            m["content"]
+            for m in messages
+            if m["role"] == "assistant" and m.get("weight", 1)
+        ]
         call, answer = trained
         operands = parse_call(call)
         assert operands is not None

@@ -1,5 +1,5 @@
-"""A group is stale as soon as a rollout that still runs holds a token that is too old: nobody waits until a
-member of it has finished."""
+"""A group is stale as soon as a rollout that still runs holds a token that is too old:
+nobody waits until a member of it has finished."""
 
 from __future__ import annotations
 
@@ -53,11 +53,14 @@ def make_buffer(*, staleness: int = 0, over: int = 1) -> GroupBuffer:
 
 
 def train_g0(buffer: GroupBuffer) -> None:
-    """Both groups are leased; the first one's rollouts finish, it is trained, and the version advances."""
+    """Both groups are leased; the first one's rollouts finish, it is trained, and the
+    version advances."""
     while buffer.lease() is not None:
         pass
     for index in range(2):
-        buffer.record(finished(Place("g0", index, 0), reward=float(index), oldest=0, newest=0))
+        buffer.record(
+            finished(Place("g0", index, 0), reward=float(index), oldest=0, newest=0)
+        )
     batch = buffer.take()
     assert batch is not None
     assert [group.id for group in batch.groups] == ["g0"]
@@ -65,8 +68,12 @@ def train_g0(buffer: GroupBuffer) -> None:
     buffer.advance(WeightVersion(1))
 
 
-def sampled(index: int, version: int, *, group: str = "g1", attempt: int = 0) -> SampledSoFar:
-    return SampledSoFar(place=Place(group, index, attempt), oldest_version=WeightVersion(version))
+def sampled(
+    index: int, version: int, *, group: str = "g1", attempt: int = 0
+) -> SampledSoFar:
+    return SampledSoFar(
+        place=Place(group, index, attempt), oldest_version=WeightVersion(version)
+    )
 
 
 def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
@@ -80,7 +87,9 @@ def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
     assert buffer.unwanted() == G1_IS_STALE
     assert buffer.events.dropped == {"stale": 1}
     assert buffer.suspects() == []
-    buffer.note_sampled([sampled(0, 0)])  # said once more, by a look that had begun before
+    buffer.note_sampled(
+        [sampled(0, 0)]
+    )  # said once more, by a look that had begun before
     assert buffer.events.dropped == {"stale": 1}
 
 
@@ -102,17 +111,21 @@ def test_tokens_of_an_earlier_attempt_do_not_count() -> None:
     assert buffer.suspects() == ["g1"], "its other member runs since version 0"
 
 
-# ------------------------------------------------------------------ from the gateway's store
+# ----------------------------------------------------------- from the gateway's store
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer, constrained="skip") as gateway:
         yield gateway
 
 
 @asynccontextmanager
-async def buffering(path: Path, *, trains_all_roots: bool = True) -> AsyncIterator[BufferActor]:
+async def buffering(
+    path: Path, *, trains_all_roots: bool = True
+) -> AsyncIterator[BufferActor]:
     actor = BufferActor(
         BufferConfig(max_staleness=0),
         RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
@@ -131,8 +144,12 @@ async def sessions_of(gateway: Running, lease: GroupLease | None) -> list[Sessio
     return await gateway.open(members=2, task_id=lease.task.id, group_id=lease.group_id)
 
 
-async def say(gateway: Running, session: Session, *, then: bool = False, **options: object) -> None:
-    messages: list = [ASK, {"role": "assistant", "content": "hm"}, MORE] if then else [ASK]
+async def say(
+    gateway: Running, session: Session, *, then: bool = False, **options: object
+) -> None:
+    messages: list = (
+        [ASK, {"role": "assistant", "content": "hm"}, MORE] if then else [ASK]
+    )
     chat = gateway.client(session).chat.completions
     await chat.create(model="tiny", messages=messages, **options)  # type: ignore[call-overload]
 
@@ -140,8 +157,8 @@ async def say(gateway: Running, session: Session, *, then: bool = False, **optio
 async def test_stale_group_is_dropped_before_its_rollouts_have_ended(
     gateway: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn is known only after the version has advanced, so the look after the advance finds nothing and
-    a later one does."""
+    """The turn is known only after the version has advanced, so the look after the
+    advance finds nothing and a later one does."""
     monkeypatch.setattr(buffer_actor, "_SUSPECTS_EVERY_S", 0.01)
     async with buffering(tmp_path / "run.db") as actor:
         talking, silent = await sessions_of(gateway, await actor.lease())
@@ -152,12 +169,18 @@ async def test_stale_group_is_dropped_before_its_rollouts_have_ended(
         stale = DroppedGroup(group_id="g0", reason=DropReason.STALE)
         assert await asyncio.wait_for(unwanted, 300) == (stale,)
         assert isinstance(await gateway.finish(talking), RolloutSummary)
-        await gateway.env(f"/sessions/{silent.id}/abort", {"reason": "group_dropped", "detail": ""})
+        await gateway.env(
+            f"/sessions/{silent.id}/abort", {"reason": "group_dropped", "detail": ""}
+        )
         lease = await actor.lease()
         assert lease is not None
         assert lease.group_id == "g1"
     kept = [record.entry for record in read_ledger(tmp_path / "run.db")]
-    ends = {entry.place: entry.reason for entry in kept if entry.state is RolloutState.DROPPED}
+    ends = {
+        entry.place: entry.reason
+        for entry in kept
+        if entry.state is RolloutState.DROPPED
+    }
     assert ends[Place("g0", 0, 0)] is DropReason.STALE
     assert ends[Place("g0", 1, 0)] is DropReason.STALE
 
@@ -172,14 +195,22 @@ async def test_running_rollouts_are_not_dropped_if_only_main_conversations_train
         await actor._drop_stale_in_flight()
         assert actor._buffer.unwanted() == ()
         await gateway.finish(talking)
-        assert await actor.unwanted() == (DroppedGroup(group_id="g0", reason=DropReason.STALE),)
+        assert await actor.unwanted() == (
+            DroppedGroup(group_id="g0", reason=DropReason.STALE),
+        )
 
 
-async def test_a_turn_that_reached_nobody_makes_no_rollout_old(gateway: Running, tmp_path: Path) -> None:
+async def test_a_turn_that_reached_nobody_makes_no_rollout_old(
+    gateway: Running, tmp_path: Path
+) -> None:
     [session] = await gateway.open()
     await say(gateway, session)
-    await eventually(lambda: gateway.store.sampled_so_far(["g"]) == [sampled(0, 0, group="g")])
-    with contextlib.closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as db:
+    await eventually(
+        lambda: gateway.store.sampled_so_far(["g"]) == [sampled(0, 0, group="g")]
+    )
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "run.db", isolation_level=None)
+    ) as db:
         db.execute("UPDATE turns SET delivered=0")
     assert gateway.store.sampled_so_far(["g"]) == []
 
@@ -187,8 +218,9 @@ async def test_a_turn_that_reached_nobody_makes_no_rollout_old(gateway: Running,
 async def test_store_reports_the_versions_that_the_summary_will_have(
     gateway: Running,
 ) -> None:
-    """Delivered turns of the session and of its children count. Turns that were aborted or forced by a
-    grammar do not, and neither do other groups, evaluations and what has ended."""
+    """Delivered turns of the session and of its children count. Turns that were aborted
+    or forced by a grammar do not, and neither do other groups, evaluations and what has
+    ended."""
     gateway.engine.version = 3
     first, second = await gateway.open(members=2)
     [elsewhere] = await gateway.open(group_id="other")
@@ -197,7 +229,9 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
         await say(gateway, session)
     assert gateway.store.sampled_so_far(["g"]) == []
 
-    await say(gateway, second, response_format={"type": "json_object"})  # constrained: not trained
+    await say(
+        gateway, second, response_format={"type": "json_object"}
+    )  # constrained: not trained
     gateway.engine.holds = lambda count: count > 3
     chat = gateway.client(first).chat.completions
     stream = await chat.create(model="tiny", messages=[ASK], stream=True)
@@ -205,7 +239,9 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
         if chunk.choices and chunk.choices[0].delta.content:
             break
     await stream.close()
-    await eventually(lambda: [turn.finish_reason for turn in gateway.turns(first)] == ["abort"])
+    await eventually(
+        lambda: [turn.finish_reason for turn in gateway.turns(first)] == ["abort"]
+    )
     gateway.engine.holds = lambda _: False
     assert gateway.store.sampled_so_far(["g"]) == []
 

@@ -15,11 +15,35 @@ from invrl.store.run_folder import RunFolder
     ("step", "ended", "store", "told", "finished"),
     [
         (None, None, False, "a new run of 8 steps", False),
-        (None, None, True, "ended before its first checkpoint: it starts again from step 0", False),
-        (None, "8", True, "the run ended after step 8 without a checkpoint: it starts again", False),
+        (
+            None,
+            None,
+            True,
+            "ended before its first checkpoint: it starts again from step 0",
+            False,
+        ),
+        (
+            None,
+            "8",
+            True,
+            "the run ended after step 8 without a checkpoint: it starts again",
+            False,
+        ),
         (6, None, True, "resuming from the checkpoint of step 6 of 8", False),
-        (6, "6", True, "resuming from the checkpoint of step 6 of 8; the run had ended after step 6", False),
-        (4, "4", True, "resuming from the checkpoint of step 4 of 8; the run had ended after step 4", False),
+        (
+            6,
+            "6",
+            True,
+            "resuming from the checkpoint of step 6 of 8; the run had ended after step 6",
+            False,
+        ),
+        (
+            4,
+            "4",
+            True,
+            "resuming from the checkpoint of step 4 of 8; the run had ended after step 4",
+            False,
+        ),
         (
             8,
             "8",
@@ -33,14 +57,23 @@ from invrl.store.run_folder import RunFolder
     ],
 )
 def test_incarnation_describes_its_starting_point(
-    tmp_path: Path, step: int | None, ended: str | None, store: bool, told: str, finished: bool
+    tmp_path: Path,
+    step: int | None,
+    ended: str | None,
+    store: bool,
+    told: str,
+    finished: bool,
 ) -> None:
     folder = RunFolder(path=tmp_path)
     if ended is not None:
         folder.finished_path.write_text(ended)
     if store:
         folder.store_path.touch()
-    checkpoint = None if step is None else Checkpoint(step=step, path=tmp_path / f"step-{step:06d}")
+    checkpoint = (
+        None
+        if step is None
+        else Checkpoint(step=step, path=tmp_path / f"step-{step:06d}")
+    )
     start = Start(checkpoint=checkpoint)
     assert told in describe_start(folder, start, num_steps=8)
     assert is_finished(folder, start, num_steps=8) is finished

@@ -1,4 +1,5 @@
-"""The tables of a run's store. A store that another version of invrl wrote is refused, and is not changed."""
+"""The tables of a run's store. A store that another version of invrl wrote is refused,
+and is not changed."""
 
 from __future__ import annotations
 
@@ -18,16 +19,24 @@ from invrl.store.schema import ADDED_TABLES, SCHEMA_VERSION, connect
 def make_store(path: Path, version: int) -> None:
     """A store whose only table is of the schema `version`."""
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("CREATE TABLE sessions (id TEXT PRIMARY KEY, member INTEGER NOT NULL)")
+        db.execute(
+            "CREATE TABLE sessions (id TEXT PRIMARY KEY, member INTEGER NOT NULL)"
+        )
         db.execute(f"PRAGMA user_version={version}")
 
 
-@pytest.mark.parametrize(("version", "age"), [(0, "an earlier"), (SCHEMA_VERSION + 1, "a later")])
+@pytest.mark.parametrize(
+    ("version", "age"), [(0, "an earlier"), (SCHEMA_VERSION + 1, "a later")]
+)
 @pytest.mark.parametrize("read", [connect, check_store, RunStore])
-def test_a_store_of_another_version_is_refused(tmp_path: Path, version: int, age: str, read) -> None:
+def test_a_store_of_another_version_is_refused(
+    tmp_path: Path, version: int, age: str, read
+) -> None:
     path = tmp_path / "run.sqlite"
     make_store(path, version)
-    with pytest.raises(DamagedFileError, match=rf"run\.sqlite: {age} version .*--run-name NEW"):
+    with pytest.raises(
+        DamagedFileError, match=rf"run\.sqlite: {age} version .*--run-name NEW"
+    ):
         read(path)
     with contextlib.closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT name FROM sqlite_master").fetchone() == ("sessions",)
@@ -44,7 +53,9 @@ def test_a_new_store_and_an_empty_file_get_the_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("table", list(ADDED_TABLES))
-def test_reader_of_an_earlier_store_sees_the_missing_tables(table: str, tmp_path: Path) -> None:
+def test_reader_of_an_earlier_store_sees_the_missing_tables(
+    table: str, tmp_path: Path
+) -> None:
     path = tmp_path / "run.sqlite"
     with contextlib.closing(connect(path)) as db:
         columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]

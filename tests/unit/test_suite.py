@@ -7,7 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import suite
-from suite import TESTS, Half, halves, parts_of_suite, progress_line, read_reports, summary
+from suite import (
+    TESTS,
+    Half,
+    halves,
+    parts_of_suite,
+    progress_line,
+    read_reports,
+    summary,
+)
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.unit.test_a" name="test_one" time="1.5"/>
@@ -25,10 +33,15 @@ def test_test_halves_take_equally_long() -> None:
 
 
 def test_every_file_of_tests_is_in_one_half() -> None:
-    parts = [*halves(parts_of_suite({}, with_slow=True))[0], *halves(parts_of_suite({}, with_slow=True))[1]]
+    parts = [
+        *halves(parts_of_suite({}, with_slow=True))[0],
+        *halves(parts_of_suite({}, with_slow=True))[1],
+    ]
     for path in TESTS.rglob("test_*.py"):
         file = path.relative_to(TESTS.parent).as_posix()
-        assert sum(file == part or file.startswith(f"{part}/") for part in parts) == 1, file
+        assert (
+            sum(file == part or file.startswith(f"{part}/") for part in parts) == 1
+        ), file
 
 
 def test_slow_tests_count_only_where_they_run() -> None:
@@ -54,7 +67,9 @@ def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "def test_right(): pass\ndef test_wrong(): assert False\n", encoding="utf-8"
     )
-    half = Half([str(tmp_path / "test_a.py")], with_slow=True, folder=tmp_path, name="half-0")
+    half = Half(
+        [str(tmp_path / "test_a.py")], with_slow=True, folder=tmp_path, name="half-0"
+    )
     assert half.process.wait(timeout=300) == 1
     assert [name.rpartition("::")[2] for name in half.look()] == ["test_wrong"]
     assert half.look() == []
@@ -63,9 +78,20 @@ def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
     assert half.report.exists()
 
 
-def test_remaining_time_is_that_of_the_slower_half(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(suite.subprocess, "Popen", lambda *_, **options: SimpleNamespace(poll=lambda: None))
-    seconds = {"a/test_1.py": 60.0, "a/test_2.py": 60.0, "test_3.py": 300.0, "test_4.py": 100.0}
+def test_remaining_time_is_that_of_the_slower_half(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        suite.subprocess,
+        "Popen",
+        lambda *_, **options: SimpleNamespace(poll=lambda: None),
+    )
+    seconds = {
+        "a/test_1.py": 60.0,
+        "a/test_2.py": 60.0,
+        "test_3.py": 300.0,
+        "test_4.py": 100.0,
+    }
     first, second = (
         Half(parts, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds)
         for parts, name in ((["a"], "first"), (["test_3.py", "test_4.py"], "second"))

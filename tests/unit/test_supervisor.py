@@ -1,5 +1,5 @@
-"""The supervisor above programs that behave as drivers do. Nothing waits for time to pass, but where silence
-is what is noticed."""
+"""The supervisor above programs that behave as drivers do. Nothing waits for time to
+pass, but where silence is what is noticed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def wait():
 
 """
 SILENT_S = 10.0
-"""Where silence is meant to be noticed: longer than a starved machine leaves a driver without a turn."""
+"""Where silence is meant to be noticed: longer than a starved machine leaves a driver
+without a turn."""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -96,7 +97,9 @@ def says(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])
-def test_finished_refused_or_interrupted_run_is_not_restarted(start: Start, code: int) -> None:
+def test_finished_refused_or_interrupted_run_is_not_restarted(
+    start: Start, code: int
+) -> None:
     assert end(start(f"say(number); sys.exit({code})", restarts=3)) == (code, "1\n", "")
 
 
@@ -122,8 +125,8 @@ say(number)
 lifeline.tell(NoteKind.REPORTED)
 sys.exit(1)"""
     code, out, err = end(start(body, restarts=1))
-    # Incarnations 1 and 2 are followed by a first restart each, because incarnation 2 made a checkpoint;
-    # incarnation 3 made none.
+    # Incarnations 1 and 2 are followed by a first restart each, because incarnation 2
+    # made a checkpoint; incarnation 3 made none.
     assert (code, out) == (1, "1\n2\n3\n")
     assert [line.split("resuming ")[1] for line in err.splitlines()] == [
         "from step 0 (restart 1 of 1)",
@@ -161,11 +164,15 @@ say(number)"""
     (tmp_path / "run" / "space").touch()
     code, out, err = end(process)
     assert (code, out) == (0, "3\n")
-    assert err.splitlines() == ["invrl: resuming from step 0 (restart 1 of 1)"], "the wait was no restart"
+    assert err.splitlines() == ["invrl: resuming from step 0 (restart 1 of 1)"], (
+        "the wait was no restart"
+    )
 
 
 def test_without_restarts_a_full_disk_is_named_and_not_waited_for(start: Start) -> None:
-    code, out, err = end(start("lifeline.tell(NoteKind.REPORTED); sys.exit(1)", before=FULL_DISK))
+    code, out, err = end(
+        start("lifeline.tell(NoteKind.REPORTED); sys.exit(1)", before=FULL_DISK)
+    )
     assert (code, out) == (1, "")
     [line] = err.splitlines()
     assert " is full: 1.3 MB are free, of the run folder" in line
@@ -191,7 +198,8 @@ say("done")"""
 
 
 def test_only_drivers_have_the_keys_of_the_command(start: Start) -> None:
-    """The supervisor's own process, where checks have imported user code, shows them nowhere."""
+    """The supervisor's own process, where checks have imported user code, shows them
+    nowhere."""
     before = """
 import os
 os.environ["INVRL_ENV_KEY"] = "env-of-the-user-0123456789"
@@ -205,7 +213,9 @@ say(os.environ["INVRL_ENV_KEY"] + " " + os.environ["RAY_AUTH_TOKEN"])
 lifeline.tell(NoteKind.REPORTED)
 sys.exit(1)"""
     _, out, _ = end(start(body, restarts=1, before=before))
-    assert out.splitlines() == ["[]"] + 2 * ["env-of-the-user-0123456789 token-of-ray-0123456789"]
+    assert out.splitlines() == ["[]"] + 2 * [
+        "env-of-the-user-0123456789 token-of-ray-0123456789"
+    ]
 
 
 def test_guardians_of_earlier_incarnations_have_ended(start: Start) -> None:
@@ -250,12 +260,18 @@ if number == 1:
 say("done")"""
     code, out, err = end(start(body, restarts=1, heartbeat_s=SILENT_S))
     assert (code, out) == (0, "done\n")
-    assert "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead" in err
+    assert (
+        "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead"
+        in err
+    )
 
 
 @pytest.mark.parametrize("code", first_quick([0, 1]))
-def test_driver_silent_after_its_final_report_ended_as_reported(start: Start, code: int) -> None:
-    """The interpreter's end waits for what it has loaded, and its threads do not beat meanwhile."""
+def test_driver_silent_after_its_final_report_ended_as_reported(
+    start: Start, code: int
+) -> None:
+    """The interpreter's end waits for what it has loaded, and its threads do not beat
+    meanwhile."""
     body = f"""
 say(number)
 lifeline.tell(NoteKind.REPORTED)
@@ -266,7 +282,11 @@ os.kill(os.getpid(), signal.SIGSTOP)"""
 
 @pytest.mark.slow
 def test_driver_with_a_blocked_event_loop_is_alive(start: Start) -> None:
-    assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (0, "done\n", "")
+    assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (
+        0,
+        "done\n",
+        "",
+    )
 
 
 LEAVES = """
@@ -283,7 +303,9 @@ def left(pid: str) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.parametrize("how", first_quick(["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"]))
+@pytest.mark.parametrize(
+    "how", first_quick(["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)"])
+)
 def test_daemon_left_by_an_incarnation_is_ended(start: Start, how: str) -> None:
     """In a session of its own, and a child of nobody any more."""
     process = start(LEAVES + how)
@@ -311,8 +333,12 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_signal_is_forwarded_and_no_incarnation_follows(start: Start, kind: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+)
+def test_signal_is_forwarded_and_no_incarnation_follows(
+    start: Start, kind: signal.Signals
+) -> None:
     process = start(INTERRUPTED, restarts=3)
     assert says(process) == "up"
     process.send_signal(kind)
@@ -331,9 +357,14 @@ threading.Thread(target=take_it, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_signal_delivered_to_another_thread_is_forwarded_too(start: Start, kind: signal.Signals) -> None:
-    """NumPy starts threads before the supervisor masks its own, and the kernel may choose any of them."""
+@pytest.mark.parametrize(
+    "kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+)
+def test_signal_delivered_to_another_thread_is_forwarded_too(
+    start: Start, kind: signal.Signals
+) -> None:
+    """NumPy starts threads before the supervisor masks its own, and the kernel may
+    choose any of them."""
     body = INTERRUPTED.replace('say("up")', 'say("up"); (place / "up").touch()')
     process = start(body, restarts=3, before=SIGNALLED_THREAD.format(kind=int(kind)))
     assert end(process) == (130, "up\nclean\n", "")
@@ -358,10 +389,16 @@ with lifeline.blocked("the start of Ray"):
 """
 
 
-@pytest.mark.parametrize("kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_interrupt_does_not_wait_for_a_call_that_ignores_signals(start: Start, kind: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "kind", first_quick([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+)
+def test_interrupt_does_not_wait_for_a_call_that_ignores_signals(
+    start: Start, kind: signal.Signals
+) -> None:
     process = start(LEAVES + BLOCKED, restarts=3)
-    [pid, up] = sorted(says(process) for _ in range(2))  # a daemon speaks when it gets to it
+    [pid, up] = sorted(
+        says(process) for _ in range(2)
+    )  # a daemon speaks when it gets to it
     assert up == "up"
     process.send_signal(kind)
     code, out, err = end(process)
@@ -387,7 +424,9 @@ def test_interrupt_after_a_blocking_call_is_left_to_the_driver(start: Start) -> 
     assert end(process) == (130, "clean\n", "")
 
 
-def test_second_run_of_a_folder_is_refused_while_the_first_lives(start: Start, tmp_path: Path) -> None:
+def test_second_run_of_a_folder_is_refused_while_the_first_lives(
+    start: Start, tmp_path: Path
+) -> None:
     first = start("say('up'); wait()")
     assert says(first) == "up"
     code, _, err = end(start("say('up')"))

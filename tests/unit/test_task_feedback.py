@@ -1,5 +1,5 @@
-"""A task source that is told outcomes: what it is told and when, what its mistakes do, and that a resume goes
-on where it was."""
+"""A task source that is told outcomes: what it is told and when, what its mistakes do,
+and that a resume goes on where it was."""
 
 from __future__ import annotations
 
@@ -60,15 +60,21 @@ def saved_and_read(buffer: GroupBuffer, trained: int = 0) -> BufferSnapshot:
 
 
 def console(buffer: GroupBuffer) -> list[str]:
-    return FailureReporter(FailureLimits(identical=128, at_start=32)).texts(buffer.failure_report())
+    return FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
+        buffer.failure_report()
+    )
 
 
-def finish(buffer: GroupBuffer, group_id: str, *rewards: float, oldest: int = 0) -> None:
+def finish(
+    buffer: GroupBuffer, group_id: str, *rewards: float, oldest: int = 0
+) -> None:
     for index, reward in enumerate(rewards):
-        buffer.record(summary(group_id, index, reward=reward, oldest=oldest, newest=oldest))
+        buffer.record(
+            summary(group_id, index, reward=reward, oldest=oldest, newest=oldest)
+        )
 
 
-# ------------------------------------------------------------------ what it is told
+# ----------------------------------------------------------------- what it is told
 
 
 def test_task_source_learns_once_how_each_group_ended() -> None:
@@ -80,14 +86,22 @@ def test_task_source_learns_once_how_each_group_ended() -> None:
         return nonzero_variance(group)
 
     buffer = make(staleness=1, batch=3, attempts=1, source=source, group_filter=no_ones)
-    assert [lease.task.id for lease in lease_all(buffer)] == ["t1", "t2", "t3", "t4", "t5", "t6"]
+    assert [lease.task.id for lease in lease_all(buffer)] == [
+        "t1",
+        "t2",
+        "t3",
+        "t4",
+        "t5",
+        "t6",
+    ]
     finish(buffer, "g0", 0.0, 1.0)
     finish(buffer, "g1", 0.5, 0.5)
     finish(buffer, "g2", 1.0, 0.0)
     buffer.record(summary("g3", 1, reward=2.0))
     buffer.record(failure("g3", 0))
     told = [
-        (o.group_id, o.task_id, o.rewards_G, o.num_solved, o.complete, o.dropped) for o in source.outcomes
+        (o.group_id, o.task_id, o.rewards_G, o.num_solved, o.complete, o.dropped)
+        for o in source.outcomes
     ]
     assert told == [
         ("g0", "t1", (0.0, 1.0), 1, True, ""),
@@ -98,7 +112,9 @@ def test_task_source_learns_once_how_each_group_ended() -> None:
     assert [outcome.success_rate for outcome in source.outcomes] == [0.5, 0.0, 0.5, 1.0]
     assert {outcome.version for outcome in source.outcomes} == {0}
     buffer.close()
-    assert len(source.outcomes) == 4, "the open groups end with the run, and no state is kept of that"
+    assert len(source.outcomes) == 4, (
+        "the open groups end with the run, and no state is kept of that"
+    )
 
 
 def test_stale_group_is_reported_to_the_source_only_if_not_reported_before() -> None:
@@ -152,7 +168,7 @@ def test_repeated_task_is_reported_under_the_sources_own_id() -> None:
     assert outcomes == ["q"]
 
 
-# ------------------------------------------------------------------ its mistakes
+# ----------------------------------------------------------------- its mistakes
 
 
 def test_source_whose_record_raises_is_reported_once_and_the_run_continues() -> None:
@@ -166,7 +182,9 @@ def test_source_whose_record_raises_is_reported_once_and_the_run_continues() -> 
         finish(buffer, group_id, 0.0, 1.0)
     assert buffer.take() is not None
     (text,) = console(buffer)
-    assert text.startswith("warning: record() of the task source failed. The run goes on")
+    assert text.startswith(
+        "warning: record() of the task source failed. The run goes on"
+    )
     assert "KeyError: 't1'" in text
     assert "in record: raise KeyError(outcome.task_id)" in text
     assert resolve(buffer.metrics())["task_source_record_failed"] == 2
@@ -191,10 +209,19 @@ def raises(self: Any) -> object:
     ("state", "reason"),
     [
         (raises, "raised RuntimeError: no state today"),
-        (lambda self: {"seen": {1, 2}}, "state()['seen'] is a set, {1, 2}, which JSON does not have"),
-        (lambda self: {1: "a"}, "state() has the key 1, a int; JSON's keys are strings"),
+        (
+            lambda self: {"seen": {1, 2}},
+            "state()['seen'] is a set, {1, 2}, which JSON does not have",
+        ),
+        (
+            lambda self: {1: "a"},
+            "state() has the key 1, a int; JSON's keys are strings",
+        ),
         (lambda self: [float("nan")], "state()[0] is nan, which JSON does not have"),
-        (lambda self: "x" * (65 * 1024 * 1024), "it has 65 MiB as JSON; at most 64 are stored"),
+        (
+            lambda self: "x" * (65 * 1024 * 1024),
+            "it has 65 MiB as JSON; at most 64 are stored",
+        ),
     ],
 )
 def test_source_whose_state_fails_does_not_fail_the_checkpoint(
@@ -211,19 +238,24 @@ def test_source_whose_state_fails_does_not_fail_the_checkpoint(
     assert saved.feed is not None
     assert reason in saved.feed.no_state
     (text,) = console(buffer)
-    assert text.startswith("warning: the state of the task source is lost. The run goes on; a resume")
+    assert text.startswith(
+        "warning: the state of the task source is lost. The run goes on; a resume"
+    )
     assert resolve(buffer.metrics())["task_source_state_failed"] == 1
 
     again = make(batch=2, source=Kept())
     again.restore(saved, [])
     (text,) = console(again)
     assert "begins anew and knows no outcome: its state()" in text
-    assert [lease.task.id for lease in lease_all(again)] == ["t2"], "the open group keeps its task"
+    assert [lease.task.id for lease in lease_all(again)] == ["t2"], (
+        "the open group keeps its task"
+    )
     again.advance(WeightVersion(0))
 
 
 def test_fault_of_the_source_does_not_hide_that_every_rollout_fails() -> None:
-    """Rollouts that were leased before the first one ended are waited for before the run gives up."""
+    """Rollouts that were leased before the first one ended are waited for before the
+    run gives up."""
 
     class Raises(Told):
         def record(self, outcome: GroupOutcome) -> None:
@@ -256,7 +288,7 @@ def test_unusable_task_id_ends_the_source_with_a_reason() -> None:
     assert "yielded the task id ''" in buffer.wait_report().source_end
 
 
-# ------------------------------------------------------------------ resume
+# ----------------------------------------------------------------- resume
 
 
 def test_resume_continues_with_the_source_state_and_the_open_groups() -> None:
@@ -308,7 +340,9 @@ def test_source_without_state_restarts_with_a_note() -> None:
     assert batch is not None
     again.trained(batch.batch_id)
     again.advance(WeightVersion(1))
-    assert [lease.task.id for lease in lease_all(again)] == ["t1@1"], "no id comes twice"
+    assert [lease.task.id for lease in lease_all(again)] == ["t1@1"], (
+        "no id comes twice"
+    )
 
 
 class Refuses(Kept):
@@ -319,14 +353,28 @@ class Refuses(Kept):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (Kept, Refuses, r"restore\(\) raised ValueError: a state of another list \(at .*in restore: raise"),
+        (
+            Kept,
+            Refuses,
+            r"restore\(\) raised ValueError: a state of another list \(at .*in restore: raise",
+        ),
         (Kept, Told, r"the source has no restore\(state\) any more"),
-        (Kept, tasks, r"the task source has no record\(\) and no state\(\), and the one that"),
-        (tasks, Kept, r"has record\(\) or state\(\), and the one that the run began with had neither"),
+        (
+            Kept,
+            tasks,
+            r"the task source has no record\(\) and no state\(\), and the one that",
+        ),
+        (
+            tasks,
+            Kept,
+            r"has record\(\) or state\(\), and the one that the run began with had neither",
+        ),
     ],
 )
 def test_resume_refuses_another_kind_of_source(
-    before: Callable[[], Iterator[Task]], after: Callable[[], Iterator[Task]], message: str
+    before: Callable[[], Iterator[Task]],
+    after: Callable[[], Iterator[Task]],
+    message: str,
 ) -> None:
     first = make(source=before())
     lease_all(first)
@@ -346,7 +394,7 @@ def test_snapshot_from_before_task_feedback_is_read() -> None:
     assert [lease.task.id for lease in lease_all(again)] == ["t0", "t1"]
 
 
-# ------------------------------------------------------------------ through the buffer's process
+# ------------------------------------------------------- through the buffer's process
 
 
 def curriculum() -> Curriculum:
@@ -356,7 +404,9 @@ def curriculum() -> Curriculum:
 
 def make_actor(path: Path) -> BufferActor:
     return BufferActor(
-        BufferConfig(group_filter="medium_difficulty", difficulty_low=0.1, difficulty_high=0.9),
+        BufferConfig(
+            group_filter="medium_difficulty", difficulty_low=0.1, difficulty_high=0.9
+        ),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
         tasks_factory=curriculum,
         run_store_path=path,
@@ -365,13 +415,16 @@ def make_actor(path: Path) -> BufferActor:
 
 
 async def play(actor: BufferActor, writer: RunStoreWriter, version: int) -> list[str]:
-    """One step, up to `trained`. Returns the ids of the leased tasks, in order. No rollout of q2 succeeds."""
+    """One step, up to `trained`. Returns the ids of the leased tasks, in order. No
+    rollout of q2 succeeds."""
     leased: list[str] = []
     while True:
         while (lease := await actor.lease()) is not None:
             leased.append(lease.task.id)
             for member in lease.members:
-                ended = summary_of(lease, index=member.index, attempt=member.attempt, version=version)
+                ended = summary_of(
+                    lease, index=member.index, attempt=member.attempt, version=version
+                )
                 if lease.task.payload["n"] == 2:
                     ended = replace(ended, reward=0.0)
                 finish_session(writer, ended)
@@ -384,9 +437,11 @@ async def play(actor: BufferActor, writer: RunStoreWriter, version: int) -> list
             return leased
 
 
-async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(tmp_path: Path) -> None:
-    """The machine stops with the checkpoint of step 3; the run is continued from there twice: as it was, and
-    from what was on disk."""
+async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(
+    tmp_path: Path,
+) -> None:
+    """The machine stops with the checkpoint of step 3; the run is continued from there
+    twice: as it was, and from what was on disk."""
     path = tmp_path / "run.sqlite"
     actor = make_actor(path)
     writer = RunStoreWriter(path)

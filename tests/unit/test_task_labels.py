@@ -1,4 +1,5 @@
-"""Labels of tasks: guessed where another field holds them, missed where the code reads them."""
+"""Labels of tasks: guessed where another field holds them, missed where the code reads
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from invrl.run.config import Config, Source, resolve
 from invrl.user_source import reads_attribute
 
 READING = "async def rollout(task, endpoint):\n    return float(task.label == 1)\n"
-NOT_READING = "async def rollout(task, endpoint):\n    return float(task.payload['gold'] == 1)\n"
+NOT_READING = (
+    "async def rollout(task, endpoint):\n    return float(task.payload['gold'] == 1)\n"
+)
 IMPORTING = "from scoring_NAME import score\n\nasync def rollout(task, endpoint):\n    return score(task)\n"
 SCORING = "def score(task):\n    return float(task.label == 1)\n"
 
@@ -37,11 +40,15 @@ def test_the_label_is_guessed_with_a_word(tmp_path: Path, key: str) -> None:
     assert missing_labels(config) == ""
 
 
-def test_a_label_of_its_own_name_or_of_a_given_one_is_not_guessed(tmp_path: Path) -> None:
+def test_a_label_of_its_own_name_or_of_a_given_one_is_not_guessed(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "t.jsonl"
     named = tasks_in(file, '{"label": 1, "answer": 2, "gold": 3}')
     assert next(load_tasks(named, "train", 0)).label == 1
-    given = tasks_in(file, '{"label": 1, "answer": 2, "gold": 3}', task_label_key="gold")
+    given = tasks_in(
+        file, '{"label": 1, "answer": 2, "gold": 3}', task_label_key="gold"
+    )
     assert next(load_tasks(given, "train", 0)).label == 3
     some = tasks_in(file, '{"q": 1, "answer": 2}', '{"q": 2}')
     assert next(load_tasks(some, "train", 0)).label is None
@@ -53,7 +60,9 @@ def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
     (tmp_path / "h.jsonl").write_text('{"question": "3+3?", "answer": 6}')
     held_out = str(tmp_path / "h.jsonl")
     config = config.model_copy(update={"eval_task_file": held_out, "eval_tasks": 1})
-    sets = config.model_copy(update={"eval_task_file": "", "eval_sets": (f"easy={held_out}",)})
+    sets = config.model_copy(
+        update={"eval_task_file": "", "eval_sets": (f"easy={held_out}",)}
+    )
     alone = held_out_only(RolloutConfig(task_file=held_out))
     for each in (config, sets, alone):
         (note,) = guess_notes(each)
@@ -63,16 +72,25 @@ def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
 
 def test_missing_and_empty_labels_are_told_apart(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
-    assert missing_labels(tasks_in(file, '{"q": "a", "label": "1"}', '{"q": "b", "label": ""}')) == ""
+    assert (
+        missing_labels(
+            tasks_in(file, '{"q": "a", "label": "1"}', '{"q": "b", "label": ""}')
+        )
+        == ""
+    )
     assert missing_labels(tasks_in(file, '{"label": 0}', '{"label": false}')) == ""
     missing = missing_labels(tasks_in(file, '{"q": "a", "gold": 1}'))
     assert "so every Task.label is None (it has: gold, q)" in missing
-    empty = missing_labels(tasks_in(file, '{"q": "a", "label": ""}', '{"q": "b", "label": null}'))
+    empty = missing_labels(
+        tasks_in(file, '{"q": "a", "label": ""}', '{"q": "b", "label": null}')
+    )
     assert "(field 'label') are all empty" in empty
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+def agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Any:
     monkeypatch.syspath_prepend(tmp_path)
     name = f"labelled_{abs(hash(request.node.name))}"
 
@@ -88,30 +106,42 @@ def configuration(file: str, path: str, **rollout: Any) -> Config:
     return resolve(
         Source(
             name="test",
-            tables={"rollout": {"task_file": file, "rollout_function_path": path, **rollout}},
+            tables={
+                "rollout": {"task_file": file, "rollout_function_path": path, **rollout}
+            },
         )
     )
 
 
 @pytest.mark.parametrize("source", [READING, IMPORTING])
-def test_no_label_is_doubted_where_the_code_reads_one(tmp_path: Path, agent: Any, source: str) -> None:
+def test_no_label_is_doubted_where_the_code_reads_one(
+    tmp_path: Path, agent: Any, source: str
+) -> None:
     tasks_in(tmp_path / "t.jsonl", '{"q": "2+2?", "gold": 4}')
     config = configuration(str(tmp_path / "t.jsonl"), agent(source))
     with pytest.raises(Doubt, match=r"reads Task\.label"):
         check_labels(config)
     with pytest.raises(Doubt, match=r"reads Task\.label"):
-        check_held_out_labels(config.model_copy(update={"rollout": held_out_only(config.rollout)}))
+        check_held_out_labels(
+            config.model_copy(update={"rollout": held_out_only(config.rollout)})
+        )
 
 
-def test_no_label_is_no_doubt_where_no_code_reads_one(tmp_path: Path, agent: Any) -> None:
+def test_no_label_is_no_doubt_where_no_code_reads_one(
+    tmp_path: Path, agent: Any
+) -> None:
     tasks_in(tmp_path / "t.jsonl", '{"q": "2+2?", "gold": 4}')
     config = configuration(str(tmp_path / "t.jsonl"), agent(NOT_READING))
     assert "no task of" in check_labels(config)
 
 
-def test_a_reward_function_that_reads_labels_counts_too(tmp_path: Path, agent: Any) -> None:
+def test_a_reward_function_that_reads_labels_counts_too(
+    tmp_path: Path, agent: Any
+) -> None:
     tasks_in(tmp_path / "t.jsonl", '{"q": "2+2?", "gold": 4}')
-    module = agent(NOT_READING + "\ndef reward(task, result):\n    return float(task.label == 1)\n")
+    module = agent(
+        NOT_READING + "\ndef reward(task, result):\n    return float(task.label == 1)\n"
+    )
     path = module.replace(":rollout", ":reward")
     config = configuration(str(tmp_path / "t.jsonl"), module, reward_function_path=path)
     with pytest.raises(Doubt, match=r"reads Task\.label"):
@@ -124,7 +154,9 @@ def test_a_source_whose_tasks_have_no_label_is_doubted(agent: Any) -> None:
         "def tasks(split, seed):\n    yield Task(id='a', payload={'q': 1})\n" + READING
     )
     module = agent(source)
-    config = configuration("", module, task_source_path=module.replace(":rollout", ":tasks"))
+    config = configuration(
+        "", module, task_source_path=module.replace(":rollout", ":tasks")
+    )
     with pytest.raises(Doubt, match="the first 8 tasks of"):
         check_labels(config)
 

@@ -1,4 +1,5 @@
-"""Tasks from a file or a source: the same for the same seed, ids distinct, mistakes named."""
+"""Tasks from a file or a source: the same for the same seed, ids distinct, mistakes
+named."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from invrl.types import Task
 
 
 def rows(n):
-    return "\n".join(json.dumps({"id": f"q{i}", "question": f"{i}?", "label": i}) for i in range(n))
+    return "\n".join(
+        json.dumps({"id": f"q{i}", "question": f"{i}?", "label": i}) for i in range(n)
+    )
 
 
 @pytest.fixture
@@ -44,14 +47,20 @@ def fed_ids(tasks, n):
     """The ids that groups get: `ids` with what tells repeats apart."""
     feed = TaskFeed(tasks)
     fed = [feed.next() for _ in range(n)]
-    assert [task.source_id for task in fed] == [task.task.id.split("@")[0] for task in fed]
+    assert [task.source_id for task in fed] == [
+        task.task.id.split("@")[0] for task in fed
+    ]
     return [task.task.id for task in fed]
 
 
 def test_train_repeats_in_seeded_epochs_with_distinct_ids(task_file):
     config = from_file(task_file(rows(10)))
     first = fed_ids(load_tasks(config, "train", 7), 30)
-    assert first == fed_ids(load_tasks(config, "train", 7), 30) != fed_ids(load_tasks(config, "train", 8), 30)
+    assert (
+        first
+        == fed_ids(load_tasks(config, "train", 7), 30)
+        != fed_ids(load_tasks(config, "train", 8), 30)
+    )
     assert sorted(first[:10]) == sorted(f"q{i}" for i in range(10))
     assert sorted(first[10:20]) == sorted(f"q{i}@1" for i in range(10))
     assert sorted(first[20:]) == sorted(f"q{i}@2" for i in range(10))
@@ -62,7 +71,9 @@ def test_a_task_keeps_its_row_and_label(task_file):
     path = task_file('{"uid": 5, "gold": [1, 2], "q": "a\u2028b"}\n\n')
     config = from_file(path, task_id_key="uid", task_label_key="gold")
     task = next(load_tasks(config, "train", 0))
-    assert task == Task(id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2])
+    assert task == Task(
+        id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2]
+    )
 
 
 def test_task_without_an_id_is_named_by_its_line_number(task_file):
@@ -83,7 +94,11 @@ def test_task_without_an_id_is_named_by_its_line_number(task_file):
         ("null", {}, "line 1 is a JSON NoneType"),
         ('{"id": 1}\n{"q": 1}', {}, "line 2 has no field 'id'"),
         ('{"id": 1, "label": 1}\n{"id": 2}', {}, "line 2 has no field 'label'"),
-        ('{"id": 1, "q": 1}', {"task_label_key": "gold"}, "line 1 has no field 'gold' (line 1 has: id, q)"),
+        (
+            '{"id": 1, "q": 1}',
+            {"task_label_key": "gold"},
+            "line 1 has no field 'gold' (line 1 has: id, q)",
+        ),
         ('{"q": 1}', {"task_id_key": "uid"}, "line 1 has no field 'uid'"),
         ('{"id": 1}\n{"id": 2}\n{"id": "1"}', {}, "lines 1 and 3 have the same id '1'"),
         ('{"id": [1]}', {}, "the id [1] is not a string or integer"),
@@ -117,13 +132,17 @@ def test_an_evaluation_needs_held_out_tasks_and_enough_of_them(task_file):
     train = task_file(rows(3))
     with pytest.raises(ConfigError, match="eval_task_file"):
         check_tasks(from_file(train, eval_tasks=2), seed=0)
-    config = from_file(train, eval_task_file=task_file(rows(3), "eval.jsonl"), eval_tasks=4)
+    config = from_file(
+        train, eval_task_file=task_file(rows(3), "eval.jsonl"), eval_tasks=4
+    )
     with pytest.raises(ConfigError, match="has 3 tasks"):
         check_tasks(config, seed=0)
-    assert [t.id for t in load_eval_tasks(config.model_copy(update={"eval_tasks": 2}), 0)] == ["q0", "q1"]
+    assert [
+        t.id for t in load_eval_tasks(config.model_copy(update={"eval_tasks": 2}), 0)
+    ] == ["q0", "q1"]
 
 
-# ------------------------------------------------------------------ sources
+# ----------------------------------------------------------------- sources
 
 
 def endless(split, seed):
@@ -164,9 +183,25 @@ def test_task_source_is_called_with_split_and_seed():
 
 
 def test_training_source_that_ends_is_restarted():
-    assert ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == ["a", "b", "c", "a", "b"]
-    assert fed_ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == ["a", "b", "c", "a@1", "b@1"]
-    assert ids(load_tasks(from_source(three_then_ends), "eval", 0), 5) == ["a", "b", "c"]
+    assert ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == [
+        "a",
+        "b",
+        "c",
+        "a",
+        "b",
+    ]
+    assert fed_ids(load_tasks(from_source(three_then_ends), "train", 0), 5) == [
+        "a",
+        "b",
+        "c",
+        "a@1",
+        "b@1",
+    ]
+    assert ids(load_tasks(from_source(three_then_ends), "eval", 0), 5) == [
+        "a",
+        "b",
+        "c",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +222,15 @@ def test_bad_task_source_is_a_plugin_error(function, seen):
 
 
 def test_calculator_source_passes_the_task_check():
-    check_tasks(RolloutConfig(task_source_path="rollout_fns.calculator:task_source", eval_tasks=200), seed=0)
+    check_tasks(
+        RolloutConfig(
+            task_source_path="rollout_fns.calculator:task_source", eval_tasks=200
+        ),
+        seed=0,
+    )
 
 
-# ------------------------------------------------------------------ Parquet
+# ----------------------------------------------------------------- Parquet
 
 
 def parquet_file(path, columns, **options):
@@ -206,10 +246,14 @@ def test_parquet_rows_equal_those_of_jsonl(tmp_path, task_file):
         "score": [0.5, 1.0],
     }
     text = "\n".join(
-        json.dumps({name: values[n] for name, values in columns.items()}, ensure_ascii=False)
+        json.dumps(
+            {name: values[n] for name, values in columns.items()}, ensure_ascii=False
+        )
         for n in range(2)
     )
-    expected = list(load_tasks(RolloutConfig(eval_task_file=task_file(text)), "eval", 0))
+    expected = list(
+        load_tasks(RolloutConfig(eval_task_file=task_file(text)), "eval", 0)
+    )
     file = parquet_file(tmp_path / "t.parquet", columns)
     assert list(load_tasks(RolloutConfig(eval_task_file=file), "eval", 0)) == expected
     config = from_file(file, eval_task_file=file, eval_tasks=2)
@@ -224,8 +268,14 @@ def test_parquet_values_without_a_json_type_become_text(tmp_path):
         "price": [price],
         "pairs": pyarrow.array([[("k", 1)]], pyarrow.map_("string", "int8")),
     }
-    task = next(load_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns)), "train", 0))
-    assert task.payload == {"when": "2026-02-03T04:05:00", "price": 1.25, "pairs": [["k", 1]]}
+    task = next(
+        load_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns)), "train", 0)
+    )
+    assert task.payload == {
+        "when": "2026-02-03T04:05:00",
+        "price": 1.25,
+        "pairs": [["k", 1]],
+    }
     assert json.loads(json.dumps(task.payload)) == task.payload
     assert (task.id, task.label) == ("1", None)
 
@@ -233,16 +283,22 @@ def test_parquet_values_without_a_json_type_become_text(tmp_path):
 def test_error_in_a_parquet_file_names_its_row(tmp_path):
     def refused(columns, **fields):
         with pytest.raises(ConfigError) as caught:
-            check_tasks(from_file(parquet_file(tmp_path / "t.parquet", columns), **fields), seed=0)
+            check_tasks(
+                from_file(parquet_file(tmp_path / "t.parquet", columns), **fields),
+                seed=0,
+            )
         assert caught.value.field == "task_file"
         return caught.value.reason
 
     assert "has no tasks" in refused({"id": pyarrow.array([], "int64")})
     assert "rows 1 and 2 have the same id '3'" in refused({"id": [3, 3]})
     assert "row 2: the id None is not" in refused({"id": ["a", None]})
-    assert "row 1 has no field 'gold' (row 1 has: id)" in refused({"id": [1]}, task_label_key="gold")
-    assert "row 1 holds what JSON does not have: Type is not JSON serializable: bytes" in refused(
-        {"picture": [b"\xff"]}
+    assert "row 1 has no field 'gold' (row 1 has: id)" in refused(
+        {"id": [1]}, task_label_key="gold"
+    )
+    assert (
+        "row 1 holds what JSON does not have: Type is not JSON serializable: bytes"
+        in refused({"picture": [b"\xff"]})
     )
 
 

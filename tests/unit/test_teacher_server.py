@@ -1,4 +1,5 @@
-"""A teacher over HTTP: which tokens it is asked for, what is made of its answers, and how it can fail."""
+"""A teacher over HTTP: which tokens it is asked for, what is made of its answers, and
+how it can fail."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Answer = Callable[[dict[str, Any]], Any]
 
 
 class TeacherServer:
-    """Answers as SGLang does: the log-prob of a token is -id / 100, the first entry has none."""
+    """Answers as SGLang does: the log-prob of a token is -id / 100, the first entry has
+    none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -86,12 +88,16 @@ class TeacherServer:
 
     def scores(self, body: dict[str, Any]) -> Any:
         start = body["logprob_start_len"]
-        entries: list[list[Any]] = [[-token / 100, token, None] for token in body["input_ids"][start:]]
+        entries: list[list[Any]] = [
+            [-token / 100, token, None] for token in body["input_ids"][start:]
+        ]
         entries[0][0] = None
         return {"meta_info": {"input_token_logprobs": entries}}
 
     def tokenized(self, body: dict[str, Any]) -> Any:
-        encodings = self.tokenizer.encode_batch(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        encodings = self.tokenizer.encode_batch(
+            body["prompt"], add_special_tokens=body["add_special_tokens"]
+        )
         return {"tokens": [encoding.ids for encoding in encodings]}
 
 
@@ -102,14 +108,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeacherServer]:
+def server(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TeacherServer]:
     monkeypatch.setattr(teacher_module, "_PAUSE_S", 0.01)
     server = TeacherServer(tokenizer)
     yield server
     server.stop()
 
 
-def teacher_at(url: str, *, key: str = KEY, timeout_s: float = 60.0, concurrency: int = 2) -> Teacher:
+def teacher_at(
+    url: str, *, key: str = KEY, timeout_s: float = 60.0, concurrency: int = 2
+) -> Teacher:
     return Teacher(url, key=key, timeout_s=timeout_s, concurrency=concurrency)
 
 
@@ -133,10 +143,14 @@ def batch_of(*rows: tuple[list[int], list[int]], **fields: Any) -> TrainBatch:
         }
         samples.append(TrainSample(**values))
     zeros = tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in samples)
-    return TrainBatch(batch_id=0, version=WeightVersion(0), samples=tuple(samples), advantages=zeros)
+    return TrainBatch(
+        batch_id=0, version=WeightVersion(0), samples=tuple(samples), advantages=zeros
+    )
 
 
-async def test_each_trained_token_gets_its_teacher_logprob(server: TeacherServer) -> None:
+async def test_each_trained_token_gets_its_teacher_logprob(
+    server: TeacherServer,
+) -> None:
     batch = batch_of(([5, 6, 7, 8, 9, 10], [2, 4]), ([1, 2, 3], [1, 2]), ([4, 5], []))
     scored = await teacher_at(server.url).score(batch)
     columns = [sample.columns["teacher"].tolist() for sample in scored.samples]
@@ -151,7 +165,9 @@ async def test_each_trained_token_gets_its_teacher_logprob(server: TeacherServer
     assert all(body["sampling_params"]["max_new_tokens"] == 0 for body in sent)
 
 
-async def test_temporary_failure_of_the_teacher_is_retried(server: TeacherServer) -> None:
+async def test_temporary_failure_of_the_teacher_is_retried(
+    server: TeacherServer,
+) -> None:
     server.failures = 2
     scored = await teacher_at(server.url).score(batch_of(([1, 2], [1])))
     assert scored.samples[0].columns["teacher"].tolist() == pytest.approx([0, -0.02])
@@ -160,7 +176,9 @@ async def test_temporary_failure_of_the_teacher_is_retried(server: TeacherServer
         await teacher_at(server.url).score(batch_of(([1, 2], [1])))
 
 
-async def test_teacher_scores_at_most_the_set_number_of_rows_at_once(server: TeacherServer) -> None:
+async def test_teacher_scores_at_most_the_set_number_of_rows_at_once(
+    server: TeacherServer,
+) -> None:
     scores = server.generate
 
     def slowly(body: dict[str, Any]) -> Any:
@@ -204,7 +222,10 @@ async def test_teacher_reply_that_does_not_fit_the_row_is_an_error(
     ("fields", "reason"),
     [
         ({"temperature": 0.7}, "at temperature 0.7"),
-        ({"grammars": (GrammarSpan(start=1, end=2, grammar="{}"),)}, "a grammar constrained"),
+        (
+            {"grammars": (GrammarSpan(start=1, end=2, grammar="{}"),)},
+            "a grammar constrained",
+        ),
     ],
 )
 async def test_rows_sampled_from_a_changed_distribution_are_refused(
@@ -215,7 +236,7 @@ async def test_rows_sampled_from_a_changed_distribution_are_refused(
     assert not server.requests
 
 
-# ------------------------------------------------------------------ before the start
+# ----------------------------------------------------------------- before the start
 
 
 async def test_teacher_with_the_same_tokenizer_is_accepted(
@@ -224,7 +245,9 @@ async def test_teacher_with_the_same_tokenizer_is_accepted(
     assert await teacher_at(server.url).check(tokenizer) == "a-teacher"
 
 
-async def test_teacher_with_another_tokenizer_is_refused(server: TeacherServer, tokenizer: Tokenizer) -> None:
+async def test_teacher_with_another_tokenizer_is_refused(
+    server: TeacherServer, tokenizer: Tokenizer
+) -> None:
     tokenized = server.tokens
 
     def others(body: dict[str, Any]) -> Any:
@@ -233,7 +256,9 @@ async def test_teacher_with_another_tokenizer_is_refused(server: TeacherServer, 
         return answer
 
     server.tokens = others
-    with pytest.raises(ConfigError, match=r"its tokens are others: .* is \[1, 1\] there"):
+    with pytest.raises(
+        ConfigError, match=r"its tokens are others: .* is \[1, 1\] there"
+    ):
         await teacher_at(server.url).check(tokenizer)
 
 

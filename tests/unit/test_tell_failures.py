@@ -1,4 +1,5 @@
-"""What a person is told of failed rollouts while a run goes on, also when the buffer is busy for a while."""
+"""What a person is told of failed rollouts while a run goes on, also when the buffer is
+busy for a while."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ class Buffer:
 
 
 ALIKE = FailureReport(
-    failed={"bad_return": 4}, finished=0, alike=4, reason="bad_return", detail="TypeError: a string"
+    failed={"bad_return": 4},
+    finished=0,
+    alike=4,
+    reason="bad_return",
+    detail="TypeError: a string",
 )
 
 
@@ -51,7 +56,9 @@ async def test_busy_buffer_is_asked_again_for_its_failures() -> None:
     busy = DeadlineError("the buffer to answer failures()", 60.0)
     screen = Screen()
     buffer = Buffer(busy, busy, ALIKE)
-    telling = asyncio.create_task(report_failures(buffer, FailureReporter(LIMITS), screen, interval_s=0.0))
+    telling = asyncio.create_task(
+        report_failures(buffer, FailureReporter(LIMITS), screen, interval_s=0.0)
+    )
     try:
         noted = asyncio.create_task(screen.noted.wait())
         await asyncio.wait({telling, noted}, return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +71,9 @@ async def test_busy_buffer_is_asked_again_for_its_failures() -> None:
     assert "TypeError: a string" in screen.notes[0]
 
 
-async def test_dead_buffer_is_not_asked_again_for_its_failures(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_buffer_is_not_asked_again_for_its_failures(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     buffer = Buffer(ServerError("the buffer died"))
     await report_failures(buffer, FailureReporter(LIMITS), Screen(), interval_s=0.0)
     assert "the buffer died" in caplog.text

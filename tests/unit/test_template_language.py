@@ -20,7 +20,12 @@ CALL = {
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "  Be brief. "},
     {"role": "user", "content": "How much is 1 + 2?\n"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "I add."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [CALL],
+        "reasoning_content": "I add.",
+    },
     {"role": "tool", "content": "3", "tool_call_id": "c1"},
     {"role": "assistant", "content": "<think>x</think>It is 3."},
     {"role": "user", "content": "{{ no template }}"},
@@ -60,8 +65,14 @@ TEMPLATES = {
     "string methods": "{{ messages[4].content.split('</think>')[-1].lstrip('\\n') }}{{ 'a' * 3 }}"
     "{{ messages | length }}{{ messages[::-1][0].content | upper }}",
 }
-TEMPLATES |= {name: path.read_text(encoding="utf-8") for name, path in SHIPPED_TEMPLATES.items()}
-VARIABLES = {"bos_token": "<s>", "add_generation_prompt": True, "strftime_now": lambda form: f"<{form}>"}
+TEMPLATES |= {
+    name: path.read_text(encoding="utf-8") for name, path in SHIPPED_TEMPLATES.items()
+}
+VARIABLES = {
+    "bos_token": "<s>",
+    "add_generation_prompt": True,
+    "strftime_now": lambda form: f"<{form}>",
+}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -111,4 +122,6 @@ def test_threads_that_render_one_template_keep_their_blocks_apart() -> None:
     sizes = list(range(1, 60))
     with ThreadPoolExecutor(8) as threads:
         for size, found in zip(sizes, threads.map(blocks, sizes), strict=True):
-            assert found == [(at * (size + 1), (at + 1) * (size + 1)) for at in range(40)]
+            assert found == [
+                (at * (size + 1), (at + 1) * (size + 1)) for at in range(40)
+            ]

@@ -1,5 +1,5 @@
-"""A temporary folder goes with its owner; what a killed one left goes with the next command. A trainer
-rank, which is always killed, makes none."""
+"""A temporary folder goes with its owner; what a killed one left goes with the next
+command. A trainer rank, which is always killed, makes none."""
 
 from __future__ import annotations
 
@@ -80,9 +80,13 @@ def test_temporary_folder_is_removed_after_its_block(parent: Path) -> None:
     folder.remove()
 
 
-def test_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(parent: Path) -> None:
+def test_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(
+    parent: Path,
+) -> None:
     command = [sys.executable, "-c", OWNER, str(parent)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         path = Path(owner.stdout.readline().strip())
         others = [parent / "invrl-engine-mine", parent / "invrl-engine-7-abcdefg8.txt"]
@@ -121,16 +125,23 @@ def test_new_folder_removed_by_another_command_is_recreated(
 
 
 def test_parent_path_is_short_enough_for_sockets(parent: Path) -> None:
-    with TemporaryFolder("driver") as folder, TemporaryFolder("engine", parent=folder.path) as inner:
+    with (
+        TemporaryFolder("driver") as folder,
+        TemporaryFolder("engine", parent=folder.path) as inner,
+    ):
         assert len(f"{inner.path}/tmpabcdefgh.0") < 107
 
 
-def test_what_user_code_leaves_in_the_temporary_folder_goes_with_its_rollout_worker(tmp_path: Path) -> None:
+def test_what_user_code_leaves_in_the_temporary_folder_goes_with_its_rollout_worker(
+    tmp_path: Path,
+) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
     command = [sys.executable, "-c", ROLLOUT_WORKER]
-    worker = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    worker = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert worker.returncode == -signal.SIGKILL, worker.stderr
     folders = {Path(line).parent for line in worker.stdout.splitlines()}
     assert len(folders) == 1
@@ -144,11 +155,17 @@ def test_what_user_code_leaves_in_the_temporary_folder_goes_with_its_rollout_wor
 
 
 def test_imports_of_a_trainer_rank_leave_no_temporary_file(tmp_path: Path) -> None:
-    """Megatron imports wandb, which makes folders that a killed process leaves. A user's loss still can."""
+    """Megatron imports wandb, which makes folders that a killed process leaves. A
+    user's loss still can."""
     if find_spec("wandb") is None:  # an import would make those folders here
         pytest.skip("wandb is not installed")
-    folders = {"TMPDIR": tmp_path / "tmp", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "kernels"}
+    folders = {
+        "TMPDIR": tmp_path / "tmp",
+        "TORCHINDUCTOR_CACHE_DIR": tmp_path / "kernels",
+    }
     folders["TMPDIR"].mkdir()
     environment = os.environ | {name: str(folder) for name, folder in folders.items()}
-    printed = subprocess.check_output([sys.executable, "-c", RANK], env=environment, text=True)
+    printed = subprocess.check_output(
+        [sys.executable, "-c", RANK], env=environment, text=True
+    )
     assert printed.splitlines() == ["[]", "wandb"]

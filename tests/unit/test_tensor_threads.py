@@ -80,12 +80,15 @@ def test_error_is_raised_after_started_work_has_ended(num_cores: int) -> None:
 
     with pytest.raises(ValueError, match="no"):
         by_threads(fail, tensors(9))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensors")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("tensors")
+    ]
 
 
 @pytest.mark.parametrize("num_cores", [1, 3], indirect=True)
 def test_threads_can_write_tensors_made_in_inference_mode(num_cores: int) -> None:
-    """SGLang calls the loader in inference mode, and its own tensors may be of that mode."""
+    """SGLang calls the loader in inference mode, and its own tensors may be of that
+    mode."""
     with torch.inference_mode():
         made = {f"tensor {index}": torch.zeros(4) for index in range(6)}
 

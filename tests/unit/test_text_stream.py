@@ -1,4 +1,5 @@
-"""The work for a token of a stream has a bound, whatever its bytes are, and the pieces are the whole text."""
+"""The work for a token of a stream has a bound, whatever its bytes are, and the pieces
+are the whole text."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,7 +13,10 @@ from invrl.gateway.rendering.text_stream import TextStream
 
 Decode = Callable[[Sequence[int]], str]
 CHINESE = "漢字仮名交じり文".encode() * 500
-SHIFTED = [CHINESE[:1], *[CHINESE[begin : begin + 3] for begin in range(1, len(CHINESE), 3)]]
+SHIFTED = [
+    CHINESE[:1],
+    *[CHINESE[begin : begin + 3] for begin in range(1, len(CHINESE), 3)],
+]
 """Pieces of text of which each ends inside of a character."""
 
 
@@ -48,7 +52,14 @@ def of_nothing(ids: Sequence[int]) -> str:
         (of_fallback, [0x80, *("é" * 1500).encode()]),
         (of_nothing, [7] * 3000),
     ],
-    ids=["no character", "half characters", "split characters", "fallback", "a bad first byte", "nothing"],
+    ids=[
+        "no character",
+        "half characters",
+        "split characters",
+        "fallback",
+        "a bad first byte",
+        "nothing",
+    ],
 )
 def test_the_work_for_a_token_has_a_bound(decode: Decode, ids: list[int]):
     decoded = 0
@@ -80,12 +91,20 @@ def test_the_pieces_of_such_a_reply_are_its_text(decode: Decode, ids: list[int])
     pieces = [stream.push([token]) for token in ids]
     pieces.append(stream.finish())
     assert "".join(pieces) == decode(ids)
-    longest_wait = max(len(run) for run in "".join("x" if piece else "." for piece in pieces).split("x"))
+    longest_wait = max(
+        len(run)
+        for run in "".join("x" if piece else "." for piece in pieces).split("x")
+    )
     assert longest_wait < 40
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.lists(st.one_of(st.binary(max_size=30), st.text(max_size=10).map(str.encode)), max_size=20))
+@given(
+    data=st.lists(
+        st.one_of(st.binary(max_size=30), st.text(max_size=10).map(str.encode)),
+        max_size=20,
+    )
+)
 def test_any_bytes_are_shown_as_the_whole_text_has_them(data: list[bytes]):
     ids = list(b"".join(data))
     stream = TextStream(of_bytes, ())

@@ -25,7 +25,9 @@ def byte_level(*merged: str) -> Tokenizer:
                 vocabulary[word[:end]] = len(vocabulary)
                 merges.append((word[: end - 1], word[end - 1]))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -71,13 +73,19 @@ def test_letters_that_compose_with_marks_do_not_count_towards_the_bound():
 
 def test_there_is_no_bound_for_tokenizers_that_may_lose_letters():
     good = byte_level("abcde")
-    for normalizer in (normalizers.Lowercase(), normalizers.NFKC(), normalizers.Replace("a", "")):
+    for normalizer in (
+        normalizers.Lowercase(),
+        normalizers.NFKC(),
+        normalizers.Replace("a", ""),
+    ):
         tokenizer = byte_level("abcde")
         tokenizer.normalizer = normalizer
         assert bound_of(tokenizer) is None
     tokenizer = byte_level("abcde")
     split = pre_tokenizers.Split("a", "removed")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(use_regex=False)]
+    )
     assert bound_of(tokenizer) is None
     tokenizer = byte_level("abcde")
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -89,10 +97,16 @@ def test_there_is_no_bound_for_tokenizers_that_may_lose_letters():
     assert token_bound({}) is None
 
 
-@pytest.mark.parametrize("text", ["word " * 5000, "0123456789" * 3000, "naïve café " * 3000])
+@pytest.mark.parametrize(
+    "text", ["word " * 5000, "0123456789" * 3000, "naïve café " * 3000]
+)
 def test_tokenizer_of_a_model_folder_has_a_token_bound(tmp_path: Path, text: str):
     folder = make_tiny_model(tmp_path / "tiny")
     bound = token_bound(json.loads((folder / "tokenizer.json").read_text()))
     assert bound is not None
-    count = len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False))
+    count = len(
+        Tokenizer.from_file(str(folder / "tokenizer.json")).encode(
+            text, add_special_tokens=False
+        )
+    )
     assert 0 < bound.min_tokens(text) <= count

@@ -1,4 +1,5 @@
-"""Log-probs, entropies and gradients of the blockwise vocabulary projection, against float64 formulas."""
+"""Log-probs, entropies and gradients of the blockwise vocabulary projection, against
+float64 formulas."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ BLOCKS = {"one block": 64, "blocks of 16": 16, "blocks of 5": 5, "blocks of one"
 
 
 @pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
-def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def block_tokens(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> int:
     set_block_tokens(monkeypatch, request.param)
     return request.param
 
@@ -36,9 +39,9 @@ def set_block_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 def awkward_micro_batch(
     seed: int = 5, vocabulary: int = VOCABULARY, *, num_candidates: int = 0
 ) -> MicroBatch:
-    """Rows that share a beginning, at two temperatures, equal rows, and tokens under two masks. With
-    candidates, the wanted token is the third of every fourth; under a mask it is the only one; and the last
-    row has none."""
+    """Rows that share a beginning, at two temperatures, equal rows, and tokens under
+    two masks. With candidates, the wanted token is the third of every fourth; under a
+    mask it is the only one; and the last row has none."""
     rng = np.random.default_rng(seed)
     tokens_T = rng.integers(0, vocabulary, 30).astype(np.int32)
     other_T = tokens_T.copy()
@@ -53,19 +56,33 @@ def awkward_micro_batch(
     rows = [
         Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=0.8),
         Row(tokens_T=tokens_T, wanted_N=wanted_N[::2], temperature=0.8),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3, allowed_N=(*[None] * 24, masks[0])),
-        Row(tokens_T=other_T, wanted_N=wanted_N, temperature=1.3, allowed_N=(*[None] * 24, masks[1])),
+        Row(
+            tokens_T=other_T,
+            wanted_N=wanted_N,
+            temperature=1.3,
+            allowed_N=(*[None] * 24, masks[0]),
+        ),
+        Row(
+            tokens_T=other_T,
+            wanted_N=wanted_N,
+            temperature=1.3,
+            allowed_N=(*[None] * 24, masks[1]),
+        ),
         Row(tokens_T=tokens_T, wanted_N=wanted_N, temperature=1.3),
     ]
     if num_candidates:
-        rows[:4] = [with_candidates(row, num_candidates, rng, vocabulary) for row in rows[:4]]
+        rows[:4] = [
+            with_candidates(row, num_candidates, rng, vocabulary) for row in rows[:4]
+        ]
     (micro_batch,) = pack(rows, max_tokens=1000, share_prefixes=True)
     assert len(micro_batch.restricted_M) == 2
     assert len(np.unique(micro_batch.projection_N)) < len(micro_batch.projection_N)
     return micro_batch
 
 
-def with_candidates(row: Row, number: int, rng: np.random.Generator, vocabulary: int) -> Row:
+def with_candidates(
+    row: Row, number: int, rng: np.random.Generator, vocabulary: int
+) -> Row:
     drawn = [rng.permutation(vocabulary)[:number] for _ in row.wanted_N]
     candidates_NK = np.array(drawn, np.int32)
     for index, position in enumerate(row.wanted_N):
@@ -116,7 +133,10 @@ class Problem:
         )
 
     def loss(
-        self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, top_NK: torch.Tensor | None
+        self,
+        logprobs_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        top_NK: torch.Tensor | None,
     ) -> torch.Tensor:
         losses_N = logprobs_N * self.grad_N
         if top_NK is not None:
@@ -163,14 +183,26 @@ class Problem:
             logits_UV = self.softcap * torch.tanh(logits_UV / self.softcap)
         removed_UV = torch.zeros(logits_UV.shape, dtype=torch.bool)
         if len(micro_batch.restricted_M):
-            bits = np.unpackbits(micro_batch.allowed_MW, axis=1, count=VOCABULARY, bitorder="little")
-            removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(bits == 0)
+            bits = np.unpackbits(
+                micro_batch.allowed_MW, axis=1, count=VOCABULARY, bitorder="little"
+            )
+            removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(
+                bits == 0
+            )
         temperature_U = torch.from_numpy(micro_batch.temperature_U).double()
-        logits_UV = logits_UV.masked_fill(removed_UV, -torch.inf) / temperature_U[:, None]
-        logprobs_NV = logits_UV.log_softmax(1)[torch.from_numpy(micro_batch.projection_N)]
-        logprobs_N = logprobs_NV.gather(1, torch.from_numpy(micro_batch.targets_N)[:, None])[:, 0]
+        logits_UV = (
+            logits_UV.masked_fill(removed_UV, -torch.inf) / temperature_U[:, None]
+        )
+        logprobs_NV = logits_UV.log_softmax(1)[
+            torch.from_numpy(micro_batch.projection_N)
+        ]
+        logprobs_N = logprobs_NV.gather(
+            1, torch.from_numpy(micro_batch.targets_N)[:, None]
+        )[:, 0]
         probability_NV = logprobs_NV.exp()
-        entropy_N = -(probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)).sum(1)
+        entropy_N = -(
+            probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)
+        ).sum(1)
         top_NK = None
         if micro_batch.candidates_NK is not None:
             candidates_NK = torch.from_numpy(micro_batch.candidates_NK)
@@ -191,10 +223,14 @@ class Problem:
 def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> None:
     for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
         expected = getattr(exact, name)
-        torch.testing.assert_close(getattr(measured, name).double(), expected, rtol=1e-6, atol=atol, msg=name)
+        torch.testing.assert_close(
+            getattr(measured, name).double(), expected, rtol=1e-6, atol=atol, msg=name
+        )
     assert (measured.top_NK is None) == (exact.top_NK is None)
     if measured.top_NK is not None:
-        torch.testing.assert_close(measured.top_NK.double(), exact.top_NK, rtol=1e-6, atol=atol)
+        torch.testing.assert_close(
+            measured.top_NK.double(), exact.top_NK, rtol=1e-6, atol=atol
+        )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
@@ -208,25 +244,37 @@ def test_logprobs_entropies_and_gradients_equal_float64(
     entropy_weight: float,
 ) -> None:
     monkeypatch.setattr(logprobs, "KEPT_BYTES", kept_bytes)
-    problem = Problem.random(awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight)
+    problem = Problem.random(
+        awkward_micro_batch(), softcap=softcap, entropy_weight=entropy_weight
+    )
     # An entropy's gradient has log p, of up to 19 nats here, in float32.
-    assert_equal(problem.measured(), problem.exact(), atol=3e-5 if entropy_weight else 1e-5)
+    assert_equal(
+        problem.measured(), problem.exact(), atol=3e-5 if entropy_weight else 1e-5
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.7], ids=["", "entropy"])
 def test_candidate_logprobs_equal_float64(
-    monkeypatch: pytest.MonkeyPatch, block_tokens: int, softcap: float | None, entropy_weight: float
+    monkeypatch: pytest.MonkeyPatch,
+    block_tokens: int,
+    softcap: float | None,
+    entropy_weight: float,
 ) -> None:
-    """The likeliest tokens in the place of each one, with their gradient, beside the sampled token's."""
+    """The likeliest tokens in the place of each one, with their gradient, beside the
+    sampled token's."""
     monkeypatch.setattr(logprobs, "KEPT_BYTES", 1 << 20)
     micro_batch = awkward_micro_batch(num_candidates=5)
-    problem = Problem.random(micro_batch, softcap=softcap, entropy_weight=entropy_weight)
+    problem = Problem.random(
+        micro_batch, softcap=softcap, entropy_weight=entropy_weight
+    )
     measured = problem.measured()
     assert_equal(measured, problem.exact(), atol=6e-5 if entropy_weight else 2e-5)
     assert measured.top_NK is not None
     assert micro_batch.candidates_NK is not None
-    is_sampled_NK = torch.from_numpy(micro_batch.candidates_NK == micro_batch.targets_N[:, None])
+    is_sampled_NK = torch.from_numpy(
+        micro_batch.candidates_NK == micro_batch.targets_N[:, None]
+    )
     assert is_sampled_NK.any(1).sum() > 10
     sampled_N, _ = is_sampled_NK.nonzero(as_tuple=True)
     assert torch.equal(measured.top_NK[is_sampled_NK], measured.logprobs_N[sampled_N])
@@ -235,14 +283,18 @@ def test_candidate_logprobs_equal_float64(
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
-def test_gradients_pass_numerical_gradcheck(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
+def test_gradients_pass_numerical_gradcheck(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
     """Numerical derivatives in float64; the backward pass may run more than once."""
     set_block_tokens(monkeypatch, 16)
     problem = Problem.random(awkward_micro_batch(), torch.float64, softcap)
     hidden_UH = problem.hidden_UH.requires_grad_()
     weight_VH = problem.weight_VH.requires_grad_()
 
-    def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(
+        hidden_UH: torch.Tensor, weight_VH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_N, entropy_N, _ = projected_logprobs(
             hidden_UH, weight_VH, problem.micro_batch, softcap=softcap
         )
@@ -251,12 +303,16 @@ def test_gradients_pass_numerical_gradcheck(monkeypatch: pytest.MonkeyPatch, sof
     assert torch.autograd.gradcheck(compute, (hidden_UH, weight_VH), fast_mode=True)
 
 
-def test_candidate_gradients_pass_numerical_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_gradients_pass_numerical_gradcheck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_block_tokens(monkeypatch, 16)
     problem = Problem.random(awkward_micro_batch(num_candidates=4), torch.float64)
 
     def compute(hidden_UH: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-        logprobs_N, entropy_N, top_NK = projected_logprobs(hidden_UH, weight_VH, problem.micro_batch)
+        logprobs_N, entropy_N, top_NK = projected_logprobs(
+            hidden_UH, weight_VH, problem.micro_batch
+        )
         return problem.loss(logprobs_N, entropy_N, top_NK)
 
     inputs = (problem.hidden_UH.requires_grad_(), problem.weight_VH.requires_grad_())
@@ -264,7 +320,8 @@ def test_candidate_gradients_pass_numerical_gradcheck(monkeypatch: pytest.Monkey
 
 
 def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
-    """A row of which a mask keeps only the target: its log-prob is 0, and nothing depends on it."""
+    """A row of which a mask keeps only the target: its log-prob is 0, and nothing
+    depends on it."""
     only_zero = (1).to_bytes(6, "little")
     row = Row(
         tokens_T=np.array([7, 0], np.int32),
@@ -281,7 +338,8 @@ def test_removed_tokens_have_no_gradient(block_tokens: int) -> None:
 
 
 def test_batch_without_wanted_tokens_has_zero_gradients(block_tokens: int) -> None:
-    """The weight has a gradient all the same: a rank without data takes part in the step."""
+    """The weight has a gradient all the same: a rank without data takes part in the
+    step."""
     results = Problem.random(EMPTY_MICRO_BATCH).measured()
     assert len(results.logprobs_N) == 0
     assert results.weight_grad_VH.shape == (VOCABULARY, HIDDEN)
@@ -289,18 +347,25 @@ def test_batch_without_wanted_tokens_has_zero_gradients(block_tokens: int) -> No
 
 
 def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
-    """Two tokens that nearly cancel: what is left of 1 - p must not be lost in bfloat16."""
-    row = Row(tokens_T=np.array([1, 0], np.int32), wanted_N=np.array([1]), temperature=1.0)
+    """Two tokens that nearly cancel: what is left of 1 - p must not be lost in
+    bfloat16."""
+    row = Row(
+        tokens_T=np.array([1, 0], np.int32), wanted_N=np.array([1]), temperature=1.0
+    )
     (micro_batch,) = pack([row, row], max_tokens=10, share_prefixes=True)
     logits_V = torch.tensor([6.0, 0.0, 0.0]).bfloat16()
     hidden_UH = torch.ones(1, 1).bfloat16()
-    weight_VH = logits_V[:, None].clone().requires_grad_()  # whose gradient is then that of the logits
+    weight_VH = (
+        logits_V[:, None].clone().requires_grad_()
+    )  # whose gradient is then that of the logits
     logprobs_N, _, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
     logprobs_N.sum().backward()
     assert weight_VH.grad is not None
     exact_V = -2 * logits_V.double().softmax(0)
     exact_V[0] += 2
-    torch.testing.assert_close(weight_VH.grad[:, 0].double(), exact_V, rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        weight_VH.grad[:, 0].double(), exact_V, rtol=2**-8, atol=0
+    )
 
 
 def test_bf16_logits_are_worked_on_in_float32(block_tokens: int) -> None:
@@ -315,11 +380,15 @@ def test_bf16_logits_are_worked_on_in_float32(block_tokens: int) -> None:
     )
     measured = problem.measured()
     assert measured.logprobs_N.dtype == torch.float32
-    assert (measured.logprobs_N.double() - rounded.exact().logprobs_N).abs().max() < 1e-5
+    assert (
+        measured.logprobs_N.double() - rounded.exact().logprobs_N
+    ).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_under_a_mask_is_finite(dtype: torch.dtype, block_tokens: int) -> None:
+def test_half_precision_under_a_mask_is_finite(
+    dtype: torch.dtype, block_tokens: int
+) -> None:
     problem = Problem.random(awkward_micro_batch(), dtype)
     measured = problem.measured()
     for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
@@ -329,11 +398,15 @@ def test_half_precision_under_a_mask_is_finite(dtype: torch.dtype, block_tokens:
 def test_logprobs_without_a_gradient_are_the_same(block_tokens: int) -> None:
     problem = Problem.random(awkward_micro_batch())
     with torch.no_grad():
-        logprobs_N, _, _ = projected_logprobs(problem.hidden_UH, problem.weight_VH, problem.micro_batch)
+        logprobs_N, _, _ = projected_logprobs(
+            problem.hidden_UH, problem.weight_VH, problem.micro_batch
+        )
     assert torch.equal(logprobs_N, problem.measured().logprobs_N)
 
 
-def test_at_most_half_of_the_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_half_of_the_logits_exist_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In blocks of one token, so that a count of blocks is a count of tokens."""
     set_block_tokens(monkeypatch, 1)
     problem = Problem.random(awkward_micro_batch())
@@ -341,7 +414,9 @@ def test_at_most_half_of_the_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPa
     num_alive: list[int] = []
     project = logprobs._project
 
-    def recording(hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: logprobs._Block) -> torch.Tensor:
+    def recording(
+        hidden_UH: torch.Tensor, weight_VH: torch.Tensor, block: logprobs._Block
+    ) -> torch.Tensor:
         logits_UW = project(hidden_UH, weight_VH, block)
         projected.append(weakref.ref(logits_UW))
         num_alive.append(sum(reference() is not None for reference in projected))
@@ -350,7 +425,9 @@ def test_at_most_half_of_the_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logprobs, "_project", recording)
     problem.measured()
     half = VOCABULARY // 2
-    assert len(projected) == VOCABULARY + (VOCABULARY - half), "half of the blocks are projected once"
+    assert len(projected) == VOCABULARY + (VOCABULARY - half), (
+        "half of the blocks are projected once"
+    )
     assert max(num_alive) <= half + 2
     projected.clear()
     num_alive.clear()
@@ -360,34 +437,53 @@ def test_at_most_half_of_the_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPa
     assert max(num_alive) <= 3 + 2
 
 
-# ------------------------------------------------------------------ a vocabulary in shards
+# ------------------------------------------------------------- a vocabulary in shards
 
 
-def shard_results(problems: list[Problem], rank: int, shards: list[slice], store: str) -> list[Results]:
+def shard_results(
+    problems: list[Problem], rank: int, shards: list[slice], store: str
+) -> list[Results]:
     """Of one rank; runs in a process of its own."""
     torch.set_num_threads(1)
     file_store = torch.distributed.FileStore(store, len(shards))
-    torch.distributed.init_process_group("gloo", store=file_store, rank=rank, world_size=len(shards))
+    torch.distributed.init_process_group(
+        "gloo", store=file_store, rank=rank, world_size=len(shards)
+    )
     try:
-        return [problem.shard(shards[rank], torch.distributed.group.WORLD) for problem in problems]
+        return [
+            problem.shard(shards[rank], torch.distributed.group.WORLD)
+            for problem in problems
+        ]
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_sharded_vocabulary_gives_the_logprobs_of_the_whole(tmp_path: Path) -> None:
-    """Every rank has the same log-probs; gradients of hidden states add up, those of the weight are rows of
-    the whole one's. In one shard a mask removes every token."""
+    """Every rank has the same log-probs; gradients of hidden states add up, those of
+    the weight are rows of the whole one's. In one shard a mask removes every token."""
     shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
     problems = [
         Problem.random(
-            awkward_micro_batch(num_candidates=number), softcap=softcap, entropy_weight=entropy_weight
+            awkward_micro_batch(num_candidates=number),
+            softcap=softcap,
+            entropy_weight=entropy_weight,
         )
-        for number, softcap, entropy_weight in ((0, None, 0.0), (0, 3.0, 0.0), (0, None, 0.7), (5, 3.0, 0.0))
+        for number, softcap, entropy_weight in (
+            (0, None, 0.0),
+            (0, 3.0, 0.0),
+            (0, None, 0.7),
+            (5, 3.0, 0.0),
+        )
     ]
     with torch.multiprocessing.get_context("spawn").Pool(len(shards)) as pool:
-        arguments = [(problems, rank, shards, str(tmp_path / "store")) for rank in range(len(shards))]
+        arguments = [
+            (problems, rank, shards, str(tmp_path / "store"))
+            for rank in range(len(shards))
+        ]
         results_by_rank = pool.starmap(shard_results, arguments, chunksize=1)
-    for problem, results in zip(problems, zip(*results_by_rank, strict=True), strict=True):
+    for problem, results in zip(
+        problems, zip(*results_by_rank, strict=True), strict=True
+    ):
         first = results[0]
         for measured in results:
             assert torch.equal(measured.logprobs_N, first.logprobs_N)
@@ -399,7 +495,9 @@ def test_sharded_vocabulary_gives_the_logprobs_of_the_whole(tmp_path: Path) -> N
             logprobs_N=first.logprobs_N,
             entropy_N=first.entropy_N,
             top_NK=first.top_NK,
-            hidden_grad_UH=torch.stack([measured.hidden_grad_UH for measured in results]).sum(0),
+            hidden_grad_UH=torch.stack(
+                [measured.hidden_grad_UH for measured in results]
+            ).sum(0),
             weight_grad_VH=torch.cat([measured.weight_grad_VH for measured in results]),
         )
         assert_equal(whole, problem.exact())

@@ -18,7 +18,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_a_copied_run_folder_shows_text_without_the_model(model: Path, tmp_path: Path) -> None:
+def test_a_copied_run_folder_shows_text_without_the_model(
+    model: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     copy_tokenizer(model, run / TOKENIZER_NAME)
     assert not (run / TOKENIZER_NAME / "model.safetensors").exists()
@@ -31,7 +33,9 @@ def test_a_copied_run_folder_shows_text_without_the_model(model: Path, tmp_path:
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
     assert reader.decode(ids) == text
     joined = "".join(reader.texts(ids))
-    assert joined.replace("\\xf0\\x9f\\x99\\x82", "🙂").replace("\\xc3\\xa9", "é") == text
+    assert (
+        joined.replace("\\xf0\\x9f\\x99\\x82", "🙂").replace("\\xc3\\xa9", "é") == text
+    )
 
 
 def test_template_of_the_run_replaces_the_models(model: Path, tmp_path: Path) -> None:
@@ -81,7 +85,9 @@ def test_byte_level_tokens_are_the_bytes_that_they_stand_for(tmp_path: Path) -> 
 def test_sentencepiece_tokens_have_their_spaces_and_bytes(tmp_path: Path) -> None:
     vocabulary = {"▁hi": 0, "<0x0A>": 1, "<0xC3>": 2, "é": 3}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback()]
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     reader = token_reader(tmp_path, tmp_path)
     assert reader is not None

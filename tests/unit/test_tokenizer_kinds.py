@@ -1,4 +1,5 @@
-"""Tokenizers as models come with them: what is rendered in pieces has the ids of the whole."""
+"""Tokenizers as models come with them: what is rendered in pieces has the ids of the
+whole."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ CONVERSATION = (
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("kinds")
     return {
-        name: make_tokenizer_folder(kind, place / str(at)) for at, (name, kind) in enumerate(KINDS.items())
+        name: make_tokenizer_folder(kind, place / str(at))
+        for at, (name, kind) in enumerate(KINDS.items())
     }
 
 
@@ -54,20 +56,28 @@ def whole_ids(folder: Path, messages: tuple[Message, ...], *, head: bool) -> lis
     """As transformers renders and tokenises the whole conversation."""
     tokenizer = reference(folder)
     shown = [{"role": message.role, "content": message.content} for message in messages]
-    text = tokenizer.apply_chat_template(shown, add_generation_prompt=head, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        shown, add_generation_prompt=head, tokenize=False
+    )
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @every_kind
-def test_a_prompt_has_the_ids_that_transformers_gives_it(folders: dict[str, Path], name: str):
+def test_a_prompt_has_the_ids_that_transformers_gives_it(
+    folders: dict[str, Path], name: str
+):
     long = (Message("user", "What is the weather in Paris? " * 40), *CONVERSATION[1:])
     for messages in (CONVERSATION, long):
         expected = whole_ids(folders[name], messages, head=True)
-        assert renderer(folders[name]).render_first(Prompt(messages=messages)) == expected
+        assert (
+            renderer(folders[name]).render_first(Prompt(messages=messages)) == expected
+        )
 
 
 @every_kind
-def test_a_conversation_in_turns_has_the_ids_of_the_whole(folders: dict[str, Path], name: str):
+def test_a_conversation_in_turns_has_the_ids_of_the_whole(
+    folders: dict[str, Path], name: str
+):
     made = renderer(folders[name])
     assert made.end_of_turn_id is not None
     path = made.render_first(Prompt(messages=CONVERSATION[:1]))
@@ -83,28 +93,43 @@ def test_a_conversation_in_turns_has_the_ids_of_the_whole(folders: dict[str, Pat
 
 
 @every_kind
-def test_a_trained_conversation_has_the_ids_of_the_whole(folders: dict[str, Path], name: str):
+def test_a_trained_conversation_has_the_ids_of_the_whole(
+    folders: dict[str, Path], name: str
+):
     made = renderer(folders[name])
     messages = CONVERSATION[:4]
-    [branch] = branches(made, Dialogue(prompt=Prompt(messages=messages), trained=(1, 3)))
+    [branch] = branches(
+        made, Dialogue(prompt=Prompt(messages=messages), trained=(1, 3))
+    )
     tokens = branch.tokens_T.tolist()
     whole = whole_ids(folders[name], messages, head=False)
     assert tokens == whole[: len(tokens)]
     replies = made.decode(
-        [token for token, is_trained in zip(tokens, branch.trained_T, strict=True) if is_trained]
+        [
+            token
+            for token, is_trained in zip(tokens, branch.trained_T, strict=True)
+            if is_trained
+        ]
     )
     assert replies.count(made.end_of_turn) == 2
     assert "weather" not in replies
 
 
 @every_kind
-def test_a_text_without_a_template_begins_as_the_tokenizer_begins_it(folders: dict[str, Path], name: str):
+def test_a_text_without_a_template_begins_as_the_tokenizer_begins_it(
+    folders: dict[str, Path], name: str
+):
     made = renderer(folders[name])
     tokenizer = reference(folders[name])
     text = "What is the weather"
-    assert made.render_text(text) == list(tokenizer(text)["input_ids"])[: len(made.render_text(text))]
+    assert (
+        made.render_text(text)
+        == list(tokenizer(text)["input_ids"])[: len(made.render_text(text))]
+    )
     begin = tokenizer.bos_token if made.render_text("") else ""
-    assert made.render_text(begin + text) == made.render_text(text), "the token is not written twice"
+    assert made.render_text(begin + text) == made.render_text(text), (
+        "the token is not written twice"
+    )
 
 
 @every_kind
@@ -134,7 +159,8 @@ def test_the_check_finds_every_kind_exact(folders: dict[str, Path], name: str):
 def test_the_check_fails_where_the_same_text_has_other_ids(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """A tail that is tokenised alone begins with a space that the whole rendering does not have."""
+    """A tail that is tokenised alone begins with a space that the whole rendering does
+    not have."""
     made = renderer(folders["space before the first word, roles as text"])
 
     def alone(path, text, room):
@@ -151,13 +177,17 @@ NAMED = [
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_a_conversation_with_tools_gets_the_template_for_tools(tmp_path: Path, in_files: bool):
+def test_a_conversation_with_tools_gets_the_template_for_tools(
+    tmp_path: Path, in_files: bool
+):
     folder = make_tokenizer_folder(KINDS["byte level"], tmp_path / "model")
     settings_file = folder / "tokenizer_config.json"
     settings = json.loads(settings_file.read_text())
     if in_files:
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED[1]["template"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+            NAMED[1]["template"]
+        )
         (folder / "chat_template.jinja").write_text(CHATML)
     else:
         settings["chat_template"] = NAMED
@@ -175,7 +205,9 @@ def test_a_conversation_with_tools_gets_the_template_for_tools(tmp_path: Path, i
     assert text == expected
 
 
-@pytest.mark.parametrize("name", first_quick(sorted(KINDS, key=lambda name: name != QUICK_KIND)))
+@pytest.mark.parametrize(
+    "name", first_quick(sorted(KINDS, key=lambda name: name != QUICK_KIND))
+)
 async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
     tmp_path: Path, folders: dict[str, Path], name: str
 ):
@@ -189,13 +221,19 @@ async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
         messages: list[Any] = []
         for question in ("What is the weather?", "And then?", "Yes?"):
             messages.append({"role": "user", "content": question})
-            answer = await client.chat.completions.create(model="tiny", messages=messages)
-            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            answer = await client.chat.completions.create(
+                model="tiny", messages=messages
+            )
+            messages.append(
+                {"role": "assistant", "content": answer.choices[0].message.content}
+            )
         [texts] = await gateway.open()
         text = "What is"
         for more in (" the weather?", " And then?"):
             text += more
-            completion = await gateway.client(texts).completions.create(model="tiny", prompt=text)
+            completion = await gateway.client(texts).completions.create(
+                model="tiny", prompt=text
+            )
             text += completion.choices[0].text + judge.end
         turns = stored_turns(tmp_path / "run.db")
     chats = [turn for turn in turns if turn.session_id == session.id]
@@ -203,7 +241,9 @@ async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
     assert [turn.parent_id for turn in chats] == [None, chats[0].id, chats[1].id]
     assert chats[0].context_ids == judge.ids(judge.text(messages[:1], [], head=True))
     for depth, turn in ((2, chats[1]), (4, chats[2])):
-        assert turn.context_ids == judge.tail(messages[: depth + 1], depth, [], closed=True)
+        assert turn.context_ids == judge.tail(
+            messages[: depth + 1], depth, [], closed=True
+        )
     assert [turn.parent_id for turn in raw] == [None, raw[0].id]
     assert raw[0].context_ids == judge.first_ids("What is the weather?")
     assert raw[1].context_ids == judge.later_ids(" And then?", closed=True)
@@ -218,4 +258,6 @@ def test_a_saved_model_keeps_its_template_for_tools(tmp_path: Path):
     copy.mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     copy_other_files(source, copy)
-    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert (
+        copy / "additional_chat_templates" / "tool_use.jinja"
+    ).read_text() == "tools"

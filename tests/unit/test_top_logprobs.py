@@ -1,6 +1,8 @@
-"""The likeliest tokens of each place, in every dialect that shows them; they are not recorded.
+"""The likeliest tokens of each place, in every dialect that shows them; they are not
+recorded.
 
-The fake engine's likeliest is the sampled token t, then t + 1, t + 2, ..., each half a nat below."""
+The fake engine's likeliest is the sampled token t, then t + 1, t + 2, ..., each half a
+nat below."""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STREAMED = [False, True]
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path, model: Path, renderer: Renderer) -> AsyncIterator[Running]:
+async def gateway(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as made:
         made.engine.script = lambda _: [*renderer.encode(TEXT), END]
         yield made
@@ -47,32 +51,49 @@ def expected(renderer: Renderer) -> list[list[tuple[str, float]]]:
 
 
 def shown(logprobs: list) -> list[list[tuple[str, float]]]:
-    """Of chat completions and responses, which must agree with what they say of the sampled token."""
+    """Of chat completions and responses, which must agree with what they say of the
+    sampled token."""
     for place in logprobs:
         top = place.top_logprobs[0]
         assert top.token == place.token
         assert top.logprob == place.logprob
         assert top.bytes == place.bytes
-        assert all(bytes(token.bytes).decode() == token.token for token in place.top_logprobs)
-    return [[(token.token, token.logprob) for token in each.top_logprobs] for each in logprobs]
+        assert all(
+            bytes(token.bytes).decode() == token.token for token in place.top_logprobs
+        )
+    return [
+        [(token.token, token.logprob) for token in each.top_logprobs]
+        for each in logprobs
+    ]
 
 
 async def recorded(gateway: Running, session: Session, top: int = TOP) -> None:
     """The engine was asked for them, and the turn is as it is without."""
-    assert [request.get("top_logprobs_num") for request in gateway.engine.requests] == [top or None]
+    assert [request.get("top_logprobs_num") for request in gateway.engine.requests] == [
+        top or None
+    ]
     [turn] = gateway.turns(session)
     ids = turn.sampled_ids_T.tolist()
-    assert turn.logprobs_T == pytest.approx([fake_logprob(token) for token in ids], abs=1e-6)
+    assert turn.logprobs_T == pytest.approx(
+        [fake_logprob(token) for token in ids], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_chat_returns_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
+async def test_chat_returns_top_logprobs(
+    gateway: Running, renderer: Renderer, stream: bool
+):
     [session] = await gateway.open()
     answer = await gateway.client(session).chat.completions.create(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
+    told = [
+        place
+        for choice in choices
+        if choice.logprobs
+        for place in choice.logprobs.content or ()
+    ]
     assert shown(told) == expected(renderer)
     await recorded(gateway, session)
 
@@ -84,15 +105,23 @@ async def test_chat_with_0_top_logprobs_requests_none(gateway: Running, stream: 
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [place for choice in choices if choice.logprobs for place in choice.logprobs.content or ()]
+    told = [
+        place
+        for choice in choices
+        if choice.logprobs
+        for place in choice.logprobs.content or ()
+    ]
     assert told
     assert all(each.top_logprobs == [] for each in told)
     await recorded(gateway, session, top=0)
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_completions_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
-    """A dictionary by text: of tokens that look alike (pieces of characters) the likeliest stays."""
+async def test_completions_return_top_logprobs(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    """A dictionary by text: of tokens that look alike (pieces of characters) the
+    likeliest stays."""
     [session] = await gateway.open()
     answer = await gateway.client(session).completions.create(
         model="tiny", prompt="Q", logprobs=TOP, max_tokens=60, stream=stream
@@ -102,12 +131,17 @@ async def test_completions_return_top_logprobs(gateway: Running, renderer: Rende
     wanted = [dict(reversed(place)) for place in expected(renderer)]
     assert [token for one in told for token in one.top_logprobs] == wanted
     tokens = [token for one in told for token in one.tokens]
-    assert [each for one in told for each in one.text_offset] == [0, *accumulate(map(len, tokens))][:-1]
+    assert [each for one in told for each in one.text_offset] == [
+        0,
+        *accumulate(map(len, tokens)),
+    ][:-1]
     await recorded(gateway, session)
 
 
 @pytest.mark.parametrize("stream", STREAMED)
-async def test_responses_return_top_logprobs(gateway: Running, renderer: Renderer, stream: bool):
+async def test_responses_return_top_logprobs(
+    gateway: Running, renderer: Renderer, stream: bool
+):
     [session] = await gateway.open()
     answer = await gateway.client(session).responses.create(
         model="tiny",
@@ -118,18 +152,24 @@ async def test_responses_return_top_logprobs(gateway: Running, renderer: Rendere
     )
     if stream:
         events = [event async for event in answer]
-        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        deltas = [
+            event for event in events if event.type == "response.output_text.delta"
+        ]
         told = [each for event in deltas for each in event.model_dump()["logprobs"]]
         answer = events[-1].response
         final = answer.output[0].content[0].model_dump()["logprobs"]
         assert [each["token"] for each in told] == [each["token"] for each in final]
-        assert [each["top_logprobs"] for each in told] == [each["top_logprobs"] for each in final]
+        assert [each["top_logprobs"] for each in told] == [
+            each["top_logprobs"] for each in final
+        ]
     assert answer.top_logprobs == TOP
     assert shown(answer.output[0].content[0].logprobs) == expected(renderer)
     await recorded(gateway, session)
 
 
-async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_shown(gateway: Running):
+async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_shown(
+    gateway: Running,
+):
     [session] = await gateway.open()
     client = gateway.client(session)
     chat = {"model": "tiny", "messages": [ASK]}
@@ -137,8 +177,12 @@ async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_sho
         await client.chat.completions.create(**chat, top_logprobs=2)
     for top in (21, -1):
         with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-            await client.chat.completions.create(**chat, logprobs=True, top_logprobs=top)
-    await client.responses.create(model="tiny", input="Hi", top_logprobs=2)  # log-probs are not included
+            await client.chat.completions.create(
+                **chat, logprobs=True, top_logprobs=top
+            )
+    await client.responses.create(
+        model="tiny", input="Hi", top_logprobs=2
+    )  # log-probs are not included
     await recorded(gateway, session, top=0)
 
 

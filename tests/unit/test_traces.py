@@ -1,5 +1,5 @@
-"""One trace from an agent's call to the weight version that was trained on it, at a collector on this
-machine. The engine is a fake."""
+"""One trace from an agent's call to the weight version that was trained on it, at a
+collector on this machine. The engine is a fake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.http_protocol import LimitedHttpProtocol
 from invrl.gateway.server.settings import GatewaySettings
-from invrl.host.traces import SpanPlace, Traces, child_span, current_traceparent, traces_endpoint
+from invrl.host.traces import (
+    SpanPlace,
+    Traces,
+    child_span,
+    current_traceparent,
+    traces_endpoint,
+)
 from invrl.interfaces import StepResult
 from invrl.metrics import Max, Metric
 from invrl.observe.phase_traces import PhaseTraces
@@ -82,9 +88,15 @@ class Running:
 
     async def call(self, headers: Mapping[str, str], *, stream: bool = False) -> Turn:
         """One call of the agent. Returns the newest turn."""
-        body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "stream": stream}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "stream": stream,
+        }
         headers = {"authorization": f"Bearer {self.key}", **headers}
-        answer = await self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers)
+        answer = await self.http.post(
+            f"{self.url}/v1/chat/completions", json=body, headers=headers
+        )
         assert answer.status_code == 200, answer.text
         with contextlib.closing(RunStore(self.store_path)) as store:
             return store.turns(self.session_id)[-1]
@@ -95,8 +107,13 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def gateway(folder: Path, model: Path, traces: Traces | None) -> AsyncIterator[Running]:
-    async with FakeEngine(random_reply()) as engine, httpx.AsyncClient(timeout=120) as http:
+async def gateway(
+    folder: Path, model: Path, traces: Traces | None
+) -> AsyncIterator[Running]:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
@@ -112,7 +129,9 @@ async def gateway(folder: Path, model: Path, traces: Traces | None) -> AsyncIter
             }
         )
         store = RunStoreWriter(Path(settings.store_path))
-        client = SglangClient(engine.url, limits=EngineLimits(vocab_size=512, context_length=1024))
+        client = SglangClient(
+            engine.url, limits=EngineLimits(vocab_size=512, context_length=1024)
+        )
         app = make_app(
             settings,
             sampler=client,
@@ -122,7 +141,10 @@ async def gateway(folder: Path, model: Path, traces: Traces | None) -> AsyncIter
             on_shutdown=client.close,
         )
         config = uvicorn.Config(
-            app, log_level="warning", http=LimitedHttpProtocol, timeout_graceful_shutdown=1
+            app,
+            log_level="warning",
+            http=LimitedHttpProtocol,
+            timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -130,13 +152,21 @@ async def gateway(folder: Path, model: Path, traces: Traces | None) -> AsyncIter
             async with asyncio.timeout(60):
                 while not server.started:
                     await asyncio.sleep(0.01)
-            terms = {"task_id": "t", "group_id": "g", "members": [{"index": 0, "attempt": 0}]}
+            terms = {
+                "task_id": "t",
+                "group_id": "g",
+                "members": [{"index": 0, "attempt": 0}],
+            }
             opened = await http.post(
-                f"{settings.url}/sessions", json=terms, headers={"authorization": f"Bearer {ENV_KEY}"}
+                f"{settings.url}/sessions",
+                json=terms,
+                headers={"authorization": f"Bearer {ENV_KEY}"},
             )
             [session] = opened.json()["sessions"]
             path = Path(settings.store_path)
-            yield Running(engine, path, settings.url, session["key"], session["id"], http)
+            yield Running(
+                engine, path, settings.url, session["key"], session["id"], http
+            )
         finally:
             server.should_exit = True
             await serving
@@ -173,7 +203,12 @@ class OneStep:
 
     async def train(self, batch: TrainBatch) -> StepResult:
         await asyncio.sleep(0.02)
-        return StepResult(optimizer_steps=1, nonfinite_steps=0, metrics={"skipped_steps": Max(0)}, seconds={})
+        return StepResult(
+            optimizer_steps=1,
+            nonfinite_steps=0,
+            metrics={"skipped_steps": Max(0)},
+            seconds={},
+        )
 
     async def save_checkpoint(self, path: str) -> FileEntries:
         return {}
@@ -215,7 +250,13 @@ async def train_on(turn: Turn, trace: StepTraces) -> None:
     )
 
     async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def save(step: int, snapshot: bytes) -> None: ...
 
@@ -260,16 +301,37 @@ async def test_trace_of_a_turn_goes_from_the_agents_call_to_the_first_weights_tr
     }
     assert place == SpanPlace(TRACE_ID, ids["turn"])
     assert running.engine.traceparents == [f"00-{TRACE_ID}-{ids['generate']}-01"]
-    order = ["agent_call", "turn", "generate", "commit", "batch", "train_step", "weight_version"]
+    order = [
+        "agent_call",
+        "turn",
+        "generate",
+        "commit",
+        "batch",
+        "train_step",
+        "weight_version",
+    ]
     starts = [chain[name].start_time_unix_nano for name in order]
     assert starts == sorted(starts)
-    assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in chain.values())
-    assert chain["train_step"].end_time_unix_nano - chain["train_step"].start_time_unix_nano > 15e6
+    assert all(
+        span.end_time_unix_nano >= span.start_time_unix_nano for span in chain.values()
+    )
+    assert (
+        chain["train_step"].end_time_unix_nano
+        - chain["train_step"].start_time_unix_nano
+        > 15e6
+    )
     values = {
-        name: {item.key: item.value.string_value or item.value.int_value for item in span.attributes}
+        name: {
+            item.key: item.value.string_value or item.value.int_value
+            for item in span.attributes
+        }
         for name, span in chain.items()
     }
-    assert values["turn"]["invrl.turn"] == values["weight_version"]["invrl.turn"] == turn.id
+    assert (
+        values["turn"]["invrl.turn"]
+        == values["weight_version"]["invrl.turn"]
+        == turn.id
+    )
     assert values["agent_call"]["invrl.session"] == running.session_id
     assert values["weight_version"]["invrl.weight_version"] == 1
     assert values["batch"]["invrl.batch"] == 7
@@ -280,7 +342,8 @@ async def test_trace_of_a_turn_goes_from_the_agents_call_to_the_first_weights_tr
 
 
 @pytest.mark.parametrize(
-    "header", ["", "00-xyz", f"00-{'0' * 32}-{PARENT_ID}-01", f"ff-{TRACE_ID}-{PARENT_ID}-01"]
+    "header",
+    ["", "00-xyz", f"00-{'0' * 32}-{PARENT_ID}-01", f"ff-{TRACE_ID}-{PARENT_ID}-01"],
 )
 async def test_without_a_proper_traceparent_a_trace_begins_at_the_gateway(
     tmp_path: Path, model: Path, collector: Collector, header: str
@@ -312,7 +375,9 @@ async def test_trace_not_sampled_by_the_agent_is_forwarded_and_not_exported(
     assert collector.spans == []
 
 
-async def test_no_trace_is_recorded_or_forwarded_if_tracing_is_off(tmp_path: Path, model: Path) -> None:
+async def test_no_trace_is_recorded_or_forwarded_if_tracing_is_off(
+    tmp_path: Path, model: Path
+) -> None:
     async with gateway(tmp_path, model, None) as running:
         turn = await running.call({"traceparent": TRACEPARENT})
         assert running.place(turn) is None
@@ -325,12 +390,16 @@ def test_dead_collector_does_not_hold_up_requests(silent: bool) -> None:
         port = listener.getsockname()[1]
         if not silent:
             listener.close()
-        traces = Traces(f"http://127.0.0.1:{port}/v1/traces", service="invrl-driver", run="r")
+        traces = Traces(
+            f"http://127.0.0.1:{port}/v1/traces", service="invrl-driver", run="r"
+        )
         began = time.monotonic()
         parent = SpanPlace(TRACE_ID, PARENT_ID)
         for _ in range(40_000):  # more than the queue holds
             traces.past_span("batch", parent, start=1.0, end=2.0, attributes={})
-        assert time.monotonic() - began < 60  # one wait for an answer would take 5 s for each 512
+        assert (
+            time.monotonic() - began < 60
+        )  # one wait for an answer would take 5 s for each 512
         began = time.monotonic()
         traces.close(deadline_s=1.0)
         assert time.monotonic() - began < 5
@@ -349,29 +418,42 @@ async def test_a_store_that_cannot_be_read_does_not_end_the_run(
     assert "the traces of step 1 are not complete" in caplog.text
 
 
-def test_a_drivers_step_is_a_trace_with_a_span_for_each_phase(collector: Collector) -> None:
+def test_a_drivers_step_is_a_trace_with_a_span_for_each_phase(
+    collector: Collector,
+) -> None:
     sink = PhaseTraces(open_at(collector, "invrl-driver"))
     sink.step(0, {})  # no phase: no trace
-    for name, step, start, end in [("train", 1, 10.0, 11.0), ("evaluating", 1, 11.5, 12.0)]:
+    for name, step, start, end in [
+        ("train", 1, 10.0, 11.0),
+        ("evaluating", 1, 11.5, 12.0),
+    ]:
         sink.span(PhaseSpan(lane="trainer", name=name, step=step, start=start, end=end))
     sink.step(1, {"train/loss": 1.0})
     sink.span(PhaseSpan(lane="trainer", name="train", step=2, start=12.0, end=13.0))
     sink.close()  # within step 2
 
-    first, second = sorted({span.trace_id.hex() for span in collector.spans}, key=first_start(collector))
+    first, second = sorted(
+        {span.trace_id.hex() for span in collector.spans}, key=first_start(collector)
+    )
     chain = collector.chain(first)
     assert set(chain) == {"step", "train", "evaluating"}
     root = chain.pop("step")
     assert root.parent_span_id == b""
     assert {span.parent_span_id for span in chain.values()} == {root.span_id}
     assert (root.start_time_unix_nano, root.end_time_unix_nano) == (10e9, 12e9)
-    assert [(item.key, item.value.int_value) for item in root.attributes] == [("invrl.step", 1)]
+    assert [(item.key, item.value.int_value) for item in root.attributes] == [
+        ("invrl.step", 1)
+    ]
     assert set(collector.chain(second)) == {"step", "train"}
 
 
 def first_start(collector: Collector) -> Callable[[str], int]:
     def start(trace_id: str) -> int:
-        return min(s.start_time_unix_nano for s in collector.spans if s.trace_id.hex() == trace_id)
+        return min(
+            s.start_time_unix_nano
+            for s in collector.spans
+            if s.trace_id.hex() == trace_id
+        )
 
     return start
 
@@ -394,7 +476,11 @@ def test_exception_is_recorded_only_by_its_type(collector: Collector) -> None:
 def test_trace_endpoint_comes_from_the_settings_or_the_standard_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"):
+    for name in (
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "OTEL_SDK_DISABLED",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert traces_endpoint("") == ""
     assert traces_endpoint("http://a:4318/") == "http://a:4318/v1/traces"
@@ -411,7 +497,11 @@ def test_trace_endpoint_comes_from_the_settings_or_the_standard_variables(
 @pytest.mark.parametrize(
     ("tables", "field", "says"),
     [
-        ({"run": {"otel_endpoint": "127.0.0.1:4318"}}, "run.otel_endpoint", "http://127.0.0.1:4318"),
+        (
+            {"run": {"otel_endpoint": "127.0.0.1:4318"}},
+            "run.otel_endpoint",
+            "http://127.0.0.1:4318",
+        ),
         (
             {"run": {"otel_endpoint": "http://me:secret@host"}},
             "run.otel_endpoint",
@@ -424,7 +514,9 @@ def test_trace_endpoint_comes_from_the_settings_or_the_standard_variables(
         ),
     ],
 )
-def test_unusable_trace_settings_are_refused_before_the_start(tables: dict, field: str, says: str) -> None:
+def test_unusable_trace_settings_are_refused_before_the_start(
+    tables: dict, field: str, says: str
+) -> None:
     model = {"model": {"model_path": "m"}}
     with pytest.raises(ConfigError) as refused:
         check_traces(resolve(Source(name="test", tables={**model, **tables})))
@@ -436,11 +528,31 @@ def test_unusable_trace_settings_are_refused_before_the_start(tables: dict, fiel
 @pytest.mark.parametrize(
     ("variables", "field", "says"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "OTEL_EXPORTER_OTLP_PROTOCOL = 'grpc'", "http/protobuf"),
-        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, "TRACES_PROTOCOL = 'http/json'", "4318"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "h:4318"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "me:secret@h"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "HEADERS"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:secret@h"}, "OTEL_EXPORTER_OTLP_ENDPOINT", "HEADERS"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "OTEL_EXPORTER_OTLP_PROTOCOL = 'grpc'",
+            "http/protobuf",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
+            "TRACES_PROTOCOL = 'http/json'",
+            "4318",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "h:4318"},
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "http://127.0.0.1:4318",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "me:secret@h"},
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "HEADERS",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://me:secret@h"},
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "HEADERS",
+        ),
     ],
 )
 def test_unusable_trace_variables_are_refused_before_the_start(
@@ -465,9 +577,13 @@ def test_unusable_trace_variables_are_refused_before_the_start(
     check_traces(config)
 
 
-def test_missing_trace_sdk_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_trace_sdk_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = partial(resolve, Source(name="m", tables={"model": {"model_path": "m"}}))
     monkeypatch.setattr("invrl.observe.trace_checks.lacks_sdk", lambda: True)
     check_traces(config())
     with pytest.raises(ConfigError, match=r"invrl\[otel\]"):
-        check_traces(config(Source(name="t", tables={"run": {"otel_endpoint": "http://h:1"}})))
+        check_traces(
+            config(Source(name="t", tables={"run": {"otel_endpoint": "http://h:1"}}))
+        )

@@ -1,4 +1,5 @@
-"""What a step did with its tokens: from the rows of a batch to one entry per turn, and through its file."""
+"""What a step did with its tokens: from the rows of a batch to one entry per turn, and
+through its file."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def batch_of(*samples: TrainSample) -> TrainBatch:
     for number, sample in enumerate(samples):
         ramp_T = np.arange(len(sample.tokens_T), dtype=np.float32) + 100 * number
         advantages.append(np.where(sample.loss_mask_T, ramp_T, 0).astype(np.float32))
-    return TrainBatch(batch_id=3, version=WeightVersion(2), samples=samples, advantages=tuple(advantages))
+    return TrainBatch(
+        batch_id=3,
+        version=WeightVersion(2),
+        samples=samples,
+        advantages=tuple(advantages),
+    )
 
 
 def record_of(batch: TrainBatch, index: int) -> TokenRecord:
@@ -43,8 +49,8 @@ def record_of(batch: TrainBatch, index: int) -> TokenRecord:
 
 
 def test_each_turn_has_the_record_of_its_own_tokens() -> None:
-    """Of three turns the second is context here, as one that another row trains; the third follows the second
-    without a token between them."""
+    """Of three turns the second is context here, as one that another row trains; the
+    third follows the second without a token between them."""
     row = row_of_turns(("a", 2, 3, True), ("b", 1, 2, False), ("c", 0, 2, True))
     batch = batch_of(row)
     first, last = trained_turns(batch, [record_of(batch, 0)])
@@ -70,7 +76,9 @@ def test_a_sampled_token_without_a_logprob_is_not_trained() -> None:
 
 def test_untrained_rows_and_rows_without_turns_leave_no_record() -> None:
     with_turns = row_of_turns(("a", 1, 2, True))
-    batch = batch_of(with_turns, replace(row_of_turns(("b", 1, 2, True)), turn_ids=(), turn_spans=()))
+    batch = batch_of(
+        with_turns, replace(row_of_turns(("b", 1, 2, True)), turn_ids=(), turn_spans=())
+    )
     assert trained_turns(batch, [None, record_of(batch, 1)]) == []
 
 
@@ -79,7 +87,10 @@ def test_untrained_rows_and_rows_without_turns_leave_no_record() -> None:
 def test_token_records_are_in_the_order_of_the_batch(ranks: int, steps: int) -> None:
     """Although mini-batches and replicas divide the samples by group and by cost."""
     rows = [
-        replace(row_of_turns((f"turn-{index}", 1, 1 + index % 4, True)), group_id=f"group-{index % 3}")
+        replace(
+            row_of_turns((f"turn-{index}", 1, 1 + index % 4, True)),
+            group_id=f"group-{index % 3}",
+        )
         for index in range(9)
     ]
     batch = batch_of(*rows)
@@ -88,11 +99,16 @@ def test_token_records_are_in_the_order_of_the_batch(ranks: int, steps: int) -> 
     for shard in shards:
         of_shard: list[TokenRecord | None] = []
         for mini_batch in shard:
-            of_shard += [record_of(mini_batch, index) for index in range(len(mini_batch.samples))]
+            of_shard += [
+                record_of(mini_batch, index) for index in range(len(mini_batch.samples))
+            ]
         records.append(of_shard)
     for index, record in enumerate(records_of_batch(batch, shards, records)):
         assert record is not None
-        assert record.advantages_N.tolist() == record_of(batch, index).advantages_N.tolist()
+        assert (
+            record.advantages_N.tolist()
+            == record_of(batch, index).advantages_N.tolist()
+        )
 
 
 def test_batch_whose_step_made_no_records_has_none() -> None:
@@ -102,19 +118,26 @@ def test_batch_whose_step_made_no_records_has_none() -> None:
 
 
 def some_turns() -> list[TrainedTurn]:
-    batch = batch_of(row_of_turns(("a", 2, 3, True)), row_of_turns(("b/ü", 1, 1, True), ("c", 2, 2, True)))
+    batch = batch_of(
+        row_of_turns(("a", 2, 3, True)),
+        row_of_turns(("b/ü", 1, 1, True), ("c", 2, 2, True)),
+    )
     return trained_turns(batch, [record_of(batch, 0), record_of(batch, 1)])
 
 
 def test_token_record_file_is_read_back_unchanged(tmp_path: Path) -> None:
     written = some_turns()
     write_trained_tokens(tmp_path / "trained_tokens", 12, written)
-    assert [path.name for path in (tmp_path / "trained_tokens").iterdir()] == ["step-00000012.npz"]
+    assert [path.name for path in (tmp_path / "trained_tokens").iterdir()] == [
+        "step-00000012.npz"
+    ]
     found = read_trained_tokens(tmp_path / "trained_tokens", 12)
     assert list(found) == ["a", "b/ü", "c"]
     for turn in written:
         for name in ("trained_N", "advantages_N", "logprobs_N"):
-            np.testing.assert_array_equal(getattr(found[turn.turn_id], name), getattr(turn, name))
+            np.testing.assert_array_equal(
+                getattr(found[turn.turn_id], name), getattr(turn, name)
+            )
             assert getattr(found[turn.turn_id], name).dtype == getattr(turn, name).dtype
 
 
@@ -125,16 +148,22 @@ def test_step_without_turns_or_file_has_no_token_records(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kept", [0, 1, 40, 0.5, 0.99])
-def test_torn_token_record_file_is_an_error_that_names_the_file(kept: float, tmp_path: Path) -> None:
+def test_torn_token_record_file_is_an_error_that_names_the_file(
+    kept: float, tmp_path: Path
+) -> None:
     write_trained_tokens(tmp_path, 1, some_turns())
     path = tokens_path(tmp_path, 1)
     content = path.read_bytes()
-    path.write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
+    path.write_bytes(
+        content[: int(kept * len(content)) if isinstance(kept, float) else kept]
+    )
     with pytest.raises(RunStoreError, match=r"step-00000001\.npz is damaged"):
         read_trained_tokens(tmp_path, 1)
 
 
-def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(tmp_path: Path) -> None:
+def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(
+    tmp_path: Path,
+) -> None:
     arrays = {
         "format": np.int64(1),
         "turn_ids": np.array(["a"]),
@@ -144,7 +173,9 @@ def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(tmp_path: Pat
         "logprobs": np.ones(3, np.float32),
     }
     np.savez(tokens_path(tmp_path, 1), **arrays)
-    np.savez(tokens_path(tmp_path, 2), **{**arrays, "turn_ids": np.array([{"a": 1}], object)})
+    np.savez(
+        tokens_path(tmp_path, 2), **{**arrays, "turn_ids": np.array([{"a": 1}], object)}
+    )
     for step in (1, 2):
         with pytest.raises(RunStoreError, match="damaged"):
             read_trained_tokens(tmp_path, step)
@@ -167,5 +198,7 @@ def test_unwritable_token_record_folder_is_reported_once(tmp_path: Path) -> None
     (tmp_path / "trained_tokens").write_text("in the way")
     recorder = TokenRecorder(tmp_path / "trained_tokens", done=0)
     batch = batch_of(row_of_turns(("a", 2, 3, True)))
-    assert "not recorded from now on" in recorder.record(1, batch, [record_of(batch, 0)])
+    assert "not recorded from now on" in recorder.record(
+        1, batch, [record_of(batch, 0)]
+    )
     assert recorder.record(2, batch, [record_of(batch, 0)]) == ""

@@ -1,4 +1,5 @@
-"""From turns to rows: which token is trained where, with which log-prob, version and advantage."""
+"""From turns to rows: which token is trained where, with which log-prob, version and
+advantage."""
 
 from __future__ import annotations
 
@@ -34,13 +35,17 @@ def test_one_branch_is_one_row() -> None:
     (row,) = training_rows(rollout([a, b]))
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.loss_mask_T.tolist() == [False, False, True, True, False, True]
-    assert row.rollout_logprobs_T.tolist() == pytest.approx([0, 0, -0.03, -0.04, 0, -0.06])
+    assert row.rollout_logprobs_T.tolist() == pytest.approx(
+        [0, 0, -0.03, -0.04, 0, -0.06]
+    )
     assert row.versions_T.tolist() == [-1, -1, 0, 0, -1, 1]
     assert row.turn_ids == ("a", "b")
     assert row.group_id == "g"
     assert row.rollout_id == "s"
     assert row.attempt == 2
-    assert [array.dtype for array in (row.tokens_T, row.rollout_logprobs_T, row.versions_T)] == [
+    assert [
+        array.dtype for array in (row.tokens_T, row.rollout_logprobs_T, row.versions_T)
+    ] == [
         np.int32,
         np.float32,
         np.int32,
@@ -67,7 +72,9 @@ def test_an_undelivered_or_aborted_leaf_is_cut_off() -> None:
     assert row.tokens_T.tolist() == [1, 2]
 
 
-def test_branch_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_branch_contains_it() -> None:
+def test_branch_cut_at_an_undelivered_leaf_is_dropped_if_a_longer_branch_contains_it() -> (
+    None
+):
     a = turn("a", None, [1], [2])
     lost = turn("b", "a", [3], [4], delivered=False)
     c = turn("c", "a", [5], [6])
@@ -108,29 +115,45 @@ def test_several_temperatures_in_a_row_are_refused() -> None:
 @given(turns=forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
     rows = training_rows(rollout(*branches(turns)))
-    trained = Counter(int(token) for row in rows for token in row.tokens_T[row.loss_mask_T])
+    trained = Counter(
+        int(token) for row in rows for token in row.tokens_T[row.loss_mask_T]
+    )
     expected = Counter(
-        int(token) for t in turns if t.delivered and t.finish_reason != "abort" for token in t.sampled_ids_T
+        int(token)
+        for t in turns
+        if t.delivered and t.finish_reason != "abort"
+        for token in t.sampled_ids_T
     )
     assert trained == expected
     by_id = {t.id: t for t in turns}
     for row in rows:
         assert row.loss_mask_T.any()
         path = [by_id[id] for id in row.turn_ids]
-        assert row.tokens_T.tolist() == [int(n) for t in path for n in [*t.context_ids_T, *t.sampled_ids_T]]
+        assert row.tokens_T.tolist() == [
+            int(n) for t in path for n in [*t.context_ids_T, *t.sampled_ids_T]
+        ]
         mask = row.loss_mask_T
-        assert row.rollout_logprobs_T[mask].tolist() == pytest.approx((row.tokens_T[mask] / -100).tolist())
-        version_of = {int(n): v for t in path for n, v in zip(t.sampled_ids_T, t.versions_T, strict=True)}
-        assert [version_of[int(n)] for n in row.tokens_T[mask]] == row.versions_T[mask].tolist()
+        assert row.rollout_logprobs_T[mask].tolist() == pytest.approx(
+            (row.tokens_T[mask] / -100).tolist()
+        )
+        version_of = {
+            int(n): v
+            for t in path
+            for n, v in zip(t.sampled_ids_T, t.versions_T, strict=True)
+        }
+        assert [version_of[int(n)] for n in row.tokens_T[mask]] == row.versions_T[
+            mask
+        ].tolist()
         assert (row.versions_T[~mask] == -1).all()
         assert (row.rollout_logprobs_T[~mask] == 0).all()
 
 
-# ------------------------------------------------------------------ batches
+# ----------------------------------------------------------------- batches
 
 
 def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
-    """Rewards 0, 0, 3: the mean is 1, though the rollout with 3 has two rows of three tokens in all."""
+    """Rewards 0, 0, 3: the mean is 1, though the rollout with 3 has two rows of three
+    tokens in all."""
     batch = taken(("g", [0.0, 0.0, 3.0]))
     a = turn("a", None, [1], [2, 3])
     b = turn("b", "a", [4], [5])
@@ -143,7 +166,11 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     ]
     made = build_batch(batch, reversed(rollouts), dr_grpo, 1e-4)
     assert [sample.rollout_id for sample in made.samples] == ["g.0", "g.2", "g.2"]
-    assert [row_T.tolist() for row_T in made.advantages] == [[0, -1, -1], [0, 2, 2, 0, 2], [0, 0, 0, 0, 2]]
+    assert [row_T.tolist() for row_T in made.advantages] == [
+        [0, -1, -1],
+        [0, 2, 2, 0, 2],
+        [0, 0, 0, 0, 2],
+    ]
     assert (made.batch_id, made.version) == (4, 7)
     assert made.trained.tokens == 6
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
@@ -171,12 +198,24 @@ def test_group_with_equal_final_rewards_trains_if_turn_rewards_differ() -> None:
     (group,) = taken(("g", [1.0, 1.0])).groups
     assert nonzero_variance(group) == "zero_variance"
     first, second = group.rollouts_G
-    kinds = [("turn_rewards", "a", "b"), ("branch_rewards", "a", "b"), ("child_rewards", "k", "l")]
+    kinds = [
+        ("turn_rewards", "a", "b"),
+        ("branch_rewards", "a", "b"),
+        ("child_rewards", "k", "l"),
+    ]
     for kind, name, other in kinds:
-        alone = replace(group, rollouts_G=(first, replace(second, **{kind: {name: 0.0}})))
-        assert nonzero_variance(alone) == "zero_variance", "there is nothing to compare it with"
+        alone = replace(
+            group, rollouts_G=(first, replace(second, **{kind: {name: 0.0}}))
+        )
+        assert nonzero_variance(alone) == "zero_variance", (
+            "there is nothing to compare it with"
+        )
         both = replace(
-            group, rollouts_G=(replace(first, **{kind: {name: 0.0}}), replace(second, **{kind: {other: 0.5}}))
+            group,
+            rollouts_G=(
+                replace(first, **{kind: {name: 0.0}}),
+                replace(second, **{kind: {other: 0.5}}),
+            ),
         )
         assert nonzero_variance(both) is None
 
@@ -190,7 +229,9 @@ def test_groups_have_their_own_baselines() -> None:
     ]
     made = build_batch(batch, rollouts, grpo, 1e-9)
     expected = [-(0.5**0.5), 0.5**0.5, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]
-    assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(expected, rel=1e-6)
+    assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
@@ -198,14 +239,16 @@ def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
         build_batch(taken(("g", [1.0])), [], grpo, 1e-4)
 
 
-@pytest.mark.parametrize("wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)])
+@pytest.mark.parametrize(
+    "wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)]
+)
 def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))
     with pytest.raises(PluginError, match="one finite advantage per reward"):
         build_batch(batch, [], lambda rewards_G, *, eps: wrong, 1e-4)
 
 
-# ------------------------------------------------------------------ rewards of turns, branches and children
+# -------------------------------------------- rewards of turns, branches and children
 
 
 def judged(
@@ -216,35 +259,49 @@ def judged(
     use: RewardUse = "replace",
     advantage_fn: AdvantageFn = grpo,
 ) -> list[list[float]]:
-    """The advantage of each turn of each rollout: rollout i is one branch, its turn k earns
-    `turn_rewards[i][k]` (None: nothing of its own)."""
+    """The advantage of each turn of each rollout: rollout i is one branch, its turn k
+    earns `turn_rewards[i][k]` (None: nothing of its own)."""
     paths: list[list[Turn]] = []
     members: list[RolloutSummary] = []
     for i, (final, rewards) in enumerate(zip(finals, turn_rewards, strict=True)):
         ids = [f"r{i}t{k}" for k in range(len(rewards))]
         parents = [None, *ids[:-1]]
-        paths.append([turn(id, parent, [1], [2]) for id, parent in zip(ids, parents, strict=True)])
-        own = {id: reward for id, reward in zip(ids, rewards, strict=True) if reward is not None}
+        paths.append(
+            [
+                turn(id, parent, [1], [2])
+                for id, parent in zip(ids, parents, strict=True)
+            ]
+        )
+        own = {
+            id: reward
+            for id, reward in zip(ids, rewards, strict=True)
+            if reward is not None
+        }
         levels = {id: f"main/{k}" for k, id in enumerate(ids) if id in own}
         place = summary(f"g.{i}", "g", i, final)
         members.append(replace(place, turn_rewards=own, turn_levels=levels))
     group = Group(id="g", task_id="t", rollouts_G=tuple(members))
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
-    rollouts = [rollout(path, of=member) for path, member in zip(paths, members, strict=True)]
+    rollouts = [
+        rollout(path, of=member) for path, member in zip(paths, members, strict=True)
+    ]
     made = build_batch(batch, rollouts, advantage_fn, 1e-4, baseline=baseline, use=use)
     differ = nonzero_variance(group, baseline=baseline) is None
     assert differ == any(advantages_T.any() for advantages_T in made.advantages)
     return [row_T[1::2].tolist() for row_T in made.advantages]
 
 
-ALL_WAYS = [(baseline, use) for baseline in ("depth", "group") for use in ("replace", "add")]
+ALL_WAYS = [
+    (baseline, use) for baseline in ("depth", "group") for use in ("replace", "add")
+]
 
 
 @pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
 def test_equal_turn_rewards_in_a_failed_group_give_zero_advantages(
     baseline: RewardBaseline, use: RewardUse
 ) -> None:
-    """All eight fail, all eight turns earn 0.1. Compared with the final rewards each had +2.64."""
+    """All eight fail, all eight turns earn 0.1. Compared with the final rewards each
+    had +2.64."""
     assert judged([0.0] * 8, [[0.1]] * 8, baseline=baseline, use=use) == [[0.0]] * 8
 
 
@@ -252,9 +309,12 @@ def test_equal_turn_rewards_in_a_failed_group_give_zero_advantages(
 def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
     baseline: RewardBaseline, use: RewardUse
 ) -> None:
-    """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final rewards both had -2.65."""
+    """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final
+    rewards both had -2.65."""
     calls = [0.1, -0.1, 0.1, -0.1, 0.1, 0.1, -0.1, -0.1]
-    advantages = judged([1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use)
+    advantages = judged(
+        [1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use
+    )
     mean = statistics.mean(calls)
     deviation = statistics.stdev(calls)
     for call, (first, last) in zip(calls, advantages, strict=True):
@@ -263,7 +323,8 @@ def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
 
 
 def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
-    """A reward that every rollout earns more of later: nobody was better than anybody."""
+    """A reward that every rollout earns more of later: nobody was better than
+    anybody."""
     rewards = [[0.0, 1.0], [0.0, 1.0]]
     assert judged([0.0, 0.0], rewards, baseline="depth") == [[0.0, 0.0], [0.0, 0.0]]
     value = 0.5 / (3**-0.5 + 1e-4)  # four rewards: the sample's deviation is sqrt(1/3)
@@ -272,10 +333,15 @@ def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
 
 
 def test_added_reward_of_a_turn_includes_later_turns_and_the_final_reward() -> None:
-    """Without a deviation, so that every number can be read off: final 0 and 2; turns 0, 4 and 1, 0."""
-    advantages = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo)
+    """Without a deviation, so that every number can be read off: final 0 and 2; turns
+    0, 4 and 1, 0."""
+    advantages = judged(
+        [0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo
+    )
     assert advantages == [[-1 - 0.5 + 2, -1 + 2], [1 + 0.5 - 2, 1 - 2]]
-    replaced = judged([0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="replace", advantage_fn=dr_grpo)
+    replaced = judged(
+        [0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="replace", advantage_fn=dr_grpo
+    )
     assert replaced == [[-0.5, 2.0], [0.5, -2.0]]
 
 
@@ -286,13 +352,20 @@ def test_only_rewarded_turn_has_zero_advantage() -> None:
 def test_all_turn_rules_equal_the_final_reward_without_turn_rewards() -> None:
     expected = [[-0.5, -0.5], [0.5, 0.5]]
     for baseline, use in ALL_WAYS:
-        measured = judged([0.0, 1.0], [[None, None]] * 2, baseline=baseline, use=use, advantage_fn=dr_grpo)
+        measured = judged(
+            [0.0, 1.0],
+            [[None, None]] * 2,
+            baseline=baseline,
+            use=use,
+            advantage_fn=dr_grpo,
+        )
         assert measured == expected
 
 
 def family(use: RewardUse) -> list[list[float]]:
-    """A group of two. The first rollout has a branch reward and a judged child with a child of its own; the
-    second another branch reward, a judged child, and one that was not judged."""
+    """A group of two. The first rollout has a branch reward and a judged child with a
+    child of its own; the second another branch reward, a judged child, and one that was
+    not judged."""
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
     kid = turn("k", None, [1], [2])
@@ -319,17 +392,25 @@ def family(use: RewardUse) -> list[list[float]]:
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     rollouts = [
         rollout(
-            [a, b], [replace(kid, session_id="kid")], [replace(grandkid, session_id="grandkid")], of=first
+            [a, b],
+            [replace(kid, session_id="kid")],
+            [replace(grandkid, session_id="grandkid")],
+            of=first,
         ),
-        rollout([c, d], [replace(other, session_id="other")], [replace(heir, session_id="heir")], of=second),
+        rollout(
+            [c, d],
+            [replace(other, session_id="other")],
+            [replace(heir, session_id="heir")],
+            of=second,
+        ),
     ]
     made = build_batch(batch, rollouts, dr_grpo, 1e-4, use=use)
     return [row_T[1::2].tolist() for row_T in made.advantages]
 
 
 def test_branches_and_children_are_compared_only_with_each_other() -> None:
-    """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs counts with them; one that
-    was not judged has the final reward)."""
+    """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs
+    counts with them; one that was not judged has the final reward)."""
     assert family("replace") == [[2.0, 2.0], [1.0], [1.0], [-2.0, -2.0], [-1.0], [0.5]]
     assert family("add") == [[1.5, 1.5], [0.5], [0.5], [-1.5, -1.5], [-0.5], [0.5]]
 
@@ -338,7 +419,11 @@ def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None
     """Each is the only one of its level."""
     a = turn("a", None, [1], [2])
     k = replace(turn("k", None, [1], [2]), session_id="kid")
-    first = replace(summary("g.0", "g", 0, 0.0), turn_rewards={"a": 1.0}, turn_levels={"a": "main/0"})
+    first = replace(
+        summary("g.0", "g", 0, 0.0),
+        turn_rewards={"a": 1.0},
+        turn_levels={"a": "main/0"},
+    )
     second = replace(
         summary("g.1", "g", 1, 0.0),
         turn_rewards={"k": 9.0},

@@ -1,7 +1,9 @@
-"""FlexAttention's mask and its results, beside the SDPA call per block that they stand in for.
+"""FlexAttention's mask and its results, beside the SDPA call per block that they stand
+in for.
 
-torch 2.13 computes FlexAttention on a CPU from the whole matrix of scores, and refuses its backward pass
-there although it has one: `forward_and_backward` lifts that check. The compiled kernel needs a GPU.
+torch 2.13 computes FlexAttention on a CPU from the whole matrix of scores, and refuses
+its backward pass there although it has one: `forward_and_backward` lifts that check.
+The compiled kernel needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ SCALE = 0.3
 
 
 def forest() -> MicroBatch:
-    """A prompt of 300 tokens with three answers, two of which share a start, and a row of its own."""
+    """A prompt of 300 tokens with three answers, two of which share a start, and a row
+    of its own."""
     rng = np.random.default_rng(0)
     prompt_T = rng.integers(0, 9, 300)
     start_T = rng.integers(0, 9, 40)
@@ -50,7 +53,11 @@ def forest() -> MicroBatch:
         ends[3],
     ]
     packed = [
-        Row(tokens_T=tokens_T.astype(np.int32), wanted_N=np.array([len(tokens_T) - 1]), temperature=1.0)
+        Row(
+            tokens_T=tokens_T.astype(np.int32),
+            wanted_N=np.array([len(tokens_T) - 1]),
+            temperature=1.0,
+        )
         for tokens_T in sequences
     ]
     (micro_batch,) = pack(packed, max_tokens=10_000, share_prefixes=True)
@@ -69,7 +76,9 @@ def calls_of(share: ContextShare, window: int | None) -> RowAttention:
     device.prepare()
     from invrl.train.attention_calls import AttentionCalls
 
-    return AttentionCalls.of(blocks_of(share, window), share.gathered_P, CPU, torch.float32)
+    return AttentionCalls.of(
+        blocks_of(share, window), share.gathered_P, CPU, torch.float32
+    )
 
 
 def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
@@ -82,7 +91,9 @@ def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
 
 @given(data=rows(), ranks=st.integers(1, 3), window=st.sampled_from([None, 1, 3]))
 @settings(max_examples=60, deadline=None)
-def test_mask_shows_each_query_the_keys_of_its_block(data: list[Row], ranks: int, window: int | None) -> None:
+def test_mask_shows_each_query_the_keys_of_its_block(
+    data: list[Row], ranks: int, window: int | None
+) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     for share in shares_of(micro_batch, ranks):
         expected = sights(list(blocks_of(share, window)))
@@ -97,15 +108,21 @@ def test_mask_shows_each_query_the_keys_of_its_block(data: list[Row], ranks: int
 
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mask_tiles_equal_those_computed_by_torch(ranks: int, window: int | None) -> None:
+def test_mask_tiles_equal_those_computed_by_torch(
+    ranks: int, window: int | None
+) -> None:
     for share in shares_of(forest(), ranks):
         mask = TreeMask.of(share, window, CPU).mask
         assert isinstance(mask.seq_lengths, tuple)
         num_queries, num_keys = mask.seq_lengths
-        expected = create_block_mask(mask.mask_mod, None, None, num_queries, num_keys, device="cpu")
+        expected = create_block_mask(
+            mask.mask_mod, None, None, num_queries, num_keys, device="cpu"
+        )
         is_computed = mask.to_dense().bool()
         is_seen = expected.to_dense().bool()
-        assert is_computed[is_seen].all(), "every tile with a pair that is seen is computed"
+        assert is_computed[is_seen].all(), (
+            "every tile with a pair that is seen is computed"
+        )
         if window is None:
             assert (is_computed == is_seen).all(), "and no other"
         assert mask.full_kv_num_blocks is not None
@@ -116,9 +133,13 @@ def test_mask_tiles_equal_those_computed_by_torch(ranks: int, window: int | None
 
 
 def forward_and_backward(
-    attention: RowAttention, share: ContextShare, target: torch.device, dtype: torch.dtype
+    attention: RowAttention,
+    share: ContextShare,
+    target: torch.device,
+    dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """The output and the gradients of queries, keys and values, from the same random numbers each time."""
+    """The output and the gradients of queries, keys and values, from the same random
+    numbers each time."""
     generator = torch.Generator().manual_seed(1)
 
     def drawn(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -131,7 +152,9 @@ def forward_and_backward(
     keys = drawn(2, num_keys, 32).requires_grad_()
     values = drawn(2, num_keys, 16).requires_grad_()
     output = attention.attend(queries, keys, values, scale=SCALE)
-    gradients = torch.autograd.grad(output, (queries, keys, values), drawn(4, num_queries, 16))
+    gradients = torch.autograd.grad(
+        output, (queries, keys, values), drawn(4, num_queries, 16)
+    )
     return [output.detach(), *gradients]
 
 
@@ -143,7 +166,9 @@ def test_flex_attention_equals_one_call_per_block(
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     share = shares_of(forest(), ranks)[-1]
     expected = forward_and_backward(calls_of(share, window), share, CPU, torch.float32)
-    found = forward_and_backward(TreeMask.of(share, window, CPU), share, CPU, torch.float32)
+    found = forward_and_backward(
+        TreeMask.of(share, window, CPU), share, CPU, torch.float32
+    )
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -166,7 +191,9 @@ def test_layers_of_each_window_size_have_their_own_mask(in_one_kernel: bool) -> 
     for window, attention in packed_row.attention.items():
         assert isinstance(attention, TreeMask) == in_one_kernel
         expected = forward_only(calls_of(share, window), share)
-        torch.testing.assert_close(forward_only(attention, share), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            forward_only(attention, share), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -185,13 +212,23 @@ def test_few_long_rows_use_flash_attention_calls(
     from invrl.train.attention import PackedRow
 
     rows = [
-        Row(tokens_T=np.full(100, number, np.int32), wanted_N=np.array([99]), temperature=1.0)
+        Row(
+            tokens_T=np.full(100, number, np.int32),
+            wanted_N=np.array([99]),
+            temperature=1.0,
+        )
         for number in range(num_rows)
     ]
     (micro_batch,) = pack(rows, max_tokens=2000, share_prefixes=True)
     (share,) = shares_of(micro_batch, 1)
     packed_row = PackedRow.of(
-        share, CPU, dtype, windows=(window,), in_one_kernel=True, positions={}, routing=None
+        share,
+        CPU,
+        dtype,
+        windows=(window,),
+        in_one_kernel=True,
+        positions={},
+        routing=None,
     )
     assert isinstance(packed_row.attention[window], TreeMask) != calls_are_faster
 
@@ -202,7 +239,13 @@ def test_rows_that_share_a_prefix_use_one_kernel() -> None:
 
     (share,) = shares_of(forest(), 1)
     packed_row = PackedRow.of(
-        share, CPU, torch.bfloat16, windows=(None,), in_one_kernel=True, positions={}, routing=None
+        share,
+        CPU,
+        torch.bfloat16,
+        windows=(None,),
+        in_one_kernel=True,
+        positions={},
+        routing=None,
     )
     assert isinstance(packed_row.attention[None], TreeMask)
 
@@ -214,23 +257,30 @@ def forward_only(attention: RowAttention, share: ContextShare) -> torch.Tensor:
 
 
 def test_all_lengths_share_a_few_compiled_kernels() -> None:
-    """torch stops compiling after eight, and then computes from the whole matrix of scores."""
+    """torch stops compiling after eight, and then computes from the whole matrix of
+    scores."""
     _compiled_attention.cache_clear()
     torch._dynamo.reset()
     counters["stats"].clear()
     for length in (700, 300, 1300, 1, 129, 1024, 901):
         row = Row(
-            tokens_T=np.arange(length + 1, dtype=np.int32), wanted_N=np.array([length]), temperature=1.0
+            tokens_T=np.arange(length + 1, dtype=np.int32),
+            wanted_N=np.array([length]),
+            temperature=1.0,
         )
         (micro_batch,) = pack([row], max_tokens=2000, share_prefixes=True)
         (share,) = shares_of(micro_batch, 1)
         queries = torch.zeros(1, 2, length, 16)
         for window in (None, 64):
-            TreeMask.of(share, window, CPU).attend(queries, queries, queries, scale=SCALE)
+            TreeMask.of(share, window, CPU).attend(
+                queries, queries, queries, scale=SCALE
+            )
     assert counters["stats"]["unique_graphs"] <= 3
 
 
-def test_kernels_of_both_passes_have_no_partial_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_both_passes_have_no_partial_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     options: dict[str, dict[str, Any]] = {}
 
@@ -238,8 +288,12 @@ def test_kernels_of_both_passes_have_no_partial_tiles(monkeypatch: pytest.Monkey
         for node in graph.graph.nodes:
             if node.name.startswith("flex_attention"):
                 for length in (tensor.meta["val"].shape[2] for tensor in node.args[:3]):
-                    assert isinstance(length, torch.SymInt), "it is compiled for all lengths"
-                (options[node.name],) = [part for part in node.args if isinstance(part, dict)]
+                    assert isinstance(length, torch.SymInt), (
+                        "it is compiled for all lengths"
+                    )
+                (options[node.name],) = [
+                    part for part in node.args if isinstance(part, dict)
+                ]
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
@@ -256,7 +310,8 @@ def test_kernels_of_both_passes_have_no_partial_tiles(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="torch compiles FlexAttention with its backward pass for GPUs only"
+    not torch.cuda.is_available(),
+    reason="torch compiles FlexAttention with its backward pass for GPUs only",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 50])
@@ -267,8 +322,12 @@ def test_compiled_kernel_equals_the_float32_calls_within_rounding(
     target = torch.device("cuda")
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     for share in shares_of(forest(), ranks):
-        expected = forward_and_backward(calls_of(share, window), share, CPU, torch.float32)
-        found = forward_and_backward(TreeMask.of(share, window, target), share, target, dtype)
+        expected = forward_and_backward(
+            calls_of(share, window), share, CPU, torch.float32
+        )
+        found = forward_and_backward(
+            TreeMask.of(share, window, target), share, target, dtype
+        )
         for ours, theirs in zip(found, expected, strict=True):
             error = (ours.cpu().float() - theirs).norm() / theirs.norm()
             assert error < tolerance

@@ -42,7 +42,13 @@ class Noting:
     async def update(self, version: WeightVersion) -> WeightUpdate:
         await self.sender.stage(version)
         self.note("engines wake")
-        return WeightUpdate(version=version, num_bytes=0, seconds={}, canary_max_gap=0.0, canary_mean_gap=0.0)
+        return WeightUpdate(
+            version=version,
+            num_bytes=0,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
 
     async def wake(self) -> int:
         self.note("trainer wakes")
@@ -59,7 +65,9 @@ class Noting:
         self.note("stage")
         return StagedWeights(version=version, handle="", checksums={}, num_bytes=0)
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return []
 
 

@@ -1,4 +1,5 @@
-"""A run that ends before its last step leaves its newest weights, and says where they are."""
+"""A run that ends before its last step leaves its newest weights, and says where they
+are."""
 
 from __future__ import annotations
 
@@ -42,16 +43,26 @@ class EndedTrainer:
 
 
 async def ended(
-    trainer: EndedTrainer, checkpoints: Checkpoints, *, begun_at: int = 0, within_s: float = 120.0
+    trainer: EndedTrainer,
+    checkpoints: Checkpoints,
+    *,
+    begun_at: int = 0,
+    within_s: float = 120.0,
 ) -> list[str]:
     notes: list[str] = []
     await save_unsaved_weights(
-        cast(Any, trainer), checkpoints, first_step=begun_at, timeout_s=within_s, note=notes.append
+        cast(Any, trainer),
+        checkpoints,
+        first_step=begun_at,
+        timeout_s=within_s,
+        note=notes.append,
     )
     return notes
 
 
-async def test_interrupted_run_saves_weights_newer_than_its_checkpoint(tmp_path: Path) -> None:
+async def test_interrupted_run_saves_weights_newer_than_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     *_, where = await ended(EndedTrainer(5), checkpoints)
     model = tmp_path / "model-000005"
@@ -61,7 +72,9 @@ async def test_interrupted_run_saves_weights_newer_than_its_checkpoint(tmp_path:
     assert "there is no checkpoint to resume from" in where
 
 
-async def test_an_interrupted_run_resumes_from_the_step_that_it_had_reached(tmp_path: Path) -> None:
+async def test_an_interrupted_run_resumes_from_the_step_that_it_had_reached(
+    tmp_path: Path,
+) -> None:
     """Before its first checkpoint too."""
 
     async def take_snapshot(step: int) -> bytes:
@@ -83,7 +96,9 @@ async def test_an_interrupted_run_resumes_from_the_step_that_it_had_reached(tmp_
     assert "a run resumes from step 2" in notes[-1]
 
 
-async def test_the_weights_are_saved_alone_where_the_buffer_has_died(tmp_path: Path) -> None:
+async def test_the_weights_are_saved_alone_where_the_buffer_has_died(
+    tmp_path: Path,
+) -> None:
     async def no_answer(_step: int) -> bytes:
         raise TrainError("the buffer died")
 
@@ -98,7 +113,9 @@ async def test_the_weights_are_saved_alone_where_the_buffer_has_died(tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["model-000002"]
 
 
-async def test_unsaved_steps_count_from_the_incarnations_first_checkpoint(tmp_path: Path) -> None:
+async def test_unsaved_steps_count_from_the_incarnations_first_checkpoint(
+    tmp_path: Path,
+) -> None:
     before = Checkpoints(tmp_path)
     await before.save(cast(Any, EndedTrainer(4)), 4, b"")
     *_, where = await ended(EndedTrainer(3), Checkpoints(tmp_path), begun_at=4)
@@ -119,13 +136,17 @@ async def test_run_without_a_step_saves_and_prints_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_model_of_a_lost_incarnation_at_the_same_step_is_replaced(tmp_path: Path) -> None:
+async def test_model_of_a_lost_incarnation_at_the_same_step_is_replaced(
+    tmp_path: Path,
+) -> None:
     await ended(EndedTrainer(6), Checkpoints(tmp_path))
     await ended(EndedTrainer(2), Checkpoints(tmp_path), begun_at=4)
     assert (tmp_path / "model-000006" / "model.safetensors").read_text() == "2"
 
 
-async def test_dead_trainer_is_reported_in_one_line_with_the_saved_model(tmp_path: Path) -> None:
+async def test_dead_trainer_is_reported_in_one_line_with_the_saved_model(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     await checkpoints.save_model(cast(Any, EndedTrainer(3)), 3)
     reason, where = await ended(EndedTrainer(4, dead=True), checkpoints)
@@ -144,7 +165,9 @@ async def test_saving_waits_for_the_running_batch(tmp_path: Path) -> None:
     assert (tmp_path / "model-000005").is_dir()
 
 
-async def test_saving_waits_for_the_running_batch_only_until_its_deadline(tmp_path: Path) -> None:
+async def test_saving_waits_for_the_running_batch_only_until_its_deadline(
+    tmp_path: Path,
+) -> None:
     trainer = EndedTrainer(5)
     trainer.busy = asyncio.Event()
     (reason,) = await ended(trainer, Checkpoints(tmp_path), within_s=0.0)

@@ -1,4 +1,5 @@
-"""A failure of user code names its line, and a value that is no reward is named with its fix."""
+"""A failure of user code names its line, and a value that is no reward is named with
+its fix."""
 
 from __future__ import annotations
 
@@ -108,10 +109,16 @@ async def failure_of(function: Any, reward_function: Any = None) -> Failure:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("misspelt", 'at my_agent.py:8, in misspelt: return float(task.payload["awnser"] == "4")'),
+        (
+            "misspelt",
+            'at my_agent.py:8, in misspelt: return float(task.payload["awnser"] == "4")',
+        ),
         ("parses", "at my_agent.py:16, in helper: return json.loads(text)"),
         ("in_thread", "at my_agent.py:20, in in_thread: return 1 / 0"),
-        ("grouped", 'at my_agent.py:8, in misspelt: return float(task.payload["awnser"] == "4")'),
+        (
+            "grouped",
+            'at my_agent.py:8, in misspelt: return float(task.payload["awnser"] == "4")',
+        ),
     ],
 )
 async def test_an_exception_names_the_innermost_line_of_user_code(
@@ -125,7 +132,12 @@ async def test_an_exception_names_the_innermost_line_of_user_code(
 @pytest.mark.parametrize(
     ("name", "value", "fix", "line"),
     [
-        ("texts", "'yes' (type str)", "return a float", "at my_agent.py:30, in texts: return answer"),
+        (
+            "texts",
+            "'yes' (type str)",
+            "return a float",
+            "at my_agent.py:30, in texts: return answer",
+        ),
         (
             "falls_through",
             "None (type NoneType)",
@@ -138,7 +150,12 @@ async def test_an_exception_names_the_innermost_line_of_user_code(
             "return a float on every path",
             "at my_agent.py:38, in two_ways: async def two_ways(task, endpoint):",
         ),
-        ("wrapped", "'yes' (type str)", "return a float", "at my_agent.py:30, in texts: return answer"),
+        (
+            "wrapped",
+            "'yes' (type str)",
+            "return a float",
+            "at my_agent.py:30, in texts: return answer",
+        ),
         (
             "agent",
             "{'reward': 1.0} (type dict)",
@@ -153,7 +170,9 @@ async def test_reward_that_is_not_a_number_is_named_with_its_line_and_fix(
     failure = await failure_of(in_folder(name))
     assert failure.reason is FailureReason.BAD_RETURN
     told, place = failure.detail.splitlines()
-    assert told.startswith(f"the rollout function returned {value}, not a number. Fix: ")
+    assert told.startswith(
+        f"the rollout function returned {value}, not a number. Fix: "
+    )
     assert fix in told
     assert place == line
 
@@ -165,7 +184,9 @@ async def test_error_in_the_reward_function_names_the_reward_function(
     failure = await failure_of(function, sys.modules["my_agent"].score)
     assert failure.reason is FailureReason.BAD_REWARD
     told, place = failure.detail.splitlines()
-    assert told.startswith("the reward function's reward is nan, not a finite number. Fix: return a finite")
+    assert told.startswith(
+        "the reward function's reward is nan, not a finite number. Fix: return a finite"
+    )
     assert place == 'at my_agent.py:45, in score: return float("nan")'
 
 
@@ -192,5 +213,8 @@ async def test_long_value_is_truncated_and_an_unprintable_value_is_named() -> No
         return json.dumps({"url": endpoint.base_url})
 
     assert "xxx... (type str)" in (await failure_of(long)).detail
-    assert "something that cannot be shown (type Unshowable)" in (await failure_of(hidden)).detail
+    assert (
+        "something that cannot be shown (type Unshowable)"
+        in (await failure_of(hidden)).detail
+    )
     assert "secret-key" not in (await failure_of(keyed)).detail

@@ -45,7 +45,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
         "class Agent:\n    async def __call__(self, task, endpoint):\n        return 1\nrollout = Agent()\n",
     ],
 )
-def test_a_function_that_never_asks_the_model_is_doubted(agent: Agent, source: str) -> None:
+def test_a_function_that_never_asks_the_model_is_doubted(
+    agent: Agent, source: str
+) -> None:
     with pytest.raises(Doubt, match="never uses its endpoint"):
         check_rollout_code(agent(source))
 
@@ -61,14 +63,18 @@ BLOCKING = [
 
 
 @pytest.mark.parametrize("source", BLOCKING)
-def test_a_synchronous_client_in_an_async_function_is_doubted(agent: Agent, source: str) -> None:
+def test_a_synchronous_client_in_an_async_function_is_doubted(
+    agent: Agent, source: str
+) -> None:
     with pytest.raises(Doubt, match=r"\(agent_of_sources\.py:\d+\) is synchronous"):
         check_rollout_code(agent(source))
 
 
 def test_another_event_loop_in_an_async_function_is_doubted(agent: Agent) -> None:
     source = "import asyncio\nasync def rollout(task, endpoint):\n    return asyncio.run(endpoint.ask())\n"
-    with pytest.raises(Doubt, match=r"asyncio\.run \(agent_of_sources\.py:3\) is called from an async"):
+    with pytest.raises(
+        Doubt, match=r"asyncio\.run \(agent_of_sources\.py:3\) is called from an async"
+    ):
         check_rollout_code(agent(source))
 
 

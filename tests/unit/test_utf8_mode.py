@@ -1,4 +1,5 @@
-"""In a locale of another encoding files are read as UTF-8, and nothing that is printed raises an error."""
+"""In a locale of another encoding files are read as UTF-8, and nothing that is printed
+raises an error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.types import Message, Prompt
 
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-"""Python then takes ASCII for files and streams; a test may count on no other locale to be installed."""
+"""Python then takes ASCII for files and streams; a test may count on no other locale to
+be installed."""
 TEMPLATE = """{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages %}
 {{- '<｜User｜>' if message.role == 'user' else '<｜Assistant｜>' }}{{ message.content }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
@@ -50,23 +52,30 @@ def run_in_ascii_locale(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def full_width_model(tmp_path: Path) -> Path:
-    """A model whose template and special tokens have DeepSeek's full-width characters."""
+    """A model whose template and special tokens have DeepSeek's full-width
+    characters."""
     folder = make_tiny_model(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text(encoding="utf-8")
         content = json.loads(text.replace("<|im_start|>", "<｜User｜>"))
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(content, ensure_ascii=False), encoding="utf-8"
+        )
     return folder
 
 
-def test_a_template_of_full_width_characters_becomes_the_same_ids(full_width_model: Path) -> None:
+def test_a_template_of_full_width_characters_becomes_the_same_ids(
+    full_width_model: Path,
+) -> None:
     done = run_in_ascii_locale("-c", RENDER, str(full_width_model))
     assert done.returncode == 0, done.stderr
     rendered = json.loads(done.stdout)
     assert rendered["encoding"].lower() != "utf-8", "else the test shows nothing"
     renderer = load_renderer(str(full_width_model), 512)
-    assert rendered["ids"] == renderer.render_first(Prompt(messages=(Message("user", "Hi"),)))
+    assert rendered["ids"] == renderer.render_first(
+        Prompt(messages=(Message("user", "Hi"),))
+    )
     assert renderer.decode(rendered["ids"]).endswith("<｜User｜>Hi<｜Assistant｜>")
 
 
@@ -79,5 +88,7 @@ def test_a_command_runs_in_utf8_mode_and_prints_what_no_encoding_has() -> None:
 
 def test_a_command_that_cannot_have_utf8_mode_runs_all_the_same() -> None:
     """-I ignores the environment, the mode too: it must not start again and again."""
-    done = run_in_ascii_locale("-I", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{PRINT}", "--help")
+    done = run_in_ascii_locale(
+        "-I", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{PRINT}", "--help"
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""The critic's loss against float64 arithmetic token by token, and where its clip stops a value."""
+"""The critic's loss against float64 arithmetic token by token, and where its clip stops
+a value."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ NUMBERS = st.floats(-5, 5, allow_nan=False, width=32)
 def test_clipped_value_loss_is_the_larger_of_two_squares(
     tokens: list[tuple[float, float, float]], clip: float
 ) -> None:
-    values_N, old_N, returns_N = (torch.tensor(column).double() for column in zip(*tokens, strict=True))
+    values_N, old_N, returns_N = (
+        torch.tensor(column).double() for column in zip(*tokens, strict=True)
+    )
     losses_N = value_losses(values_N, old_N, returns_N, clip)
     for loss, (value, old, target) in zip(losses_N.tolist(), tokens, strict=True):
         expected = 0.5 * (value - target) ** 2
@@ -32,7 +35,8 @@ def test_clipped_value_loss_is_the_larger_of_two_squares(
 
 
 def test_value_beyond_the_clip_has_no_gradient() -> None:
-    """Towards its return. Away from it, the plain square is larger and pulls it back."""
+    """Towards its return. Away from it, the plain square is larger and pulls it
+    back."""
     values_N = torch.tensor([0.5, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     outputs = value_loss(
         values_N,
@@ -44,7 +48,9 @@ def test_value_beyond_the_clip_has_no_gradient() -> None:
     outputs.loss.backward()
     assert values_N.grad is not None
     assert values_N.grad.tolist() == pytest.approx([0.0, 1.5 / 6, -0.9 / 6])
-    assert float(outputs.loss.detach()) == pytest.approx((0.8**2 + 1.5**2 + 0.9**2) / 2 / 6)
+    assert float(outputs.loss.detach()) == pytest.approx(
+        (0.8**2 + 1.5**2 + 0.9**2) / 2 / 6
+    )
     metrics = resolve(outputs.metrics)
     assert metrics["value_clip_fraction"] == pytest.approx(1 / 3)
     assert metrics["value_mean"] == pytest.approx(1.1 / 3)

@@ -1,4 +1,5 @@
-"""`invrl verify-weights`: what it compares, says and ends with; the socket between command and driver."""
+"""`invrl verify-weights`: what it compares, says and ends with; the socket between
+command and driver."""
 
 from __future__ import annotations
 
@@ -24,10 +25,17 @@ from invrl.weights.newcomers import Newcomers
 from invrl.weights.transaction import Committed, WeightTransaction
 from invrl.weights.verification import ReadBack, Verification, compare
 
-LAYOUT = tuple(TensorSpec(name=name, shape=(2, 3), dtype="bfloat16") for name in ("a", "b"))
+LAYOUT = tuple(
+    TensorSpec(name=name, shape=(2, 3), dtype="bfloat16") for name in ("a", "b")
+)
 COMMITTED = Committed(
     canary_prompts=(),
-    staged=StagedWeights(version=WeightVersion(7), handle="", checksums={"a": "1", "b": "2"}, num_bytes=24),
+    staged=StagedWeights(
+        version=WeightVersion(7),
+        handle="",
+        checksums={"a": "1", "b": "2"},
+        num_bytes=24,
+    ),
     layout=LAYOUT,
 )
 
@@ -49,16 +57,23 @@ def ask(folder: RunFolder, verify: Verify, *flags: str) -> int:
     async def run() -> int:
         with folder.held("train"):
             async with answer_verifications(folder, verify):
-                return await asyncio.to_thread(main, ["verify-weights", str(folder.path), *flags])
+                return await asyncio.to_thread(
+                    main, ["verify-weights", str(folder.path), *flags]
+                )
 
     return asyncio.run(run())
 
 
 class Receiver:
-    """An engine that holds what it is given, or raises it. Like a real one it is paused while it is read."""
+    """An engine that holds what it is given, or raises it. Like a real one it is paused
+    while it is read."""
 
     def __init__(
-        self, held: ReadBack | Exception, *, resumes: bool = True, answers: asyncio.Event | None = None
+        self,
+        held: ReadBack | Exception,
+        *,
+        resumes: bool = True,
+        answers: asyncio.Event | None = None,
     ) -> None:
         self.held = held
         self.answers = answers
@@ -104,8 +119,12 @@ def newcomers(updater: WeightUpdater) -> Newcomers:
     return updater._transaction._newcomers
 
 
-def test_equal_weights_exit_with_0(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = Fleet(e0=Receiver(read_back(a="1", b="2")), e1=Receiver(read_back(a="1", b="2")))
+def test_equal_weights_exit_with_0(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Fleet(
+        e0=Receiver(read_back(a="1", b="2")), e1=Receiver(read_back(a="1", b="2"))
+    )
     assert ask(folder, updater_of(fleet).verify) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"{name}: version 7, 2 tensors, 24 bytes, equal to what was committed (paused for 12 ms)"
@@ -117,19 +136,36 @@ def test_equal_weights_exit_with_0(folder: RunFolder, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (read_back(a="1", b="x"), "DIFFERENT from the committed version 7 in 1, b first"),
-        (read_back(a="x", b="x"), "DIFFERENT from the committed version 7 in 2, a first"),
+        (
+            read_back(a="1", b="x"),
+            "DIFFERENT from the committed version 7 in 1, b first",
+        ),
+        (
+            read_back(a="x", b="x"),
+            "DIFFERENT from the committed version 7 in 2, a first",
+        ),
         (read_back(a="1"), "DIFFERENT from the committed version 7 in 1, b first"),
-        (read_back(a="1", b="2", c="3"), "DIFFERENT from the committed version 7 in 1, c first"),
-        (read_back("6", a="1", b="2"), "equal to version 7, which is committed, but called 6"),
+        (
+            read_back(a="1", b="2", c="3"),
+            "DIFFERENT from the committed version 7 in 1, c first",
+        ),
+        (
+            read_back("6", a="1", b="2"),
+            "equal to version 7, which is committed, but called 6",
+        ),
         (WeightSyncError("no reply"), "e1: cannot be read: no reply"),
     ],
 )
 def test_unequal_engine_is_named_and_exits_with_1(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str], held: ReadBack | Exception, said: str
+    folder: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    held: ReadBack | Exception,
+    said: str,
 ) -> None:
     fleet = Fleet(
-        e0=Receiver(read_back(a="1", b="2")), e1=Receiver(held), e2=Receiver(read_back(a="1", b="2"))
+        e0=Receiver(read_back(a="1", b="2")),
+        e1=Receiver(held),
+        e2=Receiver(read_back(a="1", b="2")),
     )
     assert ask(folder, updater_of(fleet).verify) == 1
     first, second, third = capsys.readouterr().out.splitlines()
@@ -140,7 +176,9 @@ def test_unequal_engine_is_named_and_exits_with_1(
     assert fleet.evicted == []
 
 
-def test_engine_that_stays_paused_after_verification_is_evicted(folder: RunFolder) -> None:
+def test_engine_that_stays_paused_after_verification_is_evicted(
+    folder: RunFolder,
+) -> None:
     fleet = Fleet(e0=Receiver(ServerError("gone"), resumes=False))
     assert ask(folder, updater_of(fleet).verify) == 1
     assert fleet.evicted == ["e0"]
@@ -180,13 +218,19 @@ async def test_update_waits_for_a_verification_only_until_its_deadline() -> None
     await asyncio.sleep(0)
     assert not update.done()
     await update
-    assert "the verification of weights is given up: an update waited" in (await verifying).error
+    assert (
+        "the verification of weights is given up: an update waited"
+        in (await verifying).error
+    )
 
 
 async def test_verification_before_the_first_version_is_refused() -> None:
     updater = updater_of(Fleet())
     updater._transaction.committed = None
-    assert "no version of the weights has been committed" in (await updater.verify(0.0)).error
+    assert (
+        "no version of the weights has been committed"
+        in (await updater.verify(0.0)).error
+    )
 
 
 def test_verification_of_a_dead_run_or_without_a_committed_version_is_refused(
@@ -207,7 +251,9 @@ def test_verification_of_a_dead_run_or_without_a_committed_version_is_refused(
     assert "not a number of seconds" in capsys.readouterr().err
 
 
-async def test_only_the_owner_may_connect_and_a_bad_request_is_harmless(folder: RunFolder) -> None:
+async def test_only_the_owner_may_connect_and_a_bad_request_is_harmless(
+    folder: RunFolder,
+) -> None:
     verify = updater_of(Fleet(e0=Receiver(read_back(a="1", b="2")))).verify
     async with answer_verifications(folder, verify):
         mode = stat.S_IMODE(folder.verification_path.stat().st_mode)
@@ -225,10 +271,14 @@ async def test_only_the_owner_may_connect_and_a_bad_request_is_harmless(folder: 
     assert answer.all_equal
 
 
-async def connect(folder: RunFolder) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(
+    folder: RunFolder,
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     descriptor = os.open(folder.verification_path.parent, os.O_RDONLY)
     try:
-        return await asyncio.open_unix_connection(f"/proc/self/fd/{descriptor}/verification.socket")
+        return await asyncio.open_unix_connection(
+            f"/proc/self/fd/{descriptor}/verification.socket"
+        )
     finally:
         os.close(descriptor)
 

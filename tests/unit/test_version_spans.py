@@ -1,4 +1,5 @@
-"""The versions of sampled tokens, from the labels of an engine's events and from what its last one tells."""
+"""The versions of sampled tokens, from the labels of an engine's events and from what
+its last one tells."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from invrl.errors import ServerError
 
 def listed(versions: VersionTracker) -> list[int]:
     """One per token."""
-    return [int(span.version) for span in versions.spans for _ in range(span.start, span.end)]
+    return [
+        int(span.version)
+        for span in versions.spans
+        for _ in range(span.start, span.end)
+    ]
 
 
 def test_tokens_under_a_new_label_may_be_sampled_by_the_previous_weights():
@@ -44,9 +49,9 @@ def test_spans_of_the_last_event_replace_those_from_labels():
 
 @pytest.mark.parametrize("seed", range(50))
 def test_recorded_version_is_never_newer_than_the_weights(seed: int):
-    """Tokens are sampled one by one while the weights change now and then; they are sent on in events of
-    any size, and what was on its way at a change goes as one. The first event goes before any change: it has
-    no label but its own."""
+    """Tokens are sampled one by one while the weights change now and then; they are
+    sent on in events of any size, and what was on its way at a change goes as one. The
+    first event goes before any change: it has no label but its own."""
     source = random.Random(seed)
     version = 1
     truth = [1]
@@ -56,7 +61,9 @@ def test_recorded_version_is_never_newer_than_the_weights(seed: int):
     for _ in range(200):
         truth.append(version)
         if source.random() < 0.05:
-            version += source.randint(1, 2)  # what is not sent yet will have the new label
+            version += source.randint(
+                1, 2
+            )  # what is not sent yet will have the new label
         if source.random() < 0.5:
             versions.add(str(version), len(truth) - sent, None)
             sent = len(truth)
@@ -74,7 +81,9 @@ def test_recorded_version_is_never_newer_than_the_weights(seed: int):
         [EngineSpan("default", 0, 3)],
     ],
 )
-def test_wrong_version_spans_of_the_last_event_are_a_server_error(told: list[EngineSpan]):
+def test_wrong_version_spans_of_the_last_event_are_a_server_error(
+    told: list[EngineSpan],
+):
     with pytest.raises(ServerError, match="version"):
         VersionTracker().add("3", 3, told)
 

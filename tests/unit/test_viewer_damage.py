@@ -1,4 +1,5 @@
-"""What `invrl view` makes of run folders in any state, and that none of them is touched."""
+"""What `invrl view` makes of run folders in any state, and that none of them is
+touched."""
 
 from __future__ import annotations
 
@@ -54,12 +55,17 @@ def contents(folder: Path) -> dict[str, tuple[str, int, int]]:
     for path in sorted(folder.rglob("*")):
         facts = path.stat()
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        found[str(path.relative_to(folder))] = (digest, facts.st_mode, facts.st_mtime_ns)
+        found[str(path.relative_to(folder))] = (
+            digest,
+            facts.st_mode,
+            facts.st_mtime_ns,
+        )
     return found
 
 
 def read_elsewhere(folder: Path, cache: Path) -> str:
-    """Views the run in a process of its own, as a user does, and returns what it prints."""
+    """Views the run in a process of its own, as a user does, and returns what it
+    prints."""
     script = _READER.format(tests=str(ROOT / "tests"), unit=str(ROOT / "tests/unit"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -85,7 +91,9 @@ def test_live_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
     for number in range(5):
         recorded.add(f"t{number}", "hello", 1.0)
     folder = recorded.folder.path
-    assert (folder / "run.sqlite-wal").stat().st_size > 0, "the store is open and has a log"
+    assert (folder / "run.sqlite-wal").stat().st_size > 0, (
+        "the store is open and has a log"
+    )
     before = contents(folder)
     assert read_elsewhere(folder, tmp_path / "cache").startswith("5")
     assert contents(folder) == before
@@ -101,8 +109,12 @@ def test_dead_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("endings", [("", "-wal"), ("", "-wal", "-shm")], ids=["log", "log and its index"])
-def test_copy_of_a_killed_run_is_read_completely(tmp_path: Path, endings: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "endings", [("", "-wal"), ("", "-wal", "-shm")], ids=["log", "log and its index"]
+)
+def test_copy_of_a_killed_run_is_read_completely(
+    tmp_path: Path, endings: tuple[str, ...]
+) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "hello", 1.0)
     copy = tmp_path / "copy"
@@ -170,7 +182,9 @@ def test_a_store_of_a_later_version_is_named(tmp_path: Path) -> None:
     with sqlite3.connect(recorded.folder.store_path) as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    assert "a later version of invrl wrote it (schema 99" in notes_of(view_of(folder, tmp_path / "cache"))
+    assert "a later version of invrl wrote it (schema 99" in notes_of(
+        view_of(folder, tmp_path / "cache")
+    )
 
 
 def test_exclusively_locked_store_is_named_and_read_later(tmp_path: Path) -> None:
@@ -190,7 +204,9 @@ def test_exclusively_locked_store_is_named_and_read_later(tmp_path: Path) -> Non
     assert notes_of(run) == ""
 
 
-def test_exclusively_locked_store_without_a_shared_index_is_read(tmp_path: Path) -> None:
+def test_exclusively_locked_store_without_a_shared_index_is_read(
+    tmp_path: Path,
+) -> None:
     recorded = record_run(tmp_path)
     session = recorded.add("a", "hello", 1.0)
     folder = closed(recorded)
@@ -210,7 +226,10 @@ def test_run_without_a_store_shows_its_other_files(tmp_path: Path) -> None:
     )
     run = view_of(folder, tmp_path / "cache")
     assert "a run on a file has no rollouts" in notes_of(run)
-    assert evaluations_page(run, None) == {"scores": [], "tasks": {"total": 0, "rows": []}}
+    assert evaluations_page(run, None) == {
+        "scores": [],
+        "tasks": {"total": 0, "rows": []},
+    }
     [update] = weights_page(run)["updates"]
     assert update["seconds"] == {"load": 2.0}
     timeline = timeline_page(run, 0.0)
@@ -254,7 +273,9 @@ def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
 
     recorded = record_run(tmp_path)
     large = recorded.add("large", "needle " + "x" * 1_000_000, 1.0)
-    binary = recorded.add("bin\x00ary\x1b[31m", "\x00\x01\x7f \U0001f600 \ufffe marker", 1.0)
+    binary = recorded.add(
+        "bin\x00ary\x1b[31m", "\x00\x01\x7f \U0001f600 \ufffe marker", 1.0
+    )
     run = view_of(closed(recorded), tmp_path / "cache")
     assert ids(run, q="needle") == {large}
     assert ids(run, q="marker") == {binary}
@@ -282,7 +303,10 @@ def test_unreadable_configuration_becomes_a_note(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path, "not a run folder"), (tmp_path / "none", "there is no such folder")):
+    for path, reason in (
+        (tmp_path, "not a run folder"),
+        (tmp_path / "none", "there is no such folder"),
+    ):
         with pytest.raises(ConfigError) as error:
             open_runs([path], tmp_path / "cache")
         assert reason in error.value.reason
@@ -296,11 +320,15 @@ def test_failures_are_counted_by_message(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     trace = "Traceback (most recent call last):\n  File 'a.py'\nValueError: no number"
     for index in range(3):
-        recorded.add("a", "x", 0.0, index=index, failure=FailureReason.EXCEPTION, detail=trace)
+        recorded.add(
+            "a", "x", 0.0, index=index, failure=FailureReason.EXCEPTION, detail=trace
+        )
     recorded.add("b", "x", 0.0, failure=FailureReason.TIMEOUT, detail="late")
     run = view_of(closed(recorded), tmp_path / "cache")
     page = ledger_page(run)
-    assert [(kind["failure"], kind["line"], kind["count"]) for kind in page["failures"]] == [
+    assert [
+        (kind["failure"], kind["line"], kind["count"]) for kind in page["failures"]
+    ] == [
         ("exception", "ValueError: no number", 3),
         ("timeout", "late", 1),
     ]
@@ -328,12 +356,16 @@ def test_lost_ledger_entries_are_not_counted(tmp_path: Path) -> None:
     recorded.add("b", "x", 1.0, step=2)
     recorded.ledger.begin(parent=1, step=1, sequence=sequence)
     page = ledger_page(view_of(closed(recorded), tmp_path / "cache"))
-    assert page["counts"] == [{"state": "trained", "reason": None, "failure": None, "count": 1}]
+    assert page["counts"] == [
+        {"state": "trained", "reason": None, "failure": None, "count": 1}
+    ]
     assert [row["lost"] for row in page["incarnations"]] == [5, 0]
     assert page["lineage"] == "ok"
 
 
-def test_a_rollout_whose_outcome_or_messages_are_damaged_is_shown(tmp_path: Path) -> None:
+def test_a_rollout_whose_outcome_or_messages_are_damaged_is_shown(
+    tmp_path: Path,
+) -> None:
     from invrl.viewer.conversation_page import rollout_detail
 
     recorded = record_run(tmp_path)

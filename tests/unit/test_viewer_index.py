@@ -47,10 +47,14 @@ def recorded(tmp_path: Path) -> RecordedRun:
     return record_run(tmp_path)
 
 
-def test_every_rollout_has_a_row_with_its_outcome(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_every_rollout_has_a_row_with_its_outcome(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     trained = recorded.add("a", "four", 1.0, step=2, version=0)
     dropped = recorded.add("b", "five", 0.0, step=None, drop=DropReason.ZERO_VARIANCE)
-    failed = recorded.add("c", "six", 0.0, failure=FailureReason.TIMEOUT, detail="too late\nand more")
+    failed = recorded.add(
+        "c", "six", 0.0, failure=FailureReason.TIMEOUT, detail="too late\nand more"
+    )
     held_out = recorded.add("d", "seven", 1.0, purpose="eval", step=3)
     run = viewed(recorded, tmp_path / "cache")
 
@@ -71,7 +75,9 @@ def test_every_rollout_has_a_row_with_its_outcome(recorded: RecordedRun, tmp_pat
     assert run.index_state.ready
 
 
-def test_filters_select_rows_and_facets_count_them(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_filters_select_rows_and_facets_count_them(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     good = recorded.add("a", "x", 1.0, group="g", index=0)
     bad = recorded.add("a", "x", 0.0, group="g", index=1, ending="length")
     dropped = recorded.add("b", "x", 0.5, step=None, drop=DropReason.STALE)
@@ -108,9 +114,13 @@ def test_most_surprising_reward_is_farthest_from_its_groups_mean(
     assert first["surprise"] == pytest.approx(7**0.5)  # (1 - 1/8) / sqrt(1/8 * 7/8)
 
 
-def test_search_finds_texts_of_conversations(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_search_finds_texts_of_conversations(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     call = ToolCall(id="1", name="search_web", arguments='{"query": "Zürich weather"}')
-    with_call = recorded.add("a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0)
+    with_call = recorded.add(
+        "a", Message("assistant", "let me look", "thinking hard", (call,)), 1.0
+    )
     plain = recorded.add("b", ["first reply", "second answer"], 1.0)
     run = viewed(recorded, tmp_path / "cache")
     assert ids(run, q="zurich") == {with_call}
@@ -124,13 +134,30 @@ def test_search_finds_texts_of_conversations(recorded: RecordedRun, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "text", ['"', "a AND", "NEAR(", "x*", "col:y", "-z", "'; DROP TABLE said; --", "(", "\0", "^a OR b"]
+    "text",
+    [
+        '"',
+        "a AND",
+        "NEAR(",
+        "x*",
+        "col:y",
+        "-z",
+        "'; DROP TABLE said; --",
+        "(",
+        "\0",
+        "^a OR b",
+    ],
 )
-def test_search_text_is_never_an_operator(recorded: RecordedRun, tmp_path: Path, text: str) -> None:
+def test_search_text_is_never_an_operator(
+    recorded: RecordedRun, tmp_path: Path, text: str
+) -> None:
     recorded.add("a", "hello", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     assert isinstance(rows(run, q=text), list)
-    assert "AND" not in match_expression(text).replace('" AND "', "").replace("* AND ", "") or "AND" in text
+    assert (
+        "AND" not in match_expression(text).replace('" AND "', "").replace("* AND ", "")
+        or "AND" in text
+    )
 
 
 def test_index_follows_a_growing_run(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -182,7 +209,9 @@ def test_index_of_another_version_is_rebuilt(
     assert index.stat().st_mode & 0o077 == 0, "conversations are private"
 
 
-def test_rollouts_of_a_lost_incarnation_are_marked_as_lost(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_rollouts_of_a_lost_incarnation_are_marked_as_lost(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     kept = recorded.add("a", "x", 1.0)
     sequence = recorded.sequence
     gone = recorded.add("b", "x", 1.0, step=2)
@@ -205,7 +234,9 @@ def test_repeated_evaluation_counts_once(recorded: RecordedRun, tmp_path: Path) 
         assert queries.held_out_rewards() == {("a", "greedy"): {"0": [1.0]}}
 
 
-def test_index_lists_tasks_groups_and_steps(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_index_lists_tasks_groups_and_steps(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     recorded.add("a", "x", 0.0, group="g1", index=0, step=1)
     recorded.add("a", "x", 1.0, group="g1", index=1, step=1)
     recorded.add("a@1", "x", 1.0, group="g2", step=4)
@@ -235,7 +266,13 @@ def test_two_viewers_share_one_index(recorded: RecordedRun, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "query",
-    [{"sort": "nothing"}, {"step": "x"}, {"min_reward": "much"}, {"limit": "all"}, {"trained": "yes"}],
+    [
+        {"sort": "nothing"},
+        {"step": "x"},
+        {"min_reward": "much"},
+        {"limit": "all"},
+        {"trained": "yes"},
+    ],
 )
 def test_wrong_filter_is_refused_by_name(
     recorded: RecordedRun, tmp_path: Path, query: dict[str, str]
@@ -248,10 +285,14 @@ def test_wrong_filter_is_refused_by_name(
     assert error.value.fix
 
 
-def test_last_replies_of_a_task_are_listed_by_step(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_last_replies_of_a_task_are_listed_by_step(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
     call = ToolCall(id="1", name="add", arguments='{"a": 1}')
     last = recorded.add("a", ["first", "second"], 1.0)
-    with_call = recorded.add("a", Message("assistant", "", "thinking", (call,)), 0.0, index=1)
+    with_call = recorded.add(
+        "a", Message("assistant", "", "thinking", (call,)), 0.0, index=1
+    )
     thought = recorded.add("a", Message("assistant", "", "only thinking"), 0.0, index=2)
     long = recorded.add("a", "x" * 5_000, 0.0, index=3, purpose="eval")
     recorded.add("b", "of another task", 1.0)

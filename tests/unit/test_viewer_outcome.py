@@ -1,4 +1,5 @@
-"""The line with which the viewer's overview begins: what a run gained, and why it ended."""
+"""The line with which the viewer's overview begins: what a run gained, and why it
+ended."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from invrl.viewer.viewed_run import ViewedRun
 def evaluation(share: float) -> Evaluation:
     exact_K = np.random.default_rng(0).random(50) < share
     rewards = tuple((float(exact),) for exact in exact_K)
-    score = EvalScore(mode="greedy", task_ids=tuple(map(str, range(50))), rewards=rewards, failures={})
+    score = EvalScore(
+        mode="greedy", task_ids=tuple(map(str, range(50))), rewards=rewards, failures={}
+    )
     return Evaluation(scores={"greedy": score})
 
 
@@ -31,7 +34,9 @@ class Console:
         self.notes.append(text)
 
 
-def test_the_gain_that_the_run_measured_is_told_with_its_interval(tmp_path: Path) -> None:
+def test_the_gain_that_the_run_measured_is_told_with_its_interval(
+    tmp_path: Path,
+) -> None:
     run = record_run(tmp_path)
     run.folder.report_path.mkdir(exist_ok=True)
     before, after = evaluation(0.2), evaluation(0.9)
@@ -40,10 +45,20 @@ def test_the_gain_that_the_run_measured_is_told_with_its_interval(tmp_path: Path
     held_out.report_gain(before, after)
     gain = gain_interval(before.scores["greedy"], after.scores["greedy"])
     line = outcome_line(
-        state="ended", step=12, num_steps=12, report=run.folder.report_path, series={}, log_end=""
+        state="ended",
+        step=12,
+        num_steps=12,
+        report=run.folder.report_path,
+        series={},
+        log_end="",
     )
     again = outcome_line(
-        state="running", step=13, num_steps=24, report=run.folder.report_path, series={}, log_end=""
+        state="running",
+        step=13,
+        num_steps=24,
+        report=run.folder.report_path,
+        series={},
+        log_end="",
     )
     assert again == "running, step 13 of 24", "the gain was that of its first end"
     low = before.scores["greedy"].accuracy.value
@@ -55,11 +70,21 @@ def test_the_gain_that_the_run_measured_is_told_with_its_interval(tmp_path: Path
     assert f"gain {gain.value:+.3f}" in console.notes[0]
 
 
-def line_of(tmp_path: Path, state: str, series: dict[str, list[float | None]], log_end: str = "") -> str:
+def line_of(
+    tmp_path: Path, state: str, series: dict[str, list[float | None]], log_end: str = ""
+) -> str:
     points = {
-        name: [(step, 0.0, value) for step, value in enumerate(values)] for name, values in series.items()
+        name: [(step, 0.0, value) for step, value in enumerate(values)]
+        for name, values in series.items()
     }
-    return outcome_line(state=state, step=3, num_steps=10, report=tmp_path, series=points, log_end=log_end)
+    return outcome_line(
+        state=state,
+        step=3,
+        num_steps=10,
+        report=tmp_path,
+        series=points,
+        log_end=log_end,
+    )
 
 
 def test_until_then_the_first_and_the_last_value_are_told(tmp_path: Path) -> None:
@@ -75,9 +100,13 @@ def test_until_then_the_first_and_the_last_value_are_told(tmp_path: Path) -> Non
         "training reward: 0.100 at step 0 → 0.200 at step 1; interrupted after step 3 of 10"
     )
     loss: dict[str, list[float | None]] = {"eval/loss": [2.5], "train/loss": [3.0, 2.0]}
-    assert line_of(tmp_path, "ended", loss).startswith("held-out loss: 2.500 at step 0; ended")
+    assert line_of(tmp_path, "ended", loss).startswith(
+        "held-out loss: 2.500 at step 0; ended"
+    )
     assert line_of(tmp_path, "running", {}) == "running, step 3 of 10"
-    assert telling_metrics([*accuracy, "train/lr", "eval/greedy/accuracy_low"]) == list(accuracy)
+    assert telling_metrics([*accuracy, "train/lr", "eval/greedy/accuracy_low"]) == list(
+        accuracy
+    )
 
 
 TRACEBACK = """Traceback (most recent call last):
@@ -105,7 +134,12 @@ def test_a_damaged_file_of_gains_is_as_none(tmp_path: Path) -> None:
 
 def test_the_server_sends_the_line(tmp_path: Path) -> None:
     run = record_run(tmp_path)
-    run.folder.metrics_path.write_text('{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n')
+    run.folder.metrics_path.write_text(
+        '{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n'
+    )
     viewed = ViewedRun("run", run.folder, tmp_path / "cache")
     viewed.metrics.refresh()
-    assert viewed.overview()["outcome"] == "training reward: 0.500 at step 1; interrupted after step 1 of 100"
+    assert (
+        viewed.overview()["outcome"]
+        == "training reward: 0.500 at step 1; interrupted after step 1 of 100"
+    )

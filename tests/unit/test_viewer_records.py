@@ -1,4 +1,5 @@
-"""What a run records for the page: trained tokens, the timeline, its tokenizer; and runs that go on."""
+"""What a run records for the page: trained tokens, the timeline, its tokenizer; and
+runs that go on."""
 
 from __future__ import annotations
 
@@ -27,12 +28,18 @@ from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_t
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import encoded
-from invrl.viewer.run_pages import configurations_page, engines_page, evaluations_page, timeline_page
+from invrl.viewer.run_pages import (
+    configurations_page,
+    engines_page,
+    evaluations_page,
+    timeline_page,
+)
 from invrl.viewer.viewed_run import open_runs
 
 
 def trained_turn(turn_id: str, length: int) -> TrainedTurn:
-    """All tokens but the last are trained, with an advantage of 0.5; the trainer says -0.25 everywhere."""
+    """All tokens but the last are trained, with an advantage of 0.5; the trainer says
+    -0.25 everywhere."""
     trained_N = np.ones(length, np.bool_)
     trained_N[-1] = False
     logprobs_N = np.full(length, -0.25, np.float32)
@@ -56,7 +63,9 @@ def test_viewer_shows_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> N
     assert tokens["sampled"]["advantages"] is None, "nothing is recorded yet"
     length = len(tokens["sampled"]["ids"])
 
-    write_trained_tokens(recorded.folder.trained_tokens_path, 3, [trained_turn(first_id, length)])
+    write_trained_tokens(
+        recorded.folder.trained_tokens_path, 3, [trained_turn(first_id, length)]
+    )
     refreshed(run)
     by_id = {row["session_id"]: row for row in rows(run)}
     assert by_id[session]["advantage"] == pytest.approx(0.5)
@@ -67,7 +76,10 @@ def test_viewer_shows_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> N
     assert tokens["step"] == 3
     assert tokens["sampled"]["trained"] == [True] * (length - 1) + [False]
     assert tokens["sampled"]["advantages"][0] == 0.5
-    assert json.loads(encoded(tokens))["sampled"]["trainer_logprobs"][-2:] == [-0.25, None]
+    assert json.loads(encoded(tokens))["sampled"]["trainer_logprobs"][-2:] == [
+        -0.25,
+        None,
+    ]
     detail = rollout_detail(run, session, full=False)
     assert detail
     assert [turn["trained"] for turn in detail["turns"]] == [True, False]
@@ -115,7 +127,9 @@ def test_viewer_shows_the_top_tokens_of_each_position(
     logprobs_TK = np.tile(-np.arange(30, dtype=np.float32), (length, 1))
     ids_TK[1, 2:] = NO_TOKEN
     logprobs_TK[1, 2:] = -np.inf
-    put_top_logprobs(folder, turn_id, TopLogprobs(ids_TK=ids_TK, logprobs_TK=logprobs_TK))
+    put_top_logprobs(
+        folder, turn_id, TopLogprobs(ids_TK=ids_TK, logprobs_TK=logprobs_TK)
+    )
     tokens = turn_tokens(run, turn_id, full=True)
     assert tokens
     candidates = json.loads(encoded(tokens))["sampled"]["candidates"]
@@ -149,7 +163,9 @@ def test_damaged_record_of_top_tokens_becomes_a_note(tmp_path: Path) -> None:
         db.execute("DROP TABLE top_logprobs")
     tokens = turn_tokens(view_of(folder, tmp_path / "cache"), turn_id, full=False)
     assert tokens
-    assert not any("likeliest" in note for note in tokens["notes"]), "a store from before they were recorded"
+    assert not any("likeliest" in note for note in tokens["notes"]), (
+        "a store from before they were recorded"
+    )
 
 
 def put_top_logprobs(folder: Path, turn_id: str, top: TopLogprobs) -> None:
@@ -163,11 +179,17 @@ def test_viewer_shows_timeline_and_process_samples(tmp_path: Path) -> None:
     folder = recorded.folder.path
     writer = TimelineWriter(folder)
     writer.write(IncarnationStart(time=1.0, pid=7, step=0, restart=False))
-    writer.write(Span(lane="driver", name="train", step=1, start=2.0, end=4.0, waits_for="trainer"))
+    writer.write(
+        Span(
+            lane="driver", name="train", step=1, start=2.0, end=4.0, waits_for="trainer"
+        )
+    )
     writer.write(Span(lane="sync", name="sync", step=1, start=4.0, end=5.0))
     engine = EngineSample(name="engine-0", running=3, waiting=1, kv_use=0.5)
     gateway = GatewaySample(requests=4, loop_lag_s=0.1)
-    writer.write(Sample(time=6.0, engines=(engine,), gateway=gateway, memory={"driver": 5}))
+    writer.write(
+        Sample(time=6.0, engines=(engine,), gateway=gateway, memory={"driver": 5})
+    )
     writer.close()
     run = view_of(folder, tmp_path / "cache")
     page = json.loads(encoded(timeline_page(run, 0.0)))
@@ -184,17 +206,25 @@ def test_viewer_shows_timeline_and_process_samples(tmp_path: Path) -> None:
 
 def test_run_is_live_while_its_folder_is_locked(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
-    recorded.folder.phase_path.write_text('{"pid": 1, "step": 4, "phase": "rollout", "since": 9.5}')
+    recorded.folder.phase_path.write_text(
+        '{"pid": 1, "step": 4, "phase": "rollout", "since": 9.5}'
+    )
     run = view_of(recorded.folder.path, tmp_path / "cache")
     assert run.overview()["state"] == "interrupted"
     with recorded.folder.held("train"):
         overview = run.overview()
         assert overview["state"] == "running"
         assert (overview["phase"], overview["phase_since"]) == ("rollout", 9.5)
-        assert timeline_page(run, 0.0)["now"] == {"phase": "rollout", "step": 4, "since": 9.5}
+        assert timeline_page(run, 0.0)["now"] == {
+            "phase": "rollout",
+            "step": 4,
+            "since": 9.5,
+        }
         with pytest.raises(Exception, match="works in"):
             recorded.folder.check_free()
-    recorded.folder.log_path("driver").write_text("Traceback (most recent call last):\nValueError\n")
+    recorded.folder.log_path("driver").write_text(
+        "Traceback (most recent call last):\nValueError\n"
+    )
     assert run.overview()["state"] == "failed"
     recorded.folder.finished_path.write_text("4")
     assert run.overview()["state"] == "ended"
@@ -231,14 +261,21 @@ def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
 def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "one", 1.0)
-    recorded.folder.metrics_path.write_text('{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n')
+    recorded.folder.metrics_path.write_text(
+        '{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n'
+    )
     run = view_of(closed(recorded), tmp_path / "cache")
-    assert evaluations_page(run, None) == {"scores": [], "tasks": {"total": 0, "rows": []}}
+    assert evaluations_page(run, None) == {
+        "scores": [],
+        "tasks": {"total": 0, "rows": []},
+    }
     assert not run.overview()["has"]["evaluations"]
     assert run.overview()["notes"] == []
 
 
-def test_runs_of_the_same_name_have_different_ids_and_named_differences(tmp_path: Path) -> None:
+def test_runs_of_the_same_name_have_different_ids_and_named_differences(
+    tmp_path: Path,
+) -> None:
     first = record_run(tmp_path / "a")
     second = record_run(tmp_path / "b")
     text = second.folder.config_path.read_text().replace("seed = 0", "seed = 5")

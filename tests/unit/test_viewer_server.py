@@ -1,4 +1,5 @@
-"""`invrl view` as a process: who may read, what answers carry, live updates, its end, and its export."""
+"""`invrl view` as a process: who may read, what answers carry, live updates, its end,
+and its export."""
 
 from __future__ import annotations
 
@@ -40,10 +41,18 @@ class Served:
             "--no-open",
             *flags,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(cache),
+        }
         self.recorded = recorded
         self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout
         line = self.process.stdout.readline()
@@ -52,14 +61,20 @@ class Served:
         self.port = int(found[2])
         self.key = found[3]
 
-    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    def ask(
+        self, path: str, *, method: str = "GET", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)
         response = connection.getresponse()
         body = response.read()
         connection.close()
-        return response.status, {name.lower(): value for name, value in response.getheaders()}, body
+        return (
+            response.status,
+            {name.lower(): value for name, value in response.getheaders()},
+            body,
+        )
 
     def get(self, path: str) -> Any:
         status, _, body = self.ask(path, Authorization=f"Bearer {self.key}")
@@ -90,7 +105,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
     server.end()
 
 
-def test_viewer_needs_its_key_and_every_response_has_security_headers(served: Served) -> None:
+def test_viewer_needs_its_key_and_every_response_has_security_headers(
+    served: Served,
+) -> None:
     for path in ("/", "/api/runs", "/api/events", "/styles.css", "/none"):
         status, headers, body = served.ask(path)
         assert status == 401, path
@@ -98,7 +115,10 @@ def test_viewer_needs_its_key_and_every_response_has_security_headers(served: Se
         assert "default-src 'none'" in headers["content-security-policy"]
     for wrong in ("x", served.key[:-1], served.key + "x", "\xff"):
         assert served.ask("/api/runs", Authorization=f"Bearer {wrong}")[0] == 401
-        assert served.ask("/api/runs", Cookie=f"invrl-view-{served.port}={wrong}")[0] == 401
+        assert (
+            served.ask("/api/runs", Cookie=f"invrl-view-{served.port}={wrong}")[0]
+            == 401
+        )
 
     status, headers, _ = served.ask(f"/?key={served.key}")
     assert (status, headers["location"]) == (303, "./")
@@ -128,10 +148,21 @@ def test_another_host_name_and_other_methods_are_refused(served: Served) -> None
         f"127.0.0.1.evil:{served.port}",
     ):
         assert served.ask("/api/runs", Authorization=right, Host=host)[0] == 421, host
-    assert served.ask("/api/runs", Authorization=right, Host=f"localhost:{served.port}")[0] == 200
+    assert (
+        served.ask("/api/runs", Authorization=right, Host=f"localhost:{served.port}")[0]
+        == 200
+    )
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert served.ask("/api/runs", method=method, Authorization=right)[0] == 405, method
-    for path in ("/../access.py", "/..%2faccess.py", "/%2e%2e/access.py", "//etc/passwd", "/page_server.py"):
+        assert served.ask("/api/runs", method=method, Authorization=right)[0] == 405, (
+            method
+        )
+    for path in (
+        "/../access.py",
+        "/..%2faccess.py",
+        "/%2e%2e/access.py",
+        "//etc/passwd",
+        "/page_server.py",
+    ):
         assert served.ask(path, Authorization=right)[0] == 404, path
 
 
@@ -154,7 +185,9 @@ def test_viewer_errors_name_field_value_reason_and_fix(served: Served) -> None:
 
 
 def test_hostile_text_is_served_unchanged_as_data(served: Served) -> None:
-    [row] = served.wait_for("/api/runs/run/rollouts", lambda page: page["total"] == 1)["rows"]
+    [row] = served.wait_for("/api/runs/run/rollouts", lambda page: page["total"] == 1)[
+        "rows"
+    ]
     assert row["task_id"] == HOSTILE
     detail = served.get(f"/api/runs/run/rollouts/{row['session_id']}")
     assert detail["turns"][0]["reply"]["content"] == HOSTILE
@@ -164,9 +197,13 @@ def test_hostile_text_is_served_unchanged_as_data(served: Served) -> None:
     assert "no text of tokens" in tokens["notes"][0]
 
 
-def test_page_receives_changes_and_does_not_keep_the_server_alive(served: Served) -> None:
+def test_page_receives_changes_and_does_not_keep_the_server_alive(
+    served: Served,
+) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
-    connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {served.key}"})
+    connection.request(
+        "GET", "/api/events", headers={"Authorization": f"Bearer {served.key}"}
+    )
     response = connection.getresponse()
     assert response.getheader("content-type", "").startswith("text/event-stream")
     served.wait_for("/api/runs", lambda page: page["runs"][0]["index"]["ready"])
@@ -175,7 +212,10 @@ def test_page_receives_changes_and_does_not_keep_the_server_alive(served: Served
         file.write('{"step": 7, "time": 5.0, "rollout/reward_mean": 0.5}\n')
     kinds: set[str] = set()
     changes: list[dict[str, Any]] = []
-    while not {"metrics", "rollouts"} <= kinds or changes[-1]["run_state"]["index"]["rollouts_indexed"] < 2:
+    while (
+        not {"metrics", "rollouts"} <= kinds
+        or changes[-1]["run_state"]["index"]["rollouts_indexed"] < 2
+    ):
         line = response.readline()
         assert line, "the stream ended"
         if line.startswith(b"data: "):
@@ -239,21 +279,49 @@ def test_viewer_on_all_addresses_needs_its_key_under_any_host_name() -> None:
 
 def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
-    session_ids = [recorded.add(f"task-{number}", HOSTILE, number / 9) for number in range(10)]
-    recorded.folder.metrics_path.write_text('{"step": 1, "time": 5.0, "rollout/reward_mean": 0.5}\n')
+    session_ids = [
+        recorded.add(f"task-{number}", HOSTILE, number / 9) for number in range(10)
+    ]
+    recorded.folder.metrics_path.write_text(
+        '{"step": 1, "time": 5.0, "rollout/reward_mean": 0.5}\n'
+    )
     target = tmp_path / "export"
-    command = [sys.executable, "-m", "invrl.cli.main", "view", str(recorded.folder.path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [
+        sys.executable,
+        "-m",
+        "invrl.cli.main",
+        "view",
+        str(recorded.folder.path),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     flags = ["--export", str(target), "--export-rollouts", "4"]
-    done = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *flags], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (target / "index.html").is_file()
 
     manifest_text = (target / "data/manifest.js").read_text()
-    manifest = json.loads(manifest_text.removeprefix("window.invrlExport = ").removesuffix(";\n"))
+    manifest = json.loads(
+        manifest_text.removeprefix("window.invrlExport = ").removesuffix(";\n")
+    )
     assert manifest["left_out"] == {"run": 6}
     files = manifest["files"]
-    pages = ("steps", "groups", "rollouts", "facets", "tasks", "timeline", "engines", "ledger", "evaluations")
+    pages = (
+        "steps",
+        "groups",
+        "rollouts",
+        "facets",
+        "tasks",
+        "timeline",
+        "engines",
+        "ledger",
+        "evaluations",
+    )
     assert {f"runs/run/{page}" for page in (*pages, "weights")} <= set(files)
     values: dict[str, Any] = {}
     for path, name in files.items():
@@ -263,7 +331,11 @@ def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
         named, value = json.loads(f"[{call}]")
         assert named == path
         values[path] = value
-    assert values["runs/run/rollouts"]["total"] == len(values["runs/run/rollouts"]["rows"]) == 10
+    assert (
+        values["runs/run/rollouts"]["total"]
+        == len(values["runs/run/rollouts"]["rows"])
+        == 10
+    )
     assert values["metrics"]["runs"]["run"]["rollout/reward_mean"] == [[1, 5.0, 0.5]]
     assert values["runs"]["runs"][0]["index"]["ready"]
     exported = [name for name in session_ids if f"runs/run/rollouts/{name}" in values]
@@ -275,15 +347,21 @@ def test_an_export_holds_everything_as_scripts(tmp_path: Path) -> None:
     assert f"runs/run/turns/{detail['turns'][0]['id']}/tokens" in values
     assert values["runs/run/said"] == {"files": 1, "rollouts": 4}
     assert {name for name, _ in values["runs/run/said/0"]} == set(exported)
-    assert values["runs/run/replies/task-9"]["replies"][session_ids[9]]["text"] == HOSTILE.strip()
+    assert (
+        values["runs/run/replies/task-9"]["replies"][session_ids[9]]["text"]
+        == HOSTILE.strip()
+    )
 
-    again = subprocess.run([*command, *flags], env=environment, capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        [*command, *flags], env=environment, capture_output=True, text=True, check=False
+    )
     assert again.returncode == 2
     assert "not empty" in again.stderr
 
 
 def test_no_path_or_question_is_an_error_of_the_server(served: Served) -> None:
-    """NUL, what no file system takes, what is no Unicode, and numbers that no database has."""
+    """NUL, what no file system takes, what is no Unicode, and numbers that no database
+    has."""
     run = served.get("/api/runs")["runs"][0]["id"]
     key = f"Bearer {served.key}"
     odd = (
@@ -320,7 +398,15 @@ def test_no_path_or_question_is_an_error_of_the_server(served: Served) -> None:
         "runs",
         "full",
     )
-    for page in ("rollouts", "groups", "tasks", "facets", "evaluations", "timeline", "engines"):
+    for page in (
+        "rollouts",
+        "groups",
+        "tasks",
+        "facets",
+        "evaluations",
+        "timeline",
+        "engines",
+    ):
         for name in questions:
             for value in ("%00", "a%00b", "9" * 40, "-1", "nan", "1e999", "%ff", "%22"):
                 paths.append(f"/api/runs/{run}/{page}?{name}={value}")

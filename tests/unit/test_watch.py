@@ -1,4 +1,5 @@
-"""`invrl watch`: what it shows of live, dead, torn and foreign run folders, and that it touches none."""
+"""`invrl watch`: what it shows of live, dead, torn and foreign run folders, and that it
+touches none."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def filled_run(root: Path) -> RunFolder:
     for index in range(3):
         run.add(f"task-{index}", "a reply", 1.0, index=index)
     detail = f"Traceback\nValueError: {HOSTILE}"
-    run.add(f"task {HOSTILE}", "no", 0.0, failure=FailureReason.EXCEPTION, detail=detail)
+    run.add(
+        f"task {HOSTILE}", "no", 0.0, failure=FailureReason.EXCEPTION, detail=detail
+    )
     run.writer.close()
     run.ledger.close()
     rows = [
@@ -61,10 +64,23 @@ def filled_run(root: Path) -> RunFolder:
     ]
     run.folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     writer = TimelineWriter(run.folder.path)
-    writer.write(Span(lane="trainer", name="train", step=8, start=1.0, end=4.0, waits_for="trainer"))
+    writer.write(
+        Span(
+            lane="trainer",
+            name="train",
+            step=8,
+            start=1.0,
+            end=4.0,
+            waits_for="trainer",
+        )
+    )
     engine = EngineSample(name="engine-0", running=7, waiting=2, kv_use=0.25)
-    gateway = GatewaySample(requests=5, latency_p50_s=0.5, latency_p95_s=1.5, loop_lag_s=0.002)
-    writer.write(Sample(time=5.0, engines=(engine,), gateway=gateway, memory={"driver": 2**30}))
+    gateway = GatewaySample(
+        requests=5, latency_p50_s=0.5, latency_p95_s=1.5, loop_lag_s=0.002
+    )
+    writer.write(
+        Sample(time=5.0, engines=(engine,), gateway=gateway, memory={"driver": 2**30})
+    )
     writer.close()
     run.folder.phase_path.write_text(
         json.dumps({"pid": 1, "step": 9, "phase": "rollout", "since": time.time() - 70})
@@ -72,11 +88,19 @@ def filled_run(root: Path) -> RunFolder:
     return run.folder
 
 
-def frame(folder: RunFolder, *, width: int = 100, blocks: str = BLOCKS, encoding: str = "utf-8") -> str:
+def frame(
+    folder: RunFolder,
+    *,
+    width: int = 100,
+    blocks: str = BLOCKS,
+    encoding: str = "utf-8",
+) -> str:
     size = ScreenSize(width=width, height=40, blocks=blocks, encoding=encoding)
     out = io.StringIO()
     status = RunReader(folder).read()
-    Console(file=out, width=width, no_color=True).print(screen(status, size, now=time.time()))
+    Console(file=out, width=width, no_color=True).print(
+        screen(status, size, now=time.time())
+    )
     return out.getvalue()
 
 
@@ -129,11 +153,15 @@ def test_only_new_failures_are_read_from_the_store(tmp_path: Path) -> None:
 def test_watching_an_ended_run_does_not_change_its_folder(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     for ending in ("-wal", "-shm"):
-        folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
+        folder.store_path.with_name(folder.store_path.name + ending).unlink(
+            missing_ok=True
+        )
 
     def listing() -> dict[str, tuple[int, int]]:
         files = [path for path in folder.path.rglob("*") if path.is_file()]
-        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+        return {
+            str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files
+        }
 
     before = listing()
     frame(folder)
@@ -145,10 +173,20 @@ def test_watching_a_live_run_does_not_change_its_store(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
     with contextlib.closing(connect(folder.store_path)) as writer:
         writer.execute("INSERT INTO flushes (incarnation, at) VALUES (9, 1.0)")
-        files = [folder.store_path.with_name(folder.store_path.name + end) for end in ("", "-wal", "-shm")]
+        files = [
+            folder.store_path.with_name(folder.store_path.name + end)
+            for end in ("", "-wal", "-shm")
+        ]
         before = [file.read_bytes() for file in files]
         # Another process: the connections of one process share their index.
-        command = [sys.executable, "-m", "invrl.cli", "watch", str(folder.path), "--once"]
+        command = [
+            sys.executable,
+            "-m",
+            "invrl.cli",
+            "watch",
+            str(folder.path),
+            "--once",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "not shown" not in done.stdout
@@ -158,7 +196,10 @@ def test_watching_a_live_run_does_not_change_its_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("metrics.jsonl", b'{"step": 1, "rollout/reward_mean": 0.5}\n{"step": 2, "roll'),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "rollout/reward_mean": 0.5}\n{"step": 2, "roll',
+        ),
         ("metrics.jsonl", b'{"step": 1, "rollout/reward_mean": "high"}\n\xff\n'),
         ("timeline.jsonl", b'{"kind": "span", "lane": "tra'),
         ("phase.json", b'{"pid": 1'),
@@ -168,10 +209,14 @@ def test_watching_a_live_run_does_not_change_its_store(tmp_path: Path) -> None:
         ("run.sqlite", b""),
     ],
 )
-def test_torn_file_hides_only_its_own_part(name: str, content: bytes, tmp_path: Path) -> None:
+def test_torn_file_hides_only_its_own_part(
+    name: str, content: bytes, tmp_path: Path
+) -> None:
     folder = filled_run(tmp_path)
     for ending in ("-wal", "-shm"):
-        folder.store_path.with_name(folder.store_path.name + ending).unlink(missing_ok=True)
+        folder.store_path.with_name(folder.store_path.name + ending).unlink(
+            missing_ok=True
+        )
     (folder.path / name).write_bytes(content)
     text = frame(folder)
     assert "stopped" in text
@@ -189,8 +234,12 @@ def test_store_of_a_later_version_becomes_a_note(tmp_path: Path) -> None:
 
 def test_exclusively_locked_store_becomes_a_note(tmp_path: Path) -> None:
     folder = filled_run(tmp_path)
-    with contextlib.closing(sqlite3.connect(folder.store_path, isolation_level=None)) as holder:
-        holder.execute("INSERT INTO flushes VALUES (77, 1.0)")  # makes the index that processes share
+    with contextlib.closing(
+        sqlite3.connect(folder.store_path, isolation_level=None)
+    ) as holder:
+        holder.execute(
+            "INSERT INTO flushes VALUES (77, 1.0)"
+        )  # makes the index that processes share
         holder.execute("PRAGMA locking_mode=EXCLUSIVE")
         holder.execute("INSERT INTO flushes VALUES (78, 1.0)")
         assert folder.store_path.with_name("run.sqlite-shm").exists()
@@ -211,13 +260,23 @@ def test_a_run_without_evaluations_has_no_scores(tmp_path: Path) -> None:
     assert "sampled/" not in text
 
 
-def test_large_and_binary_texts_and_many_metrics_fit_on_a_screen(tmp_path: Path) -> None:
+def test_large_and_binary_texts_and_many_metrics_fit_on_a_screen(
+    tmp_path: Path,
+) -> None:
     run = record_run(tmp_path)
     detail = "\x00\x01\x7f " + "x" * 1_000_000 + "\n" + "y" * 1_000_000
-    run.add("t" * 1_000_000, "z" * 1_000_000, 0.0, failure=FailureReason.EXCEPTION, detail=detail)
+    run.add(
+        "t" * 1_000_000,
+        "z" * 1_000_000,
+        0.0,
+        failure=FailureReason.EXCEPTION,
+        detail=detail,
+    )
     run.writer.close()
     run.ledger.close()
-    row = {"step": 1, "time": 1.0, "rollout/reward_mean": 0.5} | {f"m/{n}": float(n) for n in range(10_000)}
+    row = {"step": 1, "time": 1.0, "rollout/reward_mean": 0.5} | {
+        f"m/{n}": float(n) for n in range(10_000)
+    }
     run.folder.metrics_path.write_text(json.dumps(row) + "\n")
     text = frame(run.folder)
     assert "exception 1" in text
@@ -255,13 +314,29 @@ def test_incomplete_list_of_kernel_locks_is_read_again(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--once"], ["/nowhere"], ["/tmp"], ["RUN", "--onec"], ["RUN", "RUN"], ["RUN", "--interval-s=0"]],
+    [
+        [],
+        ["--once"],
+        ["/nowhere"],
+        ["/tmp"],
+        ["RUN", "--onec"],
+        ["RUN", "RUN"],
+        ["RUN", "--interval-s=0"],
+    ],
 )
 def test_watch_refuses_bad_input(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(filled_run(tmp_path).path)
-    assert main(["watch", *(run if argument == "RUN" else argument for argument in arguments)]) == 2
+    assert (
+        main(
+            [
+                "watch",
+                *(run if argument == "RUN" else argument for argument in arguments),
+            ]
+        )
+        == 2
+    )
     assert "fix:" in capsys.readouterr().err
 
 
@@ -277,7 +352,9 @@ def test_watch_without_a_terminal_prints_one_frame_of_a_dead_run(
 
 
 @pytest.mark.parametrize("end", ["q", "interrupt"])
-def test_watch_on_a_terminal_restores_the_screen_at_its_end(end: str, tmp_path: Path) -> None:
+def test_watch_on_a_terminal_restores_the_screen_at_its_end(
+    end: str, tmp_path: Path
+) -> None:
     """It leaves the alternate screen, shows the cursor again and exits with 0."""
     run = str(filled_run(tmp_path).path)
     ours, theirs = pty.openpty()
@@ -329,4 +406,10 @@ def test_charts_have_the_requested_size() -> None:
 
 def test_durations_are_written_for_people() -> None:
     seconds = (0.34, 12.4, 200.0, 7500.0, 273_600.0)
-    assert [duration(value) for value in seconds] == ["0.3 s", "12 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"]
+    assert [duration(value) for value in seconds] == [
+        "0.3 s",
+        "12 s",
+        "3 min 20 s",
+        "2 h 05 min",
+        "3 d 4 h",
+    ]

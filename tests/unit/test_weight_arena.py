@@ -25,7 +25,10 @@ SPECS = (
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in SPECS}
+    return {
+        s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype))
+        for s in SPECS
+    }
 
 
 def read(handle: str) -> dict[str, torch.Tensor]:
@@ -106,9 +109,13 @@ def test_tensor_staged_twice_is_refused() -> None:
 
 def test_missing_or_too_small_arena_is_an_error() -> None:
     writer = ArenaWriter(SPECS)
-    handle = msgspec.json.decode(writer.stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle)
+    handle = msgspec.json.decode(
+        writer.stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle
+    )
     with pytest.raises(RuntimeError):
-        map_arena(handle.path, (*SPECS, TensorSpec(name="d", shape=(4096,), dtype="float32")))
+        map_arena(
+            handle.path, (*SPECS, TensorSpec(name="d", shape=(4096,), dtype="float32"))
+        )
     for path in ("/proc/self/fd/987654", "/dev/null"):
         with pytest.raises(RuntimeError):
             map_arena(path, SPECS)
@@ -117,7 +124,8 @@ def test_missing_or_too_small_arena_is_an_error() -> None:
 def test_arena_has_no_name_in_the_file_system() -> None:
     """The arena is a memfd: it has no name to be left behind."""
     handle = msgspec.json.decode(
-        ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items()).handle, type=ArenaHandle
+        ArenaWriter(SPECS).stage(WeightVersion(1), tensors(1).items()).handle,
+        type=ArenaHandle,
     )
     assert "memfd:invrl-weights" in os.readlink(handle.path)
     assert os.stat(handle.path).st_nlink == 0

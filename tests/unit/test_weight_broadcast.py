@@ -1,4 +1,5 @@
-"""The weight transport `collective` between processes that run the engine's loader without SGLang."""
+"""The weight transport `collective` between processes that run the engine's loader
+without SGLang."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ from invrl.weights.transaction import WeightTransaction
 TIMEOUT_S = 4.0
 SETTINGS = WeightSyncConfig.model_validate({"weight_sync_timeout_s": 30 * TIMEOUT_S})
 LAYOUT = tuple(
-    TensorSpec(name=f"model.layers.{layer}.mlp.down_proj.weight", shape=(1001, 1500), dtype="float32")
+    TensorSpec(
+        name=f"model.layers.{layer}.mlp.down_proj.weight",
+        shape=(1001, 1500),
+        dtype="float32",
+    )
     for layer in range(16)
 )  # six buckets; tensors begin and end within them
 
@@ -48,7 +53,9 @@ class Trainer:
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
         generator = torch.Generator().manual_seed(version)
-        self.tensors = {spec.name: torch.rand(spec.shape, generator=generator) for spec in LAYOUT}
+        self.tensors = {
+            spec.name: torch.rand(spec.shape, generator=generator) for spec in LAYOUT
+        }
         return self.broadcaster.stage(version, self.tensors.items())
 
     async def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
@@ -97,11 +104,15 @@ class Fleet:
 
     async def update(self, version: int) -> WeightUpdate:
         update = await self.transaction.run(WeightVersion(version))
-        self.engines = [engine for engine in self.engines if engine.name not in update.lost_engines]
+        self.engines = [
+            engine for engine in self.engines if engine.name not in update.lost_engines
+        ]
         return update
 
     async def held(self) -> list[dict[str, str]]:
-        staged = StagedWeights(version=WeightVersion(0), handle="", checksums={}, num_bytes=0)
+        staged = StagedWeights(
+            version=WeightVersion(0), handle="", checksums={}, num_bytes=0
+        )
         return [dict(await engine.checksums(staged)) for engine in self.engines]
 
     async def close(self) -> None:
@@ -117,10 +128,14 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         await fleet.close()
 
 
-def test_broadcast_buckets_hold_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_buckets_hold_every_byte_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 100)
     layout = (
-        TensorSpec(name="model.layers.0.self_attn.o_proj.weight", shape=(50,), dtype="float32"),
+        TensorSpec(
+            name="model.layers.0.self_attn.o_proj.weight", shape=(50,), dtype="float32"
+        ),
         TensorSpec(name="model.norm.weight", shape=(3,), dtype="bfloat16"),
     )
     first, second = (spec.name for spec in layout)
@@ -132,7 +147,9 @@ def test_broadcast_buckets_hold_every_byte_once(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-async def test_broadcast_leaves_the_trainers_bytes_in_every_engine(fleet: Fleet) -> None:
+async def test_broadcast_leaves_the_trainers_bytes_in_every_engine(
+    fleet: Fleet,
+) -> None:
     await fleet.start("a", "b")
     ports: set[int] = set()
     for version in range(1, 5):
@@ -157,7 +174,9 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
 
     def deadly(group: broadcast.WeightGroup, bucket: torch.Tensor):
         sent.append(bucket.numel())
-        if len(sent) == 2:  # what is left is more than sockets hold for a process that does not read
+        if (
+            len(sent) == 2
+        ):  # what is left is more than sockets hold for a process that does not read
             os.kill(victim, fault)
         return begin(group, bucket)
 
@@ -167,12 +186,16 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     finally:
         os.kill(victim, signal.SIGCONT)
     assert list(update.lost_engines) == ["b"]
-    reason = {signal.SIGKILL: "the loader", signal.SIGSTOP: "waited 6.0 s for b to answer"}[fault]
+    reason = {
+        signal.SIGKILL: "the loader",
+        signal.SIGSTOP: "waited 6.0 s for b to answer",
+    }[fault]
     assert reason in update.lost_engines["b"]
     assert fleet.trainer.offers[1:] == [(2, ["a", "b", "c"]), (2, ["a", "c"])]
     assert await fleet.held() == 2 * [fleet.trainer.checksums()]
 
-    # It comes back under its name, as another process, and gets the version that the fleet holds.
+    # It comes back under its name, as another process, and gets the version that the
+    # fleet holds.
     fleet.servers["b"].stop()
     others = fleet.engines
     fleet.engines = []
@@ -197,7 +220,10 @@ async def test_failed_broadcast_leaves_every_engine_on_the_old_version(
     numbers = count()
 
     def failing(group: broadcast.WeightGroup, bucket: torch.Tensor):
-        if next(numbers) in (3, 7):  # in the middle of the broadcast, and of its repetition
+        if next(numbers) in (
+            3,
+            7,
+        ):  # in the middle of the broadcast, and of its repetition
             raise RuntimeError("the cable is cut")
         return begin(group, bucket)
 

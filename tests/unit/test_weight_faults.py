@@ -1,4 +1,5 @@
-"""Every fault of a weight update, against processes with the engine's loader and without SGLang around it."""
+"""Every fault of a weight update, against processes with the engine's loader and
+without SGLang around it."""
 
 from __future__ import annotations
 
@@ -40,18 +41,29 @@ START_S = 120.0
 _LAYER = "model.layers.0"
 LAYOUT = (
     TensorSpec(name="model.embed_tokens.weight", shape=(3001, 1000), dtype="float32"),
-    TensorSpec(name=f"{_LAYER}.self_attn.q_proj.weight", shape=(1000, 1000), dtype="float32"),
-    TensorSpec(name=f"{_LAYER}.self_attn.k_proj.weight", shape=(500, 1000), dtype="float32"),
-    TensorSpec(name=f"{_LAYER}.self_attn.v_proj.weight", shape=(500, 1000), dtype="float32"),
-    TensorSpec(name=f"{_LAYER}.self_attn.o_proj.weight", shape=(1000, 1000), dtype="float32"),
-    TensorSpec(name=f"{_LAYER}.mlp.down_proj.weight", shape=(3000, 1000), dtype="float32"),
+    TensorSpec(
+        name=f"{_LAYER}.self_attn.q_proj.weight", shape=(1000, 1000), dtype="float32"
+    ),
+    TensorSpec(
+        name=f"{_LAYER}.self_attn.k_proj.weight", shape=(500, 1000), dtype="float32"
+    ),
+    TensorSpec(
+        name=f"{_LAYER}.self_attn.v_proj.weight", shape=(500, 1000), dtype="float32"
+    ),
+    TensorSpec(
+        name=f"{_LAYER}.self_attn.o_proj.weight", shape=(1000, 1000), dtype="float32"
+    ),
+    TensorSpec(
+        name=f"{_LAYER}.mlp.down_proj.weight", shape=(3000, 1000), dtype="float32"
+    ),
     TensorSpec(name="model.norm.weight", shape=(1000,), dtype="float32"),
 )
 """Three buckets of a broadcast; q, k and v are one parameter of the engine."""
 
 
 class Loaders:
-    """Processes with the engine's loader. One more than is asked for is always starting."""
+    """Processes with the engine's loader. One more than is asked for is always
+    starting."""
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
         self._folder = folder
@@ -75,8 +87,8 @@ class Loaders:
         return server
 
     def lasting(self, transport: Transport) -> LoaderServer:
-        """The one that survives every fault. Parameters that point at an arena keep a lease on it, so the
-        transport `arena alias` has an engine of its own."""
+        """The one that survives every fault. Parameters that point at an arena keep a
+        lease on it, so the transport `arena alias` has an engine of its own."""
         kind = "aliases" if transport == "arena alias" else "copies"
         if kind not in self._lasting:
             self._lasting[kind] = self.new()
@@ -102,7 +114,9 @@ def senders(tmp_path_factory: pytest.TempPathFactory) -> dict[Transport, FaultyS
     """One for each transport: an arena lives as long as its trainer."""
     return {
         transport: FaultySender(
-            random_weights(LAYOUT, 1), transport, tmp_path_factory.mktemp("weights") / "w"
+            random_weights(LAYOUT, 1),
+            transport,
+            tmp_path_factory.mktemp("weights") / "w",
         )
         for transport in RECEIVERS
     }
@@ -120,7 +134,9 @@ async def test_wrong_weights_are_found_by_each_transport(
     row: WeightsRow, loaders: Loaders, senders: dict[Transport, FaultySender]
 ) -> None:
     async with AsyncExitStack() as stack:
-        engine = await receiver_of("engine", loaders.lasting(row.transport), row.transport, stack)
+        engine = await receiver_of(
+            "engine", loaders.lasting(row.transport), row.transport, stack
+        )
         fleet = FaultyFleet(senders[row.transport], [engine])
         await fleet.update()
         for _ in range(REPETITIONS):
@@ -140,18 +156,25 @@ async def test_update_continues_when_an_engine_dies_or_hangs(
         deadline_s = STOPPED_DEADLINE_S
     for _ in range(REPETITIONS):
         async with AsyncExitStack() as stack:
-            survivor = await receiver_of("survivor", loaders.lasting(row.transport), row.transport, stack)
+            survivor = await receiver_of(
+                "survivor", loaders.lasting(row.transport), row.transport, stack
+            )
             doomed = loaders.new()
             stack.callback(doomed.stop)
             victim = await receiver_of("victim", doomed, row.transport, stack)
-            fleet = FaultyFleet(senders[row.transport], [survivor, victim], deadline_s=deadline_s)
+            fleet = FaultyFleet(
+                senders[row.transport], [survivor, victim], deadline_s=deadline_s
+            )
             await fleet.update()
             await run_engine_row(row, fleet, [doomed.pid], doomed.stop)
 
 
 @pytest.mark.parametrize("row", quick_by_transport(TRAINER_ROWS), ids=str)
 async def test_engine_keeps_its_version_when_the_trainer_dies(
-    row: TrainerRow, loaders: Loaders, senders: dict[Transport, FaultySender], tmp_path: Path
+    row: TrainerRow,
+    loaders: Loaders,
+    senders: dict[Transport, FaultySender],
+    tmp_path: Path,
 ) -> None:
     server = loaders.lasting(row.transport)
     for repetition in range(REPETITIONS):
@@ -159,6 +182,8 @@ async def test_engine_keeps_its_version_when_the_trainer_dies(
             engine = await receiver_of("engine", server, row.transport, stack)
             fleet = FaultyFleet(senders[row.transport], [engine])
             address = EngineAddress(
-                url=f"http://127.0.0.1:{server._port.number}", api_key=server._key, admin_key=server._key
+                url=f"http://127.0.0.1:{server._port.number}",
+                api_key=server._key,
+                admin_key=server._key,
             )
             await run_trainer_row(row, fleet, address, tmp_path / str(repetition))

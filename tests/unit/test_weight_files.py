@@ -1,4 +1,5 @@
-"""Engines that fetch the folders of versions from the trainer: what is served to whom, and what fails."""
+"""Engines that fetch the folders of versions from the trainer: what is served to whom,
+and what fails."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from invrl.interfaces import StagedWeights
 from invrl.train.delta_folders import DeltaFolders
 from invrl.train.weight_folders import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weights.delta_folder import DELTA_NAME, MANIFEST_NAME, DeltaHandle, load_chain
+from invrl.weights.delta_folder import (
+    DELTA_NAME,
+    MANIFEST_NAME,
+    DeltaHandle,
+    load_chain,
+)
 from invrl.weights.file_server import WeightFileServer
 from invrl.weights.tensor_spec import checksum
 from invrl.weights.weight_files import FetchedFiles, FileSource, ServedHandle
@@ -39,8 +45,12 @@ Tensors = dict[str, torch.Tensor]
 def tensors(version: int) -> Tensors:
     made: Tensors = {}
     for spec in LAYOUT:
-        values = torch.linspace(0.5, 1.0, spec.shape[0]).view(-1, *[1] * (len(spec.shape) - 1))
-        made[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(getattr(torch, spec.dtype))
+        values = torch.linspace(0.5, 1.0, spec.shape[0]).view(
+            -1, *[1] * (len(spec.shape) - 1)
+        )
+        made[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(
+            getattr(torch, spec.dtype)
+        )
     return made
 
 
@@ -79,24 +89,32 @@ def fetched(source: FileSource, deadline_s: float = 60.0) -> Iterator[FetchedFil
 
 
 def left_in_tmpdir() -> list[str]:
-    return [name for name in os.listdir(gettempdir()) if name.startswith("invrl-weights-")]
+    return [
+        name for name in os.listdir(gettempdir()) if name.startswith("invrl-weights-")
+    ]
 
 
 def stage(folders: DeltaFolders, version: int) -> StagedWeights:
     return folders.stage(WeightVersion(version), tensors(version).items())
 
 
-# ------------------------------------------------------------------ what arrives
+# ----------------------------------------------------------------- what arrives
 
 
-def test_remote_engine_follows_by_deltas(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_remote_engine_follows_by_deltas(
+    folders: DeltaFolders, server: WeightFileServer
+) -> None:
     held = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
     before = left_in_tmpdir()
     for version in range(1, 7):
         staged = stage(folders, version)
         with fetched(server.source) as files:
             load_chain(chain_of(staged), LAYOUT, held, files)
-            names = {path.name for path in Path(files._folder.name).rglob("*") if path.is_file()}
+            names = {
+                path.name
+                for path in Path(files._folder.name).rglob("*")
+                if path.is_file()
+            }
         assert checksums(held) == staged.checksums == checksums(tensors(version))
         is_whole = len(chain_of(staged)) == 1
         assert names == {MANIFEST_NAME, WEIGHTS_NAME if is_whole else DELTA_NAME}
@@ -113,7 +131,9 @@ def test_remote_engine_with_another_base_fetches_whole_weights(
     assert checksums(held) == staged.checksums
 
 
-def test_remote_engine_fetches_whole_versions(parent: Path, server: WeightFileServer) -> None:
+def test_remote_engine_fetches_whole_versions(
+    parent: Path, server: WeightFileServer
+) -> None:
     staged = WeightFolders(LAYOUT, parent).stage(WeightVersion(1), tensors(1).items())
     served = msgspec.json.decode(server.served(staged.handle), type=ServedHandle)
     with fetched(served.source) as files:
@@ -121,13 +141,19 @@ def test_remote_engine_fetches_whole_versions(parent: Path, server: WeightFileSe
         assert checksums(dict(read)) == staged.checksums
 
 
-# ------------------------------------------------------------------ what is given out
+# ----------------------------------------------------------------- what is given out
 
 
-def get(server: WeightFileServer, path: str, key: str | None = None, method: str = "GET") -> httpx.Response:
+def get(
+    server: WeightFileServer, path: str, key: str | None = None, method: str = "GET"
+) -> httpx.Response:
     """By a client that sends the path as it is."""
-    with socket.create_connection(("127.0.0.1", int(server.source.url.rpartition(":")[2])), 30) as peer:
-        authorization = f"Authorization: Bearer {server.source.key if key is None else key}\r\n"
+    with socket.create_connection(
+        ("127.0.0.1", int(server.source.url.rpartition(":")[2])), 30
+    ) as peer:
+        authorization = (
+            f"Authorization: Bearer {server.source.key if key is None else key}\r\n"
+        )
         peer.sendall(f"{method} {path} HTTP/1.0\r\n{authorization}\r\n".encode())
         answer = b""
         while received := peer.recv(1 << 16):
@@ -136,11 +162,19 @@ def get(server: WeightFileServer, path: str, key: str | None = None, method: str
     return httpx.Response(int(head.split()[1]), content=body)
 
 
-def test_weight_files_are_served_only_with_the_key(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_weight_files_are_served_only_with_the_key(
+    folders: DeltaFolders, server: WeightFileServer
+) -> None:
     stage(folders, 1)
     path = f"/version-000001/{MANIFEST_NAME}"
     assert get(server, path).status_code == 200
-    for key in ("", "x", server.source.key[:-1], server.source.key + "0", server.source.key.upper()):
+    for key in (
+        "",
+        "x",
+        server.source.key[:-1],
+        server.source.key + "0",
+        server.source.key.upper(),
+    ):
         answer = get(server, path, key)
         assert answer.status_code == 401
         assert server.source.key not in answer.text
@@ -170,9 +204,14 @@ def test_weight_files_are_served_only_with_the_key(folders: DeltaFolders, server
     ],
 )
 def test_weight_server_serves_no_other_file(
-    folders: DeltaFolders, server: WeightFileServer, parent: Path, tmp_path: Path, path: str
+    folders: DeltaFolders,
+    server: WeightFileServer,
+    parent: Path,
+    tmp_path: Path,
+    path: str,
 ) -> None:
-    """Links out of the folder are there under the names of a version and of its file."""
+    """Links out of the folder are there under the names of a version and of its
+    file."""
     stage(folders, 1)
     version = parent / "version-000001"
     (version / "secret").write_text("secret")
@@ -196,19 +235,31 @@ def test_weight_server_accepts_no_upload(
 ) -> None:
     stage(folders, 1)
     before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
-    assert get(server, f"/version-000001/{MANIFEST_NAME}", method=method).status_code == 501
-    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    assert (
+        get(server, f"/version-000001/{MANIFEST_NAME}", method=method).status_code
+        == 501
+    )
+    assert {
+        path: path.read_bytes() for path in parent.rglob("*") if path.is_file()
+    } == before
 
 
 def test_closed_weight_server_does_not_listen(parent: Path) -> None:
     server = WeightFileServer(parent, "127.0.0.1")
     server.close()
-    with pytest.raises(WeightSyncError, match="3 tries"), fetched(server.source) as files:
+    with (
+        pytest.raises(WeightSyncError, match="3 tries"),
+        fetched(server.source) as files,
+    ):
         files.path("version-000001", MANIFEST_NAME)
-    assert not [thread for thread in threading.enumerate() if thread.name == "weight files"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "weight files"
+    ]
 
 
-def test_key_of_the_weight_server_is_not_printed(folders: DeltaFolders, server: WeightFileServer) -> None:
+def test_key_of_the_weight_server_is_not_printed(
+    folders: DeltaFolders, server: WeightFileServer
+) -> None:
     staged = stage(folders, 1)
     served = replace(staged, handle=server.served(staged.handle))
     assert server.source.key in served.handle
@@ -217,7 +268,7 @@ def test_key_of_the_weight_server_is_not_printed(folders: DeltaFolders, server: 
         assert server.source.key not in str(shown)
 
 
-# ------------------------------------------------------------------ what goes wrong on the way
+# --------------------------------------------------------- what goes wrong on the way
 
 Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
 
@@ -253,7 +304,11 @@ def send(handler: BaseHTTPRequestHandler, body: bytes, length: int) -> None:
 
 
 def refused(
-    folders: DeltaFolders, parent: Path, answer: Answer, match: str, deadline_s: float = 60.0
+    folders: DeltaFolders,
+    parent: Path,
+    answer: Answer,
+    match: str,
+    deadline_s: float = 60.0,
 ) -> None:
     """An engine that holds version 1 is to take version 2, and keeps what it has."""
     stage(folders, 1)
@@ -268,11 +323,20 @@ def refused(
     assert left_in_tmpdir() == before
 
 
-def test_file_truncated_in_every_try_is_refused(folders: DeltaFolders, parent: Path) -> None:
-    refused(folders, parent, lambda h, body: send(h, body[:-9], len(body)), "not fetched .* 3 tries")
+def test_file_truncated_in_every_try_is_refused(
+    folders: DeltaFolders, parent: Path
+) -> None:
+    refused(
+        folders,
+        parent,
+        lambda h, body: send(h, body[:-9], len(body)),
+        "not fetched .* 3 tries",
+    )
 
 
-def test_file_truncated_once_is_fetched_again(folders: DeltaFolders, parent: Path) -> None:
+def test_file_truncated_once_is_fetched_again(
+    folders: DeltaFolders, parent: Path
+) -> None:
     stage(folders, 1)
     staged = stage(folders, 2)
     asked: list[str] = []
@@ -289,7 +353,9 @@ def test_file_truncated_once_is_fetched_again(folders: DeltaFolders, parent: Pat
     assert set(asked.count(path) for path in asked) == {2}
 
 
-def test_flipped_bit_of_a_fetched_file_is_found(folders: DeltaFolders, parent: Path) -> None:
+def test_flipped_bit_of_a_fetched_file_is_found(
+    folders: DeltaFolders, parent: Path
+) -> None:
     def flip(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         if handler.path.endswith(DELTA_NAME):
             body = body[:-20] + bytes([body[-20] ^ 1]) + body[-19:]
@@ -298,7 +364,9 @@ def test_flipped_bit_of_a_fetched_file_is_found(folders: DeltaFolders, parent: P
     refused(folders, parent, flip, "cannot be read|does not lead to")
 
 
-def test_fetch_from_a_hung_server_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_from_a_hung_server_ends_at_its_deadline(
+    folders: DeltaFolders, parent: Path
+) -> None:
     released = threading.Event()
 
     def hang(handler: BaseHTTPRequestHandler, body: bytes) -> None:
@@ -308,7 +376,9 @@ def test_fetch_from_a_hung_server_ends_at_its_deadline(folders: DeltaFolders, pa
     released.set()
 
 
-def test_fetch_of_a_trickling_body_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_of_a_trickling_body_ends_at_its_deadline(
+    folders: DeltaFolders, parent: Path
+) -> None:
     """Each byte comes in time, all of them together do not."""
     released = threading.Event()
 
@@ -326,7 +396,9 @@ def test_fetch_of_a_trickling_body_ends_at_its_deadline(folders: DeltaFolders, p
         released.set()
 
 
-def test_fetch_of_a_trickling_head_ends_at_its_deadline(folders: DeltaFolders, parent: Path) -> None:
+def test_fetch_of_a_trickling_head_ends_at_its_deadline(
+    folders: DeltaFolders, parent: Path
+) -> None:
     """As above, before the first byte of a body."""
     released = threading.Event()
 
@@ -338,7 +410,9 @@ def test_fetch_of_a_trickling_head_ends_at_its_deadline(folders: DeltaFolders, p
             except OSError:
                 return
 
-    ends_the_test = threading.Timer(60, released.set)  # without the fix, by another error
+    ends_the_test = threading.Timer(
+        60, released.set
+    )  # without the fix, by another error
     ends_the_test.start()
     try:
         refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)

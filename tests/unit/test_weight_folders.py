@@ -1,4 +1,5 @@
-"""The weight transport `disk`: which folders there are, and what an engine refuses to read."""
+"""The weight transport `disk`: which folders there are, and what an engine refuses to
+read."""
 
 from __future__ import annotations
 
@@ -26,11 +27,18 @@ LAYOUT = (
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in LAYOUT}
+    return {
+        s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype))
+        for s in LAYOUT
+    }
 
 
-def stage(folders: WeightFolders, version: int, seed: int | None = None) -> StagedWeights:
-    return folders.stage(WeightVersion(version), tensors(version if seed is None else seed).items())
+def stage(
+    folders: WeightFolders, version: int, seed: int | None = None
+) -> StagedWeights:
+    return folders.stage(
+        WeightVersion(version), tensors(version if seed is None else seed).items()
+    )
 
 
 def names(parent: Path) -> list[str]:
@@ -44,9 +52,16 @@ def parent(tmp_path: Path) -> Path:
 
 def test_staged_folder_is_read_back_also_by_safetensors(parent: Path) -> None:
     staged = stage(WeightFolders(LAYOUT, parent), 1)
-    for read in (read_folder(staged.handle, LAYOUT), load_file(Path(staged.handle) / WEIGHTS_NAME)):
-        assert {name: checksum(tensor) for name, tensor in read.items()} == staged.checksums
-        assert all(torch.equal(read[name], tensor) for name, tensor in tensors(1).items())
+    for read in (
+        read_folder(staged.handle, LAYOUT),
+        load_file(Path(staged.handle) / WEIGHTS_NAME),
+    ):
+        assert {
+            name: checksum(tensor) for name, tensor in read.items()
+        } == staged.checksums
+        assert all(
+            torch.equal(read[name], tensor) for name, tensor in tensors(1).items()
+        )
     assert staged.num_bytes == 3 * 5 * 4 + 7 * 2
 
 
@@ -58,7 +73,9 @@ def test_previous_version_folder_stays_and_older_ones_are_removed(parent: Path) 
     still_read = read_folder(first.handle, LAYOUT)
     stage(folders, 3)
     assert names(parent) == ["version-000002", "version-000003"]
-    assert torch.equal(still_read["a"], tensors(1)["a"]), "who reads a folder that goes keeps its bytes"
+    assert torch.equal(still_read["a"], tensors(1)["a"]), (
+        "who reads a folder that goes keeps its bytes"
+    )
     stage(folders, 3, seed=9)  # a failed update is tried again
     assert names(parent) == ["version-000002", "version-000003"]
 
@@ -73,8 +90,8 @@ def test_only_files_of_a_killed_writer_are_removed(parent: Path) -> None:
 
 @contextmanager
 def little_room() -> Iterator[None]:
-    """No file of this process may be longer than 100 bytes: also not the one that pytest writes its own
-    output to, so nothing may be printed in here."""
+    """No file of this process may be longer than 100 bytes: also not the one that
+    pytest writes its own output to, so nothing may be printed in here."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
@@ -94,7 +111,9 @@ def test_failed_write_leaves_the_previous_version_whole(parent: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "order", "twice"])
-def test_folder_with_tensors_outside_of_the_layout_is_not_staged(parent: Path, fault: str) -> None:
+def test_folder_with_tensors_outside_of_the_layout_is_not_staged(
+    parent: Path, fault: str
+) -> None:
     given = list(tensors(1).items())
     faulty = {
         "missing": given[:1],
@@ -109,7 +128,9 @@ def test_folder_with_tensors_outside_of_the_layout_is_not_staged(parent: Path, f
 
 
 @pytest.mark.parametrize("fault", ["missing", "dtype", "one more"])
-def test_folder_of_another_layout_is_refused_before_loading(tmp_path: Path, fault: str) -> None:
+def test_folder_of_another_layout_is_refused_before_loading(
+    tmp_path: Path, fault: str
+) -> None:
     held = tensors(1)
     faulty = {
         "missing": {"a": held["a"]},
@@ -121,7 +142,9 @@ def test_folder_of_another_layout_is_refused_before_loading(tmp_path: Path, faul
         read_folder(str(tmp_path), LAYOUT)
 
 
-def test_missing_or_truncated_weight_folder_is_named(tmp_path: Path, parent: Path) -> None:
+def test_missing_or_truncated_weight_folder_is_named(
+    tmp_path: Path, parent: Path
+) -> None:
     with pytest.raises(WeightSyncError, match=r"nowhere.*cannot be read"):
         read_folder(str(tmp_path / "nowhere"), LAYOUT)
     staged = stage(WeightFolders(LAYOUT, parent), 1)

@@ -1,6 +1,7 @@
-"""kill -9 of a trainer or an engine in the middle of a write or a copy: engines are on whole versions, the
-arena goes on, and nothing stays in shared memory. The processes have the writer or the loader. They are not
-forks of this one: a fork has the locks of all its threads, but not the threads.
+"""kill -9 of a trainer or an engine in the middle of a write or a copy: engines are on
+whole versions, the arena goes on, and nothing stays in shared memory. The processes
+have the writer or the loader. They are not forks of this one: a fork has the locks of
+all its threads, but not the threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from invrl.weights.in_engine import LoaderRequest, read_reply
 from invrl.weights.tensor_spec import copy_hashed
 
 LAYOUT = tuple(
-    TensorSpec(name=f"model.layers.{layer}.mlp.down_proj.weight", shape=(32, 64), dtype="float32")
+    TensorSpec(
+        name=f"model.layers.{layer}.mlp.down_proj.weight",
+        shape=(32, 64),
+        dtype="float32",
+    )
     for layer in range(8)
 )
 ANSWER_S = 120.0
@@ -36,7 +41,10 @@ CLEAN = multiprocessing.get_context("forkserver")
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
-    tensors = {spec.name: torch.full(spec.shape, version + index / 8) for index, spec in enumerate(LAYOUT)}
+    tensors = {
+        spec.name: torch.full(spec.shape, version + index / 8)
+        for index, spec in enumerate(LAYOUT)
+    }
     return writer.stage(WeightVersion(version), tensors.items())
 
 
@@ -44,7 +52,11 @@ def kill_in_copy(number: int) -> None:
     """From here on this process dies in the middle of its n-th copy."""
     copies = iter(range(1, number + 1))
 
-    def deadly(target: torch.Tensor, source: torch.Tensor, hash_tensor: Callable[[torch.Tensor], str]) -> str:
+    def deadly(
+        target: torch.Tensor,
+        source: torch.Tensor,
+        hash_tensor: Callable[[torch.Tensor], str],
+    ) -> str:
         if next(copies) == number:
             target.view(-1)[:100].copy_(source.view(-1)[:100])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +98,8 @@ class Child:
 
 
 class Trainer:
-    """Answers a version with what it staged; told a number first, it dies in that copy."""
+    """Answers a version with what it staged; told a number first, it dies in that
+    copy."""
 
     def __init__(self) -> None:
         self._writer: ArenaWriter | None = None
@@ -113,9 +126,13 @@ class Engine:
             kill_in_copy(deadly_copy)
         if self._model is None:
             parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
-            self._model = types.SimpleNamespace(named_parameters=parameters.items, modules=lambda: ())
+            self._model = types.SimpleNamespace(
+                named_parameters=parameters.items, modules=lambda: ()
+            )
         request = LoaderRequest(reply_path=self._reply_path, tensors=LAYOUT, **question)
-        in_engine.run(self._model, [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
+        in_engine.run(
+            self._model, [(msgspec.json.encode(request).decode(), torch.empty(0))]
+        )  # type: ignore[arg-type]
         try:
             return "", read_reply(self._reply_path).checksums
         except WeightSyncError as error:
@@ -140,7 +157,10 @@ def processes_with(inode: int) -> list[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text().splitlines()
-            if any("memfd:invrl-weights" in line and line.split()[4] == str(inode) for line in lines):
+            if any(
+                "memfd:invrl-weights" in line and line.split()[4] == str(inode)
+                for line in lines
+            ):
                 found.append(maps.parent.name)
     return found
 
@@ -154,12 +174,16 @@ def test_engine_keeps_its_version_if_the_trainer_is_killed_during_a_write(
     engine = Child(Engine(tmp_path).answer)
     children += [trainer, engine]
     first = trainer.ask((1, 0))
-    assert engine.ask({"arena": handle(first), "alias": alias, "digest": True}) == ("", first.checksums)
+    assert engine.ask({"arena": handle(first), "alias": alias, "digest": True}) == (
+        "",
+        first.checksums,
+    )
     inode = handle(first).inode
     assert str(engine.process.pid) in processes_with(inode)
     assert trainer.ask((2, deadly_copy)) is None
     assert trainer.process.exitcode == -signal.SIGKILL
-    # The engine holds the first version whole, and is not moved to a slot that nobody finished.
+    # The engine holds the first version whole, and is not moved to a slot that nobody
+    # finished.
     unfinished = ArenaHandle(path=handle(first).path, inode=inode, slot=1)
     error, _ = engine.ask({"arena": unfinished, "alias": alias})
     assert "cannot be opened" in error
@@ -168,7 +192,10 @@ def test_engine_keeps_its_version_if_the_trainer_is_killed_during_a_write(
     successor = Child(Trainer().answer)
     children.append(successor)
     second = successor.ask((2, 0))
-    assert engine.ask({"arena": handle(second), "alias": alias, "digest": True}) == ("", second.checksums)
+    assert engine.ask({"arena": handle(second), "alias": alias, "digest": True}) == (
+        "",
+        second.checksums,
+    )
     engine.kill()
     successor.kill()
     assert processes_with(inode) == processes_with(handle(second).inode) == []
@@ -200,12 +227,21 @@ def test_slot_is_free_again_after_an_engine_that_serves_it_is_killed(
     children += [doomed, other]
     first = stage(writer, 1)
     for engine in (doomed, other):
-        assert engine.ask({"arena": handle(first), "alias": True, "digest": True}) == ("", first.checksums)
+        assert engine.ask({"arena": handle(first), "alias": True, "digest": True}) == (
+            "",
+            first.checksums,
+        )
     second = stage(writer, 2)
-    assert other.ask({"arena": handle(second), "alias": True, "digest": True}) == ("", second.checksums)
+    assert other.ask({"arena": handle(second), "alias": True, "digest": True}) == (
+        "",
+        second.checksums,
+    )
     with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
         stage(writer, 3)
     doomed.kill()
     third = stage(writer, 3)
     assert other.ask({"digest": True}) == ("", second.checksums)
-    assert other.ask({"arena": handle(third), "alias": True, "digest": True}) == ("", third.checksums)
+    assert other.ask({"arena": handle(third), "alias": True, "digest": True}) == (
+        "",
+        third.checksums,
+    )

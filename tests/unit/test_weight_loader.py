@@ -1,4 +1,5 @@
-"""Where checkpoint tensors live in the engine's fused parameters, and what does not fit."""
+"""Where checkpoint tensors live in the engine's fused parameters, and what does not
+fit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ SHAPES = {
     "model.layers.1.mlp.experts.1.down_proj.weight": (4, 3),
     "model.norm.weight": (4,),
 }
-SPECS = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in SHAPES.items()]
+SPECS = [
+    TensorSpec(name=name, shape=shape, dtype="float32")
+    for name, shape in SHAPES.items()
+]
 OFFSETS = slot_layout(tuple(SPECS)).offsets
 
 
@@ -61,26 +65,36 @@ def engine() -> dict[str, torch.Tensor]:
 
 
 def model(parameters: dict[str, torch.Tensor], modules: tuple[object, ...] = ()):
-    return types.SimpleNamespace(named_parameters=lambda: parameters.items(), modules=lambda: modules)
+    return types.SimpleNamespace(
+        named_parameters=lambda: parameters.items(), modules=lambda: modules
+    )
 
 
 def values(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+    }
 
 
-def ask(parameters: dict[str, torch.Tensor], tmp_path: Path, tensors=tuple(SPECS), **fields):
+def ask(
+    parameters: dict[str, torch.Tensor], tmp_path: Path, tensors=tuple(SPECS), **fields
+):
     return ask_model(model(parameters), tmp_path, tensors, **fields)
 
 
 def ask_model(served, tmp_path: Path, tensors=tuple(SPECS), **fields):
-    request = LoaderRequest(reply_path=str(tmp_path / "reply"), tensors=tensors, **fields)
+    request = LoaderRequest(
+        reply_path=str(tmp_path / "reply"), tensors=tensors, **fields
+    )
     with torch.inference_mode():  # as in SGLang's scheduler
         run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
     return read_reply(request.reply_path)
 
 
-def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(tmp_path: Path) -> None:
+def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(
+    tmp_path: Path,
+) -> None:
     parameters = engine()
     staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
     there = msgspec.json.decode(staged.handle, type=ArenaHandle)
@@ -88,24 +102,43 @@ def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(tmp_pat
     other = ArenaHandle(path=there.path, inode=there.inode + 1, slot=0)
     for wrong, reason in ((gone, "cannot be opened"), (other, "is another one")):
         with pytest.raises(WeightSyncError, match=reason):
-            ask(parameters, tmp_path, arena=wrong)  # refused, not raised inside the engine
+            ask(
+                parameters, tmp_path, arena=wrong
+            )  # refused, not raised inside the engine
     ask(parameters, tmp_path, arena=there)
     q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
-    assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+    assert torch.equal(
+        parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q, k, v])
+    )
     q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv")
-    assert torch.equal(parameters["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v]))
+    assert torch.equal(
+        parameters["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v])
+    )
     gate, up = (values()[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
-    assert torch.equal(parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+    assert torch.equal(
+        parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up])
+    )
     for expert in range(2):
         gate, up, down = (
-            values()[f"model.layers.1.mlp.experts.{expert}.{n}_proj.weight"] for n in ("gate", "up", "down")
+            values()[f"model.layers.1.mlp.experts.{expert}.{n}_proj.weight"]
+            for n in ("gate", "up", "down")
         )
         w13 = parameters["model.layers.1.mlp.experts.w13_weight"][expert]
         assert torch.equal(w13, torch.cat([gate, up]))
-        assert torch.equal(parameters["model.layers.1.mlp.experts.w2_weight"][expert], down)
-    assert torch.equal(parameters["model.embed_tokens.weight"][:10], values()["model.embed_tokens.weight"])
-    for asked in (ask(parameters, tmp_path, digest=True), ask(parameters, tmp_path, arena=there)):
-        assert asked.checksums == {name: checksum(tensor) for name, tensor in values().items()}
+        assert torch.equal(
+            parameters["model.layers.1.mlp.experts.w2_weight"][expert], down
+        )
+    assert torch.equal(
+        parameters["model.embed_tokens.weight"][:10],
+        values()["model.embed_tokens.weight"],
+    )
+    for asked in (
+        ask(parameters, tmp_path, digest=True),
+        ask(parameters, tmp_path, arena=there),
+    ):
+        assert asked.checksums == {
+            name: checksum(tensor) for name, tensor in values().items()
+        }
         assert asked.checksums == dict(staged.checksums)
 
 
@@ -120,8 +153,11 @@ def test_copy_finds_a_flipped_bit_in_the_slot(tmp_path: Path) -> None:
     assert wrong == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_only_the_digest_finds_a_parameter_changed_after_the_copy(tmp_path: Path) -> None:
-    """The hook stands for whatever writes into an engine's memory: it runs after the copy."""
+def test_only_the_digest_finds_a_parameter_changed_after_the_copy(
+    tmp_path: Path,
+) -> None:
+    """The hook stands for whatever writes into an engine's memory: it runs after the
+    copy."""
     parameters = engine()
     norm = parameters["model.norm.weight"]
     served = model(parameters)
@@ -131,7 +167,9 @@ def test_only_the_digest_finds_a_parameter_changed_after_the_copy(tmp_path: Path
     wrong_by_digest: dict[bool, list[str]] = {}
     for digest in (False, True):
         found = ask_model(served, tmp_path, arena=there, digest=digest).checksums
-        wrong_by_digest[digest] = [name for name, value in staged.checksums.items() if found[name] != value]
+        wrong_by_digest[digest] = [
+            name for name, value in staged.checksums.items() if found[name] != value
+        ]
     assert wrong_by_digest == {False: [], True: ["model.norm.weight"]}
 
 
@@ -139,7 +177,9 @@ def test_alias_serves_the_slot_itself_and_frees_the_other_slot(tmp_path: Path) -
     writer = ArenaWriter(tuple(SPECS))
     parameters = engine()
     served = model(parameters)
-    for version in range(1, 5):  # each slot is written again only when the engine has left it
+    for version in range(
+        1, 5
+    ):  # each slot is written again only when the engine has left it
         staged = writer.stage(WeightVersion(version), values(version).items())
         there = msgspec.json.decode(staged.handle, type=ArenaHandle)
         reply = ask_model(served, tmp_path, arena=there, alias=True, digest=True)
@@ -149,7 +189,9 @@ def test_alias_serves_the_slot_itself_and_frees_the_other_slot(tmp_path: Path) -
     assert parameters["model.embed_tokens.weight"].shape == (16, 4)
     assert not parameters["model.embed_tokens.weight"][10:].any()
     slot = writer._slots[1]
-    slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = 77.0  # by the trainer: nothing was copied
+    slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = (
+        77.0  # by the trainer: nothing was copied
+    )
     assert parameters["model.layers.1.mlp.experts.w13_weight"][1, 5, 3] == 77.0
 
 
@@ -159,15 +201,22 @@ def test_engine_that_aliased_a_slot_copies_into_its_own_memory(tmp_path: Path) -
     served = model(engine())
     first = writer.stage(WeightVersion(1), values(1).items())
     second = writer.stage(WeightVersion(2), values(2).items())
-    handles = [msgspec.json.decode(staged.handle, type=ArenaHandle) for staged in (first, second)]
+    handles = [
+        msgspec.json.decode(staged.handle, type=ArenaHandle)
+        for staged in (first, second)
+    ]
     ask_model(served, tmp_path, arena=handles[0], alias=True)
-    assert ask_model(served, tmp_path, arena=handles[1]).checksums == dict(second.checksums)
+    assert ask_model(served, tmp_path, arena=handles[1]).checksums == dict(
+        second.checksums
+    )
     assert ask_model(served, tmp_path, digest=True).checksums == dict(second.checksums)
     for name, tensor in writer._slots[0].items():
         assert torch.equal(tensor, values(1)[name])
 
 
-def test_slot_served_by_an_engine_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_served_by_an_engine_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)
     writer = ArenaWriter(tuple(SPECS))
     staged = writer.stage(WeightVersion(1), values(1).items())
@@ -185,7 +234,9 @@ def test_slot_served_by_an_engine_is_not_written(tmp_path: Path, monkeypatch: py
 
 def test_slot_being_written_is_not_read(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
-    there = msgspec.json.decode(writer.stage(WeightVersion(1), values(1).items()).handle, type=ArenaHandle)
+    there = msgspec.json.decode(
+        writer.stage(WeightVersion(1), values(1).items()).handle, type=ArenaHandle
+    )
     for alias in (False, True):
         with (
             SlotLease(there.path, there.slot, writes=True),
@@ -199,8 +250,12 @@ class Packed:
     use_intel_amx_backend = True
 
 
-@pytest.mark.parametrize("fault", ["derives from its weights", "for AMX", "in one piece", "has 128 rows"])
-def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(fault: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault", ["derives from its weights", "for AMX", "in one piece", "has 128 rows"]
+)
+def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(
+    fault: str, tmp_path: Path
+) -> None:
     parameters = engine()
     served = model(parameters)
     if fault == "derives from its weights":
@@ -211,7 +266,9 @@ def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(fault: str, tmp
         parameters["model.norm.weight"] = torch.zeros(8)[::2]
     if fault == "has 128 rows":
         parameters["model.embed_tokens.weight"] = torch.zeros(128, 4)
-    with pytest.raises(LayoutError, match=f"cannot alias the arena: .*{fault}.*--weight-arena copy"):
+    with pytest.raises(
+        LayoutError, match=f"cannot alias the arena: .*{fault}.*--weight-arena copy"
+    ):
         ask_model(served, tmp_path, alias=True)
     ask_model(served, tmp_path)
 
@@ -219,14 +276,17 @@ def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(fault: str, tmp
 def test_an_engine_that_fuses_in_another_order_cannot_alias(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(engine_parameters.FUSED, "gate_up_proj", ("up_proj", "gate_proj"))
+    monkeypatch.setitem(
+        engine_parameters.FUSED, "gate_up_proj", ("up_proj", "gate_proj")
+    )
     monkeypatch.setattr(in_engine, "slot_layout", lambda _: SlotLayout(OFFSETS, 0))
     with pytest.raises(LayoutError, match="at another place than a slot"):
         ask(engine(), tmp_path, alias=True)
 
 
 def test_derived_engine_tensors_are_recomputed_from_new_weights(tmp_path: Path) -> None:
-    """SGLang's own loader calls this hook of a model after it has loaded; so does ours."""
+    """SGLang's own loader calls this hook of a model after it has loaded; so does
+    ours."""
     parameters = engine()
     derived = []
 
@@ -247,9 +307,13 @@ def test_derived_engine_tensors_are_recomputed_from_new_weights(tmp_path: Path) 
 
 
 def test_tensors_fused_by_sglang_in_one_call_are_in_one_bucket() -> None:
-    """SGLang waits for both parts of a fused projection, and forgets the first with its call."""
+    """SGLang waits for both parts of a fused projection, and forgets the first with its
+    call."""
     attention = "model.layers.0.self_attn"
-    names = [f"{attention}.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")]
+    names = [
+        f"{attention}.{name}.weight"
+        for name in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    ]
     specs = tuple(TensorSpec(name=name, shape=(4,), dtype="float32") for name in names)
     buckets = BucketSender(specs, bucket_bytes=16)
     assert buckets._bucket_names() == [names[:2], names[2:]]
@@ -283,7 +347,10 @@ def test_tensor_that_does_not_fit_the_engine_is_refused(name: str, fault: str) -
         "columns": [TensorSpec(name=name, shape=(*spec.shape, 3), dtype="float32")],
         "dtype": [TensorSpec(name=name, shape=spec.shape, dtype="bfloat16")],
         "twice": [spec, spec],
-        "unknown": [spec, TensorSpec(name=name + "_x", shape=spec.shape, dtype="float32")],
+        "unknown": [
+            spec,
+            TensorSpec(name=name + "_x", shape=spec.shape, dtype="float32"),
+        ],
     }[fault]
     with pytest.raises(LayoutError):
         plan(engine(), [*SPECS[:at], *wrong, *SPECS[at + 1 :]])
@@ -293,7 +360,11 @@ def test_loader_reports_errors_without_raising(tmp_path: Path) -> None:
     run(model(engine()), [])  # type: ignore[arg-type]
     run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="no such weight"):
-        ask(engine(), tmp_path, tensors=(*SPECS, TensorSpec(name="nope", shape=(1,), dtype="float32")))
+        ask(
+            engine(),
+            tmp_path,
+            tensors=(*SPECS, TensorSpec(name="nope", shape=(1,), dtype="float32")),
+        )
 
 
 def test_missing_loader_reply_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""When an engine's parameters are read back: against the loader itself, without SGLang around it."""
+"""When an engine's parameters are read back: against the loader itself, without SGLang
+around it."""
 
 from __future__ import annotations
 
@@ -22,12 +23,15 @@ from invrl.weights.config import WeightSyncConfig
 
 LAYOUT = (
     TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
-    TensorSpec(name="model.layers.0.self_attn.o_proj.weight", shape=(32, 16), dtype="float32"),
+    TensorSpec(
+        name="model.layers.0.self_attn.o_proj.weight", shape=(32, 16), dtype="float32"
+    ),
 )
 
 
 class Engine:
-    """SGLang's weight requests, answered by our loader over two parameters. Counts its sessions."""
+    """SGLang's weight requests, answered by our loader over two parameters. Counts its
+    sessions."""
 
     def __init__(self) -> None:
         self.parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
@@ -46,14 +50,18 @@ class Engine:
         self, payloads: Sequence[str], *, load_format: str, deadline_s: float
     ) -> None:
         named_tensors = pickle.loads(base64.b64decode(payloads[0]))
-        request = in_engine.msgspec.json.decode(named_tensors[0][0], type=in_engine.LoaderRequest)
+        request = in_engine.msgspec.json.decode(
+            named_tensors[0][0], type=in_engine.LoaderRequest
+        )
         self.requests.append(request)
         in_engine.run(self._model, named_tensors)  # type: ignore[arg-type]
 
     @property
     def loads(self) -> list[bool]:
         """Of each load so far: whether it read the parameters back."""
-        return [request.digest for request in self.requests if request.arena is not None]
+        return [
+            request.digest for request in self.requests if request.arena is not None
+        ]
 
 
 @pytest.fixture
@@ -69,7 +77,9 @@ def writer() -> ArenaWriter:
 def receiver_of(
     engine: Engine, readback_every: int, arena: Literal["copy", "alias"] = "copy"
 ) -> ArenaReceiver:
-    settings = WeightSyncConfig(weight_readback_every=readback_every, weight_arena=arena)
+    settings = WeightSyncConfig(
+        weight_readback_every=readback_every, weight_arena=arena
+    )
     return ArenaReceiver("engine-0", cast("SglangClient", engine), settings)
 
 
@@ -95,7 +105,11 @@ async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
     ],
 )
 async def test_first_load_and_every_nth_load_are_read_back(
-    engine: Engine, writer: ArenaWriter, readback_every: int, expected: list[bool], arena
+    engine: Engine,
+    writer: ArenaWriter,
+    readback_every: int,
+    expected: list[bool],
+    arena,
 ) -> None:
     receiver = receiver_of(engine, readback_every, arena)
     for version in range(1, 8):
@@ -104,7 +118,9 @@ async def test_first_load_and_every_nth_load_are_read_back(
     assert engine.sessions == 8  # one for the layout, then one for each update
 
 
-async def test_load_after_an_unproved_load_is_read_back(engine: Engine, writer: ArenaWriter) -> None:
+async def test_load_after_an_unproved_load_is_read_back(
+    engine: Engine, writer: ArenaWriter
+) -> None:
     receiver = receiver_of(engine, 0)
     assert await load(receiver, stage(writer, 1))
     staged = stage(writer, 2)
@@ -115,7 +131,9 @@ async def test_load_after_an_unproved_load_is_read_back(engine: Engine, writer: 
     assert engine.loads == [True, False, True, False]
 
 
-async def test_repeated_checksum_request_reads_the_engine_back(engine: Engine, writer: ArenaWriter) -> None:
+async def test_repeated_checksum_request_reads_the_engine_back(
+    engine: Engine, writer: ArenaWriter
+) -> None:
     receiver = receiver_of(engine, 0)
     staged = stage(writer, 1)
     assert await load(receiver, staged)
@@ -136,7 +154,9 @@ class TestAnAlias:
         assert await load(receiver, stage(writer, 1))
         staged = stage(writer, 2)
         writer._slots[1]["model.norm.weight"][3] = 9.0
-        with pytest.raises(ChecksumError, match=r"1 of 2 tensors .* model\.norm\.weight first"):
+        with pytest.raises(
+            ChecksumError, match=r"1 of 2 tensors .* model\.norm\.weight first"
+        ):
             await receiver.check(LAYOUT, staged)
         assert engine.loads == [True]
 
@@ -146,7 +166,9 @@ class TestAnAlias:
         receiver = receiver_of(engine, 0, "alias")
         assert await load(receiver, stage(writer, 1))
         with monkeypatch.context() as patched:
-            patched.setattr(in_engine, "_point_at", lambda model, views, lease: lease.release())
+            patched.setattr(
+                in_engine, "_point_at", lambda model, views, lease: lease.release()
+            )
             assert not await load(receiver, stage(writer, 2))
         assert await load(receiver, stage(writer, 2))
         assert engine.loads == [True, False, True]

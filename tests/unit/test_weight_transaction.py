@@ -1,4 +1,5 @@
-"""The weight transaction over fakes: whatever fails, all engines that stay are whole, and none is paused."""
+"""The weight transaction over fakes: whatever fails, all engines that stay are whole,
+and none is paused."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Sender:
 
 
 class Receiver:
-    """An engine in memory; `fail[phase]` is called before the phase's work (or `after`) is done."""
+    """An engine in memory; `fail[phase]` is called before the phase's work (or `after`)
+    is done."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -116,10 +118,15 @@ class Receiver:
         self.asked.append([list(ids) for ids in prompts])
         await self._phase("logprobs")
         gaps = [self.gap_of_prompt.get(ids[0], self.gap) for ids in prompts]
-        return [np.full(len(ids) - 1, gap, np.float32) for ids, gap in zip(prompts, gaps, strict=True)]
+        return [
+            np.full(len(ids) - 1, gap, np.float32)
+            for ids, gap in zip(prompts, gaps, strict=True)
+        ]
 
 
-def transaction(receivers: Sequence[Receiver], *, is_rolling: bool = False) -> WeightTransaction:
+def transaction(
+    receivers: Sequence[Receiver], *, is_rolling: bool = False
+) -> WeightTransaction:
     async def fleet() -> Sequence[Receiver]:
         return receivers
 
@@ -146,7 +153,15 @@ async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -
     update = await transaction(three).run(WeightVersion(1))
     for engine in three:
         assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
-        assert engine.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+        assert engine.calls == [
+            "check",
+            "pause",
+            "load",
+            "checksums",
+            "commit",
+            "resume",
+            "logprobs",
+        ]
     assert set(update.seconds) == {
         "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "trainer_canary",
         "paused",
@@ -154,7 +169,9 @@ async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -
     assert update.lost_engines == {}
 
 
-def fail_in(engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in(
+    engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, in one of three ways."""
     deadlines: dict[object, asyncio.Timeout] = {}
 
@@ -163,25 +180,36 @@ def fail_in(engines: Sequence[Receiver], phase: str, how: str, monkeypatch: pyte
         return made
 
     for module in (weight_sync, fleet_update):
-        monkeypatch.setattr(module, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout}))
+        monkeypatch.setattr(
+            module, "asyncio", SimpleNamespace(**{**vars(asyncio), "timeout": timeout})
+        )
     for engine in engines:
         if how == "hang":
-            engine.hang = {phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)}
+            engine.hang = {
+                phase: lambda: deadlines[asyncio.current_task()].reschedule(0.0)
+            }
         else:
             engine.fail = {phase: boom if how == "error" else (lambda: 1 // 0)}
 
 
 WAYS = pytest.mark.parametrize("how", ["error", "hang", "exception"])
-BEFORE_THE_COMMIT = pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
+BEFORE_THE_COMMIT = pytest.mark.parametrize(
+    "phase", ["check", "pause", "load", "checksums", "commit"]
+)
 
 
 @WAYS
 @BEFORE_THE_COMMIT
 @pytest.mark.parametrize("first", [False, True])
 async def test_engine_that_fails_alone_is_dropped_and_the_update_continues(
-    three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
+    three: list[Receiver],
+    phase: str,
+    how: str,
+    first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each phase, failing on the middle engine, in the first update of a run and in a later one."""
+    """Each phase, failing on the middle engine, in the first update of a run and in a
+    later one."""
     updates = transaction(three)
     if not first:
         await updates.run(WeightVersion(1))
@@ -189,7 +217,9 @@ async def test_engine_that_fails_alone_is_dropped_and_the_update_continues(
     update = await updates.run(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert update.lost_engines["engine-1"]
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [("2", 2, False)] * 2
+    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
+        ("2", 2, False)
+    ] * 2
     assert not any(engine.traffic_on_mixed for engine in three)
     # It is not called again: neither restored nor resumed nor asked for a canary.
     assert three[1].calls[-1] == phase
@@ -203,7 +233,9 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     fail_in(three, phase, how, monkeypatch)
-    with pytest.raises(WeightSyncError, match=r"engine-0 .* \(and so did engine-1, engine-2\)") as raised:
+    with pytest.raises(
+        WeightSyncError, match=r"engine-0 .* \(and so did engine-1, engine-2\)"
+    ) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.engine == "engine-0"
     assert raised.value.unrestored == ()
@@ -215,14 +247,18 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     assert {engine.weights for engine in three} == {"2"}
 
 
-async def test_failure_of_the_last_engine_ends_the_update(three: list[Receiver]) -> None:
+async def test_failure_of_the_last_engine_ends_the_update(
+    three: list[Receiver],
+) -> None:
     """One after another, in different phases: no engine is left to go on with."""
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     three[0].fail = {"check": boom}
     three[1].fail = {"pause": boom}
     three[2].fail = {"load": boom}
-    with pytest.raises(WeightSyncError, match=r"engine-2 .*lost before: engine-0, engine-1") as raised:
+    with pytest.raises(
+        WeightSyncError, match=r"engine-2 .*lost before: engine-0, engine-1"
+    ) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-0", "engine-1")
     assert (three[2].weights, three[2].version, three[2].paused) == ("1", 1, False)
@@ -232,7 +268,9 @@ def wrong_layout() -> None:
     raise LayoutError("no such weight")
 
 
-async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong_everywhere(three: list[Receiver]) -> None:
+async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong_everywhere(
+    three: list[Receiver],
+) -> None:
     for engine in three:
         engine.fail = {"check": wrong_layout}
     with pytest.raises(LayoutError, match="no such weight") as raised:
@@ -241,7 +279,9 @@ async def test_nothing_is_paused_or_moved_when_the_layout_is_wrong_everywhere(th
     assert [engine.calls for engine in three] == [["check"]] * 3
 
 
-async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three: list[Receiver]) -> None:
+async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
 
@@ -256,7 +296,9 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(three
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-1",)
     assert three[1].paused
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [("1", 1, False)] * 2
+    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
+        ("1", 1, False)
+    ] * 2
 
 
 async def test_failed_restore_is_found_by_the_checksum(three: list[Receiver]) -> None:
@@ -276,7 +318,9 @@ async def test_failed_restore_is_found_by_the_checksum(three: list[Receiver]) ->
     assert stuck_engine.paused
 
 
-async def test_without_earlier_weights_written_engines_are_unrestored(three: list[Receiver]) -> None:
+async def test_without_earlier_weights_written_engines_are_unrestored(
+    three: list[Receiver],
+) -> None:
     for engine in three:
         engine.fail = {"load": boom}
     with pytest.raises(WeightSyncError) as raised:
@@ -289,7 +333,9 @@ async def skip_load(staged: StagedWeights) -> None:
     """What an engine that only says it loaded does."""
 
 
-async def test_a_load_that_one_engine_skipped_costs_that_engine(three: list[Receiver]) -> None:
+async def test_a_load_that_one_engine_skipped_costs_that_engine(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     three[2].load = skip_load  # type: ignore[method-assign]
@@ -299,7 +345,9 @@ async def test_a_load_that_one_engine_skipped_costs_that_engine(three: list[Rece
     assert three[2].paused
 
 
-async def test_a_load_that_every_engine_skipped_is_a_checksum_error(three: list[Receiver]) -> None:
+async def test_a_load_that_every_engine_skipped_is_a_checksum_error(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     for engine in three:
@@ -323,17 +371,29 @@ class Joined:
 class TestBringUp:
     """An engine that comes later gets what the fleet holds."""
 
-    async def test_new_engine_holds_the_verified_version(self, three: list[Receiver]) -> None:
+    async def test_new_engine_holds_the_verified_version(
+        self, three: list[Receiver]
+    ) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
         await updates.bring_up(newcomer, Joined(three, newcomer))
         assert (newcomer.weights, newcomer.version, newcomer.paused) == ("2", 2, False)
-        assert newcomer.calls == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+        assert newcomer.calls == [
+            "check",
+            "pause",
+            "load",
+            "checksums",
+            "commit",
+            "resume",
+            "logprobs",
+        ]
         assert three[-1] is newcomer
 
-    async def test_new_engine_cannot_join_before_the_first_version(self, three: list[Receiver]) -> None:
+    async def test_new_engine_cannot_join_before_the_first_version(
+        self, three: list[Receiver]
+    ) -> None:
         newcomer = three.pop()
         with pytest.raises(WeightSyncError, match="holds no version"):
             await transaction(three).bring_up(newcomer, Joined(three, newcomer))
@@ -350,7 +410,9 @@ class TestBringUp:
             await updates.bring_up(newcomer, Joined(three, newcomer))
         assert newcomer not in three
 
-    async def test_skipped_load_of_a_new_engine_is_found_by_the_checksum(self, three: list[Receiver]) -> None:
+    async def test_skipped_load_of_a_new_engine_is_found_by_the_checksum(
+        self, three: list[Receiver]
+    ) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -358,7 +420,9 @@ class TestBringUp:
         with pytest.raises(ChecksumError):
             await updates.bring_up(newcomer, Joined(three, newcomer))
 
-    async def test_new_engine_over_the_canary_bound_does_not_join(self, three: list[Receiver]) -> None:
+    async def test_new_engine_over_the_canary_bound_does_not_join(
+        self, three: list[Receiver]
+    ) -> None:
         newcomer = three.pop()
         updates = transaction(three)
         await updates.run(WeightVersion(1))
@@ -375,13 +439,19 @@ async def test_engine_that_fails_after_the_commit_is_lost_and_the_update_continu
     three[0].fail = {phase: boom}
     update = await transaction(three).run(WeightVersion(1))
     assert update.lost_engines == {"engine-0": "boom"}
-    assert [(e.weights, e.version, e.paused) for e in three[1:]] == [("1", 1, False)] * 2
+    assert [(e.weights, e.version, e.paused) for e in three[1:]] == [
+        ("1", 1, False)
+    ] * 2
 
 
-async def test_loss_of_all_engines_after_the_commit_is_an_error(three: list[Receiver]) -> None:
+async def test_loss_of_all_engines_after_the_commit_is_an_error(
+    three: list[Receiver],
+) -> None:
     for engine in three:
         engine.fail = {"resume": boom}
-    with pytest.raises(WeightSyncError, match="every engine was lost after the commit") as raised:
+    with pytest.raises(
+        WeightSyncError, match="every engine was lost after the commit"
+    ) as raised:
         await transaction(three).run(WeightVersion(1))
     assert raised.value.unrestored == ("engine-0", "engine-1", "engine-2")
 
@@ -401,7 +471,9 @@ async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_tu
     assert newcomer.asked == [[[6, 7]]], "what the trainer's answer is of"
 
 
-async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(three: list[Receiver]) -> None:
+async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(
+    three: list[Receiver],
+) -> None:
     """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
     newcomer = three.pop()
     updates = transaction(three)
@@ -409,25 +481,37 @@ async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(three: li
     await updates.run(WeightVersion(1))
     three[1].gap_of_prompt = {7: 0.06}
     update = await updates.run(WeightVersion(2))
-    assert three[0].asked == three[1].asked == [updates.canary_prompts, [[7, 8, 9]], updates.canary_prompts]
+    assert (
+        three[0].asked
+        == three[1].asked
+        == [updates.canary_prompts, [[7, 8, 9]], updates.canary_prompts]
+    )
     assert update.canary_mean_gap == pytest.approx(0.02)
     assert update.canary_max_gap == pytest.approx(0.06)
     await updates.bring_up(newcomer, Joined(three, newcomer))
     assert newcomer.asked == [updates.canary_prompts], "what the trainer's answer is of"
 
 
-async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(three: list[Receiver]) -> None:
+async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     await updates.run(WeightVersion(1))
     three[1].gap = 0.06
     with pytest.raises(CanaryError, match="engine-1"):
         await updates.run(WeightVersion(2))
-    assert three[1].asked == [updates.canary_prompts, [[7, 8, 9]], updates.canary_prompts]
+    assert three[1].asked == [
+        updates.canary_prompts,
+        [[7, 8, 9]],
+        updates.canary_prompts,
+    ]
 
 
 @pytest.mark.parametrize("gap", [0.11, 0.06, float("nan")])
-async def test_canary_gap_over_the_bound_is_an_error(three: list[Receiver], gap: float) -> None:
+async def test_canary_gap_over_the_bound_is_an_error(
+    three: list[Receiver], gap: float
+) -> None:
     three[1].gap = gap
     with pytest.raises(CanaryError, match="engine-1"):
         await transaction(three).run(WeightVersion(1))
@@ -476,7 +560,8 @@ async def test_update_of_an_empty_fleet_is_an_error(is_rolling: bool) -> None:
 
 
 class TestRolling:
-    """One engine after the other. The fleet ends on one version, or says who is not on it."""
+    """One engine after the other. The fleet ends on one version, or says who is not on
+    it."""
 
     async def test_rolling_update_pauses_one_engine_at_a_time_until_its_canary(
         self, three: list[Receiver]
@@ -488,7 +573,11 @@ class TestRolling:
             phase = engine._phase
 
             async def noted(at: str, engine: Receiver = engine, phase=phase) -> None:
-                assert [other.name for other in three if other.paused and other is not engine] == []
+                assert [
+                    other.name
+                    for other in three
+                    if other.paused and other is not engine
+                ] == []
                 order.append(f"{engine.name} {at}")
                 await phase(at)
 
@@ -498,7 +587,9 @@ class TestRolling:
         assert order == [f"{engine.name} check" for engine in three] + [
             f"{engine.name} {phase}" for engine in three for phase in alone
         ]
-        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 3
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("2", 2, False)
+        ] * 3
         assert update.lost_engines == {}
         assert not any(engine.traffic_on_mixed for engine in three)
 
@@ -506,7 +597,12 @@ class TestRolling:
     @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
     @pytest.mark.parametrize("index", [0, 2])
     async def test_rolling_update_continues_without_an_engine_that_fails_alone(
-        self, three: list[Receiver], phase: str, how: str, index: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        three: list[Receiver],
+        phase: str,
+        how: str,
+        index: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         updates = transaction(three, is_rolling=True)
         await updates.run(WeightVersion(1))
@@ -514,8 +610,11 @@ class TestRolling:
         update = await updates.run(WeightVersion(2))
         lost = three.pop(index)
         assert list(update.lost_engines) == [lost.name]
-        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 2
-        # Until the fleet has ended it, it serves the version that it held before, whole.
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("2", 2, False)
+        ] * 2
+        # Until the fleet has ended it, it serves the version that it held before,
+        # whole.
         assert (lost.weights, lost.version, lost.paused) == ("1", 1, False)
         assert not lost.traffic_on_mixed
         three[0].fail = three[1].fail = {}
@@ -524,7 +623,11 @@ class TestRolling:
     @WAYS
     @pytest.mark.parametrize("phase", ["check", "pause", "load", "checksums", "commit"])
     async def test_all_engines_hold_the_old_version_if_none_passes(
-        self, three: list[Receiver], phase: str, how: str, monkeypatch: pytest.MonkeyPatch
+        self,
+        three: list[Receiver],
+        phase: str,
+        how: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         updates = transaction(three, is_rolling=True)
         await updates.run(WeightVersion(1))
@@ -532,7 +635,9 @@ class TestRolling:
         with pytest.raises(WeightSyncError, match="engine-0") as raised:
             await updates.run(WeightVersion(2))
         assert raised.value.unrestored == ()
-        assert [(e.weights, e.version, e.paused) for e in three] == [("1", 1, False)] * 3
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("1", 1, False)
+        ] * 3
         assert not any(engine.traffic_on_mixed for engine in three)
         assert (await updates.run(WeightVersion(2))).lost_engines == {}
 
@@ -555,8 +660,12 @@ class TestRolling:
         three[index].fail = {phase: boom}
         update = await updates.run(WeightVersion(2))
         lost = three.pop(index)
-        assert update.lost_engines == {lost.name: f"{lost.name} was lost after the commit: boom"}
-        assert [(e.weights, e.version, e.paused) for e in three] == [("2", 2, False)] * 2
+        assert update.lost_engines == {
+            lost.name: f"{lost.name} was lost after the commit: boom"
+        }
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("2", 2, False)
+        ] * 2
 
     async def test_rolling_update_of_a_bad_model_stops_at_the_first_engine_and_restores_its_weights(
         self, three: list[Receiver]
@@ -569,14 +678,20 @@ class TestRolling:
         with pytest.raises(CanaryError, match="engine-0") as raised:
             await updates.run(WeightVersion(2))
         assert raised.value.unrestored == ()
-        assert [(e.weights, e.version, e.paused) for e in three] == [("1", 1, False)] * 3
+        assert [(e.weights, e.version, e.paused) for e in three] == [
+            ("1", 1, False)
+        ] * 3
         assert [engine.calls for engine in three[1:]] == [["check"]] * 2
         assert not any(engine.traffic_on_mixed for engine in three)
         newcomer = Receiver("engine-3")
-        await updates.bring_up(newcomer, Joined(three, newcomer))  # the fleet's version is the old one
+        await updates.bring_up(
+            newcomer, Joined(three, newcomer)
+        )  # the fleet's version is the old one
         assert newcomer.version == 1
 
-    async def test_engine_that_cannot_be_rolled_back_is_named(self, three: list[Receiver]) -> None:
+    async def test_engine_that_cannot_be_rolled_back_is_named(
+        self, three: list[Receiver]
+    ) -> None:
         updates = transaction(three, is_rolling=True)
         await updates.run(WeightVersion(1))
         three[0].gap = 0.11
@@ -607,7 +722,9 @@ class TestRolling:
             ("2", 2, False), ("2", 2, False), ("1", 1, False)
         ]  # fmt: skip
 
-    @pytest.mark.parametrize("phase", ["pause", "load", "checksums", "commit", "resume"])
+    @pytest.mark.parametrize(
+        "phase", ["pause", "load", "checksums", "commit", "resume"]
+    )
     async def test_rolling_update_cancelled_in_any_phase_leaves_every_engine_whole_and_running(
         self, three: list[Receiver], phase: str
     ) -> None:
@@ -633,7 +750,9 @@ class TestRolling:
         async with asyncio.timeout(60):
             while any(engine.paused for engine in three):
                 await asyncio.sleep(0.001)
-        assert [engine.weights for engine in three] == [str(engine.version) for engine in three]
+        assert [engine.weights for engine in three] == [
+            str(engine.version) for engine in three
+        ]
         assert not any(engine.traffic_on_mixed for engine in three)
 
 
@@ -645,13 +764,15 @@ def test_canary_bound_follows_the_coarsest_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_canary_bounds_single_tokens_and_their_mean(dtype: str) -> None:
-    """One token of a hundred that is far off moves the mean by little; a hundred that are off by less than a
-    single one may be are another model, too."""
+    """One token of a hundred that is far off moves the mean by little; a hundred that
+    are off by less than a single one may be are another model, too."""
     bound = CanaryBound.for_dtypes(dtype)
     one_wrong = np.zeros(100, np.float32)
     one_wrong[7] = 1.5 * bound.max_gap
     if dtype == "bfloat16":
-        assert np.abs(one_wrong).mean() < bound.mean_gap, "the mean alone would let it pass"
+        assert np.abs(one_wrong).mean() < bound.mean_gap, (
+            "the mean alone would let it pass"
+        )
     all_wrong = np.full(100, 1.5 * bound.mean_gap, np.float32)
     for sign in (1, -1):
         with pytest.raises(CanaryError, match="another model"):
@@ -660,14 +781,18 @@ def test_the_canary_bounds_single_tokens_and_their_mean(dtype: str) -> None:
             bound.check("engine-0", sign * all_wrong, WeightVersion(1))
     for value in (np.nan, np.inf):
         with pytest.raises(CanaryError):
-            bound.check("engine-0", np.array([0.0, value], np.float32), WeightVersion(1))
+            bound.check(
+                "engine-0", np.array([0.0, value], np.float32), WeightVersion(1)
+            )
     within = np.full(100, 0.5 * bound.mean_gap, np.float32)
     within[3] = 0.9 * bound.max_gap
     if dtype == "bfloat16":
-        assert bound.check("engine-0", within, WeightVersion(1))[0] == pytest.approx(0.9 * bound.max_gap)
+        assert bound.check("engine-0", within, WeightVersion(1))[0] == pytest.approx(
+            0.9 * bound.max_gap
+        )
 
 
-# ------------------------------------------------------------------ engines that sleep before an update
+# ------------------------------------------------ engines that sleep before an update
 
 
 SLEEP_PHASES = pytest.mark.parametrize("phase", ["pause", "sleep"])
@@ -683,13 +808,26 @@ async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) ->
     assert updates.phase == ""
     update = await updates.run(WeightVersion(2))
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == ("2", 2, False, False)
+        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
+            "2",
+            2,
+            False,
+            False,
+        )
         assert engine.calls == [
             "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
         ]  # fmt: skip
     assert {"pause", "sleep", "wake", "paused"} <= update.seconds.keys()
     await updates.run(WeightVersion(3))
-    assert three[0].calls[-7:] == ["check", "pause", "load", "checksums", "commit", "resume", "logprobs"]
+    assert three[0].calls[-7:] == [
+        "check",
+        "pause",
+        "load",
+        "checksums",
+        "commit",
+        "resume",
+        "logprobs",
+    ]
 
 
 @WAYS
@@ -719,7 +857,11 @@ async def test_engine_that_does_not_fall_asleep_is_named_and_not_called_again(
 @SLEEP_PHASES
 @pytest.mark.parametrize("first", [False, True])
 async def test_engines_continue_under_the_old_version_if_none_falls_asleep(
-    three: list[Receiver], phase: str, how: str, first: bool, monkeypatch: pytest.MonkeyPatch
+    three: list[Receiver],
+    phase: str,
+    how: str,
+    first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     updates = transaction(three)
     if not first:
@@ -748,13 +890,20 @@ async def test_an_update_that_fails_wakes_the_engines_with_the_old_version(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ()
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == ("1", 1, False, False)
+        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
+            "1",
+            1,
+            False,
+            False,
+        )
     await updates.suspend()
     update = await updates.run(WeightVersion(3))
     assert (update.lost_engines, three[0].version) == ({}, 3)
 
 
-async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(three: list[Receiver]) -> None:
+async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     await updates.suspend()
@@ -765,7 +914,9 @@ async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(three: list[
     updates.sender.stage = fail  # type: ignore[method-assign]
     with pytest.raises(WeightSyncError, match="the disk is full"):
         await updates.run(WeightVersion(2))
-    assert [(engine.version, engine.paused, engine.asleep) for engine in three] == [(1, False, False)] * 3
+    assert [(engine.version, engine.paused, engine.asleep) for engine in three] == [
+        (1, False, False)
+    ] * 3
 
 
 @WAYS
@@ -784,7 +935,9 @@ async def test_engine_that_does_not_wake_after_the_commit_is_lost(
         await updates.run(WeightVersion(2))
 
 
-async def test_new_engine_does_not_join_while_others_sleep(three: list[Receiver]) -> None:
+async def test_new_engine_does_not_join_while_others_sleep(
+    three: list[Receiver],
+) -> None:
     updates = transaction(three)
     await updates.run(WeightVersion(1))
     await updates.suspend()

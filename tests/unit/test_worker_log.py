@@ -1,4 +1,5 @@
-"""What user code of a rollout worker prints is in the run folder: all of it, without keys, within a bound."""
+"""What user code of a rollout worker prints is in the run folder: all of it, without
+keys, within a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ KEY = "isk-0" + "aB3_-" * 8 + "x9="
 
 
 def printed(path: Path, program: str) -> str:
-    """What is in the log once a process that takes its output there has run `program`."""
+    """What is in the log once a process that takes its output there has run
+    `program`."""
     before = f"""
         import logging, os, subprocess, sys, threading
         from pathlib import Path
@@ -27,12 +29,16 @@ def printed(path: Path, program: str) -> str:
         KEY = {KEY!r}
     """
     text = textwrap.dedent(before) + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("before\n", "")
     return path.read_text()
 
 
-def test_python_c_code_and_child_processes_print_into_one_file_in_order(tmp_path: Path) -> None:
+def test_python_c_code_and_child_processes_print_into_one_file_in_order(
+    tmp_path: Path,
+) -> None:
     text = printed(
         tmp_path / "log",
         """
@@ -50,7 +56,10 @@ def test_python_c_code_and_child_processes_print_into_one_file_in_order(tmp_path
 def test_worker_log_is_private_and_a_later_incarnation_appends(tmp_path: Path) -> None:
     path = tmp_path / "log"
     printed(path, "print('first incarnation')")
-    assert printed(path, "print('second incarnation')") == "first incarnation\nsecond incarnation\n"
+    assert (
+        printed(path, "print('second incarnation')")
+        == "first incarnation\nsecond incarnation\n"
+    )
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -67,7 +76,10 @@ def test_session_keys_are_masked_in_printed_text(tmp_path: Path) -> None:
     )
     assert KEY not in text
     assert "base_url=http://127.0.0.1:8000/s/(session key)/v1\n" in text
-    assert 'POST http://127.0.0.1:8000/s/(session key)/v1/chat/completions "200 OK"' in text
+    assert (
+        'POST http://127.0.0.1:8000/s/(session key)/v1/chat/completions "200 OK"'
+        in text
+    )
     assert "{'api_key': '(session key)'}" in text
 
 
@@ -109,11 +121,15 @@ def test_missing_log_folder_does_not_end_the_worker(tmp_path: Path) -> None:
         print("goes on")
         """
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert "cannot be written" in done.stdout
     assert done.stdout.endswith("goes on\n")
 
 
-@pytest.mark.parametrize(("worker", "name"), [("rollout worker 12", "rollout-worker-12.log")])
+@pytest.mark.parametrize(
+    ("worker", "name"), [("rollout worker 12", "rollout-worker-12.log")]
+)
 def test_worker_log_is_named_after_its_worker(worker: str, name: str) -> None:
     assert log_name(worker) == name

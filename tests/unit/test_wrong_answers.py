@@ -1,4 +1,5 @@
-"""Answers of an engine that cannot be true: none becomes a turn, and whoever asked learns why."""
+"""Answers of an engine that cannot be true: none becomes a turn, and whoever asked
+learns why."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from fakes import FakeEngine, random_reply
 from running_gateway import ASK, ENV_KEY, running
 
 from invrl.engines.engine_health import wrong_answer
-from invrl.engines.sglang_client import EngineLimits, GenerateEnd, GenerateRequest, SglangClient
+from invrl.engines.sglang_client import (
+    EngineLimits,
+    GenerateEnd,
+    GenerateRequest,
+    SglangClient,
+)
 from invrl.errors import ServerError, WrongAnswerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import Sampling, WeightVersion
@@ -76,7 +82,9 @@ def version(name: str) -> Callable[[dict], dict]:
 
 
 def tokens_lost(event: dict) -> dict:
-    event["meta_info"]["output_token_logprobs"] = event["meta_info"]["output_token_logprobs"][:-1]
+    event["meta_info"]["output_token_logprobs"] = event["meta_info"][
+        "output_token_logprobs"
+    ][:-1]
     return event
 
 
@@ -87,9 +95,12 @@ def ids_lost(event: dict) -> dict:
 
 def nothing_sampled(event: dict) -> dict:
     event["output_ids"] = []
-    return meta(output_token_logprobs=[], output_top_logprobs=[], completion_tokens=0, weight_versions=[])(
-        event
-    )
+    return meta(
+        output_token_logprobs=[],
+        output_top_logprobs=[],
+        completion_tokens=0,
+        weight_versions=[],
+    )(event)
 
 
 def more_than_asked(event: dict) -> dict:
@@ -109,7 +120,10 @@ def more_than_asked(event: dict) -> dict:
 
 GOOD_TOP = [[-1.0, 7, None], [-2.0, 8, None]]
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
-    "id beyond the vocabulary": (token(512), "token id 512 is outside the vocabulary of 512"),
+    "id beyond the vocabulary": (
+        token(512),
+        "token id 512 is outside the vocabulary of 512",
+    ),
     "negative id": (token(-1), "token id -1 is outside"),
     "id of 2**31": (token(2**31), "is outside"),
     "id of 2**64": (token(2**64), "is outside|cannot be read"),
@@ -125,16 +139,31 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "fewer log-probs than ids": (tokens_lost, "token ids came with|likeliest"),
     "fewer ids than log-probs": (ids_lost, "token ids came with"),
     "no log-probs": (meta(output_token_logprobs=[]), "token ids came with 0 log-probs"),
-    "no field of log-probs": (without("output_token_logprobs"), "token ids came with 0 log-probs"),
+    "no field of log-probs": (
+        without("output_token_logprobs"),
+        "token ids came with 0 log-probs",
+    ),
     "log-probs of other tokens": (
         lambda event: {**event, "output_ids": [9] * len(event["output_ids"])},
         "of other tokens",
     ),
-    "nothing sampled": (nothing_sampled, "without any token|are said to have been sampled"),
+    "nothing sampled": (
+        nothing_sampled,
+        "without any token|are said to have been sampled",
+    ),
     "more tokens than asked for": (more_than_asked, "were asked for"),
-    "too few tokens counted": (meta(completion_tokens=1), "are said to have been sampled"),
-    "too many tokens counted": (meta(completion_tokens=99), "are said to have been sampled"),
-    "version of the future": (version("4"), "version 4 is from the future: the newest is 3"),
+    "too few tokens counted": (
+        meta(completion_tokens=1),
+        "are said to have been sampled",
+    ),
+    "too many tokens counted": (
+        meta(completion_tokens=99),
+        "are said to have been sampled",
+    ),
+    "version of the future": (
+        version("4"),
+        "version 4 is from the future: the newest is 3",
+    ),
     "version with 5,000 digits": (version("9" * 5000), "no version of ours"),
     "version that is no number": (version("default"), "no version of ours"),
     "negative version": (version("-1"), "no version of ours"),
@@ -149,10 +178,22 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
         meta(finish_reason={"type": "stop", "matched": 512}),
         "token id 512 is outside",
     ),
-    "more cached than the prompt has": (meta(cached_tokens=99), "are said to be cached"),
-    "negative number of cached tokens": (meta(cached_tokens=-1), "are said to be cached"),
-    "a likely token beyond the vocabulary": (top([[-1.0, 512, None], [-2.0, 8, None]]), "is outside"),
-    "a likely token with a positive log-prob": (top([[2.0, 7, None], [-2.0, 8, None]]), "log-prob 2.0"),
+    "more cached than the prompt has": (
+        meta(cached_tokens=99),
+        "are said to be cached",
+    ),
+    "negative number of cached tokens": (
+        meta(cached_tokens=-1),
+        "are said to be cached",
+    ),
+    "a likely token beyond the vocabulary": (
+        top([[-1.0, 512, None], [-2.0, 8, None]]),
+        "is outside",
+    ),
+    "a likely token with a positive log-prob": (
+        top([[2.0, 7, None], [-2.0, 8, None]]),
+        "log-prob 2.0",
+    ),
     "fewer likely tokens than asked for": (top(GOOD_TOP[:1]), "likeliest tokens"),
     "an event that is a list": (lambda event: [event], "cannot be read"),
     "an empty event": (lambda _: {}, "failed a generation"),
@@ -170,7 +211,9 @@ async def ask(client: SglangClient, *, stream: bool) -> None:
     if not stream:
         await client.generate(request)
         return
-    ends = [item async for item in client.stream(request) if isinstance(item, GenerateEnd)]
+    ends = [
+        item async for item in client.stream(request) if isinstance(item, GenerateEnd)
+    ]
     assert len(ends) == 1
 
 
@@ -190,7 +233,9 @@ async def test_an_answer_that_cannot_be_true_is_refused_with_its_reason(stream: 
                 wrong_answers.clear()
                 with pytest.raises(ServerError, match=reason) as refused:
                     await ask(client, stream=stream)
-                if kind != "an empty event":  # which is how an engine reports an error of its own
+                if (
+                    kind != "an empty event"
+                ):  # which is how an engine reports an error of its own
                     assert isinstance(refused.value, WrongAnswerError), kind
                     assert wrong_answers == ["one"], kind
 
@@ -206,10 +251,14 @@ async def test_an_answer_that_cannot_be_true_is_refused_with_its_reason(stream: 
         meta(weight_versions=None),
     ],
 )
-async def test_what_rounding_and_older_weights_make_is_taken(spoil: Callable[[dict], dict]):
+async def test_what_rounding_and_older_weights_make_is_taken(
+    spoil: Callable[[dict], dict],
+):
     async with FakeEngine(random_reply()) as engine:
         engine.spoil = spoil
-        async with SglangClient(engine.url, limits=LIMITS, newest_version=lambda: NEWEST) as client:
+        async with SglangClient(
+            engine.url, limits=LIMITS, newest_version=lambda: NEWEST
+        ) as client:
             await ask(client, stream=False)
 
 
@@ -217,7 +266,9 @@ async def chat(client: openai.AsyncOpenAI, *, stream: bool) -> None:
     if not stream:
         await client.chat.completions.create(model="tiny", messages=[ASK])
         return
-    async for _ in await client.chat.completions.create(model="tiny", messages=[ASK], stream=True):
+    async for _ in await client.chat.completions.create(
+        model="tiny", messages=[ASK], stream=True
+    ):
         pass
 
 
@@ -226,7 +277,13 @@ async def test_a_wrong_answer_is_a_failed_generation_and_no_turn(
     tmp_path: Path, model: Path, renderer: Renderer, stream: bool
 ):
     async with running(tmp_path, model, renderer) as gateway:
-        for spoil in (token(2**64), token(-5), logprob(5.0), logprob(-1e300), more_than_asked_of_gateway):
+        for spoil in (
+            token(2**64),
+            token(-5),
+            logprob(5.0),
+            logprob(-1e300),
+            more_than_asked_of_gateway,
+        ):
             [session] = await gateway.open()
             gateway.engine.spoil = spoil
             with pytest.raises(openai.APIError) as failed:
@@ -237,7 +294,9 @@ async def test_a_wrong_answer_is_a_failed_generation_and_no_turn(
                 assert failed.value.status_code in (502, 503)
             assert not any(turn.delivered for turn in gateway.turns(session))
             assert {turn.finish_reason for turn in gateway.turns(session)} <= {"abort"}
-            assert all(np.all(turn.sampled_ids_T < 512) for turn in gateway.turns(session))
+            assert all(
+                np.all(turn.sampled_ids_T < 512) for turn in gateway.turns(session)
+            )
         assert ENV_KEY not in str(failed.value)
 
 
@@ -247,10 +306,15 @@ def more_than_asked_of_gateway(event: dict) -> dict:
 
 
 async def test_an_engine_under_suspicion_is_asked_and_convicted_by_its_answer():
-    async with FakeEngine(random_reply()) as engine, SglangClient(engine.url, limits=LIMITS) as client:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        SglangClient(engine.url, limits=LIMITS) as client,
+    ):
 
         async def verdict() -> str:
-            return await wrong_answer(client, vocab_size=512, newest_version=NEWEST, deadline_s=60)
+            return await wrong_answer(
+                client, vocab_size=512, newest_version=NEWEST, deadline_s=60
+            )
 
         assert await verdict() == ""
         engine.spoil = token(600)

@@ -1,4 +1,5 @@
-"""A wrong value of a setting is answered with the nearest one, or with the setting that it belongs to."""
+"""A wrong value of a setting is answered with the nearest one, or with the setting that
+it belongs to."""
 
 from __future__ import annotations
 
@@ -43,8 +44,14 @@ def test_a_misspelt_value_gets_the_nearest_one(flags: list[str], near: str) -> N
 @pytest.mark.parametrize(
     ("flags", "owner"),
     [
-        (["--algorithm-preset", "dpo"], "dpo is an objective: write --objective dpo --data-path FILE.jsonl"),
-        (["--algorithm-preset", "sft"], "write --objective sft --data-path FILE.jsonl, with conversations"),
+        (
+            ["--algorithm-preset", "dpo"],
+            "dpo is an objective: write --objective dpo --data-path FILE.jsonl",
+        ),
+        (
+            ["--algorithm-preset", "sft"],
+            "write --objective sft --data-path FILE.jsonl, with conversations",
+        ),
         (["--algorithm-preset", "distillation"], "write --objective distillation"),
         (["--objective", "gspo"], "write --algorithm-preset gspo"),
         (["--objective", "grpo"], "write --advantage grpo or --algorithm-preset grpo"),
@@ -53,13 +60,19 @@ def test_a_misspelt_value_gets_the_nearest_one(flags: list[str], near: str) -> N
         (["--aggregation", "k3"], "write --kl-estimator k3"),
     ],
 )
-def test_a_value_of_another_setting_names_that_one(flags: list[str], owner: str) -> None:
+def test_a_value_of_another_setting_names_that_one(
+    flags: list[str], owner: str
+) -> None:
     assert owner in fix(*flags)
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("quickstrat", "quickstart"), ("my_tsk.toml", "my_task.toml"), ("nothing-like-it", "or a preset: ")],
+    [
+        ("quickstrat", "quickstart"),
+        ("my_tsk.toml", "my_task.toml"),
+        ("nothing-like-it", "or a preset: "),
+    ],
 )
 def test_a_misspelt_config_gets_the_nearest_file_or_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, near: str
@@ -72,8 +85,12 @@ def test_a_misspelt_config_gets_the_nearest_file_or_preset(
 def test_a_path_is_compared_where_it_goes_wrong(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "tasks.jsonl").write_text("")
-    assert f"did you mean {tmp_path}/data/tasks.jsonl?" in fix_of_path(tmp_path / "data" / "taks.jsonl", "")
-    assert f"did you mean {tmp_path}/data?" in fix_of_path(tmp_path / "dta" / "tasks.jsonl", "")
+    assert f"did you mean {tmp_path}/data/tasks.jsonl?" in fix_of_path(
+        tmp_path / "data" / "taks.jsonl", ""
+    )
+    assert f"did you mean {tmp_path}/data?" in fix_of_path(
+        tmp_path / "dta" / "tasks.jsonl", ""
+    )
     assert fix_of_path(tmp_path / "data" / "tasks.jsonl", "read it") == "read it"
     assert fix_of_path(tmp_path / "other" / "x", "make it") == "make it"
 
@@ -97,10 +114,14 @@ def test_misspelt_files_models_templates_and_runs_get_the_nearest(
         assert near in capsys.readouterr().err
 
 
-def test_a_misspelt_module_gets_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_module_gets_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from invrl.plugins import load_rollout_function
 
-    (tmp_path / "my_agent_of_values.py").write_text("async def rollout(task, endpoint): ...\n")
+    (tmp_path / "my_agent_of_values.py").write_text(
+        "async def rollout(task, endpoint): ...\n"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean 'my_agent_of_values:rollout'"):
         load_rollout_function("my_agnt_of_values:rollout")

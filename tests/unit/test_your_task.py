@@ -1,4 +1,5 @@
-"""The page rollout_fns/your_task/README.md: its code runs, its files are those beside it."""
+"""The page rollout_fns/your_task/README.md: its code runs, its files are those beside
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 class Replies:
-    """An endpoint whose model says this, and how that ended; keeps what it was asked."""
+    """An endpoint whose model says this, and how that ended; keeps what it was
+    asked."""
 
     base_url = "http://127.0.0.1:9/s/key/v1"
     api_key = "key"
@@ -39,7 +41,9 @@ class Replies:
 
     def __init__(self, content: str | None, finish_reason: str = "stop") -> None:
         message = SimpleNamespace(content=content)
-        self._reply = SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=finish_reason)])
+        self._reply = SimpleNamespace(
+            choices=[SimpleNamespace(message=message, finish_reason=finish_reason)]
+        )
         self.asked: list[dict[str, Any]] = []
 
     def openai(self) -> Any:
@@ -47,7 +51,9 @@ class Replies:
             self.asked.append(request)
             return self._reply
 
-        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+        return SimpleNamespace(
+            chat=SimpleNamespace(completions=SimpleNamespace(create=create))
+        )
 
 
 def function_of(code: str) -> Any:
@@ -86,7 +92,9 @@ async def test_tutorial_agent_rewards_only_the_label(
 ) -> None:
     rollout = function_of(blocks(PAGE, "python")[0])
     endpoint = Replies(said, finish_reason)
-    result = await rollout(Task(id="a", payload={"question": "Well?"}, label=label), endpoint)
+    result = await rollout(
+        Task(id="a", payload={"question": "Well?"}, label=label), endpoint
+    )
     assert isinstance(result, RolloutResult)
     assert result.reward == reward
     [request] = endpoint.asked
@@ -94,12 +102,18 @@ async def test_tutorial_agent_rewards_only_the_label(
     assert request["messages"][-1] == {"role": "user", "content": "Well?"}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "rollout_fns" / "README.md"], ids=str)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "rollout_fns" / "README.md"], ids=str
+)
 @pytest.mark.parametrize(("label", "said"), [(4, "4"), ("four", "four")])
 async def test_agents_of_other_pages_accept_a_number_as_label(
     page: Path, label: str | int, said: str
 ) -> None:
-    code = next(block for block in blocks(page.read_text(), "python") if "# my_agent.py" in block)
+    code = next(
+        block
+        for block in blocks(page.read_text(), "python")
+        if "# my_agent.py" in block
+    )
     rollout = function_of(code)
     task = Task(id="a", payload={"question": "What is 2+2?"}, label=label)
     assert await rollout(task, Replies(said)) == 1.0
@@ -121,14 +135,21 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "my_agent", raising=False)
-    [line] = [line for block in blocks(PAGE, "bash") for line in block.splitlines() if " train " in line]
+    [line] = [
+        line
+        for block in blocks(PAGE, "bash")
+        for line in block.splitlines()
+        if " train " in line
+    ]
     model = make_tiny_model(tmp_path / "model")
     words = line.replace("$MODEL", str(model)).split()
     assert words[:2] == ["invrl", "train"]
     return resolve(*parse_flags(words[2:]))
 
 
-def test_tutorial_command_passes_every_check(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_command_passes_every_check(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
     for name in ("model folder", "chat template", "trainable model", *USER_CODE):
         run_check(name, config)
@@ -147,7 +168,8 @@ def test_tutorial_names_existing_settings_and_files(config: Config) -> None:
     written = tomllib.loads(blocks(PAGE, "toml")[0])
     default = resolve()
     assert {
-        table: getattr(config, table).model_dump(include=set(keys)) for table, keys in written.items()
+        table: getattr(config, table).model_dump(include=set(keys))
+        for table, keys in written.items()
     } == written
     assert config.train.lr > default.train.lr
     for name in (*preset_names(), *PRESETS):

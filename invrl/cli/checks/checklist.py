@@ -1,9 +1,10 @@
 """The one list of checks, and which command needs which.
 
-`invrl doctor` makes all checks that `train` could need and reports each. `train`, `serve` and `eval` make
-theirs in the order of the list, end at the first error, and print doubts as warnings. Packages come first:
-the other checks may need one that is missing. A check that reads the model folder names the check of that
-folder as its precondition and does not repeat it."""
+`invrl doctor` makes all checks that `train` could need and reports each. `train`,
+`serve` and `eval` make theirs in the order of the list, end at the first error, and
+print doubts as warnings. Packages come first: the other checks may need one that is
+missing. A check that reads the model folder names the check of that folder as its
+precondition and does not repeat it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,13 +34,15 @@ ENGINES = EVERY | {"engine"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Raises ConfigError for what would stop a run and `Doubt` for what may; returns what it saw."""
+    """Raises ConfigError for what would stop a run and `Doubt` for what may; returns
+    what it saw."""
 
     name: str
     look: Callable[[Config, Machine], object]
     commands: frozenset[str]
     trainer_alone: bool = False
-    """Whether a run of the trainer alone needs it, which starts no engine, no gateway and no rollouts."""
+    """Whether a run of the trainer alone needs it, which starts no engine, no gateway
+    and no rollouts."""
     on_data: bool = False
     """Whether a run on `--data-path` needs it all the same."""
     needs: str = ""
@@ -47,7 +50,9 @@ class Check:
 
 
 def _of_machine(
-    name: str, look: Callable[[Config, Machine], object], commands: frozenset[str] = DOCTOR
+    name: str,
+    look: Callable[[Config, Machine], object],
+    commands: frozenset[str] = DOCTOR,
 ) -> Check:
     return Check(name=name, look=look, commands=commands, trainer_alone=True)
 
@@ -83,16 +88,44 @@ CHECKS = (
     _of_machine("python", machine_checks.check_python),
     _of_machine("packages", machine_checks.check_packages, ENGINES),
     _of_settings(_MODEL_FOLDER, model_checks.check_model, ENGINES, trainer_alone=True),
-    _of_settings("chat template", model_checks.check_template, EVERY, on_data=True, needs=_MODEL_FOLDER),
     _of_settings(
-        _TRAINABLE_MODEL, model_checks.check_trainable, TRAIN, trainer_alone=True, needs=_MODEL_FOLDER
+        "chat template",
+        model_checks.check_template,
+        EVERY,
+        on_data=True,
+        needs=_MODEL_FOLDER,
     ),
     _of_settings(
-        "reference model", model_checks.check_reference, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL
+        _TRAINABLE_MODEL,
+        model_checks.check_trainable,
+        TRAIN,
+        trainer_alone=True,
+        needs=_MODEL_FOLDER,
     ),
-    _of_settings("teacher", model_checks.check_teacher, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
-    _of_settings("critic", model_checks.check_critic, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
-    _of_settings("servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL),
+    _of_settings(
+        "reference model",
+        model_checks.check_reference,
+        TRAIN,
+        trainer_alone=True,
+        needs=_TRAINABLE_MODEL,
+    ),
+    _of_settings(
+        "teacher",
+        model_checks.check_teacher,
+        TRAIN,
+        trainer_alone=True,
+        needs=_TRAINABLE_MODEL,
+    ),
+    _of_settings(
+        "critic",
+        model_checks.check_critic,
+        TRAIN,
+        trainer_alone=True,
+        needs=_TRAINABLE_MODEL,
+    ),
+    _of_settings(
+        "servable model", model_checks.check_servable, TRAIN, needs=_TRAINABLE_MODEL
+    ),
     Check(
         name="engine for the model",
         look=model_checks.check_engine_here,
@@ -100,26 +133,49 @@ CHECKS = (
         needs=_MODEL_FOLDER,
     ),
     _of_settings(_ROLLOUT_FUNCTION, settings_checks.check_rollout_function, ROLLOUTS),
-    _of_settings("rollout code", code_checks.check_rollout_code, ROLLOUTS, needs=_ROLLOUT_FUNCTION),
+    _of_settings(
+        "rollout code",
+        code_checks.check_rollout_code,
+        ROLLOUTS,
+        needs=_ROLLOUT_FUNCTION,
+    ),
     _of_settings(_REWARD_FUNCTION, settings_checks.check_reward_function, ROLLOUTS),
-    _of_settings("reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION),
-    _of_settings("row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER),
+    _of_settings(
+        "reward code", code_checks.check_reward_code, ROLLOUTS, needs=_REWARD_FUNCTION
+    ),
+    _of_settings(
+        "row length", settings_checks.check_row_length, TRAIN, needs=_MODEL_FOLDER
+    ),
     _of_settings("held-out sets", task_checks.check_eval_sets, TRAIN),
     _of_settings("held-out tasks", task_checks.check_held_out_tasks, EVAL),
     _of_settings(_TASKS, task_checks.check_tasks, TRAIN),
-    _of_settings("held-out tasks apart", task_checks.check_held_out_apart, TRAIN, needs=_TASKS),
+    _of_settings(
+        "held-out tasks apart", task_checks.check_held_out_apart, TRAIN, needs=_TASKS
+    ),
     _of_settings("labels", task_checks.check_labels, TRAIN, needs=_TASKS),
     _of_settings("labels", task_checks.check_held_out_labels, EVAL),
     _of_settings("algorithm functions", settings_checks.check_algorithm, TRAIN),
     _of_settings("off-policy correction", settings_checks.check_off_policy, TRAIN),
-    _of_settings("magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True),
+    _of_settings(
+        "magnitudes", settings_checks.check_magnitudes, TRAIN, trainer_alone=True
+    ),
     _of_settings("trackers", settings_checks.check_trackers, TRAIN, trainer_alone=True),
     _of_settings("traces", settings_checks.check_traces, EVERY),
-    _of_settings("training data", data_checks.check_data, TRAIN, trainer_alone=True, needs=_TRAINABLE_MODEL),
-    _of_settings("saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True),
+    _of_settings(
+        "training data",
+        data_checks.check_data,
+        TRAIN,
+        trainer_alone=True,
+        needs=_TRAINABLE_MODEL,
+    ),
+    _of_settings(
+        "saved batches", settings_checks.check_saved_batches, TRAIN, trainer_alone=True
+    ),
     _of_settings("sglang options", settings_checks.check_sglang_options, ENGINES),
     _of_settings(_ROUTER, settings_checks.check_router, EVERY),
-    _of_settings("router options", settings_checks.check_router_options, EVERY, needs=_ROUTER),
+    _of_settings(
+        "router options", settings_checks.check_router_options, EVERY, needs=_ROUTER
+    ),
     _of_settings(
         "megatron options",
         settings_checks.check_megatron_options,
@@ -130,7 +186,12 @@ CHECKS = (
     _of_settings("weight folder", settings_checks.check_weight_folder, TRAIN),
     _of_settings("weight server", settings_checks.check_weight_host, TRAIN),
     _of_settings("gateway port", settings_checks.check_gateway_port, EVERY),
-    _of_settings("metrics port", settings_checks.check_metrics_port, WITH_METRICS, trainer_alone=True),
+    _of_settings(
+        "metrics port",
+        settings_checks.check_metrics_port,
+        WITH_METRICS,
+        trainer_alone=True,
+    ),
     _of_settings("environment key", settings_checks.check_environment_key, EVERY),
     _of_settings("external engines", settings_checks.check_engine_key, EVERY),
     _of_settings("run folder", check_run_folder, DOCTOR, trainer_alone=True),
@@ -159,7 +220,11 @@ CHECKS = (
 
 def checks_of(command: str, config: Config) -> list[Check]:
     """Those that `invrl COMMAND` makes with this configuration."""
-    return [check for check in CHECKS if command in check.commands and _is_needed(check, config)]
+    return [
+        check
+        for check in CHECKS
+        if command in check.commands and _is_needed(check, config)
+    ]
 
 
 def _is_needed(check: Check, config: Config) -> bool:
@@ -169,11 +234,14 @@ def _is_needed(check: Check, config: Config) -> bool:
 
 
 def check_before_start(command: str, config: Config, machine: Machine) -> list[str]:
-    """Make the checks of the command. Raises ConfigError at the first that fails; returns the warnings."""
+    """Make the checks of the command. Raises ConfigError at the first that fails;
+    returns the warnings."""
     warnings: list[str] = []
     for check in checks_of(command, config):
         try:
             check.look(config, machine)
         except Doubt as doubt:
-            warnings.append(f"{check.name}: {doubt.value}: {doubt.reason}. Fix: {doubt.fix}")
+            warnings.append(
+                f"{check.name}: {doubt.value}: {doubt.reason}. Fix: {doubt.fix}"
+            )
     return warnings

@@ -1,5 +1,5 @@
-"""Checks of the source of the rollout function and the reward function, for faults that cost a run its
-rollouts, or its speed, and raise nothing until they run."""
+"""Checks of the source of the rollout function and the reward function, for faults that
+cost a run its rollouts, or its speed, and raise nothing until they run."""
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from invrl.run.config import Config
 
 
 def check_rollout_code(config: Config) -> str:
-    """The rollout function asks the model, and does not block the event loop that it shares with others.
-    Raises `Doubt`."""
+    """The rollout function asks the model, and does not block the event loop that it
+    shares with others. Raises `Doubt`."""
     from invrl import plugins
     from invrl.user_source import uses_argument
 
@@ -21,7 +21,9 @@ def check_rollout_code(config: Config) -> str:
     function = plugins.load_rollout_function(path)
     if not uses_argument(function, 1):
         reason = "it never uses its endpoint, so the model is not asked and there is no token to train"
-        fix = "ask with endpoint.openai(), or with endpoint.base_url and endpoint.api_key"
+        fix = (
+            "ask with endpoint.openai(), or with endpoint.base_url and endpoint.api_key"
+        )
         raise Doubt("rollout.rollout_function_path", path, reason, fix)
     _check_loop("rollout.rollout_function_path", path, function)
     return "in order"
@@ -34,7 +36,9 @@ def check_reward_code(config: Config) -> str:
     path = config.rollout.reward_function_path
     if not path:
         return "none"
-    _check_loop("rollout.reward_function_path", path, plugins.load_reward_function(path))
+    _check_loop(
+        "rollout.reward_function_path", path, plugins.load_reward_function(path)
+    )
     return "in order"
 
 
@@ -42,7 +46,9 @@ def _check_loop(field: str, path: str, function: Callable[..., Any]) -> None:
     """A sync function runs in a thread of its own, where it may do what it likes."""
     from invrl.user_source import BLOCKING, OTHER_LOOPS, calls_in_async
 
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
+        type(function).__call__
+    ):
         return
     other_loop = calls_in_async(function, OTHER_LOOPS)
     if other_loop:

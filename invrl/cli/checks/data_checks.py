@@ -1,5 +1,6 @@
-"""Whether the files of a run without rollouts can be trained on: every row is read, and many are tokenised
-with the model's own template. Raises ConfigError that names the file and the row."""
+"""Whether the files of a run without rollouts can be trained on: every row is read, and
+many are tokenised with the model's own template. Raises ConfigError that names the file
+and the row."""
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError

@@ -4,9 +4,10 @@ from invrl.errors import ConfigError
 
 
 class Doubt(ConfigError):
-    """A run may start with this, and may be slow or fail later. `train` and `doctor` warn."""
+    """A run may start with this, and may be slow or fail later. `train` and `doctor`
+    warn."""
 
 
 class LikelyFailure(Doubt):
-    """An estimate says that the run will fail. `train` only warns, because it is only an estimate;
-    `doctor` reports a failure."""
+    """An estimate says that the run will fail. `train` only warns, because it is only
+    an estimate; `doctor` reports a failure."""

@@ -14,7 +14,8 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A value of its own, so that a test can describe a machine that it does not have."""
+    """A value of its own, so that a test can describe a machine that it does not
+    have."""
 
     python: tuple[int, int]
     cpus: int
@@ -25,7 +26,8 @@ class Machine:
     nvidia: bool
     """A driver is loaded, whether the installed torch can use it or not."""
     is_slow_in_bfloat16: bool = False
-    """Its CPU is an x86 one without AVX-512, for which oneDNN has no bfloat16 kernels."""
+    """Its CPU is an x86 one without AVX-512, for which oneDNN has no bfloat16
+    kernels."""
     torch: str
     """Its version."""
     memory_bytes: int
@@ -62,19 +64,20 @@ def has_nvidia_driver() -> bool:
 
 
 def lacks_avx512() -> bool:
-    """Whether the processor computes many times slower in bfloat16 than in float32. False for other
-    processors than x86."""
+    """Whether the processor computes many times slower in bfloat16 than in float32.
+    False for other processors than x86."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = [line for line in lines if line.startswith("flags")]
     return bool(flags) and "avx512f" not in flags[0].split()
 
 
 def memory_of(control_group: Path) -> tuple[int, int]:
-    """Free bytes and all bytes of the container whose control group (version 2) is this folder, or of the
-    machine where that sets no limit.
+    """Free bytes and all bytes of the container whose control group (version 2) is this
+    folder, or of the machine where that sets no limit.
 
-    Files that the kernel keeps in memory count as free, as they do for Ray: the kernel drops them when the
-    container needs more, and a container that has just read a large model is full of them."""
+    Files that the kernel keeps in memory count as free, as they do for Ray: the kernel
+    drops them when the container needs more, and a container that has just read a large
+    model is full of them."""
     memory = psutil.virtual_memory()
     limit_file = control_group / "memory.max"
     if not limit_file.is_file():

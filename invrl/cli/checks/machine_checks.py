@@ -1,7 +1,8 @@
-"""What a run needs of the machine: one function per check, over facts that a test can change.
+"""What a run needs of the machine: one function per check, over facts that a test can
+change.
 
-A check takes the configuration and the `Machine`, and returns what it saw. It raises ConfigError for what
-would stop a run, and `Doubt` for what may."""
+A check takes the configuration and the `Machine`, and returns what it saw. It raises
+ConfigError for what would stop a run, and `Doubt` for what may."""
 
 import importlib.metadata
 import math
@@ -41,7 +42,8 @@ def check_python(config: Config, machine: Machine) -> str:
 
 
 def check_packages(config: Config, machine: Machine) -> str:
-    """Against what invrl declares, and the pins of what is installed without its dependencies."""
+    """Against what invrl declares, and the pins of what is installed without its
+    dependencies."""
     from packaging.requirements import Requirement
 
     extra = "cpu"
@@ -66,10 +68,14 @@ def check_packages(config: Config, machine: Machine) -> str:
         if not version:
             problems.append(f"{requirement.name} is missing")
         elif not requirement.specifier.contains(version, prereleases=True):
-            problems.append(f"{requirement.name} is {version}, not {requirement.specifier}")
+            problems.append(
+                f"{requirement.name} is {version}, not {requirement.specifier}"
+            )
     if problems:
         fix = f"run: {install_command(gpu=machine.gpus > 0)}"
-        raise ConfigError("packages", "; ".join(problems), "not the versions that invrl needs", fix)
+        raise ConfigError(
+            "packages", "; ".join(problems), "not the versions that invrl needs", fix
+        )
     return f"{needed} as required"
 
 
@@ -78,27 +84,33 @@ def packages_missing(error: ImportError) -> ConfigError:
     from invrl.engines.engine_server import count_gpus
 
     reason = "a package that invrl needs cannot be imported"
-    return ConfigError("packages", str(error), reason, f"run: {install_command(gpu=count_gpus() > 0)}")
+    return ConfigError(
+        "packages", str(error), reason, f"run: {install_command(gpu=count_gpus() > 0)}"
+    )
 
 
 def check_gpu(config: Config, machine: Machine) -> str:
     if machine.gpus:
         return f"{machine.gpus} GPUs"
     if machine.nvidia:
-        reason = f"an NVIDIA driver is loaded, but torch {machine.torch} cannot use a GPU"
+        reason = (
+            f"an NVIDIA driver is loaded, but torch {machine.torch} cannot use a GPU"
+        )
         fix = f"run: {install_command(gpu=True)}; or look at CUDA_VISIBLE_DEVICES"
         raise Doubt("gpu", "CPU", reason, fix)
     return f"none: CPU, torch {machine.torch}"
 
 
 def check_processors(config: Config, machine: Machine) -> str:
-    """Every trainer rank computes on a GPU, or a CPU, of its own. Those of a Ray cluster elsewhere are not
-    known here."""
+    """Every trainer rank computes on a GPU, or a CPU, of its own. Those of a Ray
+    cluster elsewhere are not known here."""
     layout = config.train.layout
     available = machine.gpus or machine.cpus
     noun = "GPUs" if machine.gpus else "CPUs"
     if layout.world_size > available and not os.environ.get("RAY_ADDRESS"):
-        reason = f"this machine has {available} {noun}, and every rank needs one of its own"
+        reason = (
+            f"this machine has {available} {noun}, and every rank needs one of its own"
+        )
         sizes = {
             "tensor_model_parallel_size": layout.tensor,
             "context_parallel_size": layout.context,
@@ -107,20 +119,30 @@ def check_processors(config: Config, machine: Machine) -> str:
         ranks_of_a_copy = math.prod(sizes.values())
         if ranks_of_a_copy > available:
             largest = max(sizes, key=lambda name: sizes[name])
-            flags = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size > 1]
+            flags = [
+                f"--{name.replace('_', '-')}"
+                for name, size in sizes.items()
+                if size > 1
+            ]
             fix = f"lower {' or '.join(flags)}, so that one copy of the model has {available} ranks or fewer"
             reason = f"{reason}; one copy of the model has {ranks_of_a_copy}"
             raise ConfigError(f"train.{largest}", sizes[largest], reason, fix)
         fix = f"lower --data-parallel-size to {available // ranks_of_a_copy} or less"
         raise ConfigError("train.data_parallel_size", layout.data, reason, fix)
     of_critic = config.train.critic_layout
-    if of_critic is not None and config.train.num_ranks > available and not os.environ.get("RAY_ADDRESS"):
+    if (
+        of_critic is not None
+        and config.train.num_ranks > available
+        and not os.environ.get("RAY_ADDRESS")
+    ):
         reason = (
             f"this machine has {available} {noun}, and every rank needs one of its own: the policy has "
             f"{layout.world_size} and the critic {of_critic.world_size}"
         )
         fix = "lower it, or leave it out: the critic then shares the policy's ranks"
-        raise ConfigError("train.critic_data_parallel_size", of_critic.data, reason, fix)
+        raise ConfigError(
+            "train.critic_data_parallel_size", of_critic.data, reason, fix
+        )
     if machine.cpus < 2:
         reason = "engine and trainer share one CPU, so deadlines may be missed"
         raise Doubt("cpus", 1, reason, "use 2 or more")
@@ -128,8 +150,8 @@ def check_processors(config: Config, machine: Machine) -> str:
 
 
 def check_precision(config: Config, machine: Machine) -> str:
-    """Whether the processor computes in the dtypes of engine and trainer. One without AVX-512 was seen to
-    train at a tenth of its speed in float32."""
+    """Whether the processor computes in the dtypes of engine and trainer. One without
+    AVX-512 was seen to train at a tenth of its speed in float32."""
     dtypes = {
         "--engine-dtype": config.engine.engine_dtype,
         "--train-dtype": config.train.train_dtype,
@@ -138,17 +160,22 @@ def check_precision(config: Config, machine: Machine) -> str:
     if machine.is_slow_in_bfloat16 and slow and not machine.gpus:
         reason = "this CPU has no AVX-512, so it computes many times slower in bfloat16 than in float32"
         raise Doubt(
-            " and ".join(slow), "bfloat16", reason, f"use {' '.join(f'{flag} float32' for flag in slow)}"
+            " and ".join(slow),
+            "bfloat16",
+            reason,
+            f"use {' '.join(f'{flag} float32' for flag in slow)}",
         )
     return f"engine {dtypes['--engine-dtype']}, trainer {dtypes['--train-dtype']}"
 
 
 def check_memory(config: Config, machine: Machine) -> str:
-    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray keeps free: below that
-    Ray kills ranks and workers, no matter which program uses the memory.
+    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray
+    keeps free: below that Ray kills ranks and workers, no matter which program uses the
+    memory.
 
-    Raises ConfigError where Ray would kill the run's processes whatever they need, LikelyFailure where much
-    is missing and Doubt where little is: the need is an estimate."""
+    Raises ConfigError where Ray would kill the run's processes whatever they need,
+    LikelyFailure where much is missing and Doubt where little is: the need is an
+    estimate."""
     if os.environ.get("RAY_ADDRESS"):
         return "not checked: RAY_ADDRESS names a cluster that may run on other machines"
     needed = _needed_memory(config, machine)
@@ -164,7 +191,9 @@ def check_memory(config: Config, machine: Machine) -> str:
         raise ConfigError("memory", value, reason, fix)
     fix = "end other programs, or use a smaller model or fewer --num-engines and --data-parallel-size"
     if usable < 0.6 * needed:
-        raise LikelyFailure("memory", value, "processes of the run would be killed", fix)
+        raise LikelyFailure(
+            "memory", value, "processes of the run would be killed", fix
+        )
     if usable < needed:
         raise Doubt("memory", value, "it may not be enough", fix)
     return value
@@ -185,9 +214,9 @@ def check_trainer_kernels(config: Config, machine: Machine) -> str:
 
 
 def check_trainer_memory(config: Config, machine: Machine) -> str:
-    """What each rank of the trainer needs. On a GPU it is compared with the GPU's memory; a CPU's is compared
-    for all processes of the run together (`check_memory`). The run measures the same
-    (`train/peak_memory_gb`)."""
+    """What each rank of the trainer needs. On a GPU it is compared with the GPU's
+    memory; a CPU's is compared for all processes of the run together (`check_memory`).
+    The run measures the same (`train/peak_memory_gb`)."""
     budget = _trainer_memory(config, machine)
     if budget is None:
         return "not estimated: no model is given"
@@ -202,15 +231,19 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size"
         )
         if estimate.total > 1.3 * available:
-            raise LikelyFailure("train.max_tokens_per_microbatch", value, "a step would not fit", fix)
+            raise LikelyFailure(
+                "train.max_tokens_per_microbatch", value, "a step would not fit", fix
+            )
         if estimate.total > 0.9 * available:
-            raise Doubt("train.max_tokens_per_microbatch", value, "a step may not fit", fix)
+            raise Doubt(
+                "train.max_tokens_per_microbatch", value, "a step may not fit", fix
+            )
     return value
 
 
 def check_longest_row(config: Config, machine: Machine) -> str:
-    """What a step needs with the longest conversation that may come. One that is longer than a micro-batch is
-    trained alone, beyond the memory of `check_trainer_memory`."""
+    """What a step needs with the longest conversation that may come. One that is longer
+    than a micro-batch is trained alone, beyond the memory of `check_trainer_memory`."""
     budget = _trainer_memory(config, machine)
     if budget is None:
         return "not estimated: no model is given"
@@ -222,10 +255,14 @@ def check_longest_row(config: Config, machine: Machine) -> str:
     if os.environ.get("RAY_ADDRESS"):
         return value
     limit = _rank_memory(config, machine, budget)
-    fitting = bisect_right(range(full, longest + 1), limit, key=lambda tokens: budget.largest(tokens).total)
+    fitting = bisect_right(
+        range(full, longest + 1), limit, key=lambda tokens: budget.largest(tokens).total
+    )
     most = full + max(0, fitting - 1)
     if most < longest:
-        reason = f"a conversation of more than about {most} tokens may not fit into memory"
+        reason = (
+            f"a conversation of more than about {most} tokens may not fit into memory"
+        )
         fix = (
             f"set --max-row-tokens {most}, so that a longer one is refused while it is sampled; or divide it "
             "with --context-parallel-size"
@@ -235,8 +272,8 @@ def check_longest_row(config: Config, machine: Machine) -> str:
 
 
 def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> float:
-    """Bytes that a rank may use: of its GPU, or of this machine's memory while the rest of the run needs what
-    it needs."""
+    """Bytes that a rank may use: of its GPU, or of this machine's memory while the rest
+    of the run needs what it needs."""
     if machine.gpus:
         return 0.9 * machine.gpu_memory_bytes if machine.gpu_memory_bytes else math.inf
     margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
@@ -252,10 +289,12 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
         return MemoryBudget.of(
             config.train,
             config.model.folder,
-            frozen_models=needs_of(config.algorithm).reference + bool(config.model.teacher_model_path),
+            frozen_models=needs_of(config.algorithm).reference
+            + bool(config.model.teacher_model_path),
             reference_moves=config.algorithm.reference_moves,
             reference_is_averaged=config.algorithm.reference_ema > 0,
-            has_critic=needs_of(config.algorithm).values and config.train.critic_layout is None,
+            has_critic=needs_of(config.algorithm).values
+            and config.train.critic_layout is None,
             compares_routers=needs_of(config.algorithm).router_shift,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
@@ -272,10 +311,10 @@ def _arena_on_gpu(config: Config, machine: Machine) -> bool:
 
 
 def _needed_memory(config: Config, machine: Machine) -> float:
-    """An estimate in bytes. A process of an engine takes 1.5 GB and an engine its weights twice, a trainer
-    rank what `MemoryBudget` says, the rest of the run 2 GB. One rank stages weights. On a GPU engines and
-    ranks hold theirs elsewhere, and their weights pass through memory once. Checkpoints are copied into
-    it."""
+    """An estimate in bytes. A process of an engine takes 1.5 GB and an engine its
+    weights twice, a trainer rank what `MemoryBudget` says, the rest of the run 2 GB.
+    One rank stages weights. On a GPU engines and ranks hold theirs elsewhere, and their
+    weights pass through memory once. Checkpoints are copied into it."""
     weights = _weight_bytes(config)
     engines = 0 if config.trains_alone else config.engine.num_engines
     layout = config.train.layout
@@ -293,9 +332,12 @@ def _needed_memory(config: Config, machine: Machine) -> float:
         of_each = estimate.total - estimate.staging - estimate.copy
         needed += ranks_of_stage * of_each + estimate.staging
     if config.train.critic_layout is not None:
-        # At most what the policy's ranks need that have no frozen model; the projection is counted too.
+        # At most what the policy's ranks need that have no frozen model; the projection
+        # is counted too.
         of_critic = replace(budget, frozen_models=0).largest()
-        needed += config.train.critic_layout.world_size * (of_critic.total - of_critic.staging)
+        needed += config.train.critic_layout.world_size * (
+            of_critic.total - of_critic.staging
+        )
     return needed
 
 
@@ -303,21 +345,26 @@ def _weight_bytes(config: Config) -> int:
     """Of the model as engines hold it; 0 without a model."""
     if not config.model.model_path:
         return 0
-    stored = sum(file.stat().st_size for file in config.model.folder.glob("*.safetensors"))
+    stored = sum(
+        file.stat().st_size for file in config.model.folder.glob("*.safetensors")
+    )
     if config.engine.engine_dtype == "float32":
         return 2 * stored
     return stored
 
 
 def check_disk(config: Config, machine: Machine) -> str:
-    """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32 weights and two moments:
-    8 times the bfloat16 weights; a critic adds 7 times its own. A new one is written beside those that are
-    kept (`keep_checkpoints` 0: every one is kept, so their number is not known; two are counted)."""
+    """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32
+    weights and two moments: 8 times the bfloat16 weights; a critic adds 7 times its
+    own. A new one is written beside those that are kept (`keep_checkpoints` 0: every
+    one is kept, so their number is not known; two are counted)."""
     root = Path(config.run.run_root).expanduser().absolute()
     while not root.is_dir() and root != root.parent:
         root = root.parent
     free = psutil.disk_usage(str(root)).free
-    checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(config)
+    checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(
+        config
+    )
     checkpoints = (config.run.keep_checkpoints or 1) + config.run.keep_best + 1
     needed = checkpoints * checkpoint + _GB
     value = (
@@ -326,7 +373,9 @@ def check_disk(config: Config, machine: Machine) -> str:
     )
     if free < checkpoint + _GB:
         fix = "free some, or give another --run-root"
-        raise ConfigError("run.run_root", value, "the disk is too small for one checkpoint", fix)
+        raise ConfigError(
+            "run.run_root", value, "the disk is too small for one checkpoint", fix
+        )
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
         fix = "free some, give another --run-root, or lower --keep-checkpoints or --keep-best"
@@ -335,13 +384,16 @@ def check_disk(config: Config, machine: Machine) -> str:
 
 
 def check_shared_memory(config: Config, machine: Machine) -> str:
-    """/dev/shm is used by torch and Ray. The weight arena is a memfd, which counts as memory."""
+    """/dev/shm is used by torch and Ray. The weight arena is a memfd, which counts as
+    memory."""
     value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
     fix = "docker run --shm-size 8g"
     if machine.shared_memory_bytes < _MIN_SHARED_MEMORY:
         raise ConfigError("/dev/shm", value, "SGLang's processes need 64 MB", fix)
     if machine.shared_memory_bytes < _GB:
-        raise Doubt("/dev/shm", value, "with less than 1 GB Ray writes its objects to disk", fix)
+        raise Doubt(
+            "/dev/shm", value, "with less than 1 GB Ray writes its objects to disk", fix
+        )
     return value
 
 
@@ -357,8 +409,12 @@ def check_ray(config: Config, machine: Machine) -> str:
         parts = urlsplit(url)
         if not parts.hostname or not parts.port:
             raise ValueError("not of the form host:port")
-        socket.create_connection((parts.hostname, parts.port), timeout=_RAY_DEADLINE_S).close()
+        socket.create_connection(
+            (parts.hostname, parts.port), timeout=_RAY_DEADLINE_S
+        ).close()
     except (OSError, ValueError) as error:
         fix = "start it (`ray start --head`), correct RAY_ADDRESS, or unset it"
-        raise ConfigError("RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix) from error
+        raise ConfigError(
+            "RAY_ADDRESS", address, f"no Ray can be reached there ({error})", fix
+        ) from error
     return f"{address} answers"

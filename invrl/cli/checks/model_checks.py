@@ -1,6 +1,8 @@
-"""Whether the model can be served and trained: its files, what the trainer computes, its chat template.
+"""Whether the model can be served and trained: its files, what the trainer computes,
+its chat template.
 
-`check_model` comes first. The other checks read the same folder and rely on what it has checked."""
+`check_model` comes first. The other checks read the same folder and rely on what it has
+checked."""
 
 import asyncio
 from pathlib import Path
@@ -16,8 +18,8 @@ _NO_LIMIT = 2**31
 
 
 def check_model(config: Config) -> Path:
-    """A model is given, its files are those of a model that can be served, and if a checkpoint of a run holds
-    them, they are what was written."""
+    """A model is given, its files are those of a model that can be served, and if a
+    checkpoint of a run holds them, they are what was written."""
     from invrl.model_folder import check_is_folder, check_model_folder
     from invrl.run.checkpoint import check_served
     from invrl.train.families.registry import FAMILIES
@@ -29,15 +31,17 @@ def check_model(config: Config) -> Path:
     check_is_folder("model.model_path", config.model.model_path, folder)
     if is_run_folder(folder):
         fix = "give a run that has saved a model, or the model that it began with"
-        raise ConfigError("model.model_path", str(folder), "a run that has saved no model yet", fix)
+        raise ConfigError(
+            "model.model_path", str(folder), "a run that has saved no model yet", fix
+        )
     check_model_folder(folder, families=FAMILIES)
     check_served(folder)
     return folder
 
 
 def check_trainable(config: Config) -> str:
-    """The trainer computes exactly this model, and its layout divides it. Returns the model's family, and
-    which models that is."""
+    """The trainer computes exactly this model, and its layout divides it. Returns the
+    model's family, and which models that is."""
     from invrl.train.families.registry import FAMILIES
     from invrl.train.hf_config import read_hf_config
 
@@ -47,14 +51,16 @@ def check_trainable(config: Config) -> str:
 
 
 def check_reference(config: Config) -> str:
-    """The frozen reference is another set of weights for the same model: its folder is sound, it has the same
-    shape, and its tokens mean the same."""
+    """The frozen reference is another set of weights for the same model: its folder is
+    sound, it has the same shape, and its tokens mean the same."""
     given = config.model.reference_model_path
     if not needs_of(config.algorithm).reference:
         return "none: the objective does not need it"
     if not given:
         return "the weights of model_path"
-    return _check_like_policy(config, "model.reference_model_path", given, config.model.reference_folder)
+    return _check_like_policy(
+        config, "model.reference_model_path", given, config.model.reference_folder
+    )
 
 
 def check_critic(config: Config) -> str:
@@ -64,13 +70,15 @@ def check_critic(config: Config) -> str:
         return "none: the objective does not need it"
     if not given:
         return "begins as the model of model_path"
-    _check_like_policy(config, "model.critic_model_path", given, config.model.critic_folder)
+    _check_like_policy(
+        config, "model.critic_model_path", given, config.model.critic_folder
+    )
     return f"begins as the model of {config.model.critic_folder}"
 
 
 def check_teacher(config: Config) -> str:
-    """A teacher that the trainer computes: as the frozen reference. One that a server has answers now, and
-    makes the same tokens of the same text."""
+    """A teacher that the trainer computes: as the frozen reference. One that a server
+    has answers now, and makes the same tokens of the same text."""
     from invrl.model_folder import read_tokenizer
     from invrl.run.teacher import open_teacher
 
@@ -78,7 +86,9 @@ def check_teacher(config: Config) -> str:
     if folder is not None:
         given = config.model.teacher_model_path
         advice = " (a teacher of another shape can be served: --teacher-url)"
-        return _check_like_policy(config, "model.teacher_model_path", given, folder, advice)
+        return _check_like_policy(
+            config, "model.teacher_model_path", given, folder, advice
+        )
     teacher = open_teacher(config)
     if teacher is None:
         return "none"
@@ -86,9 +96,12 @@ def check_teacher(config: Config) -> str:
     return f"{model_name} at {config.model.teacher_url}"
 
 
-def _check_like_policy(config: Config, field: str, given: str, folder: Path, advice: str = "") -> str:
-    """Says where the weights are. Raises ConfigError unless the folder is sound, and its model has the
-    policy's shape and the same tokens. `given`: the value of the field."""
+def _check_like_policy(
+    config: Config, field: str, given: str, folder: Path, advice: str = ""
+) -> str:
+    """Says where the weights are. Raises ConfigError unless the folder is sound, and
+    its model has the policy's shape and the same tokens. `given`: the value of the
+    field."""
     from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
     from invrl.run.checkpoint import check_served
     from invrl.train.families.registry import FAMILIES
@@ -105,9 +118,14 @@ def _check_like_policy(config: Config, field: str, given: str, folder: Path, adv
     fix += advice
     differences = read_hf_config(policy_folder).differences(read_hf_config(folder))
     if differences:
-        reason = f"it differs from the model of --model-path in {', '.join(differences)}"
+        reason = (
+            f"it differs from the model of --model-path in {', '.join(differences)}"
+        )
         raise ConfigError(field, given, reason, fix)
-    text_by_id = {token_id: text for text, token_id in read_tokenizer(policy_folder).get_vocab().items()}
+    text_by_id = {
+        token_id: text
+        for text, token_id in read_tokenizer(policy_folder).get_vocab().items()
+    }
     for text, token_id in read_tokenizer(folder).get_vocab().items():
         expected = text_by_id.get(token_id, text)
         if text != expected:
@@ -117,15 +135,16 @@ def _check_like_policy(config: Config, field: str, given: str, folder: Path, adv
 
 
 def check_servable(config: Config) -> None:
-    """The engine computes the model that the trainer computes, as far as that is known of its family."""
+    """The engine computes the model that the trainer computes, as far as that is known
+    of its family."""
     from invrl.train.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
 
 
 def check_engine_here(config: Config, machine: Machine) -> None:
-    """SGLang can serve the family on this machine's GPU or CPU. An engine's processes divide the model.
-    What the arena of weights is in is there."""
+    """SGLang can serve the family on this machine's GPU or CPU. An engine's processes
+    divide the model. What the arena of weights is in is there."""
     from invrl.model_folder import read_model_type
     from invrl.train.families.registry import FAMILIES
 
@@ -138,12 +157,14 @@ def check_engine_here(config: Config, machine: Machine) -> None:
     arena_device = config.weight_sync.weight_arena_device
     if arena_device == "cuda" and machine.gpus == 0:
         reason = "there is no GPU whose memory trainer and engines could share"
-        raise ConfigError("weight_sync.weight_arena_device", arena_device, reason, "leave it out")
+        raise ConfigError(
+            "weight_sync.weight_arena_device", arena_device, reason, "leave it out"
+        )
 
 
 def _check_engine_ranks(config: Config, machine: Machine) -> None:
-    """The processes of an engine divide the model's heads among them. Several may have the same head of keys
-    and values."""
+    """The processes of an engine divide the model's heads among them. Several may have
+    the same head of keys and values."""
     from invrl.train.hf_config import read_hf_config
 
     ranks = config.engine.engine_tp_size
@@ -161,12 +182,17 @@ def _check_engine_ranks(config: Config, machine: Machine) -> None:
         undivided.append(f"num_key_value_heads {shape.num_key_value_heads}")
     if undivided:
         reason = f"it does not divide the model's {', '.join(undivided)}"
-        raise ConfigError("engine.engine_tp_size", ranks, reason, "give a divisor of them, or leave it out")
+        raise ConfigError(
+            "engine.engine_tp_size",
+            ranks,
+            reason,
+            "give a divisor of them, or leave it out",
+        )
 
 
 def check_template(config: Config) -> None:
-    """Render as the gateway does: a first request, and one that follows a reply. Load the parsers that are
-    named."""
+    """Render as the gateway does: a first request, and one that follows a reply. Load
+    the parsers that are named."""
     folder = config.model.folder
     try:
         renders = _renders(folder, config.gateway)
@@ -177,7 +203,9 @@ def check_template(config: Config) -> None:
         from invrl.cli.checks.machine_checks import packages_missing
 
         raise packages_missing(error) from error
-    except Exception as error:  # templates raise what they like, the tokenizer bare Exceptions
+    except (
+        Exception
+    ) as error:  # templates raise what they like, the tokenizer bare Exceptions
         raise _template_error(folder, config.gateway, error) from error
     if not renders:
         reason = "the chat template renders a conversation to nothing"
@@ -190,7 +218,9 @@ def _renders(folder: Path, gateway: GatewayConfig) -> bool:
     from invrl.gateway.rendering.loading import load_renderer
     from invrl.gateway.types import Message, Prompt
 
-    renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=gateway.chat_template_path)
+    renderer = load_renderer(
+        str(folder), _NO_LIMIT, chat_template=gateway.chat_template_path
+    )
     question = Message(role="user", content="a word")
     reply = Message(role="assistant", content="a word")
     for messages in ((question,), (question, reply, question)):
@@ -212,12 +242,16 @@ def _load_parsers(gateway: GatewayConfig) -> None:
     named_parsers(tool_calls, reasoning).preload()
 
 
-def _template_error(folder: Path, gateway: GatewayConfig, error: Exception) -> ConfigError:
+def _template_error(
+    folder: Path, gateway: GatewayConfig, error: Exception
+) -> ConfigError:
     reason = f"no conversation renders: {error!r}"
     if isinstance(error, InvrlError):
         reason = str(error)
     if gateway.chat_template_path:
         fix = "repair it, or leave --chat-template-path out"
-        return ConfigError("gateway.chat_template_path", gateway.chat_template_path, reason, fix)
+        return ConfigError(
+            "gateway.chat_template_path", gateway.chat_template_path, reason, fix
+        )
     fix = "repair chat_template.jinja (or chat_template in tokenizer_config.json)"
     return ConfigError("model.model_path", str(folder), reason, fix)

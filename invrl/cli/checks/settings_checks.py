@@ -1,7 +1,8 @@
-"""What the settings of a run name, looked at before any process starts: user code, trackers, saved
-batches, options of other packages, the gateway's port.
+"""What the settings of a run name, looked at before any process starts: user code,
+trackers, saved batches, options of other packages, the gateway's port.
 
-A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
+A check takes the configuration, raises ConfigError (or PluginError), and may return
+what it saw."""
 
 import ipaddress
 import os
@@ -18,7 +19,8 @@ _SHORTEST_KEY = 16
 
 
 def check_rollout_function(config: Config) -> object:
-    """The rollout function can be called as one. Returns a sentence where the run needs none."""
+    """The rollout function can be called as one. Returns a sentence where the run needs
+    none."""
     from invrl import plugins
 
     rollout = config.rollout
@@ -51,8 +53,8 @@ def check_reward_function(config: Config) -> object:
 
 
 def check_row_length(config: Config) -> str:
-    """A prompt and the longest answer fit a conversation. Says how long that may be, and what the trainer
-    does with a long one."""
+    """A prompt and the longest answer fit a conversation. Says how long that may be,
+    and what the trainer does with a long one."""
     longest = longest_conversation(config)
     answer = config.rollout.max_new_tokens
     if answer >= longest:
@@ -69,18 +71,22 @@ def check_row_length(config: Config) -> str:
 
 
 def longest_conversation(config: Config) -> int:
-    """Most tokens of a conversation in a training run: what the engines take of this model, or less if the
-    settings say so."""
+    """Most tokens of a conversation in a training run: what the engines take of this
+    model, or less if the settings say so."""
     from invrl.engines.engine_server import max_total_tokens
     from invrl.engines.sglang_client import EngineLimits
 
-    limits = EngineLimits.of(config.model.folder, max_total_tokens=max_total_tokens(config.engine))
-    return min(limits.context_length, config.train.max_row_tokens or limits.context_length)
+    limits = EngineLimits.of(
+        config.model.folder, max_total_tokens=max_total_tokens(config.engine)
+    )
+    return min(
+        limits.context_length, config.train.max_row_tokens or limits.context_length
+    )
 
 
 def check_algorithm(config: Config) -> None:
-    """Advantage, policy loss, objective and group filter: built in, or functions that can be called as such.
-    A policy loss or objective of the user's is called once."""
+    """Advantage, policy loss, objective and group filter: built in, or functions that
+    can be called as such. A policy loss or objective of the user's is called once."""
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.objectives import is_built_in, needs_of
     from invrl.algorithms.surrogates import SURROGATES, surrogate_function
@@ -123,9 +129,7 @@ def check_off_policy(config: Config) -> None:
         fix = "set --correction truncated (or --rejection), --old-logprobs engine, or --max-staleness 0"
         raise Doubt("algorithm.correction", algorithm.correction, reason, fix)
     if not staleness and algorithm.old_logprobs == "interpolated":
-        reason = (
-            "with max_staleness 0 no token is old, so the old policy is the current one and nothing clips"
-        )
+        reason = "with max_staleness 0 no token is old, so the old policy is the current one and nothing clips"
         fix = "set --max-staleness to 1 or more, or --old-logprobs recompute"
         raise Doubt("algorithm.old_logprobs", algorithm.old_logprobs, reason, fix)
 
@@ -138,7 +142,8 @@ _USUAL = {
     "algorithm.kl_coef": (0.0, 2.0),
     "algorithm.entropy_coef": (0.0, 0.1),
 }
-"""From the least to the most that language models are trained with, with room on both sides."""
+"""From the least to the most that language models are trained with, with room on both
+sides."""
 
 
 def check_magnitudes(config: Config) -> None:
@@ -188,7 +193,8 @@ def check_sglang_options(config: Config) -> None:
 
 
 def check_router(config: Config) -> str:
-    """Smg is installed, if it is wanted. sglang-router is one of the packages that every run needs."""
+    """Smg is installed, if it is wanted. sglang-router is one of the packages that
+    every run needs."""
     from invrl.engines.smg import find_smg
 
     if config.engine.router != "smg":
@@ -218,7 +224,9 @@ def check_megatron_options(config: Config) -> None:
         return
     layers = read_hf_config(config.model.folder).num_hidden_layers
     megatron_args.check_megatron_options(
-        config.megatron, num_layers=layers, chunk_sizes=config.train.layout.chunk_sizes(layers)
+        config.megatron,
+        num_layers=layers,
+        chunk_sizes=config.train.layout.chunk_sizes(layers),
     )
 
 
@@ -228,7 +236,9 @@ def check_weight_folder(config: Config) -> str:
         return "none: the run folder, if weights go by disk"
     if not os.access(folder, os.W_OK | os.X_OK):
         fix = "make it, on a disk that all engines share, or leave --weight-folder out"
-        raise ConfigError("weight_sync.weight_folder", folder, "not a folder that can be written", fix)
+        raise ConfigError(
+            "weight_sync.weight_folder", folder, "not a folder that can be written", fix
+        )
     return folder
 
 
@@ -251,11 +261,17 @@ def check_weight_host(config: Config) -> str:
 
 def check_gateway_port(config: Config) -> None:
     """The gateway can listen on its address, and no other program uses it."""
-    _check_listening("gateway", "the gateway", config.gateway.gateway_host, config.gateway.gateway_port)
+    _check_listening(
+        "gateway",
+        "the gateway",
+        config.gateway.gateway_host,
+        config.gateway.gateway_port,
+    )
 
 
 def check_metrics_port(config: Config) -> str:
-    """The run can show its metrics at their address, if they have a port, and no other program uses it."""
+    """The run can show its metrics at their address, if they have a port, and no other
+    program uses it."""
     host = config.run.metrics_host
     port = config.run.metrics_port
     if not port:
@@ -271,7 +287,9 @@ def _check_listening(name: str, server: str, host: str, port: int) -> None:
     """Somebody can listen at the address of the settings NAME_host and NAME_port."""
     section = "gateway" if name == "gateway" else "run"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
@@ -295,10 +313,13 @@ def check_environment_key(config: Config) -> None:
 
 
 def check_engine_key(config: Config) -> str:
-    """The key of external engines is there, if there are any. They are reached when the run starts."""
+    """The key of external engines is there, if there are any. They are reached when the
+    run starts."""
     if not config.engine.external_engines:
         return "none"
     if not held_key(ENGINE_KEY):
         fix = f"set {ENGINE_KEY} in the environment to the key that `invrl engine` had"
-        raise ConfigError(ENGINE_KEY, "", "it is missing, and there are external_engines", fix)
+        raise ConfigError(
+            ENGINE_KEY, "", "it is missing, and there are external_engines", fix
+        )
     return ", ".join(config.engine.external_engines)

@@ -1,7 +1,8 @@
-"""Checks of a run's tasks: that they can be read, that they have the labels that the code asks for, and that
-held-out tasks are others than those of training.
+"""Checks of a run's tasks: that they can be read, that they have the labels that the
+code asks for, and that held-out tasks are others than those of training.
 
-A check takes the configuration, raises ConfigError (or PluginError), and may return what it saw."""
+A check takes the configuration, raises ConfigError (or PluginError), and may return
+what it saw."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -21,7 +22,12 @@ def check_eval_sets(config: Config) -> None:
         return
     if not config.rollout.eval_tasks:
         fix = "set --eval-tasks, or leave --eval-sets out"
-        raise ConfigError("rollout.eval_sets", sets, "no evaluation is asked for (eval_tasks is 0)", fix)
+        raise ConfigError(
+            "rollout.eval_sets",
+            sets,
+            "no evaluation is asked for (eval_tasks is 0)",
+            fix,
+        )
     check_held_out_tasks(config)
 
 
@@ -39,12 +45,14 @@ def check_tasks(config: Config) -> object:
 
 
 _COMPARED_TASKS = 64
-"""Training tasks of a source that are compared with held-out tasks: it may have no end."""
+"""Training tasks of a source that are compared with held-out tasks: it may have no
+end."""
 
 
 def check_held_out_apart(config: Config) -> str:
-    """Held-out tasks are not training tasks too. Of a source whose training tasks may have no end, only the
-    first ones are compared, and all of them must be held-out tasks before it is doubted."""
+    """Held-out tasks are not training tasks too. Of a source whose training tasks may
+    have no end, only the first ones are compared, and all of them must be held-out
+    tasks before it is doubted."""
     from invrl.rollout.held_out_overlap import shared_tasks
     from invrl.rollout.source_check import has_feedback
     from invrl.rollout.tasks import load_eval_sets, load_tasks, read_task_file
@@ -60,16 +68,19 @@ def check_held_out_apart(config: Config) -> str:
     faults: list[str] = []
     for name, held_out in load_eval_sets(rollout, config.run.seed).items():
         shared = shared_tasks(training, held_out, id_key=rollout.task_id_key)
-        if rollout.task_source_path and shared_tasks(held_out, training, id_key="") != training:
+        if (
+            rollout.task_source_path
+            and shared_tasks(held_out, training, id_key="") != training
+        ):
             continue
         if shared:
             of_set = f" of the set {name}" if name else ""
-            faults.append(f"{len(shared)} of {len(held_out)} held-out tasks{of_set} are training tasks too")
+            faults.append(
+                f"{len(shared)} of {len(held_out)} held-out tasks{of_set} are training tasks too"
+            )
     if faults:
         reason = f"{'; '.join(faults)}: what they measure is training accuracy"
-        fix = (
-            "hold out other tasks, which training never sees (compared by content, and by ids that are names)"
-        )
+        fix = "hold out other tasks, which training never sees (compared by content, and by ids that are names)"
         field = "eval_sets" if rollout.eval_sets else "eval_task_file"
         raise Doubt(f"rollout.{field}", getattr(rollout, field), reason, fix)
     return "others than those of training"
@@ -94,7 +105,9 @@ def check_held_out_labels(config: Config) -> str:
 
     fault = ""
     if config.rollout.task_source_path and not config.rollout.eval_sets:
-        fault = _source_fault(config, load_tasks(config.rollout, "eval", config.run.seed))
+        fault = _source_fault(
+            config, load_tasks(config.rollout, "eval", config.run.seed)
+        )
     return _labels(config, fault)
 
 
@@ -103,7 +116,8 @@ _SEEN_TASKS = 8
 
 
 def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
-    """What is wrong with the labels of a task source's first tasks; "" if nothing is."""
+    """What is wrong with the labels of a task source's first tasks; "" if nothing
+    is."""
     first_tasks = list(islice(tasks, _SEEN_TASKS))
     if any(task.label is not None for task in first_tasks):
         return ""
@@ -112,8 +126,8 @@ def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
 
 
 def _labels(config: Config, source_fault: str) -> str:
-    """The fields of the labels, where they were guessed. Raises `Doubt` if tasks have no label and user code
-    reads one."""
+    """The fields of the labels, where they were guessed. Raises `Doubt` if tasks have
+    no label and user code reads one."""
     from invrl.rollout.task_labels import guess_notes, missing_labels
     from invrl.user_source import reads_attribute
 
@@ -133,7 +147,8 @@ def _labels(config: Config, source_fault: str) -> str:
 
 
 def _user_functions(config: Config) -> Iterator[Callable[..., Any]]:
-    """The rollout function and the reward function. One that cannot be loaded is reported elsewhere."""
+    """The rollout function and the reward function. One that cannot be loaded is
+    reported elsewhere."""
     from invrl import plugins
 
     rollout = config.rollout

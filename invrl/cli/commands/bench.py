@@ -1,4 +1,5 @@
-"""`invrl bench`: measures the trainer, or the updates of an engine's weights, on this machine."""
+"""`invrl bench`: measures the trainer, or the updates of an engine's weights, on this
+machine."""
 
 import asyncio
 import os
@@ -11,7 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from invrl.bench.ratios import exceeded, falls, missed, rises
 from invrl.bench.trainer import GPU_TARGETS, TARGETS, BenchSettings, measure_trainer
-from invrl.bench.weight_settings import GPU_WEIGHT_TARGETS, WEIGHT_TARGETS, WeightBenchSettings
+from invrl.bench.weight_settings import (
+    GPU_WEIGHT_TARGETS,
+    WEIGHT_TARGETS,
+    WeightBenchSettings,
+)
 from invrl.cli.arguments import read_options, split_options, unknown_flag
 from invrl.cli.bench_record import BenchRecord
 from invrl.engines.engine_server import count_gpus
@@ -52,14 +57,15 @@ def bench(arguments: Sequence[str]) -> None:
     """usage: invrl bench train --model-path MODEL [flags]
            invrl bench weights --model-path MODEL [flags]
 
-    Prints each ratio, and writes it with its details to RESULTS/train.json or weights.json, as soon
-    as it is measured. Adds all of them to RESULTS/history.jsonl. A part that fails costs none of
-    the others. Exit code 1 if a part failed, or if a ratio is worse than the median of the history:
-    by 10 % for train, by 25 % for weights, where ratios are of wall time.
+    Prints each ratio, and writes it with its details to RESULTS/train.json or
+    weights.json, as soon as it is measured. Adds all of them to RESULTS/history.jsonl.
+    A part that fails costs none of the others. Exit code 1 if a part failed, or if a
+    ratio is worse than the median of the history: by 10 % for train, by 25 % for
+    weights, where ratios are of wall time.
 
-    train: the trainer beside a plain Hugging Face step on the same rows, in turns, and two ranks
-    beside one process with the same cores. Two ranks that cannot divide the model's heads are
-    measured on a model like it with random weights and other heads.
+    train: the trainer beside a plain Hugging Face step on the same rows, in turns, and
+    two ranks beside one process with the same cores. Two ranks that cannot divide the
+    model's heads are measured on a model like it with random weights and other heads.
 
     --train-dtype D                 bfloat16 (default) or float32
     --tokens N                      row tokens of a step (default: 2048)
@@ -70,10 +76,11 @@ def bench(arguments: Sequence[str]) -> None:
     --deadline-s S                  of each process that is started (default: 3600)
     --results FOLDER                default: bench
 
-    weights: updates of one engine's weights beside a copy of as many bytes, in turns: the loader
-    alone, without SGLang; the same by a broadcast, beside a plain broadcast of gloo; an idle
-    engine; 8 and 64 requests in flight. Last, the loader alone with the shapes of a Llama of 1.24
-    billion parameters, if there are 11 GB of memory for it.
+    weights: updates of one engine's weights beside a copy of as many bytes, in turns:
+    the loader alone, without SGLang; the same by a broadcast, beside a plain broadcast
+    of gloo; an idle engine; 8 and 64 requests in flight. Last, the loader alone with
+    the shapes of a Llama of 1.24 billion parameters, if there are 11 GB of memory for
+    it.
 
     --engine-dtype D                bfloat16 (default) or float32
     --weight-arena copy|alias       as in a run (default: copy)
@@ -158,7 +165,9 @@ def _bench_weights(arguments: Sequence[str]) -> None:
         targets=WEIGHT_TARGETS if settings.device == "cpu" else GPU_WEIGHT_TARGETS,
         missed=exceeded,
     )
-    from invrl.bench.weights import measure_weights  # loads torch: bad input is answered without it
+    from invrl.bench.weights import (
+        measure_weights,
+    )  # loads torch: bad input is answered without it
 
     asyncio.run(measure_weights(settings, record.add))
     record.close("rose", rises)
@@ -182,11 +191,17 @@ def _check_device(settings: WeightBenchSettings) -> None:
         reason = "an engine beside a trainer on one GPU is not measured"
         raise ConfigError("--device", settings.device, reason, f"add {_WITHOUT_ENGINE}")
     if count_gpus() == 0:
-        raise ConfigError("--device", settings.device, "the installed torch sees no GPU", "leave it out")
+        raise ConfigError(
+            "--device",
+            settings.device,
+            "the installed torch sees no GPU",
+            "leave it out",
+        )
 
 
 def _model_folder(options: Mapping[str, str]) -> Path:
-    """Raises ConfigError unless --model-path is a folder with a model that is supported."""
+    """Raises ConfigError unless --model-path is a folder with a model that is
+    supported."""
     if not options["--model-path"]:
         raise ConfigError("--model-path", "", "it is missing", "give a model folder")
     folder = ModelConfig(model_path=options["--model-path"]).folder

@@ -19,13 +19,14 @@ _NO_LIMIT = 2**31
 
 
 def check_template(arguments: Sequence[str]) -> None:
-    """usage: invrl check-template MODEL [--chat-template-path FILE] [--no-keep-thinking]
+    """usage: invrl check-template MODEL [--chat-template-path FILE]
+    [--no-keep-thinking]
 
-    Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by turn, as the
-    gateway does, and compares the result with the template's own rendering. A conversation is right if
-    it is exact, or a fork with a reason; exit code 1 if one is wrong. Names the parsers that `auto`
-    chooses, and plays calls as they read them, whole and streamed. The folder needs a tokenizer and no
-    weights."""
+    Plays a corpus of conversations (tools, thinking, unicode, cut replies, ...) turn by
+    turn, as the gateway does, and compares the result with the template's own
+    rendering. A conversation is right if it is exact, or a fork with a reason; exit
+    code 1 if one is wrong. Names the parsers that `auto` chooses, and plays calls as
+    they read them, whole and streamed. The folder needs a tokenizer and no weights."""
     options, rest = split_options(arguments, ["--chat-template-path"])
     models = [argument for argument in rest if argument != _NO_KEEP_THINKING]
     if len(models) != 1:
@@ -35,7 +36,9 @@ def check_template(arguments: Sequence[str]) -> None:
     check_is_folder("check-template", models[0], folder)
     template = options.get("--chat-template-path", "")
     keep_thinking = _NO_KEEP_THINKING not in rest
-    renderer = load_renderer(str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking)
+    renderer = load_renderer(
+        str(folder), _NO_LIMIT, chat_template=template, keep_thinking=keep_thinking
+    )
     parsers = choose_parsers("auto", "auto", renderer)
     findings = list(check_conversations(renderer, parsers))
     print(report(findings, parsers, missing_tools(renderer, parsers)))

@@ -1,7 +1,9 @@
-"""`invrl doctor`: makes every check of what a run needs, and prints each result with its fix.
+"""`invrl doctor`: makes every check of what a run needs, and prints each result with
+its fix.
 
-Invariants: a check that fails does not keep the others from running. Only a check that reads what another one
-has found unusable is left out, and its line says so. No check leaves anything behind."""
+Invariants: a check that fails does not keep the others from running. Only a check that
+reads what another one has found unusable is left out, and its line says so. No check
+leaves anything behind."""
 
 import json
 from collections.abc import Sequence
@@ -50,8 +52,8 @@ class Finding:
 def doctor(arguments: Sequence[str]) -> None:
     """usage: invrl doctor [--json] [flags of `invrl train`]
 
-    Prints one line per check, with the fix of what failed. Exit code 1 if any did. --json prints a list
-    of {check, status, value, reason, fix}.
+    Prints one line per check, with the fix of what failed. Exit code 1 if any did.
+    --json prints a list of {check, status, value, reason, fix}.
 
     example:
       invrl doctor --config quickstart --model-path MODEL"""
@@ -74,8 +76,8 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
-    """One finding per check, and one per mistake in the configuration. A check that needs another one is
-    skipped if that one has failed or was skipped."""
+    """One finding per check, and one per mistake in the configuration. A check that
+    needs another one is skipped if that one has failed or was skipped."""
     config, mistakes = read_configuration(arguments)
     findings = [_from_error(_CONFIGURATION, mistake) for mistake in mistakes]
     if not mistakes:
@@ -104,7 +106,9 @@ def _examine(check: Check, config: Config, machine: Machine) -> Finding:
     except Exception as error:  # a check that breaks must not hide the others
         reason = f"the check itself raised {type(error).__name__}: {error}"
         fix = "report this line"
-        return Finding(check=check.name, status=Status.FAILED, value="?", reason=reason, fix=fix)
+        return Finding(
+            check=check.name, status=Status.FAILED, value="?", reason=reason, fix=fix
+        )
     text = "in order"
     if isinstance(value, str | Path):
         text = str(value)
@@ -116,7 +120,9 @@ def _from_error(check: str, error: ConfigError) -> Finding:
     if isinstance(error, Doubt) and not isinstance(error, LikelyFailure):
         status = Status.WARNING
     value = f"{error.field} = {error.value!r}"
-    return Finding(check=check, status=status, value=value, reason=error.reason, fix=error.fix)
+    return Finding(
+        check=check, status=status, value=value, reason=error.reason, fix=error.fix
+    )
 
 
 def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
@@ -132,10 +138,11 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 
 
 def _without_field(sources: tuple[Source, ...], field: str) -> tuple[Source, ...]:
-    """The sources without the setting that an error names, so that the next mistake can be found.
+    """The sources without the setting that an error names, so that the next mistake can
+    be found.
 
-    If no source sets it, its default contradicts another value of its table: the whole table is left out. If
-    no source has the table either, all sources are left out."""
+    If no source sets it, its default contradicts another value of its table: the whole
+    table is left out. If no source has the table either, all sources are left out."""
     table, _, key = field.partition(".")
     without_key = tuple(_without_key(source, table, key) for source in sources)
     if without_key != sources:
@@ -152,10 +159,13 @@ def _without_table(source: Source, table: str) -> Source:
 
 
 def _without_key(source: Source, table: str, key: str) -> Source:
-    """The source without one key of a table. An empty key stands for the whole table."""
+    """The source without one key of a table. An empty key stands for the whole
+    table."""
     if not key:
         return _without_table(source, table)
     if table not in source.tables:
         return source
-    entries = {name: value for name, value in source.tables[table].items() if name != key}
+    entries = {
+        name: value for name, value in source.tables[table].items() if name != key
+    }
     return replace(source, tables={**source.tables, table: entries})

@@ -24,9 +24,9 @@ _HIGHEST_PORT = 65_535
 def engine(arguments: Sequence[str]) -> None:
     """usage: invrl engine --model-path FOLDER [--host ADDRESS] [--port N] [flags]
 
-    Starts one engine, which runs on this or another machine use by --external-engines URL. It serves
-    until Ctrl-C, and its weights are those of the last run that used it. Give it the flags below as
-    the run has them.
+    Starts one engine, which runs on this or another machine use by --external-engines
+    URL. It serves until Ctrl-C, and its weights are those of the last run that used it.
+    Give it the flags below as the run has them.
 
     flags of its own:
       --host ADDRESS      where it listens (default: 127.0.0.1); 0.0.0.0: on every interface. Without
@@ -79,11 +79,18 @@ def _read_host(text: str) -> str:
         fix = "give an IPv4 address of this machine"
         raise ConfigError("--host", text, "not an IP address", fix) from error
     if address.version != 4:
-        raise ConfigError("--host", text, "not an IPv4 address", "give an IPv4 address of this machine")
+        raise ConfigError(
+            "--host",
+            text,
+            "not an IPv4 address",
+            "give an IPv4 address of this machine",
+        )
     return text
 
 
 def _read_port(text: str) -> int:
     if not text.isdecimal() or int(text) > _HIGHEST_PORT:
-        raise ConfigError("--port", text, "not a port", f"give a number from 0 to {_HIGHEST_PORT}")
+        raise ConfigError(
+            "--port", text, "not a port", f"give a number from 0 to {_HIGHEST_PORT}"
+        )
     return int(text)

@@ -15,9 +15,10 @@ from invrl.run.folder import hold_run_folder
 def evaluate(arguments: Sequence[str]) -> None:
     """usage: invrl eval --model-path FOLDER [--config FILE] [flags]
 
-    Rollouts run through the gateway exactly as in training. Tasks: --eval-sets, or --task-file, or the
-    split 'eval' of --task-source-path; --eval-tasks 0 takes all of them. Prints a table (mean reward,
-    accuracy, pass@k, 95 % intervals) and writes report/eval.json into the run folder.
+    Rollouts run through the gateway exactly as in training. Tasks: --eval-sets, or
+    --task-file, or the split 'eval' of --task-source-path; --eval-tasks 0 takes all of
+    them. Prints a table (mean reward, accuracy, pass@k, 95 % intervals) and writes
+    report/eval.json into the run folder.
 
     examples:
       invrl eval --model-path MODEL --config quickstart --eval-samples-per-task 8

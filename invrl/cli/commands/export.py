@@ -44,5 +44,7 @@ def _read_shard_size(text: str) -> float:
     except ValueError:
         size = 0.0
     if not 0.0 < size < float("inf"):
-        raise ConfigError("--max-shard-gb", text, "not a size", "give a number of GB above 0")
+        raise ConfigError(
+            "--max-shard-gb", text, "not a size", "give a number of GB above 0"
+        )
     return size

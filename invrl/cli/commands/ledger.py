@@ -1,4 +1,5 @@
-"""`invrl ledger`: what became of every rollout of a run. It works for runs that failed, too."""
+"""`invrl ledger`: what became of every rollout of a run. It works for runs that failed,
+too."""
 
 import time
 from collections import Counter
@@ -23,10 +24,11 @@ _TASKS_SHOWN = 20
 def ledger(arguments: Sequence[str]) -> None:
     """usage: invrl ledger RUN_FOLDER [--tasks | --task ID]
 
-    Without a flag: how many rollouts were trained or dropped, why, over which incarnations of the run,
-    and the ids of the first tasks (--tasks: of all). With --task ID (or ID alone): each transition of
-    its rollouts. A run that continues from a checkpoint is a new incarnation; what the incarnation
-    before did after that checkpoint is lost, and leased again."""
+    Without a flag: how many rollouts were trained or dropped, why, over which
+    incarnations of the run, and the ids of the first tasks (--tasks: of all). With
+    --task ID (or ID alone): each transition of its rollouts. A run that continues from
+    a checkpoint is a new incarnation; what the incarnation before did after that
+    checkpoint is lost, and leased again."""
     folder = read_run_folder(arguments)
     flags = arguments[1:]
     all_tasks = "--tasks" in flags
@@ -47,7 +49,8 @@ def ledger(arguments: Sequence[str]) -> None:
 
 
 def _read_task_id(arguments: Sequence[str]) -> str | None:
-    """The value of --task, or else the first argument that is not a flag. None if there is neither."""
+    """The value of --task, or else the first argument that is not a flag. None if there
+    is neither."""
     options, others = split_options(arguments, ["--task"])
     task_id = options.get("--task")
     if task_id is None and others and not others[0].startswith("--"):
@@ -61,16 +64,22 @@ def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None
     known_ids = {kept.entry.task_id for kept in entries}
     if task_id not in known_ids:
         reason = f"the run leased {len(known_ids)} tasks, and this is not one of them"
-        fix = nearest(task_id, known_ids, many=f"`invrl ledger {run} --tasks` lists them")
+        fix = nearest(
+            task_id, known_ids, many=f"`invrl ledger {run} --tasks` lists them"
+        )
         raise ConfigError("--task", task_id, reason, fix)
 
 
-def describe_run(incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool) -> str:
-    """The incarnations, the number of rollouts by their last state and its reason, and whether each rollout
-    ended exactly once."""
+def describe_run(
+    incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool
+) -> str:
+    """The incarnations, the number of rollouts by their last state and its reason, and
+    whether each rollout ended exactly once."""
     lines = [f"{_count(len(incarnations), 'incarnation')}:"]
     for incarnation in incarnations:
-        lost = sum(kept.lost for kept in entries if kept.incarnation == incarnation.number)
+        lost = sum(
+            kept.lost for kept in entries if kept.incarnation == incarnation.number
+        )
         lines.append(_describe_incarnation(incarnation, lost=lost))
     last_entries = _last_entries(entries)
     counts: Counter[str] = Counter()
@@ -100,8 +109,9 @@ def _describe_incarnation(incarnation: Incarnation, *, lost: int) -> str:
 
 
 def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
-    """The tasks of the surviving lineage, in the order in which they were first leased: the id of each, and
-    the number of its rollouts in each state. `whole`: all tasks, not only the first ones."""
+    """The tasks of the surviving lineage, in the order in which they were first leased:
+    the id of each, and the number of its rollouts in each state. `whole`: all tasks,
+    not only the first ones."""
     states: dict[str, Counter[str]] = {}
     for kept in _last_entries(entries):
         states.setdefault(kept.entry.task_id, Counter())[kept.entry.state] += 1
@@ -112,7 +122,9 @@ def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
     width = max((len(task_id) for task_id in shown_ids), default=0)
     lines = [f"{_count(len(task_ids), 'task')} (--task ID shows what became of one):"]
     for task_id in shown_ids:
-        counts = ", ".join(f"{count} {state}" for state, count in states[task_id].most_common())
+        counts = ", ".join(
+            f"{count} {state}" for state, count in states[task_id].most_common()
+        )
         lines.append(f"  {task_id:<{width}}  {counts}")
     if len(shown_ids) < len(task_ids):
         lines.append(f"  and {len(task_ids) - len(shown_ids)} more: --tasks lists all")
@@ -127,8 +139,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
-    """The newest entry of each place in a group, in the order in which the places were first leased. Lost
-    entries are left out."""
+    """The newest entry of each place in a group, in the order in which the places were
+    first leased. Lost entries are left out."""
     last = {kept.entry.place: kept for kept in entries if not kept.lost}
     return list(last.values())
 
@@ -142,7 +154,9 @@ def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
     for kept in of_task:
         if kept.entry.place != place:
             place = kept.entry.place
-            lines.append(f"group {place.group_id}, rollout {place.index}, attempt {place.attempt}:")
+            lines.append(
+                f"group {place.group_id}, rollout {place.index}, attempt {place.attempt}:"
+            )
         lines.append(_describe_transition(kept))
     return "\n".join(lines)
 

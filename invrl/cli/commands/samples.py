@@ -8,8 +8,20 @@ from typing import Literal
 from invrl.cli.arguments import read_run_folder, split_flag, take_value, unknown_flag
 from invrl.errors import ConfigError
 from invrl.observe.sample_changes import changes, first_ids
-from invrl.observe.samples import Sample, by_reward, evaluated_steps, read_samples, spread, trained_steps
-from invrl.observe.samples_text import changes_json, describe_changes, describe_samples, samples_json
+from invrl.observe.samples import (
+    Sample,
+    by_reward,
+    evaluated_steps,
+    read_samples,
+    spread,
+    trained_steps,
+)
+from invrl.observe.samples_text import (
+    changes_json,
+    describe_changes,
+    describe_samples,
+    samples_json,
+)
 from invrl.run.config import nearest
 from invrl.run.resolved_config import load_resolved
 from invrl.run.store_check import check_store
@@ -74,8 +86,8 @@ def samples(arguments: Sequence[str]) -> None:
 
 
 def read_query(arguments: Sequence[str]) -> SamplesQuery:
-    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown, lacks its value, or
-    contradicts another one."""
+    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown, lacks
+    its value, or contradicts another one."""
     values: dict[str, str] = {}
     switches: set[str] = set()
     rest = list(arguments)
@@ -111,7 +123,9 @@ def _read_order(switches: set[str]) -> Order:
         return ""
     if len(orders) > 1:
         flags = " ".join(f"--{order}" for order in orders)
-        raise ConfigError("command line", flags, "they exclude each other", "give one of them")
+        raise ConfigError(
+            "command line", flags, "they exclude each other", "give one of them"
+        )
     return orders[0]
 
 
@@ -132,11 +146,13 @@ def _read_limit(text: str | None) -> int:
 
 
 def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
-    """What the command prints. Raises ConfigError for a step or a task that the run does not have, and if
-    there is nothing to show."""
+    """What the command prints. Raises ConfigError for a step or a task that the run
+    does not have, and if there is nothing to show."""
     if not samples:
         reason = "no rollout of this run has ended yet"
-        raise ConfigError("RUN", "", reason, "wait for the first one, or look at the run's log")
+        raise ConfigError(
+            "RUN", "", reason, "wait for the first one, or look at the run's log"
+        )
     of_task = _select_task(query, samples)
     if query.order == "changed":
         return _changes(query, of_task, store)
@@ -169,12 +185,18 @@ def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]
     if not of_task:
         task_ids = {sample.identity.task_id for sample in samples}
         reason = f"no rollout of this task has ended; the run has rollouts of {len(task_ids)} tasks"
-        fix = nearest(query.task, task_ids, many="`invrl ledger RUN --tasks` lists those of training")
+        fix = nearest(
+            query.task,
+            task_ids,
+            many="`invrl ledger RUN --tasks` lists those of training",
+        )
         raise ConfigError("--task", query.task, reason, fix)
     return of_task
 
 
-def _select_step(query: SamplesQuery, samples: Sequence[Sample]) -> tuple[list[Sample], str]:
+def _select_step(
+    query: SamplesQuery, samples: Sequence[Sample]
+) -> tuple[list[Sample], str]:
     """The rollouts of the step, and a heading that describes them."""
     trained = trained_steps(samples)
     evaluated = evaluated_steps(samples)
@@ -192,7 +214,10 @@ def _select_step(query: SamplesQuery, samples: Sequence[Sample]) -> tuple[list[S
     if step == "last":
         if not steps:
             name = _PURPOSE_NAMES[purpose]
-            return of_purpose, f"{prefix}{name} rollouts (no step has trained on them yet)"
+            return (
+                of_purpose,
+                f"{prefix}{name} rollouts (no step has trained on them yet)",
+            )
         step = steps[-1]
     if step not in steps:
         fix = _step_fix(steps, evaluated)
@@ -218,8 +243,11 @@ def _step_choice(query: SamplesQuery) -> StepChoice:
     return "last"
 
 
-def _purpose(query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]) -> Purpose:
-    """Which rollouts to show: those of training, unless the flags ask for others or there are none."""
+def _purpose(
+    query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]
+) -> Purpose:
+    """Which rollouts to show: those of training, unless the flags ask for others or
+    there are none."""
     purposes = {sample.purpose for sample in samples}
     if query.held_out:
         if "eval" in purposes:

@@ -10,13 +10,14 @@ from invrl.run.folder import hold_run_folder
 def serve(arguments: Sequence[str]) -> None:
     """usage: invrl serve --model-path FOLDER [flags]
 
-    Starts engines, router and gateway; prints the base URL, an environment key and a session key that
-    is ready to use.
+    Starts engines, router and gateway; prints the base URL, an environment key and a
+    session key that is ready to use.
 
     example:
       invrl serve --model-path MODEL --gateway-port 8000"""
     config = checked_configuration(arguments, command="serve")
-    # No supervisor: this command starts no Ray, and the kernel (or the guardian) ends what it starts.
+    # No supervisor: this command starts no Ray, and the kernel (or the guardian) ends
+    # what it starts.
     with hold_run_folder(config, "serve") as folder:
         log_to_folder(folder, config)
         with failure_reported(folder):

@@ -1,4 +1,5 @@
-"""`invrl show-config`: prints the configuration that flags, preset and file resolve to."""
+"""`invrl show-config`: prints the configuration that flags, preset and file resolve
+to."""
 
 from collections.abc import Sequence
 

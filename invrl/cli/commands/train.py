@@ -1,4 +1,5 @@
-"""`invrl train` and `invrl resume`, and the inner command that their supervisor starts as the driver."""
+"""`invrl train` and `invrl resume`, and the inner command that their supervisor starts
+as the driver."""
 
 from collections.abc import Sequence
 
@@ -21,8 +22,9 @@ def train(arguments: Sequence[str]) -> None:
           --task-file tasks.jsonl --num-steps 50 --lr 1e-5
       invrl train --config calculator_async --model-path MODEL --max-staleness 2
 
-    The run folder (--run-root/--run-name) holds the resolved configuration, metrics.jsonl,
-    TensorBoard events, the run's store, logs, checkpoints and the report."""
+    The run folder (--run-root/--run-name) holds the resolved configuration,
+    metrics.jsonl, TensorBoard events, the run's store, logs, checkpoints and the
+    report."""
     config = checked_configuration(arguments, command="train")
     with hold_run_folder(config, "train") as folder:
         log_to_folder(folder, config, process="supervisor")
@@ -36,9 +38,9 @@ def train(arguments: Sequence[str]) -> None:
 def resume(arguments: Sequence[str]) -> None:
     """usage: invrl resume RUN_FOLDER [flags]
 
-    Does the same as repeating the run's `invrl train` command. Flags that do not change the result may
-    differ (--num-steps, --save-interval, --max-restarts, --progress); any other change of the
-    configuration is refused."""
+    Does the same as repeating the run's `invrl train` command. Flags that do not change
+    the result may differ (--num-steps, --save-interval, --max-restarts, --progress);
+    any other change of the configuration is refused."""
     folder = read_run_folder(arguments)
     load_resolved(folder.config_path)  # refuses a file that was changed
     place = ["--run-root", str(folder.path.parent), "--run-name", folder.path.name]

@@ -1,4 +1,5 @@
-"""`invrl verify-weights`: whether the engines of a run that goes on hold the weights that it committed."""
+"""`invrl verify-weights`: whether the engines of a run that goes on hold the weights
+that it committed."""
 
 import math
 from collections.abc import Sequence
@@ -21,20 +22,24 @@ _SHORT_CALLS_S = 240.0
 def verify_weights(arguments: Sequence[str]) -> None:
     """usage: invrl verify-weights RUN_FOLDER [--wait SECONDS]
 
-    Reads every parameter of every engine of a run that is running, hashes it inside the engine, and
-    compares it with what the trainer sent for the committed version. Prints a line per engine: version,
-    tensors, bytes, whether they are equal, and how long the engine was paused. One engine after the
-    other is paused between two of its steps; its requests then go on as they were.
+    Reads every parameter of every engine of a run that is running, hashes it inside the
+    engine, and compares it with what the trainer sent for the committed version. Prints
+    a line per engine: version, tensors, bytes, whether they are equal, and how long the
+    engine was paused. One engine after the other is paused between two of its steps;
+    its requests then go on as they were.
 
       --wait SECONDS   for a weight update that is in progress (default: 300)
 
-    Exit code 0 if all engines hold the committed weights, 1 if one does not or could not be read."""
+    Exit code 0 if all engines hold the committed weights, 1 if one does not or could
+    not be read."""
     folder = read_run_folder(arguments)
     wait_s = _read_wait(read_options(arguments[1:], ["--wait"]))
     _check_running(folder)
     config = load_resolved(folder.config_path)
     try:
-        verification = ask_for_verification(folder, wait_s=wait_s, deadline_s=_deadline_s(config, wait_s))
+        verification = ask_for_verification(
+            folder, wait_s=wait_s, deadline_s=_deadline_s(config, wait_s)
+        )
     except (ServerError, DeadlineError) as error:
         print(f"invrl: {error}")
         raise CommandFailed(FAILURE_EXIT) from error
@@ -50,15 +55,20 @@ def _read_wait(options: dict[str, str]) -> float:
     except ValueError:
         wait_s = math.nan
     if not 0 <= wait_s < math.inf:
-        raise ConfigError("--wait", text, "not a number of seconds", "give --wait 300, for example")
+        raise ConfigError(
+            "--wait", text, "not a number of seconds", "give --wait 300, for example"
+        )
     return wait_s
 
 
 def _check_running(folder: RunFolder) -> None:
-    """Raises ConfigError unless a command works in the folder and has committed weights."""
+    """Raises ConfigError unless a command works in the folder and has committed
+    weights."""
     if not folder.is_held():
         reason = "no run works in this folder, so it has no engines"
-        raise ConfigError("RUN", str(folder.path), reason, "start it, or `invrl resume` it")
+        raise ConfigError(
+            "RUN", str(folder.path), reason, "start it, or `invrl resume` it"
+        )
     if not folder.verification_path.exists():
         reason = "it has not committed a version of the weights yet, or has none to commit (serve, eval)"
         raise ConfigError("RUN", str(folder.path), reason, "wait for its first step")

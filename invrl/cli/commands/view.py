@@ -67,7 +67,8 @@ def view(arguments: Sequence[str]) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> ViewRequest:
-    """Raises ConfigError for a flag that is unknown or has a wrong value, and if no run is named."""
+    """Raises ConfigError for a flag that is unknown or has a wrong value, and if no run
+    is named."""
     options, others = split_options(arguments, _VALUES)
     opens_browser = _NO_OPEN not in others
     paths = [argument for argument in others if argument != _NO_OPEN]
@@ -75,7 +76,9 @@ def read_request(arguments: Sequence[str]) -> ViewRequest:
         if argument.startswith("-"):
             raise unknown_flag(argument, [*_VALUES, _NO_OPEN])
     if not paths:
-        raise ConfigError("RUN", "", "it is missing", "give the folder that `invrl train` printed")
+        raise ConfigError(
+            "RUN", "", "it is missing", "give the folder that `invrl train` printed"
+        )
     export = options.get("--export")
     return ViewRequest(
         runs=tuple(Path(path) for path in paths),
@@ -83,7 +86,9 @@ def read_request(arguments: Sequence[str]) -> ViewRequest:
         port=_read_number("--port", options.get("--port", "0"), most=65_535),
         export=Path(export).expanduser().absolute() if export is not None else None,
         export_rollouts=_read_number(
-            "--export-rollouts", options.get("--export-rollouts", str(_EXPORTED_ROLLOUTS)), most=10**9
+            "--export-rollouts",
+            options.get("--export-rollouts", str(_EXPORTED_ROLLOUTS)),
+            most=10**9,
         ),
         opens_browser=opens_browser,
     )
@@ -91,7 +96,9 @@ def read_request(arguments: Sequence[str]) -> ViewRequest:
 
 def _read_number(flag: str, text: str, *, most: int) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) > most:
-        raise ConfigError(flag, text, f"not a number from 0 to {most}", f"write {flag} N")
+        raise ConfigError(
+            flag, text, f"not a number from 0 to {most}", f"write {flag} N"
+        )
     return int(text)
 
 
@@ -100,7 +107,8 @@ def _say(line: str) -> None:
 
 
 def _open_browser(url: str) -> None:
-    """On a desktop. Over ssh and in containers there is none, and the printed URL is enough."""
+    """On a desktop. Over ssh and in containers there is none, and the printed URL is
+    enough."""
     import os
     import webbrowser
 

@@ -1,4 +1,5 @@
-"""`invrl watch`: a run in the terminal, live or dead. Nothing is written into the run's folder."""
+"""`invrl watch`: a run in the terminal, live or dead. Nothing is written into the run's
+folder."""
 
 import contextlib
 import os
@@ -29,10 +30,11 @@ _KEY_POLL_S = 0.1
 def watch(arguments: Sequence[str]) -> None:
     """usage: invrl watch RUN_FOLDER [--once] [--interval-s SECONDS]
 
-    Shows a run that goes on, or has ended: the curve of rewards, the phases of its steps and what it
-    waits for, engines and gateway, held-out results and the last failures. It reads the folder again
-    every 2 seconds (--interval-s); q or Ctrl-C ends it, and never the run. --once prints one
-    frame. Without a terminal it prints a frame, and then a line per step until the run ends."""
+    Shows a run that goes on, or has ended: the curve of rewards, the phases of its
+    steps and what it waits for, engines and gateway, held-out results and the last
+    failures. It reads the folder again every 2 seconds (--interval-s); q or Ctrl-C ends
+    it, and never the run. --once prints one frame. Without a terminal it prints a
+    frame, and then a line per step until the run ends."""
     options, others = split_options(arguments, [_INTERVAL_FLAG])
     run, *unknown = [argument for argument in others if argument != _ONCE_FLAG] or [""]
     for argument in (run, *unknown):
@@ -42,7 +44,9 @@ def watch(arguments: Sequence[str]) -> None:
     interval_s = _interval(options.get(_INTERVAL_FLAG, "2"))
     reader = RunReader(folder)
     is_live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    console = Console(width=None if is_live else _width_of_pipe(), no_color=None if is_live else True)
+    console = Console(
+        width=None if is_live else _width_of_pipe(), no_color=None if is_live else True
+    )
     with contextlib.suppress(KeyboardInterrupt):
         if _ONCE_FLAG in others:
             _print_frame(console, reader.read())
@@ -56,7 +60,12 @@ def _interval(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0.1 <= float(text) <= 3600:
             return float(text)
-    raise ConfigError(_INTERVAL_FLAG, text, "not between 0.1 and 3600 seconds", "give a number, such as 2")
+    raise ConfigError(
+        _INTERVAL_FLAG,
+        text,
+        "not between 0.1 and 3600 seconds",
+        "give a number, such as 2",
+    )
 
 
 def _width_of_pipe() -> int:
@@ -68,7 +77,9 @@ def _width_of_pipe() -> int:
 def _size(console: Console) -> ScreenSize:
     encoding = console.encoding
     blocks = BLOCKS if can_draw_blocks(encoding) else ASCII_BLOCKS
-    return ScreenSize(width=console.width, height=console.height, blocks=blocks, encoding=encoding)
+    return ScreenSize(
+        width=console.width, height=console.height, blocks=blocks, encoding=encoding
+    )
 
 
 def _print_frame(console: Console, status: RunStatus) -> None:
@@ -76,10 +87,13 @@ def _print_frame(console: Console, status: RunStatus) -> None:
 
 
 def _show(console: Console, reader: RunReader, interval_s: float) -> None:
-    """The live screen, until somebody presses q. It stays on the screen of its own, so that the terminal is
-    as before afterwards; the last frame is printed there."""
+    """The live screen, until somebody presses q. It stays on the screen of its own, so
+    that the terminal is as before afterwards; the last frame is printed there."""
     status = reader.read()
-    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        _keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             live.update(screen(status, _size(console), now=time.time()), refresh=True)
             if _quits(pressed, interval_s):
@@ -103,7 +117,8 @@ def _quits(has_keys: bool, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[bool]:
-    """Lets single keys through without showing them. False where stdin is no terminal."""
+    """Lets single keys through without showing them. False where stdin is no
+    terminal."""
     if not sys.stdin.isatty():
         yield False
         return

@@ -1,4 +1,5 @@
-"""The model class that SGLang looks for, under the name that it expects: that of the served family.
+"""The model class that SGLang looks for, under the name that it expects: that of the
+served family.
 
 SGLang finds it without this file too, but more slowly.
 """

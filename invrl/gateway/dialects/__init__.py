@@ -1,4 +1,5 @@
-"""The wire formats: OpenAI chat completions, completions and responses, Anthropic messages.
+"""The wire formats: OpenAI chat completions, completions and responses, Anthropic
+messages.
 
 A dialect is pure: bodies in, bodies and events out. Start with `dialect.py`.
 """

@@ -1,14 +1,16 @@
-"""Which fields of a request's body count: a table per dialect, and what happens to all other fields. Pure.
+"""Which fields of a request's body count: a table per dialect, and what happens to all
+other fields. Pure.
 
 A field is honoured, refused or ignored:
 - honoured: the dialect's structures have it.
-- refused: with it, the answer would have to be another one that the gateway cannot give. These are the fields
-  of the API that are not supported, and in every dialect the sampling parameters that other servers add
-  (`SAMPLING_EXTENSIONS`). A value that asks for nothing (null, false, 0, empty) is accepted. A name that
-  looks like a misspelt sampling parameter is refused as well.
-- ignored: everything else, up to `_MAX_UNKNOWN_FIELDS` fields of a body. Its name is reported to whoever runs
-  the gateway (`GET /sessions/ID`, and once in the log), unless our own answers carry it: clients send answers
-  back as they got them."""
+- refused: with it, the answer would have to be another one that the gateway cannot
+  give. These are the fields of the API that are not supported, and in every dialect the
+  sampling parameters that other servers add (`SAMPLING_EXTENSIONS`). A value that asks
+  for nothing (null, false, 0, empty) is accepted. A name that looks like a misspelt
+  sampling parameter is refused as well.
+- ignored: everything else, up to `_MAX_UNKNOWN_FIELDS` fields of a body. Its name is
+  reported to whoever runs the gateway (`GET /sessions/ID`, and once in the log), unless
+  our own answers carry it: clients send answers back as they got them."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -77,8 +79,9 @@ SAMPLING_EXTENSIONS: Mapping[str, Sequence[Any]] = {
     "transforms": (),
     "plugins": (),
 }
-"""Sampling parameters that servers of open models accept beside OpenAI's, and fields of theirs that change
-the prompt. The values are those, besides the falsy ones, that ask for what happens anyway."""
+"""Sampling parameters that servers of open models accept beside OpenAI's, and fields of
+theirs that change the prompt. The values are those, besides the falsy ones, that ask
+for what happens anyway."""
 _SAMPLING_NAMES = (
     "temperature",
     "top_p",
@@ -96,19 +99,23 @@ _SAMPLING_NAMES = (
     "stop",
     "stop_sequences",
 )
-"""Sampling parameters of one API or another. A dialect refuses those that are not its own."""
+"""Sampling parameters of one API or another. A dialect refuses those that are not its
+own."""
 _MISSPELT_SIMILARITY = 0.87
-"""Two names that are this similar are a name and its misspelling. (`models` and `model` are more similar;
-`model` is no sampling parameter, so they are not compared.)"""
+"""Two names that are this similar are a name and its misspelling. (`models` and `model`
+are more similar; `model` is no sampling parameter, so they are not compared.)"""
 _NOT_MISSPELT = ("speed",)
-"""Fields of some API that look like a misspelt sampling parameter. None of them affects sampling."""
+"""Fields of some API that look like a misspelt sampling parameter. None of them affects
+sampling."""
 _MAX_UNKNOWN_FIELDS = 256
-"""Fields of one body that its dialect does not know. Each of them is compared with all `_SAMPLING_NAMES` in
-the event loop: a body that consists of names would stop every session for a minute."""
+"""Fields of one body that its dialect does not know. Each of them is compared with all
+`_SAMPLING_NAMES` in the event loop: a body that consists of names would stop every
+session for a minute."""
 _MAX_IGNORED = 32
 """Names of ignored fields that are reported per request."""
 _MAX_NAME_LENGTH = 64
-"""Reported names are cut to this many characters. A longer name is not compared with `_SAMPLING_NAMES`."""
+"""Reported names are cut to this many characters. A longer name is not compared with
+`_SAMPLING_NAMES`."""
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENTRIES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
@@ -122,8 +129,8 @@ class FieldTable:
     refused: Mapping[str, Sequence[Any]]
     """Fields that are not supported, with the values that ask for nothing."""
     unreported: Sequence[str] = ()
-    """Fields that are ignored and not reported: our own answers carry them, or the API documents that they do
-    not affect the tokens of an answer."""
+    """Fields that are ignored and not reported: our own answers carry them, or the API
+    documents that they do not affect the tokens of an answer."""
     entries: str = ""
     """The field that holds the conversation; "" if there is none."""
     entry: type[msgspec.Struct] | None = None
@@ -144,14 +151,13 @@ class FieldTable:
         object.__setattr__(self, "_known_in_entries", frozenset(known_in_entries))
 
     def ignored(self, raw: bytes) -> tuple[str, ...]:
-        """The names of the ignored fields of `raw`, a body that was decoded before; a field of a message is
-        `messages[].name`. SessionError 400 for a field that is refused, or for too many unknown fields."""
+        """The names of the ignored fields of `raw`, a body that was decoded before; a
+        field of a message is `messages[].name`. SessionError 400 for a field that is
+        refused, or for too many unknown fields."""
         fields = _FIELDS.decode(raw)
         unknown = [name for name in fields if name not in self._known]
         if len(unknown) > _MAX_UNKNOWN_FIELDS:
-            reason = (
-                f"the body has {len(unknown)} fields that are no parameters, {_MAX_UNKNOWN_FIELDS} at most"
-            )
+            reason = f"the body has {len(unknown)} fields that are no parameters, {_MAX_UNKNOWN_FIELDS} at most"
             raise SessionError(reason, status=400, code="too_many_fields")
         ignored = [name for name in unknown if self._is_ignored(name, fields[name])]
         entries = bytes(fields.get(self.entries, msgspec.Raw(b"")))
@@ -160,8 +166,9 @@ class FieldTable:
         return tuple(name[:_MAX_NAME_LENGTH] for name in ignored)[:_MAX_IGNORED]
 
     def _is_ignored(self, name: str, raw: msgspec.Raw) -> bool:
-        """Whether a field that the body does not have is to be reported as ignored; False for a value that
-        asks for nothing. SessionError 400 if the field is refused."""
+        """Whether a field that the body does not have is to be reported as ignored;
+        False for a value that asks for nothing. SessionError 400 if the field is
+        refused."""
         neutral_values = self.refused.get(name)
         if neutral_values is None:
             neutral_values = SAMPLING_EXTENSIONS.get(name)
@@ -199,8 +206,11 @@ class FieldTable:
 
 
 def _misspelt_parameter(name: str) -> str:
-    """The sampling parameter that this name is a misspelling of; "" if there is none."""
-    matches = difflib.get_close_matches(_bare(name), _BARE_NAMES, n=1, cutoff=_MISSPELT_SIMILARITY)
+    """The sampling parameter that this name is a misspelling of; "" if there is
+    none."""
+    matches = difflib.get_close_matches(
+        _bare(name), _BARE_NAMES, n=1, cutoff=_MISSPELT_SIMILARITY
+    )
     if not matches:
         return ""
     return _BARE_NAMES[matches[0]]

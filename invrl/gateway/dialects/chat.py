@@ -1,24 +1,28 @@
 """`/v1/chat/completions`: the wire format, in both directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `messages` (text, also in parts; tool calls and results; `reasoning_content`), `model` (any name
-  in training and evaluation, one of the server's in serving), `stream`, `stream_options.include_usage`,
-  `max_tokens`, `max_completion_tokens` (bounded by the session's max_new_tokens), `stop`, `logprobs`,
-  `top_logprobs` (to 20), `n` (to 16), `tools` (functions), `tool_choice`, `parallel_tool_calls` (false: calls
-  after the first are not shown), `response_format`, `reasoning_effort` (none: no thinking; others: thinking),
+- honoured: `messages` (text, also in parts; tool calls and results;
+  `reasoning_content`), `model` (any name in training and evaluation, one of the
+  server's in serving), `stream`, `stream_options.include_usage`, `max_tokens`,
+  `max_completion_tokens` (bounded by the session's max_new_tokens), `stop`, `logprobs`,
+  `top_logprobs` (to 20), `n` (to 16), `tools` (functions), `tool_choice`,
+  `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
+  `reasoning_effort` (none: no thinking; others: thinking),
   `chat_template_kwargs.enable_thinking`.
-- honoured too, as other servers have them: `enable_thinking`, `thinking.type`, `reasoning.effort` and
-  `.enabled`, `chat_template_kwargs.thinking`.
-- set by the run: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`, `presence_penalty`,
-  `repetition_penalty`, `logit_bias`, `seed`. They are honoured in serving sessions. In training and
-  evaluation the run's values are used, which is reported once per session (header `x-invrl-overridden`).
-  `logit_bias` is refused in serving, because the router would drop it.
-- ignored, because they change no token: `user`, `metadata`, `store`, `service_tier`, `safety_identifier`,
-  `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, all of `stream_options` except `include_usage`;
-  in messages `name`, `refusal`, `annotations`; in tools `strict` where the model chooses freely.
+- honoured too, as other servers have them: `enable_thinking`, `thinking.type`,
+  `reasoning.effort` and `.enabled`, `chat_template_kwargs.thinking`.
+- set by the run: `temperature`, `top_p`, `top_k`, `min_p`, `frequency_penalty`,
+  `presence_penalty`, `repetition_penalty`, `logit_bias`, `seed`. They are honoured in
+  serving sessions. In training and evaluation the run's values are used, which is
+  reported once per session (header `x-invrl-overridden`). `logit_bias` is refused in
+  serving, because the router would drop it.
+- ignored, because they change no token: `user`, `metadata`, `store`, `service_tier`,
+  `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`, `verbosity`, all of
+  `stream_options` except `include_usage`; in messages `name`, `refusal`, `annotations`;
+  in tools `strict` where the model chooses freely.
 - refused with 400: see `_TABLE` and `body_fields.py`; in messages audio, images, files.
-Any other field of the body or of a message (`parsed`, `thinking_blocks`, `provider`, ...) is ignored and
-counted: `GET /sessions/ID` lists it, and the log names it once."""
+Any other field of the body or of a message (`parsed`, `thinking_blocks`, `provider`,
+...) is ignored and counted: `GET /sessions/ID` lists it, and the log names it once."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal, TypeVar
@@ -162,20 +166,29 @@ class ChatDialect(ChoicesDialect):
     id_prefix = "chatcmpl-"
     answer_object = "chat.completion"
     event_object = "chat.completion.chunk"
-    first_fields: ClassVar = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    first_fields: ClassVar = {
+        "delta": {"role": "assistant", "content": "", "refusal": None}
+    }
     last_fields: ClassVar = {"delta": {}}
 
-    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
+    def parse(
+        self, raw: bytes, *, retry: bool, find: FindTurn = no_turn
+    ) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         if not body.messages:
             raise wire.bad_request("`messages` must not be empty", param="messages")
         if body.top_logprobs and not body.logprobs:
-            raise wire.bad_request("`top_logprobs` needs `logprobs`", param="top_logprobs")
+            raise wire.bad_request(
+                "`top_logprobs` needs `logprobs`", param="top_logprobs"
+            )
         max_tokens = body.max_completion_tokens
         if max_tokens is None:
             max_tokens = body.max_tokens
         messages = _messages(body.messages)
-        tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+        tools = [
+            _tool(tool, f"tools[{index}]")
+            for index, tool in enumerate(body.tools or ())
+        ]
         turn = TurnRequest(
             messages=messages,
             tools=wire.check_tools(tools),
@@ -236,7 +249,8 @@ class ChatDialect(ChoicesDialect):
 
 
 def _model_card(name: str, context_length: int) -> Fields:
-    """A model as OpenAI describes it, with vLLM's `max_model_len`: the tokens of a prompt and its reply."""
+    """A model as OpenAI describes it, with vLLM's `max_model_len`: the tokens of a
+    prompt and its reply."""
     return {
         "id": name,
         "object": "model",
@@ -247,8 +261,8 @@ def _model_card(name: str, context_length: int) -> Fields:
 
 
 def _reasoning_fields(text: str) -> Fields:
-    """Reasoning under both of the names by which clients read it: that of DeepSeek, SGLang and earlier vLLM,
-    and that of gpt-oss, OpenRouter and later vLLM."""
+    """Reasoning under both of the names by which clients read it: that of DeepSeek,
+    SGLang and earlier vLLM, and that of gpt-oss, OpenRouter and later vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -265,8 +279,8 @@ def _call_delta_fields(call: CallDelta) -> Fields:
 
 
 def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
-    """The messages of a body. Some clients send the text and the calls of one reply as two messages: they are
-    joined again."""
+    """The messages of a body. Some clients send the text and the calls of one reply as
+    two messages: they are joined again."""
     joined = JoinedMessages()
     for index, sent in enumerate(messages):
         message = _message(sent, f"messages[{index}]")
@@ -278,8 +292,8 @@ def _messages(messages: Sequence[_Message]) -> tuple[Message, ...]:
 
 
 def read_message(fields: Json, param: str) -> Message:
-    """A message that no request sent, but a file of conversations. SessionError 400, which calls it `param`,
-    for what is no message."""
+    """A message that no request sent, but a file of conversations. SessionError 400,
+    which calls it `param`, for what is no message."""
     return _message(_converted(fields, _Message, param), param)
 
 
@@ -341,7 +355,9 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
                 if tool.function:
                     names.append(tool.function.name)
             return wire.allowed_choice(choice.allowed_tools.mode, names)
-    reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
+    reason = (
+        "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
+    )
     raise wire.bad_request(reason, param="tool_choice")
 
 
@@ -355,7 +371,8 @@ def _schema(response_format: _Format | None) -> str:
 
 
 def _thinking(body: _Body) -> bool | None:
-    """Whether the request asks for thinking. The more direct of two fields takes precedence."""
+    """Whether the request asks for thinking. The more direct of two fields takes
+    precedence."""
     options = body.chat_template_kwargs or _TemplateOptions()
     reasoning = body.reasoning or _Reasoning()
     thinking = body.thinking

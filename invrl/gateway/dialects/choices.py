@@ -1,4 +1,5 @@
-"""What chat completions and text completions share: an answer of `n` choices, whole and streamed."""
+"""What chat completions and text completions share: an answer of `n` choices, whole and
+streamed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ class ChoicesDialect(OpenAIDialect, ABC):
     event_object: ClassVar[str]
     """The value of `object` in an event."""
     first_fields: ClassVar[Mapping[str, Any] | None] = None
-    """The fields of the event before a choice's tokens; None if there is no such event."""
+    """The fields of the event before a choice's tokens; None if there is no such
+    event."""
     last_fields: ClassVar[Mapping[str, Any]]
     """The fields of the event after a choice's tokens."""
 
@@ -66,7 +68,8 @@ class ChoicesDialect(OpenAIDialect, ABC):
         pieces: Sequence[Piece],
         offset: int,
     ) -> Fields:
-        """The log-probs of the pieces. `offset` is the number of characters in the tokens before them."""
+        """The log-probs of the pieces. `offset` is the number of characters in the
+        tokens before them."""
 
     def make_request(
         self,
@@ -79,7 +82,9 @@ class ChoicesDialect(OpenAIDialect, ABC):
         include_usage = False
         if body.stream_options is not None:
             if not body.stream:
-                raise wire.bad_request("`stream_options` needs `stream`", param="stream_options")
+                raise wire.bad_request(
+                    "`stream_options` needs `stream`", param="stream_options"
+                )
             include_usage = body.stream_options.include_usage
         return ChoicesRequest(
             turn=turn,
@@ -99,12 +104,16 @@ class ChoicesDialect(OpenAIDialect, ABC):
             choices.append(choice)
         turns = [answer.turn for answer in answers]
         first_turn = turns[0]
-        body = self.common_fields(self.answer_object, first_turn.id, first_turn.started_at)
+        body = self.common_fields(
+            self.answer_object, first_turn.id, first_turn.started_at
+        )
         body["choices"] = choices
         body["usage"] = _usage(turns)
         return msgspec.json.encode(body)
 
-    def stream(self, request: ChoicesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
+    def stream(
+        self, request: ChoicesRequest, starts: Sequence[AnswerStart]
+    ) -> AnswerStream:
         return _ChoicesStream(self, request, starts)
 
     def common_fields(self, kind: str, turn_id: str, created: float) -> Fields:
@@ -129,7 +138,9 @@ class _ChoicesStream:
         self._dialect = dialect
         self._request = request
         first = starts[0]
-        self._common_fields = dialect.common_fields(dialect.event_object, first.turn_id, first.created)
+        self._common_fields = dialect.common_fields(
+            dialect.event_object, first.turn_id, first.created
+        )
         self._offsets = [0] * len(starts)
         """The number of characters in the tokens of each choice so far."""
 
@@ -182,7 +193,8 @@ class _ChoicesStream:
 
 
 def _finish_reason(answer: Answer) -> str:
-    """OpenAI's name of the finish reason: a reply that ends with calls has stopped because of them."""
+    """OpenAI's name of the finish reason: a reply that ends with calls has stopped
+    because of them."""
     reason = answer.turn.finish_reason
     if reason == "stop" and answer.message.tool_calls:
         return "tool_calls"

@@ -1,8 +1,9 @@
 """Anthropic's own tools that the client runs: bash, text editor, memory. Pure.
 
-A request names such a tool by its type and version alone, because Anthropic's models know it. The model here
-is shown it as a function; its calls come back like those of any other. What Anthropic's servers run (search,
-code execution) has no counterpart, and screenshots of a computer are images."""
+A request names such a tool by its type and version alone, because Anthropic's models
+know it. The model here is shown it as a function; its calls come back like those of any
+other. What Anthropic's servers run (search, code execution) has no counterpart, and
+screenshots of a computer are images."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,14 @@ _PROPERTIES: Mapping[str, Mapping[str, object]] = {
         "items": {"type": "integer"},
         "description": "view: the first and the last line to show",
     },
-    "file_text": {"type": "string", "description": "create: the whole text of the file"},
-    "old_str": {"type": "string", "description": "str_replace: the text to replace, which occurs once"},
+    "file_text": {
+        "type": "string",
+        "description": "create: the whole text of the file",
+    },
+    "old_str": {
+        "type": "string",
+        "description": "str_replace: the text to replace, which occurs once",
+    },
     "new_str": {"type": "string", "description": "str_replace: the new text"},
     "insert_line": {
         "type": "integer",
@@ -33,13 +40,21 @@ _PROPERTIES: Mapping[str, Mapping[str, object]] = {
     "new_path": {"type": "string", "description": "rename: the new path"},
 }
 _EDITOR_COMMANDS = ("view", "create", "str_replace", "insert")
-_EDITOR_FIELDS = ("path", "view_range", "file_text", "old_str", "new_str", "insert_line", "insert_text")
+_EDITOR_FIELDS = (
+    "path",
+    "view_range",
+    "file_text",
+    "old_str",
+    "new_str",
+    "insert_line",
+    "insert_text",
+)
 _FAMILIES = ("bash", "text_editor", "memory")
 
 
 def client_tool(kind: str, name: str, param: str) -> wire.Function:
-    """The function that a tool of this type is shown as. SessionError 400 for a type that the client does not
-    run; it calls the tool `param`."""
+    """The function that a tool of this type is shown as. SessionError 400 for a type
+    that the client does not run; it calls the tool `param`."""
     match = _VERSIONED.fullmatch(kind)
     family = ""
     version = ""
@@ -50,14 +65,19 @@ def client_tool(kind: str, name: str, param: str) -> wire.Function:
         description = "Runs a command in a bash shell that stays open between calls, and returns its output."
         properties = {
             "command": {"type": "string", "description": "the command to run"},
-            "restart": {"type": "boolean", "description": "true: start the shell again"},
+            "restart": {
+                "type": "boolean",
+                "description": "true: start the shell again",
+            },
         }
         return _function(name, description, properties, required=())
     if family == "text_editor":
         commands = _EDITOR_COMMANDS
         if version <= _UNDO_UNTIL:
             commands = (*commands, "undo_edit")
-        return _file_function(name, "Views and edits text files.", commands, _EDITOR_FIELDS, ("path",))
+        return _file_function(
+            name, "Views and edits text files.", commands, _EDITOR_FIELDS, ("path",)
+        )
     if family == "memory":
         commands = (*_EDITOR_COMMANDS, "delete", "rename")
         fields = (*_EDITOR_FIELDS, "old_path", "new_path")

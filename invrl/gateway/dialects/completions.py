@@ -1,16 +1,18 @@
 """`/v1/completions`: the wire format, in both directions. Pure.
 
-The prompt is exactly what the model reads: no template wraps it. A prompt that begins with the whole text
-of an earlier prompt and its reply (special tokens and stop string included) continues that turn's exact ids.
-- honoured: `prompt` (one prompt: text, or token ids), `model` (as in chat), `max_tokens` (16 by
-  default; bounded by the session's max_new_tokens), `n` (to 16), `stop`, `stream`,
-  `stream_options.include_usage`, `logprobs` (to 20: those of the sampled tokens and of that many of the
-  likeliest ones; of two tokens with the same text, the likelier one is shown; offsets count from the reply's
-  beginning).
+The prompt is exactly what the model reads: no template wraps it. A prompt that begins
+with the whole text of an earlier prompt and its reply (special tokens and stop string
+included) continues that turn's exact ids.
+- honoured: `prompt` (one prompt: text, or token ids), `model` (as in chat),
+  `max_tokens` (16 by default; bounded by the session's max_new_tokens), `n` (to 16),
+  `stop`, `stream`, `stream_options.include_usage`, `logprobs` (to 20: those of the
+  sampled tokens and of that many of the likeliest ones; of two tokens with the same
+  text, the likelier one is shown; offsets count from the reply's beginning).
 - set by the run: the sampling parameters of `chat.py`, under the same names and rules.
-- ignored, because they change no token: `user`, all of `stream_options` except `include_usage`.
-- refused with 400: see `_TABLE` and `body_fields.py`; several prompts. Any other field is ignored and
-  counted."""
+- ignored, because they change no token: `user`, all of `stream_options` except
+  `include_usage`.
+- refused with 400: see `_TABLE` and `body_fields.py`; several prompts. Any other field
+  is ignored and counted."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -48,7 +50,9 @@ class CompletionsDialect(ChoicesDialect):
     event_object = "text_completion"
     last_fields: ClassVar = {"text": ""}
 
-    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ChoicesRequest:
+    def parse(
+        self, raw: bytes, *, retry: bool, find: FindTurn = no_turn
+    ) -> ChoicesRequest:
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         max_tokens = body.max_tokens
         if max_tokens is None:
@@ -101,8 +105,9 @@ class CompletionsDialect(ChoicesDialect):
         }
 
     def _logprobs_by_text(self, token: wire.SampledToken) -> dict[str, float]:
-        """The log-probs of the likeliest tokens and of the sampled one by their texts. The likeliest tokens
-        come first, so the likelier one of two tokens with the same text is kept."""
+        """The log-probs of the likeliest tokens and of the sampled one by their texts.
+        The likeliest tokens come first, so the likelier one of two tokens with the same
+        text is kept."""
         sampled = (token.id, token.logprob)
         by_text: dict[str, float] = {}
         for token_id, logprob in (*token.top, sampled):
@@ -114,7 +119,8 @@ class CompletionsDialect(ChoicesDialect):
         self,
         prompt: str | Sequence[int | str | list[int]],
     ) -> str | tuple[int, ...]:
-        """The one prompt, as text or as token ids. SessionError 400 for a list of several prompts."""
+        """The one prompt, as text or as token ids. SessionError 400 for a list of
+        several prompts."""
         if not isinstance(prompt, str) and len(prompt) == 1:
             [only] = prompt
             if isinstance(only, str | list):

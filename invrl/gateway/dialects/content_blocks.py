@@ -1,4 +1,5 @@
-"""The messages of a request to `/v1/messages`: blocks of content, and the messages that they become. Pure."""
+"""The messages of a request to `/v1/messages`: blocks of content, and the messages that
+they become. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _REQUIRED_FIELDS = {
 }
 """The required fields of a block, by its type."""
 _SEPARATORS = {"user": "\n", "assistant": "", "system": "\n"}
-"""The text between two text blocks of a role. The assistant's are joined as they were sampled."""
+"""The text between two text blocks of a role. The assistant's are joined as they were
+sampled."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
@@ -86,8 +88,8 @@ def _system_text(system: str | list[Block] | None) -> str:
 
 
 def _split(message: SentMessage, param: str) -> list[Message]:
-    """The messages that one message of the API stands for: the tool results in it, then the rest. `param` is
-    the place of its content."""
+    """The messages that one message of the API stands for: the tool results in it, then
+    the rest. `param` is the place of its content."""
     text = _text(message.role, message.content, param)
     if isinstance(message.content, str):
         return [Message(message.role, text)]
@@ -117,7 +119,8 @@ def _tool_result(block: Block, param: str) -> Message:
 
 
 def _text(role: str, content: str | Sequence[Block], param: str) -> str:
-    """The text of a role's content. SessionError 400 for a block that the role cannot have."""
+    """The text of a role's content. SessionError 400 for a block that the role cannot
+    have."""
     if isinstance(content, str):
         return content
     texts = []
@@ -132,7 +135,9 @@ def _check_block(role: str, block: Block, param: str) -> None:
     allowed = _BLOCKS[role]
     if block.type not in allowed:
         reason = f"{block.type!r} is refused: only {', '.join(allowed)} can stand here, no images"
-        raise wire.bad_request(f"{param}: {reason}", param=param, code="unsupported_content")
+        raise wire.bad_request(
+            f"{param}: {reason}", param=param, code="unsupported_content"
+        )
     for name in _REQUIRED_FIELDS[block.type]:
         if getattr(block, name) is None:
             param = f"{param}.{name}"

@@ -1,7 +1,7 @@
 """The interface of a dialect: the wire format of one API, in both directions. Pure.
 
-The gateway serves every dialect in the same way: it parses the request, samples, and writes what the dialect
-makes of the answer."""
+The gateway serves every dialect in the same way: it parses the request, samples, and
+writes what the dialect makes of the answer."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -12,7 +12,8 @@ from invrl.errors import SessionError
 from invrl.gateway.types import Answer, AnswerStart, Node, Piece, TurnRequest
 
 FindTurn = Callable[[str], Node | None]
-"""Returns a whole turn of the session by its id; None if the session has no such turn."""
+"""Returns a whole turn of the session by its id; None if the session has no such
+turn."""
 
 
 def no_turn(_: str) -> None:
@@ -30,18 +31,20 @@ Request = TypeVar("Request", bound=ParsedRequest)
 
 
 class AnswerStream(Protocol):
-    """Writes one streamed answer: its beginning, each of its pieces, its end. The beginning is written with
-    the first token; keep-alives may come before it."""
+    """Writes one streamed answer: its beginning, each of its pieces, its end. The
+    beginning is written with the first token; keep-alives may come before it."""
 
     keep_alive: bytes
     """Sent while no token comes. Clients skip it."""
 
     def head(self, cached_tokens: int) -> bytes:
-        """`cached_tokens` is the number of prompt tokens that the engine had in its cache."""
+        """`cached_tokens` is the number of prompt tokens that the engine had in its
+        cache."""
         ...
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        """Empty while the piece's text is held back (half a character, or perhaps a stop string)."""
+        """Empty while the piece's text is held back (half a character, or perhaps a
+        stop string)."""
         ...
 
     def tail(self, answers: Sequence[Answer]) -> bytes: ...
@@ -58,8 +61,8 @@ class Dialect(Protocol[Request]):
     """The route below `/v1`."""
 
     def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> Request:
-        """The request in a body. SessionError 400 names the field that is wrong. `find` is used for what the
-        request names by an id."""
+        """The request in a body. SessionError 400 names the field that is wrong. `find`
+        is used for what the request names by an id."""
         ...
 
     def answer(self, request: Request, answers: Sequence[Answer]) -> bytes:
@@ -76,7 +79,8 @@ class Dialect(Protocol[Request]):
 
 
 class CountingDialect(Dialect[Request], Protocol[Request]):
-    """A dialect that also counts the tokens of a request's prompt, at `path`/count_tokens."""
+    """A dialect that also counts the tokens of a request's prompt, at
+    `path`/count_tokens."""
 
     def parse_count(self, raw: bytes) -> TurnRequest: ...
 

@@ -1,4 +1,5 @@
-"""Joins adjacent messages that are parts of one: clients send some replies back in several pieces."""
+"""Joins adjacent messages that are parts of one: clients send some replies back in
+several pieces."""
 
 from collections.abc import Sequence
 
@@ -6,8 +7,9 @@ from invrl.gateway.types import Message
 
 
 class JoinedMessages:
-    """Messages in their order. The parts of a message are joined once, when all of them are there: joining
-    two at a time would copy the text so far for each part that follows."""
+    """Messages in their order. The parts of a message are joined once, when all of them
+    are there: joining two at a time would copy the text so far for each part that
+    follows."""
 
     def __init__(self) -> None:
         self._groups: list[list[Message]] = []
@@ -27,8 +29,9 @@ class JoinedMessages:
         return self._groups[-1][-1].role
 
     def continues_reply(self, message: Message) -> bool:
-        """Whether this message and the last one were one reply of the model: its text and its calls, which
-        the client keeps apart. Two texts are two replies, unless the first is empty."""
+        """Whether this message and the last one were one reply of the model: its text
+        and its calls, which the client keeps apart. Two texts are two replies, unless
+        the first is empty."""
         if message.role != "assistant" or self.last_role != "assistant":
             return False
         if self._has_calls or message.tool_calls:
@@ -43,8 +46,8 @@ class JoinedMessages:
         self._has_calls = bool(message.tool_calls)
 
     def join(self, message: Message, separator: str = "") -> None:
-        """Makes this message a part of the last one, which must have the same role. All parts of one message
-        have the same separator."""
+        """Makes this message a part of the last one, which must have the same role. All
+        parts of one message have the same separator."""
         self._groups[-1].append(message)
         self._separators[-1] = separator
         if message.content:

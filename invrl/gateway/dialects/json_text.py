@@ -15,13 +15,17 @@ _ENCODED_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
 _SURROGATE_REASON = "a lone surrogate, half of a UTF-16 pair, is no character"
 
 
-def not_json(raw: bytes, error: msgspec.DecodeError | UnicodeDecodeError) -> SessionError:
-    """SessionError 400 for a body that is not UTF-8, or not JSON. `error`: what its decoder raised."""
+def not_json(
+    raw: bytes, error: msgspec.DecodeError | UnicodeDecodeError
+) -> SessionError:
+    """SessionError 400 for a body that is not UTF-8, or not JSON. `error`: what its
+    decoder raised."""
     if not raw.strip():
         return _invalid("it is empty")
     if isinstance(error, UnicodeDecodeError):
         return _invalid(_encoding_reason(raw, error))
-    # A pair is no lone surrogate: blanks of the same length keep the places of what follows.
+    # A pair is no lone surrogate: blanks of the same length keep the places of what
+    # follows.
     escape = _LONE_SURROGATE.search(_PAIR.sub(b" " * 12, raw))
     if escape is not None:
         return _invalid(f"{_SURROGATE_REASON} (byte {escape.start('escape')})")

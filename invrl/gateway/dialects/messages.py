@@ -1,27 +1,31 @@
-"""`/v1/messages` and its `count_tokens`, Anthropic's API: the wire format, in both directions. Pure.
+"""`/v1/messages` and its `count_tokens`, Anthropic's API: the wire format, in both
+directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant, system; the last one must
-  not be the assistant's), `system`, `model` (as in chat), `max_tokens` (bounded by the session's
-  max_new_tokens), `stop_sequences`, `stream`, `tools` (custom ones, and `bash_…`, `text_editor_…`,
-  `memory_…`, which the client runs), `tool_choice`, `thinking` (enabled, adaptive: thinking, and it is shown;
-  disabled: none; absent: the template's default, not shown; `display` omitted: without its text),
-  `output_config.format`, `output_format`.
+- honoured: `messages` (text, tool_use, tool_result, thinking; of user, assistant,
+  system; the last one must not be the assistant's), `system`, `model` (as in chat),
+  `max_tokens` (bounded by the session's max_new_tokens), `stop_sequences`, `stream`,
+  `tools` (custom ones, and `bash_…`, `text_editor_…`, `memory_…`, which the client
+  runs), `tool_choice`, `thinking` (enabled, adaptive: thinking, and it is shown;
+  disabled: none; absent: the template's default, not shown; `display` omitted: without
+  its text), `output_config.format`, `output_format`.
 - set by the run: `temperature`, `top_p`, `top_k`, as in `chat.py`.
-- ignored, because they change no token: `metadata`, `service_tier`, `cache_control`, `context_management`
-  (the history is used as it was sent), `diagnostics`, `inference_geo`, `speed`, `user_profile_id`,
-  `workspace_id`, `billing_policy`, `fallbacks`, `fallback_credit_token`, `thinking.budget_tokens`,
-  `output_config.effort`; in blocks `cache_control`, `citations`, `signature`, `caller`, `is_error` (the
-  content says it), all of redacted_thinking; in tools all but name, description, input_schema, type and
-  strict; the header anthropic-beta. A system block with Claude Code's billing header is dropped: it differs
-  in every request.
-- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools that Anthropic runs.
-Any other field of the body or of a message is ignored and counted.
+- ignored, because they change no token: `metadata`, `service_tier`, `cache_control`,
+  `context_management` (the history is used as it was sent), `diagnostics`,
+  `inference_geo`, `speed`, `user_profile_id`, `workspace_id`, `billing_policy`,
+  `fallbacks`, `fallback_credit_token`, `thinking.budget_tokens`,
+  `output_config.effort`; in blocks `cache_control`, `citations`, `signature`, `caller`,
+  `is_error` (the content says it), all of redacted_thinking; in tools all but name,
+  description, input_schema, type and strict; the header anthropic-beta. A system block
+  with Claude Code's billing header is dropped: it differs in every request.
+- refused with 400: see `_TABLE` and `body_fields.py`; images, documents, tools that
+Anthropic runs. Any other field of the body or of a message is ignored and counted.
 
-The text blocks of one message are joined by a newline; the assistant's are joined without one, as they were
-sampled. Adjacent messages of one role are one message. For a call whose arguments were cut off, the readable
-part of them is shown (clients do the same while they stream), or {} if nothing is readable: such a call does
-not match when it comes back."""
+The text blocks of one message are joined by a newline; the assistant's are joined
+without one, as they were sampled. Adjacent messages of one role are one message. For a
+call whose arguments were cut off, the readable part of them is shown (clients do the
+same while they stream), or {} if nothing is readable: such a call does not match when
+it comes back."""
 
 from __future__ import annotations
 
@@ -36,7 +40,12 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.client_tools import client_tool
 from invrl.gateway.dialects.content_blocks import Block, SentMessage, conversation
-from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
+from invrl.gateway.dialects.dialect import (
+    AnswerStream,
+    FindTurn,
+    ParsedRequest,
+    no_turn,
+)
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import (
     Answer,
@@ -121,7 +130,14 @@ _TABLE = FieldTable(
     ),
     entries="messages",
     entry=SentMessage,
-    unreported_in_entries=("id", "type", "model", "stop_reason", "stop_sequence", "usage"),
+    unreported_in_entries=(
+        "id",
+        "type",
+        "model",
+        "stop_reason",
+        "stop_sequence",
+        "usage",
+    ),
 )
 
 
@@ -136,7 +152,9 @@ class MessagesDialect:
     def __init__(self, *, model: str) -> None:
         self.model = model
 
-    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> MessagesRequest:
+    def parse(
+        self, raw: bytes, *, retry: bool, find: FindTurn = no_turn
+    ) -> MessagesRequest:
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         if body.max_tokens is None:
             raise wire.bad_request("max_tokens: Field required", param="max_tokens")
@@ -150,7 +168,8 @@ class MessagesDialect:
         )
 
     def parse_count(self, raw: bytes) -> TurnRequest:
-        """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be missing."""
+        """A request whose tokens are to be counted: as `parse`, but `max_tokens` may be
+        missing."""
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         return _turn_request(body, raw, retry=False, ignored=ignored)
 
@@ -168,11 +187,14 @@ class MessagesDialect:
         )
         return msgspec.json.encode(message)
 
-    def stream(self, request: MessagesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
+    def stream(
+        self, request: MessagesRequest, starts: Sequence[AnswerStart]
+    ) -> AnswerStream:
         return _MessagesStream(self, request, starts[0])
 
     def error(self, error: SessionError) -> bytes:
-        """The body of an error. Clients compact their history when the message says "prompt is too long"."""
+        """The body of an error. Clients compact their history when the message says
+        "prompt is too long"."""
         message = error.message
         if error.code == "context_length_exceeded":
             message = "prompt is too long: " + message
@@ -209,7 +231,8 @@ class MessagesDialect:
         usage: dict[str, int],
         stop: dict[str, str | None] = _NOT_STOPPED,
     ) -> Fields:
-        """A message object. `stop` is what `_stop_fields` returns, once the reply has ended."""
+        """A message object. `stop` is what `_stop_fields` returns, once the reply has
+        ended."""
         return {
             "id": f"msg_{turn_id}",
             "type": "message",
@@ -260,7 +283,8 @@ def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
 
 
 class _MessagesStream:
-    """Writes one streamed answer: blocks one after the other, each with its start, deltas and stop."""
+    """Writes one streamed answer: blocks one after the other, each with its start,
+    deltas and stop."""
 
     keep_alive = wire.encode_event({"type": "ping"}, "ping")
 
@@ -283,7 +307,9 @@ class _MessagesStream:
     def head(self, cached_tokens: int) -> bytes:
         prompt_tokens = self._start.prompt_tokens
         usage = _usage_fields(prompt_tokens, cached_tokens, sampled_tokens=0)
-        message = self._dialect.message_fields(self._start.turn_id, content=(), usage=usage)
+        message = self._dialect.message_fields(
+            self._start.turn_id, content=(), usage=usage
+        )
         return _event("message_start", message=message) + self.keep_alive
 
     def piece(self, choice: int, piece: Piece) -> bytes:
@@ -326,7 +352,8 @@ class _MessagesStream:
             events.append(start)
             self._blocks_of_calls[call.index] = self._index
         if call.arguments:
-            # The arguments of an earlier call may come late: the index says which call they are of.
+            # The arguments of an earlier call may come late: the index says which call
+            # they are of.
             index = self._blocks_of_calls[call.index]
             delta = self._delta("input_json_delta", index, partial_json=call.arguments)
             events.append(delta)
@@ -367,7 +394,8 @@ class _MessagesStream:
 
 
 def _stop_fields(answer: Answer) -> dict[str, str | None]:
-    """Anthropic's name of the finish reason, and the stop sequence that ended the reply."""
+    """Anthropic's name of the finish reason, and the stop sequence that ended the
+    reply."""
     if answer.turn.finish_reason == "length":
         reason = "max_tokens"
     elif answer.stop:
@@ -408,7 +436,8 @@ def _signature(turn_id: str) -> str:
 
 
 def _input(arguments: str) -> object:
-    """A call's arguments as an object, character by character if they are a whole one."""
+    """A call's arguments as an object, character by character if they are a whole
+    one."""
     try:
         msgspec.json.decode(arguments, type=dict)
         return msgspec.Raw(arguments.encode())
@@ -470,7 +499,9 @@ def _schema(body: _Body) -> str:
         output_format = body.output_config.format
     if output_format is None:
         return ""
-    return wire.schema_text(output_format.type, output_format.schema, "output_config.format")
+    return wire.schema_text(
+        output_format.type, output_format.schema, "output_config.format"
+    )
 
 
 def _tool(tool: _Tool, param: str) -> Tool:
@@ -491,5 +522,7 @@ def _tool_choice(choice: _Choice | None) -> ToolChoice:
     if choice.type != "tool":
         return ToolChoice(mode=choice.type)
     if not choice.name:
-        raise wire.bad_request("tool_choice.name: Field required", param="tool_choice.name")
+        raise wire.bad_request(
+            "tool_choice.name: Field required", param="tool_choice.name"
+        )
     return ToolChoice(mode="named", name=choice.name)

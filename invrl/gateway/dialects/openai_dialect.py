@@ -1,4 +1,5 @@
-"""What the dialects of OpenAI's API share: sampling parameters, log-probs and errors."""
+"""What the dialects of OpenAI's API share: sampling parameters, log-probs and
+errors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,8 @@ _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class OpenAIDialect:
-    """`model` is the name of the served model; `token_text` returns the text of one of its tokens."""
+    """`model` is the name of the served model; `token_text` returns the text of one of
+    its tokens."""
 
     def __init__(
         self,
@@ -27,13 +29,17 @@ class OpenAIDialect:
         self.vocab_size = vocab_size
         self.token_text = token_text
 
-    def sampling(self, body: SamplingFields, max_new_tokens: int | None) -> ClientSampling:
-        """The sampling parameters of a body. SessionError 400 for what the types of its fields do not
-        exclude."""
+    def sampling(
+        self, body: SamplingFields, max_new_tokens: int | None
+    ) -> ClientSampling:
+        """The sampling parameters of a body. SessionError 400 for what the types of its
+        fields do not exclude."""
         # Takes over the fields that both structures have.
         sampling = msgspec.convert(body, ClientSampling, from_attributes=True)
         if sampling.top_k == 0:
-            raise wire.bad_request("`top_k` must be -1 (off) or at least 1", param="top_k")
+            raise wire.bad_request(
+                "`top_k` must be -1 (off) or at least 1", param="top_k"
+            )
         for token in sampling.logit_bias or ():
             if not token.isdecimal() or int(token) >= self.vocab_size:
                 reason = f"`logit_bias` names no token: {token!r}"
@@ -41,7 +47,8 @@ class OpenAIDialect:
         return replace(sampling, max_new_tokens=max_new_tokens)
 
     def token_logprobs(self, pieces: Sequence[Piece]) -> list[Fields]:
-        """The log-probs of the sampled tokens, as chat completions and responses show them."""
+        """The log-probs of the sampled tokens, as chat completions and responses show
+        them."""
         logprobs = []
         for token in wire.sampled_tokens(pieces):
             top = [self._logprob(token_id, logprob) for token_id, logprob in token.top]

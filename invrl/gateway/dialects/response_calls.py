@@ -1,7 +1,8 @@
-"""The kinds of calls that a response may have: of functions, of custom tools, of a local shell. Pure.
+"""The kinds of calls that a response may have: of functions, of custom tools, of a
+local shell. Pure.
 
-The model knows all of them as functions. A kind says which function a tool is shown as, and how a call is
-written for the client and read back."""
+The model knows all of them as functions. A kind says which function a tool is shown as,
+and how a call is written for the client and read back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class CallKind:
         return arguments
 
     def fields(self, arguments: str) -> Fields:
-        """The fields of an item that depend on the call's arguments; "" before they are known."""
+        """The fields of an item that depend on the call's arguments; "" before they are
+        known."""
         return {self.text_field: self.text(arguments)}
 
 
@@ -70,7 +72,8 @@ class _Custom(CallKind):
     streams_text = False
 
     def text(self, arguments: str) -> str:
-        """The tool's input; the arguments as they are if the model has not written an input."""
+        """The tool's input; the arguments as they are if the model has not written an
+        input."""
         try:
             return msgspec.json.decode(arguments, type=_CustomArguments).input
         except (msgspec.DecodeError, RecursionError):
@@ -127,14 +130,23 @@ class CalledTool:
     kind: CallKind = FUNCTION
 
 
-def custom_function(name: str, description: str | None, text_format: CustomFormat | None) -> wire.Function:
-    """The function that a custom tool is shown as. The model is told a grammar, and not held to it."""
+def custom_function(
+    name: str, description: str | None, text_format: CustomFormat | None
+) -> wire.Function:
+    """The function that a custom tool is shown as. The model is told a grammar, and not
+    held to it."""
     lines = []
     if description:
         lines.append(description)
     if text_format is not None and text_format.type == "grammar":
-        lines.append(f"The input follows this {text_format.syntax} grammar:\n{text_format.definition}")
-    return wire.Function(name=name, description="\n\n".join(lines), parameters=msgspec.Raw(_CUSTOM_SCHEMA))
+        lines.append(
+            f"The input follows this {text_format.syntax} grammar:\n{text_format.definition}"
+        )
+    return wire.Function(
+        name=name,
+        description="\n\n".join(lines),
+        parameters=msgspec.Raw(_CUSTOM_SCHEMA),
+    )
 
 
 def local_shell_function() -> wire.Function:
@@ -147,7 +159,8 @@ def local_shell_function() -> wire.Function:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a custom tool's call, from the text that the client sends back."""
+    """The arguments of a custom tool's call, from the text that the client sends
+    back."""
     return msgspec.json.encode({"input": text}).decode()
 
 

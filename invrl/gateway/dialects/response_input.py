@@ -1,7 +1,7 @@
 """The input items of a response request, and the messages that they become. Pure.
 
-Clients send each part of a reply as an item of its own, in full or by the id of an output item. Adjacent
-items of one reply are joined into one message."""
+Clients send each part of a reply as an item of its own, in full or by the id of an
+output item. Adjacent items of one reply are joined into one message."""
 
 from __future__ import annotations
 
@@ -53,15 +53,18 @@ class InputItem(msgspec.Struct):
     output: str | list[wire.Part] | None = None
 
 
-def input_messages(items: str | Sequence[InputItem], find: FindTurn) -> tuple[Message, ...]:
-    """The messages of an input. Adjacent items of the assistant are one reply, until an item comes that
-    begins another. SessionError 400 for an item that cannot be read."""
+def input_messages(
+    items: str | Sequence[InputItem], find: FindTurn
+) -> tuple[Message, ...]:
+    """The messages of an input. Adjacent items of the assistant are one reply, until an
+    item comes that begins another. SessionError 400 for an item that cannot be read."""
     if isinstance(items, str):
         return (Message("user", items),)
     references = _References(find)
     joined = JoinedMessages()
     last_turn_id = ""
-    """The turn that the last item was a reference to; "" if the item was sent in full."""
+    """The turn that the last item was a reference to; "" if the item was sent in
+    full."""
     for index, item in enumerate(items):
         param = f"input[{index}]"
         turn_id = ""
@@ -79,10 +82,12 @@ def input_messages(items: str | Sequence[InputItem], find: FindTurn) -> tuple[Me
 
 
 class _References:
-    """Resolves items that a request names by their ids: parts of replies of this session.
+    """Resolves items that a request names by their ids: parts of replies of this
+    session.
 
-    The text of a reply may have been sent in several items, but the record of the turn has it in one piece.
-    The first of these items that a request names stands for all of the text, the others for none."""
+    The text of a reply may have been sent in several items, but the record of the turn
+    has it in one piece. The first of these items that a request names stands for all of
+    the text, the others for none."""
 
     def __init__(self, find: FindTurn) -> None:
         self._find = find
@@ -90,7 +95,8 @@ class _References:
         """The turns whose text was named already."""
 
     def call_id(self, item_id: str) -> str:
-        """The id of the call that an output item is; the id itself for any other item."""
+        """The id of the call that an output item is; the id itself for any other
+        item."""
         place = item_place(item_id)
         if place is None or place.prefix not in CALL_PREFIXES:
             return item_id
@@ -100,8 +106,8 @@ class _References:
         return node.messages[-1].tool_calls[place.place].id
 
     def resolve(self, item_id: str, param: str) -> tuple[Message, str]:
-        """The item as a message of the assistant, and the id of its turn. SessionError 400 for an id that
-        this session did not issue."""
+        """The item as a message of the assistant, and the id of its turn. SessionError
+        400 for an id that this session did not issue."""
         place = item_place(item_id)
         node = None
         if place is not None:
@@ -188,7 +194,9 @@ def _tool_call(item: InputItem, param: str) -> ToolCall:
 def _tool_result(item: InputItem, param: str, references: _References) -> Message:
     call_id = item.call_id
     if not call_id and item.id:
-        call_id = references.call_id(item.id)  # the result of a local shell names the item
+        call_id = references.call_id(
+            item.id
+        )  # the result of a local shell names the item
     if not call_id or item.output is None:
         raise wire.bad_request(f"{param} needs `call_id` and `output`", param=param)
     text = wire.text_of(item.output, f"{param}.output")

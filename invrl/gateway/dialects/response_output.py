@@ -1,14 +1,22 @@
-"""The output items of a response, built from the deltas of a reply, and the events that announce them. Pure.
+"""The output items of a response, built from the deltas of a reply, and the events that
+announce them. Pure.
 
-Whole and streamed answers are built in the same way. A reply is reasoning, messages and function calls, in
-the order in which they come. Calls stay open until the end, because their arguments may be completed late."""
+Whole and streamed answers are built in the same way. A reply is reasoning, messages and
+function calls, in the order in which they come. Calls stay open until the end, because
+their arguments may be completed late."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from invrl.gateway.dialects.response_calls import CALL_PREFIXES, FUNCTION, LOCAL_SHELL, CalledTool, CallKind
+from invrl.gateway.dialects.response_calls import (
+    CALL_PREFIXES,
+    FUNCTION,
+    LOCAL_SHELL,
+    CalledTool,
+    CallKind,
+)
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import CallDelta, Delta
 
@@ -31,7 +39,8 @@ class ItemPlace:
     """`rs` of reasoning, `msg` of a message, otherwise that of a call."""
     turn_id: str
     place: int
-    """The number of a call among the turn's calls; the place of any other item in the output."""
+    """The number of a call among the turn's calls; the place of any other item in the
+    output."""
 
 
 def item_place(item_id: str) -> ItemPlace | None:
@@ -48,8 +57,8 @@ def item_place(item_id: str) -> ItemPlace | None:
 
 
 class _Item:
-    """One output item. `fields` are all of its fields except its text and its status; `index` is its place
-    in the output."""
+    """One output item. `fields` are all of its fields except its text and its status;
+    `index` is its place in the output."""
 
     def __init__(self, kind: ItemKind, index: int, fields: Fields) -> None:
         self.kind = kind
@@ -105,8 +114,9 @@ class _Item:
 
 
 class ResponseOutput:
-    """Call `add` with the deltas of the reply, then `close`. Both return the new events. `tools`: the tools
-    as the client knows them, by the name that the model knows; others are functions of that name."""
+    """Call `add` with the deltas of the reply, then `close`. Both return the new
+    events. `tools`: the tools as the client knows them, by the name that the model
+    knows; others are functions of that name."""
 
     def __init__(self, turn_id: str, tools: Mapping[str, CalledTool]) -> None:
         self._turn_id = turn_id
@@ -130,8 +140,8 @@ class ResponseOutput:
         return self._take_events()
 
     def close(self, *, complete: bool) -> list[Event]:
-        """Ends all open items. An empty reply becomes an empty message. `complete`: the model ended the
-        reply."""
+        """Ends all open items. An empty reply becomes an empty message. `complete`: the
+        model ended the reply."""
         if not self.items:
             self._open_item("message")
         status = "incomplete"
@@ -276,8 +286,8 @@ def _text_done_events(item: _Item) -> list[Event]:
 
 
 def _call_done_events(item: _Item, kind: CallKind) -> list[Event]:
-    """The events that carry the whole text of a call. A text that is not that of the arguments is known only
-    now, and is one piece."""
+    """The events that carry the whole text of a call. A text that is not that of the
+    arguments is known only now, and is one piece."""
     if not kind.text_event:
         return []
     text = kind.text(item.text)

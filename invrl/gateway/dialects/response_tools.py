@@ -1,6 +1,7 @@
 """The tools of a response request, and which of them may be called. Pure.
 
-A tool may be in a namespace. The model knows it as `namespace.name`, the client by the two names."""
+A tool may be in a namespace. The model knows it as `namespace.name`, the client by the
+two names."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import Tool, ToolChoice
 
 _IGNORED_TOOLS = ("web_search", "image_generation")
-_KINDS: Mapping[str, CallKind] = {"function": FUNCTION, "custom": CUSTOM, "local_shell": LOCAL_SHELL}
+_KINDS: Mapping[str, CallKind] = {
+    "function": FUNCTION,
+    "custom": CUSTOM,
+    "local_shell": LOCAL_SHELL,
+}
 """The kind of a tool's calls, by the tool's type."""
 
 
@@ -52,24 +57,31 @@ def qualified_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}"
 
 
-def called_tools(tools: Sequence[ToolField], namespace: str = "") -> Mapping[str, CalledTool]:
-    """The tools as the client knows them, by the name that the model knows. Functions that have one name only
-    are left out."""
+def called_tools(
+    tools: Sequence[ToolField], namespace: str = ""
+) -> Mapping[str, CalledTool]:
+    """The tools as the client knows them, by the name that the model knows. Functions
+    that have one name only are left out."""
     called: dict[str, CalledTool] = {}
     for tool in tools:
         if tool.type == "namespace":
             called |= called_tools(tool.tools or (), tool.name)
         elif tool.type == "local_shell":
-            called[LOCAL_SHELL_NAME] = CalledTool(name=LOCAL_SHELL_NAME, kind=LOCAL_SHELL)
+            called[LOCAL_SHELL_NAME] = CalledTool(
+                name=LOCAL_SHELL_NAME, kind=LOCAL_SHELL
+            )
         elif namespace or tool.type == "custom":
             model_name = qualified_name(namespace, tool.name)
             kind = _KINDS.get(tool.type, FUNCTION)
-            called[model_name] = CalledTool(name=tool.name, namespace=namespace, kind=kind)
+            called[model_name] = CalledTool(
+                name=tool.name, namespace=namespace, kind=kind
+            )
     return called
 
 
 def read_tools(tools: Sequence[ToolField], namespace: str = "") -> Iterator[Tool]:
-    """The tools as functions, those in namespaces too. SessionError 400 for a tool that is not supported."""
+    """The tools as functions, those in namespaces too. SessionError 400 for a tool that
+    is not supported."""
     for index, tool in enumerate(tools):
         param = f"tools[{index}]"
         if tool.type == "namespace" and not namespace:
@@ -79,11 +91,15 @@ def read_tools(tools: Sequence[ToolField], namespace: str = "") -> Iterator[Tool
             yield wire.make_tool(tool, param, name)
         elif tool.type == "custom":
             name = qualified_name(namespace, tool.name)
-            yield wire.make_tool(custom_function(name, tool.description, tool.format), param)
+            yield wire.make_tool(
+                custom_function(name, tool.description, tool.format), param
+            )
         elif tool.type == "local_shell":
             yield wire.make_tool(local_shell_function(), param)
         elif tool.type not in _IGNORED_TOOLS:
-            reason = f"{param}: only {', '.join(_KINDS)} are supported, not {tool.type!r}"
+            reason = (
+                f"{param}: only {', '.join(_KINDS)} are supported, not {tool.type!r}"
+            )
             raise wire.bad_request(reason, param=param)
 
 

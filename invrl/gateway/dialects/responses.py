@@ -1,4 +1,5 @@
-"""`/v1/responses`, and the retrieval of a response by its id: the wire format, in both directions. Pure.
+"""`/v1/responses`, and the retrieval of a response by its id: the wire format, in both
+directions. Pure.
 
 Every field of the API is in exactly one of these lists:
 - honoured: `input` (text, or items: messages with text parts, `function_call`, `custom_tool_call`,
@@ -23,11 +24,11 @@ Every field of the API is in exactly one of these lists:
   audio, files.
 Any other field is ignored and counted. Reasoning tokens are counted up to the mark `</think>`.
 
-A response is retrieved from the record of its turn alone (the turn may be of another dialect). Of the
-settings of its request it repeats `instructions`, and `tools` as the model knows them;
-`previous_response_id` is the turn that it continued, whether or not the request named it; all calls are of
-functions. `include` is honoured, `stream` is refused, other parameters (`starting_after`, ...) have no
-effect."""
+A response is retrieved from the record of its turn alone (the turn may be of another
+dialect). Of the settings of its request it repeats `instructions`, and `tools` as the
+model knows them; `previous_response_id` is the turn that it continued, whether or not
+the request named it; all calls are of functions. `include` is honoured, `stream` is
+refused, other parameters (`starting_after`, ...) have no effect."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ import msgspec
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable, unsupported
-from invrl.gateway.dialects.dialect import AnswerStream, FindTurn, ParsedRequest, no_turn
+from invrl.gateway.dialects.dialect import (
+    AnswerStream,
+    FindTurn,
+    ParsedRequest,
+    no_turn,
+)
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
 from invrl.gateway.dialects.response_calls import CalledTool
 from invrl.gateway.dialects.response_input import InputItem, input_messages
@@ -78,7 +84,8 @@ _INCLUDABLE = (
 _ID_PREFIX = "resp_"
 _END_THINK = "</think>"
 _RECENT_CHARACTERS = 64
-"""Of a reply's text, searched for the end of thinking, which may be in several tokens."""
+"""Of a reply's text, searched for the end of thinking, which may be in several
+tokens."""
 
 
 class _Text(msgspec.Struct):
@@ -124,7 +131,8 @@ _ECHOED: Mapping[str, Any] = {
     "tools": [],
     "top_logprobs": 0,
 }
-"""Settings of the request that its response repeats, with their values where the request has none."""
+"""Settings of the request that its response repeats, with their values where the
+request has none."""
 _CONSTANT = {
     "background": False,
     "service_tier": "default",
@@ -190,12 +198,16 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 class ResponsesDialect(OpenAIDialect):
     path = "/responses"
 
-    def parse(self, raw: bytes, *, retry: bool, find: FindTurn = no_turn) -> ResponsesRequest:
+    def parse(
+        self, raw: bytes, *, retry: bool, find: FindTurn = no_turn
+    ) -> ResponsesRequest:
         body, ignored = wire.decode(_DECODER, raw, _TABLE)
         include = body.include or ()
         for name in include:
             if name not in _INCLUDABLE:
-                raise wire.bad_request(f"`include`: {name!r} is unknown", param="include")
+                raise wire.bad_request(
+                    f"`include`: {name!r} is unknown", param="include"
+                )
         messages = input_messages(body.input, find)
         if not messages:
             raise wire.bad_request("`input` must not be empty", param="input")
@@ -237,7 +249,9 @@ class ResponsesDialect(OpenAIDialect):
         [answer] = answers
         return self._encode_response(request.presentation, answer)
 
-    def stream(self, request: ResponsesRequest, starts: Sequence[AnswerStart]) -> AnswerStream:
+    def stream(
+        self, request: ResponsesRequest, starts: Sequence[AnswerStart]
+    ) -> AnswerStream:
         return _ResponseStream(self, request, starts[0])
 
     def retrieve(
@@ -246,8 +260,8 @@ class ResponsesDialect(OpenAIDialect):
         find: FindTurn,
         query: Sequence[tuple[str, str]],
     ) -> bytes:
-        """An earlier response, whole. `find` returns a turn by its id. SessionError 404 if there is no such
-        response."""
+        """An earlier response, whole. `find` returns a turn by its id. SessionError 404
+        if there is no such response."""
         node = None
         if response_id.startswith(_ID_PREFIX):
             turn_id = response_id.removeprefix(_ID_PREFIX)
@@ -265,7 +279,9 @@ class ResponsesDialect(OpenAIDialect):
         presentation = _Presentation(logprobs=shows_logprobs, echo=_echo_of(node))
         return self._encode_response(presentation, _recorded_answer(node))
 
-    def logprobs(self, presentation: _Presentation, pieces: Sequence[Piece]) -> list[Fields]:
+    def logprobs(
+        self, presentation: _Presentation, pieces: Sequence[Piece]
+    ) -> list[Fields]:
         """The log-probs of the pieces; empty if the request did not ask for them."""
         if not presentation.logprobs:
             return []
@@ -278,7 +294,8 @@ class ResponsesDialect(OpenAIDialect):
         created: float,
         **changed: Any,
     ) -> Fields:
-        """A response object. `changed` are the fields that differ from those at its beginning."""
+        """A response object. `changed` are the fields that differ from those at its
+        beginning."""
         return {
             "id": _ID_PREFIX + turn_id,
             "object": "response",
@@ -333,7 +350,8 @@ class ResponsesDialect(OpenAIDialect):
         }
 
     def _count_reasoning_tokens(self, answer: Answer) -> int:
-        """The number of tokens up to the end of thinking; all tokens if it has not ended."""
+        """The number of tokens up to the end of thinking; all tokens if it has not
+        ended."""
         if not answer.message.reasoning:
             return 0
         ids = answer.turn.sampled_ids_T.tolist()
@@ -382,7 +400,9 @@ class _ResponseStream:
         [answer] = answers
         events = self._output.add(Delta(), self._logprobs)
         events += self._output.close(complete=_is_complete(answer))
-        response = self._dialect.ended_response(self._presentation, answer, self._output)
+        response = self._dialect.ended_response(
+            self._presentation, answer, self._output
+        )
         status = response["status"]
         events.append({"type": f"response.{status}", "response": response})
         return self._encode_events(events)

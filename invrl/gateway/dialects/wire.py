@@ -1,6 +1,8 @@
-"""What the wire formats have in common: reading a body, the errors that name a field of it, events.
+"""What the wire formats have in common: reading a body, the errors that name a field of
+it, events.
 
-Every function that refuses something raises SessionError 400 with the name of the field."""
+Every function that refuses something raises SessionError 400 with the name of the
+field."""
 
 import hashlib
 import math
@@ -17,7 +19,8 @@ from invrl.gateway.types import Piece, Tool, ToolChoice
 
 Body = TypeVar("Body")
 Fields = dict[str, Any]
-"""The fields of a JSON object in an answer or an event, in the order in which they are written."""
+"""The fields of a JSON object in an answer or an event, in the order in which they are
+written."""
 NO_JSON = msgspec.Raw(b"")
 Unit = Annotated[float, msgspec.Meta(ge=0, le=1)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -30,13 +33,20 @@ _RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=2)]
 _Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 _Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """SGLang's own bounds are wider, but its sampler fails on a negative seed."""
-_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_TEXT_PARTS = (
+    "text",
+    "input_text",
+    "output_text",
+    "refusal",
+    "reasoning_text",
+    "summary_text",
+)
 _MAX_STOPS = 16
 _MAX_TOOLS = 4096
 _MAX_TOOL_NAME = 128
 _MAX_VALUES = 2**20
-"""Objects, lists and their items, of a body or of a call's arguments. Parsing is one step in which no other
-thread runs; for that many values it takes about 0.3 s."""
+"""Objects, lists and their items, of a body or of a call's arguments. Parsing is one
+step in which no other thread runs; for that many values it takes about 0.3 s."""
 _MAX_SCHEMA_BYTES = 2**18
 _ANY_OBJECT = '{"type": "object"}'
 _MIN_LOGPROB = -9999.0
@@ -45,8 +55,8 @@ KEEP_ALIVE = b": waiting\n\n"
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The sampling parameters that OpenAI's dialects have in common, and those that servers of open models
-    add."""
+    """The sampling parameters that OpenAI's dialects have in common, and those that
+    servers of open models add."""
 
     temperature: _Temperature | None = None
     top_p: TopP | None = None
@@ -115,14 +125,16 @@ def decode(
 
 
 def _field_in(reason: str) -> str | None:
-    """The field that an error of msgspec is about: its message ends with the field's path, as `$.a.b`."""
+    """The field that an error of msgspec is about: its message ends with the field's
+    path, as `$.a.b`."""
     _, _, path = reason.partition("`$.")
     return path.rstrip("`") or None
 
 
 def _check_number_of_values(raw: bytes, name: str) -> None:
-    """SessionError 400 if there are more values than may be parsed in one step. Values are counted by the
-    signs between them: first all signs, then, if those are too many, only the signs outside of strings."""
+    """SessionError 400 if there are more values than may be parsed in one step. Values
+    are counted by the signs between them: first all signs, then, if those are too many,
+    only the signs outside of strings."""
     if len(raw) <= _MAX_VALUES or _count_signs(raw) <= _MAX_VALUES:
         return
     # Without escapes, every quote that is left begins or ends a string.
@@ -133,7 +145,9 @@ def _check_number_of_values(raw: bytes, name: str) -> None:
         outside_of_strings = b"".join(parts[::2])
         if _count_signs(outside_of_strings) <= _MAX_VALUES:
             return
-    raise bad_request(f"{name} has more than {_MAX_VALUES} values", code="too_many_values")
+    raise bad_request(
+        f"{name} has more than {_MAX_VALUES} values", code="too_many_values"
+    )
 
 
 def _count_signs(raw: bytes) -> int:
@@ -141,15 +155,19 @@ def _count_signs(raw: bytes) -> int:
 
 
 def call_arguments(text: str, param: str) -> str:
-    """The arguments of a call. SessionError 400 if they have too many values to be parsed in one step."""
+    """The arguments of a call. SessionError 400 if they have too many values to be
+    parsed in one step."""
     if len(text) > _MAX_VALUES:
         raw = text.encode("utf-8", "surrogatepass")
         _check_number_of_values(raw, param)
     return text
 
 
-def stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
-    """The stop strings of a body. SessionError 400 for too many of them, or for an empty one."""
+def stop_strings(
+    stop: str | Sequence[str] | None, param: str = "stop"
+) -> tuple[str, ...]:
+    """The stop strings of a body. SessionError 400 for too many of them, or for an
+    empty one."""
     if stop is None:
         return ()
     if isinstance(stop, str):
@@ -183,12 +201,15 @@ def text_of(content: str | Sequence[Part], param: str) -> str:
 
 
 def make_tool(function: Function, param: str, name: str = "") -> Tool:
-    """SessionError 400 for a name that clients' parsers do not take, or for a schema that is not an object.
-    `name` is the name that the model is shown, if it is not the function's own."""
+    """SessionError 400 for a name that clients' parsers do not take, or for a schema
+    that is not an object. `name` is the name that the model is shown, if it is not the
+    function's own."""
     name = name or function.name
     if not _is_tool_name(name):
         param = f"{param}.name"
-        reason = f"{param}: {name!r} must be 1 to {_MAX_TOOL_NAME} letters, digits, _ - ."
+        reason = (
+            f"{param}: {name!r} must be 1 to {_MAX_TOOL_NAME} letters, digits, _ - ."
+        )
         raise bad_request(reason, param=param)
     return Tool(
         name=name,
@@ -226,8 +247,8 @@ def allowed_choice(
     mode: Literal["auto", "required"],
     names: Sequence[str],
 ) -> ToolChoice:
-    """Only the named tools may be called ("auto"), or one of them must be ("required"). The prompt shows all
-    tools."""
+    """Only the named tools may be called ("auto"), or one of them must be ("required").
+    The prompt shows all tools."""
     if not names:
         reason = "`tool_choice`: allowed_tools must name at least one function"
         raise bad_request(reason, param="tool_choice")
@@ -256,7 +277,8 @@ def json_schema(raw: msgspec.Raw, param: str) -> str:
 
 
 def schema_text(kind: str, schema: msgspec.Raw, param: str) -> str:
-    """The JSON schema that a response format of this kind asks for; "" for plain text."""
+    """The JSON schema that a response format of this kind asks for; "" for plain
+    text."""
     if kind == "text":
         return ""
     if kind == "json_object":
@@ -291,8 +313,8 @@ def finite(logprob: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token. `top` has the likeliest tokens (id, log-prob) at its position, if the client asked for
-    them."""
+    """A sampled token. `top` has the likeliest tokens (id, log-prob) at its position,
+    if the client asked for them."""
 
     id: int
     logprob: float

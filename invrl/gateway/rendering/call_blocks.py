@@ -1,4 +1,5 @@
-"""Blocks of a reply that may be tool calls, one type for each way in which models mark their calls.
+"""Blocks of a reply that may be tool calls, one type for each way in which models mark
+their calls.
 
 | type | marks | the block is | streamed | content, if there are calls |
 |---|---|---|---|---|
@@ -6,7 +7,8 @@
 | `OpenBlock` | only the beginning (Mistral, Llama) | the rest of the reply | nothing | as SGLang parses it |
 | `UnmarkedBlock` | none (Pythonic) | the whole reply | its content | as SGLang parses it |
 
-Every block has an SGLang parser of its own. A block without a call of a known tool is content, all of it."""
+Every block has an SGLang parser of its own. A block without a call of a known tool is
+content, all of it."""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 _MAX_PARSED_PER_NEW_CHARACTER = 20
-"""SGLang's parser reads the whole block again for every piece. A piece is therefore passed to it only once it
-has at least one character for so many that were parsed before."""
+"""SGLang's parser reads the whole block again for every piece. A piece is therefore
+passed to it only once it has at least one character for so many that were parsed
+before."""
 
 
 @dataclass(slots=True)
@@ -38,8 +41,8 @@ class _Call:
 
 
 class CallBlock(ABC):
-    """A block of text that may be a call, or several. `first_index` is the number of the block's first call
-    in the reply."""
+    """A block of text that may be a call, or several. `first_index` is the number of
+    the block's first call in the reply."""
 
     def __init__(
         self,
@@ -67,12 +70,13 @@ class CallBlock(ABC):
 
     @abstractmethod
     def stream(self, text: str, end: int | None) -> Delta:
-        """What has become certain of the block that `text` begins with. `end` is where the block ends, None
-        if that has not arrived."""
+        """What has become certain of the block that `text` begins with. `end` is where
+        the block ends, None if that has not arrived."""
 
     @abstractmethod
     def close(self, text: str) -> Delta:
-        """What `stream` has not returned of the whole block. Its content comes behind its calls."""
+        """What `stream` has not returned of the whole block. Its content comes behind
+        its calls."""
 
     def _parse_piece(self, piece: str) -> tuple[str, Sequence[ToolCallItem]]:
         """The content and the pieces of calls that the incremental parser reads."""
@@ -84,7 +88,8 @@ class CallBlock(ABC):
         return _parse(self._parser.parse_non_stream, text)
 
     def _read_items(self, items: Sequence[ToolCallItem]) -> tuple[CallDelta, ...]:
-        """The pieces of calls that the incremental parser has read. A call's first piece has its name."""
+        """The pieces of calls that the incremental parser has read. A call's first
+        piece has its name."""
         pieces = []
         for item in items:
             if item.name:
@@ -118,7 +123,8 @@ class CallBlock(ABC):
         return self._extend_call(place, rest)
 
     def _begin_call(self, name: str, arguments: str) -> CallDelta:
-        """The call's id is made of the turn and the call's place, so that a retry gets the same one."""
+        """The call's id is made of the turn and the call's place, so that a retry gets
+        the same one."""
         index = self._first_index + len(self._calls)
         arguments = _without_lone_surrogates(arguments)
         self._calls.append(_Call(name, arguments))
@@ -169,7 +175,8 @@ class DelimitedBlock(CallBlock):
 
 
 class OpenBlock(CallBlock):
-    """A block that begins with a mark and ends with the reply: nothing of it is returned before."""
+    """A block that begins with a mark and ends with the reply: nothing of it is
+    returned before."""
 
     def stream(self, text: str, end: int | None) -> Delta:
         return Delta()
@@ -183,8 +190,8 @@ class OpenBlock(CallBlock):
 
 
 class UnmarkedBlock(CallBlock):
-    """A whole reply. While it arrives, SGLang's parser decides which part of it is content; that part was
-    returned then, and cannot be corrected at the end."""
+    """A whole reply. While it arrives, SGLang's parser decides which part of it is
+    content; that part was returned then, and cannot be corrected at the end."""
 
     _streamed_content = ""
     """What `stream` has returned so far."""
@@ -208,7 +215,8 @@ class UnmarkedBlock(CallBlock):
         return Delta(content=content, calls=calls)
 
     def _rest(self, text: str) -> str:
-        """The content that was not streamed: none if there are calls, otherwise the rest of the text."""
+        """The content that was not streamed: none if there are calls, otherwise the
+        rest of the text."""
         if self._calls or not text.startswith(self._streamed_content):
             return ""
         return text.removeprefix(self._streamed_content)
@@ -227,8 +235,8 @@ def _parse(
     parse: Callable[[str], tuple[str, list[ToolCallItem]]],
     text: str,
 ) -> tuple[str, Sequence[ToolCallItem]]:
-    """Content and calls. SGLang's parsers raise various exceptions for JSON that is no call or is nested too
-    deeply; the text is then no call."""
+    """Content and calls. SGLang's parsers raise various exceptions for JSON that is no
+    call or is nested too deeply; the text is then no call."""
     try:
         return parse(text)
     except Exception:
@@ -236,5 +244,6 @@ def _parse(
 
 
 def _without_lone_surrogates(arguments: str) -> str:
-    """Replaces what UTF-8 cannot encode: a model may sample half of a surrogate pair, and SGLang keeps it."""
+    """Replaces what UTF-8 cannot encode: a model may sample half of a surrogate pair,
+    and SGLang keeps it."""
     return arguments.encode(errors="replace").decode()

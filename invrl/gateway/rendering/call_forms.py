@@ -1,4 +1,5 @@
-"""How models write tool calls: the marks around a call, by the name of SGLang's parser."""
+"""How models write tool calls: the marks around a call, by the name of SGLang's
+parser."""
 
 from __future__ import annotations
 
@@ -7,13 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """The marks of one family of models. A block of text that may be a call begins with one of `begins` and
-    ends with the first of `ends`; without `ends` it ends with the text."""
+    """The marks of one family of models. A block of text that may be a call begins with
+    one of `begins` and ends with the first of `ends`; without `ends` it ends with the
+    text."""
 
     begins: tuple[str, ...]
     ends: tuple[str, ...] = ()
     outer: str = ""
-    """SGLang's parser expects this mark before a block. It is added to a block that lacks it."""
+    """SGLang's parser expects this mark before a block. It is added to a block that
+    lacks it."""
     closing: str = ""
     """The mark that follows the last call."""
     lenient: bool = False
@@ -28,13 +31,17 @@ _DEEPSEEK = CallForm(
 )
 CALL_FORMS = {
     "HermesDetector": CallForm(begins=("<tool_call>",), ends=("</tool_call>",)),
-    "Qwen3CoderDetector": CallForm(begins=("<tool_call>",), ends=("</tool_call>",), lenient=True),
+    "Qwen3CoderDetector": CallForm(
+        begins=("<tool_call>",), ends=("</tool_call>",), lenient=True
+    ),
     "Qwen25Detector": CallForm(begins=("<tool_call>\n",), ends=("\n</tool_call>",)),
     "DeepSeekV3Detector": _DEEPSEEK,
     "DeepSeekV31Detector": _DEEPSEEK,
     "DeepSeekV32Detector": CallForm(
-        begins=("<｜DSML｜function_calls>", "<｜DSML｜invoke"), ends=("</｜DSML｜function_calls>",)
+        begins=("<｜DSML｜function_calls>", "<｜DSML｜invoke"),
+        ends=("</｜DSML｜function_calls>",),
     ),
     "MistralDetector": CallForm(begins=("[TOOL_CALLS]",)),
 }
-"""The forms that are known. With any other parser, everything from its first mark on is one block."""
+"""The forms that are known. With any other parser, everything from its first mark on is
+one block."""

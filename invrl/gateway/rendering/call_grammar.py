@@ -1,4 +1,5 @@
-"""The grammar of a reply that must call a tool, in the form that the model was trained to call in."""
+"""The grammar of a reply that must call a tool, in the form that the model was trained
+to call in."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ from invrl.types import Json
 
 @functools.lru_cache(maxsize=256)
 def reply_grammar(
-    parser_name: str, tools: tuple[Tool, ...], choice: ToolChoice, parallel: bool, schema: str
+    parser_name: str,
+    tools: tuple[Tool, ...],
+    choice: ToolChoice,
+    parallel: bool,
+    schema: str,
 ) -> str:
-    """The grammar, as EBNF, of a reply that calls tools; with a `schema`, of a reply that either calls tools
-    or follows the schema. ValueError or RuntimeError if there is no such grammar.
+    """The grammar, as EBNF, of a reply that calls tools; with a `schema`, of a reply
+    that either calls tools or follows the schema. ValueError or RuntimeError if there
+    is no such grammar.
 
-    It is EBNF because of the forms that SGLang takes, sglang-router 0.3.2 passes on only this one: it drops
-    structural tags."""
+    It is EBNF because of the forms that SGLang takes, sglang-router 0.3.2 passes on
+    only this one: it drops structural tags."""
     from xgrammar import Grammar
 
     calls = Grammar.from_structural_tag(_call_tag(parser_name, tools, choice, parallel))
@@ -39,17 +45,22 @@ def _call_tag(
     from sglang.srt.entrypoints.openai.protocol import ToolChoice as SglangChoice
 
     # `strict`: the arguments of a forced call follow the tool's schema.
-    strict_tools = [replace(tool, strict=True) for tool in _callable_tools(tools, choice)]
+    strict_tools = [
+        replace(tool, strict=True) for tool in _callable_tools(tools, choice)
+    ]
     parser = call_parser(parser_name, strict_tools)
     sglang_choice: SglangChoice | str = "required"
     if choice.mode == "named":
         sglang_choice = SglangChoice.model_validate({"function": {"name": choice.name}})
-    constraint = parser.get_structure_constraint(sglang_choice, parallel_tool_calls=parallel)
+    constraint = parser.get_structure_constraint(
+        sglang_choice, parallel_tool_calls=parallel
+    )
     if constraint is None:
         raise ValueError("their schemas make no grammar")
     kind, value = constraint
     if kind != "structural_tag":
-        # Another kind of constraint gives a forced call another form than a free one, and another parser.
+        # Another kind of constraint gives a forced call another form than a free one,
+        # and another parser.
         raise ValueError(f"the parser {parser_name} has no grammar of its calls")
     if isinstance(value, BaseModel):
         value = value.model_dump(by_alias=True)

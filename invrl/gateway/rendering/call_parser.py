@@ -1,5 +1,5 @@
-"""SGLang's parser of tool calls, built from our `Tool` type. SGLang is imported when the first one is
-made."""
+"""SGLang's parser of tool calls, built from our `Tool` type. SGLang is imported when
+the first one is made."""
 
 from __future__ import annotations
 
@@ -31,5 +31,7 @@ def _sglang_tools(tools: tuple[Tool, ...]) -> list[SglangTool]:
     for tool in tools:
         function = asdict(tool)
         function["parameters"] = json.loads(tool.parameters or "null")
-        converted.append(SglangTool.model_validate({"type": "function", "function": function}))
+        converted.append(
+            SglangTool.model_validate({"type": "function", "function": function})
+        )
     return converted

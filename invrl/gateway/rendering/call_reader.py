@@ -1,15 +1,19 @@
-"""Reads tool calls out of the text of a reply, whole or as it arrives, in the order of the text.
+"""Reads tool calls out of the text of a reply, whole or as it arrives, in the order of
+the text.
 
-The text is cut into content and blocks that may be a call. Every block gets an SGLang parser of its own: a
-parser that fails on one block neither loses the text behind it nor takes the arguments of the next call for
-its own. Invariant: nothing is lost. A block that is not a call of a known tool is returned as content. So is
-a call that was cut short, unless its beginning was streamed already: then the call ends where it was cut.
+The text is cut into content and blocks that may be a call. Every block gets an SGLang
+parser of its own: a parser that fails on one block neither loses the text behind it nor
+takes the arguments of the next call for its own. Invariant: nothing is lost. A block
+that is not a call of a known tool is returned as content. So is a call that was cut
+short, unless its beginning was streamed already: then the call ends where it was cut.
 
-A call is streamed while it arrives only if its family of models marks the end of a call. The calls of other
-families (Llama's, Mistral's) are returned once the reply has ended, because behind a call of an unknown tool
-SGLang's incremental parsers return some calls twice and invent others. From the list of calls that it parses
-at the end, SGLang drops those of unknown tools. If a family has no marks at all (Pythonic), SGLang's parser
-decides which part of a stream is content. The types of blocks are in `call_blocks.py`."""
+A call is streamed while it arrives only if its family of models marks the end of a
+call. The calls of other families (Llama's, Mistral's) are returned once the reply has
+ended, because behind a call of an unknown tool SGLang's incremental parsers return some
+calls twice and invent others. From the list of calls that it parses at the end, SGLang
+drops those of unknown tools. If a family has no marks at all (Pythonic), SGLang's
+parser decides which part of a stream is content. The types of blocks are in
+`call_blocks.py`."""
 
 from __future__ import annotations
 
@@ -23,8 +27,9 @@ from invrl.gateway.types import CallDelta, Delta, Tool
 
 
 class CallReader:
-    """Reads one reply: call `push` with its text as it arrives, then `finish`. Without `stream`, `finish`
-    returns everything. Calls after the first `max_calls` are dropped."""
+    """Reads one reply: call `push` with its text as it arrives, then `finish`. Without
+    `stream`, `finish` returns everything. Calls after the first `max_calls` are
+    dropped."""
 
     def __init__(
         self,
@@ -48,9 +53,11 @@ class CallReader:
             form = _form_of_mark(self._detector.bot_token)
         self._form = form
         self._text = ""
-        """Text that was not returned yet: it may become a block, or it begins with the current block."""
+        """Text that was not returned yet: it may become a block, or it begins with the
+        current block."""
         self._space = ""
-        """Whitespace at the end of the content so far. Around calls, it is content only if more follows."""
+        """Whitespace at the end of the content so far. Around calls, it is content only
+        if more follows."""
         self._content = ""
         """All content so far, kept for forms that are not known."""
         self._num_calls = 0
@@ -92,8 +99,8 @@ class CallReader:
         return Delta(content=content, calls=tuple(calls))
 
     def _next_delta(self) -> Delta:
-        """As much as fits into one delta, in which content comes before calls. Content behind a call is left
-        for the next delta."""
+        """As much as fits into one delta, in which content comes before calls. Content
+        behind a call is left for the next delta."""
         content = ""
         calls: tuple[CallDelta, ...] = ()
         while self._deltas:
@@ -134,12 +141,15 @@ class CallReader:
                 positions.append(position)
         if positions:
             return min(positions)
-        if not self._form_is_known and self._detector.has_tool_call(self._content + self._text):
+        if not self._form_is_known and self._detector.has_tool_call(
+            self._content + self._text
+        ):
             return 0  # a call in another form of this family, without the mark
         return None
 
     def _find_end_of_block(self) -> int | None:
-        """Where the block that the text begins with ends, mark included; None if the mark has not come."""
+        """Where the block that the text begins with ends, mark included; None if the
+        mark has not come."""
         # The end is searched for behind the beginning, unless one mark is both.
         start = 0
         begin_mark = self._begin_mark()
@@ -197,15 +207,16 @@ class CallReader:
         return taken
 
     def _take_content(self, *, is_last: bool) -> str:
-        """The text in which no block has begun, without a possible beginning of a mark at its end."""
+        """The text in which no block has begun, without a possible beginning of a mark
+        at its end."""
         held_back = 0
         if not is_last:
             held_back = partial_mark_length(self._text, self._form.begins)
         return self._take(len(self._text) - held_back)
 
     def _content_delta(self, text: str) -> Delta:
-        """`text` as content. Whitespace at its end is held back until more content follows: around calls it
-        is no content."""
+        """`text` as content. Whitespace at its end is held back until more content
+        follows: around calls it is no content."""
         if not self._form_is_known:
             self._content += text
         text = self._space + text
@@ -224,7 +235,8 @@ class CallReader:
 
 
 def _form_of_mark(mark: str) -> CallForm:
-    """The form of a parser that is not known: from its mark on, everything is one block."""
+    """The form of a parser that is not known: from its mark on, everything is one
+    block."""
     if not mark:
         return CallForm(begins=())
     return CallForm(begins=(mark,))

@@ -1,7 +1,8 @@
-"""The chat template of a model: where its Jinja text comes from, and how messages are passed to it.
+"""The chat template of a model: where its Jinja text comes from, and how messages are
+passed to it.
 
-It is rendered as transformers does (`template_language.py`), so that prompts are what the model was trained
-on."""
+It is rendered as transformers does (`template_language.py`), so that prompts are what
+the model was trained on."""
 
 import contextlib
 import json
@@ -25,7 +26,8 @@ SHIPPED_TEMPLATES = {
     # The short one is for models that lose the thread of a long prompt.
     "chatml-tools-short": _FOLDER / "chatml_tools_short.jinja",
 }
-"""The chat templates that come with invrl. A setting may give one by its name instead of a path."""
+"""The chat templates that come with invrl. A setting may give one by its name instead
+of a path."""
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Around what the model generates, in templates that say so."""
 _NO_CONTROL_TOKENS = ControlTokens()
@@ -34,7 +36,8 @@ _NO_PARAMETERS = '{"type": "object", "properties": {}}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateSources:
-    """The Jinja texts of a model: some have a template of their own for conversations with tools."""
+    """The Jinja texts of a model: some have a template of their own for conversations
+    with tools."""
 
     default: str
     tool_use: str
@@ -46,8 +49,9 @@ class TemplateSources:
 
 
 def template_sources(model_path: str, chat_template: str = "") -> TemplateSources:
-    """The chat templates, as transformers finds them. `chat_template` is the path of a file or the name of a
-    shipped template; "" for the model folder's own. ConfigError if there is none."""
+    """The chat templates, as transformers finds them. `chat_template` is the path of a
+    file or the name of a shipped template; "" for the model folder's own. ConfigError
+    if there is none."""
     if chat_template:
         return TemplateSources.same(read_template(chat_template))
     folder = Path(model_path)
@@ -66,7 +70,8 @@ def template_sources(model_path: str, chat_template: str = "") -> TemplateSource
 
 
 def _templates_in_files(folder: Path) -> dict[str, str]:
-    """The templates that have files of their own, by their names. They replace those of the settings."""
+    """The templates that have files of their own, by their names. They replace those of
+    the settings."""
     by_name = {}
     default = folder / "chat_template.jinja"
     if default.exists():
@@ -87,14 +92,17 @@ def _templates_in_settings(folder: Path) -> dict[str, str]:
 
 
 def read_template(chat_template: str) -> str:
-    """The Jinja text of a file, or of a shipped template by its name. ConfigError if it cannot be read."""
+    """The Jinja text of a file, or of a shipped template by its name. ConfigError if it
+    cannot be read."""
     file = SHIPPED_TEMPLATES.get(chat_template) or Path(chat_template).expanduser()
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fix = f"give the path of a Jinja file, or a shipped template: {', '.join(SHIPPED_TEMPLATES)}"
         fix = fix_of_path(file, fix, names=SHIPPED_TEMPLATES)
-        raise ConfigError("gateway.chat_template_path", chat_template, str(error), fix) from None
+        raise ConfigError(
+            "gateway.chat_template_path", chat_template, str(error), fix
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +122,16 @@ _CALL_FORMS = (
     _CallForm(arguments_as_text=True, no_content=None),
 )
 _PROBE_CALL = ToolCall("call-1", "probe_tool", '{"probe_key": 1}')
-_PROBE = Prompt(messages=(Message("user", "x"), Message("assistant", tool_calls=(_PROBE_CALL,))))
+_PROBE = Prompt(
+    messages=(Message("user", "x"), Message("assistant", tool_calls=(_PROBE_CALL,)))
+)
 _PROBE_WITH_TOOLS = replace(_PROBE, tools=(Tool(name="probe_tool"),))
 
 
 class JinjaTemplate(Template):
-    """A chat template in Jinja. Templates differ in how they expect a tool call: the constructor renders a
-    probe in each form, and the first form in which the call appears is used from then on."""
+    """A chat template in Jinja. Templates differ in how they expect a tool call: the
+    constructor renders a probe in each form, and the first form in which the call
+    appears is used from then on."""
 
     def __init__(
         self,
@@ -133,8 +144,8 @@ class JinjaTemplate(Template):
         self._reply_marks = ContentMarks(control_tokens.replies)
         self._special_tokens = special_tokens(folder)
         self._today = datetime.now()
-        """The date that templates show. It stays the same past midnight, because all turns of a conversation
-        must render the same beginning."""
+        """The date that templates show. It stays the same past midnight, because all
+        turns of a conversation must render the same beginning."""
         self._call_forms: dict[str, _CallForm] = {}
         """By the template's source."""
         self._find_call_form(sources.default, _PROBE)
@@ -154,7 +165,9 @@ class JinjaTemplate(Template):
             return None
         return marks[-1]
 
-    def _render(self, prompt: Prompt, *, add_generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+    def _render(
+        self, prompt: Prompt, *, add_generation_prompt: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and beginning and end of each `{% generation %}` block in it."""
         from invrl.gateway.rendering.template_language import render_template
 
@@ -169,7 +182,9 @@ class JinjaTemplate(Template):
         for message in prompt.messages:
             fields = _template_message(message, self._call_forms[source])
             messages.append(self._marked_message(fields))
-        tools = [self._content_marks.mark(_template_tool(tool)) for tool in prompt.tools]
+        tools = [
+            self._content_marks.mark(_template_tool(tool)) for tool in prompt.tools
+        ]
         variables["messages"] = messages
         variables["tools"] = tools or None
         variables["documents"] = None
@@ -186,13 +201,16 @@ class JinjaTemplate(Template):
         return marked
 
     def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        """How many texts of control tokens the messages have, which are rendered as
+        plain text."""
         count = 0
         for message in messages:
             text_marks = self._content_marks
             if message.role == "assistant":
                 text_marks = self._reply_marks
-            count += text_marks.count(message.content) + text_marks.count(message.reasoning)
+            count += text_marks.count(message.content) + text_marks.count(
+                message.reasoning
+            )
             for call in message.tool_calls:
                 count += self._content_marks.count(call.arguments)
         return count
@@ -225,7 +243,9 @@ def _template_message(message: Message, call_form: _CallForm) -> dict[str, Any]:
         fields["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         fields["content"] = message.content or call_form.no_content
-        fields["tool_calls"] = [_template_call(call, call_form) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            _template_call(call, call_form) for call in message.tool_calls
+        ]
     return fields
 
 
@@ -237,7 +257,11 @@ def _template_call(call: ToolCall, call_form: _CallForm) -> dict[str, Any]:
             # Half of a surrogate pair cannot be encoded: such arguments stay text.
             json.dumps(parsed, ensure_ascii=False).encode()
             arguments = parsed
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""Control tokens in contents: the texts of messages and tools are marked while a template renders them.
+"""Control tokens in contents: the texts of messages and tools are marked while a
+template renders them.
 
-A message may hold the text of a token that the template itself writes, such as `<|im_end|>` in a web page
-that a tool has read. In a rendered text, the message's and the template's look the same. Before rendering, a
-mark is therefore put into every such text of a content, and the mark is still there afterwards
-(`marked_tokenizer.py` reads it). The mark is a character that Unicode reserves for such uses. A content that
-has this character gets it twice, so that it is not taken for a mark."""
+A message may hold the text of a token that the template itself writes, such as
+`<|im_end|>` in a web page that a tool has read. In a rendered text, the message's and
+the template's look the same. Before rendering, a mark is therefore put into every such
+text of a content, and the mark is still there afterwards (`marked_tokenizer.py` reads
+it). The mark is a character that Unicode reserves for such uses. A content that has
+this character gets it twice, so that it is not taken for a mark."""
 
 import re
 from collections.abc import Collection
@@ -22,7 +24,8 @@ class ControlTokens:
     contents: frozenset[str] = frozenset()
     """In all that a client sends."""
     replies: frozenset[str] = frozenset()
-    """In the text of replies. Marks of thinking and of calls may stand there: some clients send them so."""
+    """In the text of replies. Marks of thinking and of calls may stand there: some
+    clients send them so."""
 
 
 class ContentMarks:
@@ -55,7 +58,8 @@ class ContentMarks:
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
-    """An expression that finds the longest of the tokens; None if there are no tokens."""
+    """An expression that finds the longest of the tokens; None if there are no
+    tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     if not longest_first:
         return None
@@ -63,8 +67,8 @@ def any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
 
 
 def double_marks(text: str) -> str:
-    """The text as `without_marks` takes it: each of its own characters that looks like a mark is written
-    twice."""
+    """The text as `without_marks` takes it: each of its own characters that looks like
+    a mark is written twice."""
     return text.replace(MARK, MARK + MARK)
 
 

@@ -1,4 +1,5 @@
-"""Loads the renderer of a model folder: its tokenizer, its chat template and its end tokens."""
+"""Loads the renderer of a model folder: its tokenizer, its chat template and its end
+tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,9 +31,9 @@ def load_renderer(
     keep_thinking: bool = True,
     special_tokens_in_content: ContentTokens = "plain",
 ) -> Renderer:
-    """The renderer of a model folder. `chat_template`: the path of a file or the name of a shipped template,
-    used instead of the folder's own. Raises ConfigError for a tokenizer that is missing or broken, and if
-    there is no chat template."""
+    """The renderer of a model folder. `chat_template`: the path of a file or the name
+    of a shipped template, used instead of the folder's own. Raises ConfigError for a
+    tokenizer that is missing or broken, and if there is no chat template."""
     folder = Path(model_path)
     tokenizer = load_tokenizer(folder)
     stop_ids = end_ids(folder)
@@ -54,25 +55,37 @@ def load_renderer(
     )
 
 
-def _find_control_tokens(template: JinjaTemplate, tokenizer: FastTokenizer) -> ControlTokens:
-    """The tokens that the tokenizer calls special, and those that the template writes around contents
-    (DeepSeek's marks of the roles are not called special)."""
+def _find_control_tokens(
+    template: JinjaTemplate, tokenizer: FastTokenizer
+) -> ControlTokens:
+    """The tokens that the tokenizer calls special, and those that the template writes
+    around contents (DeepSeek's marks of the roles are not called special)."""
     added = tokenizer.added_tokens()
     in_chat = _written(template, added, [_CHAT, _SYSTEM])
     in_calls = _written(template, added, [_REPLY_WITH_CALL]) - in_chat
     written = in_chat | in_calls | _written(template, added, [_TOOL_LOOP])
-    signs = frozenset(token for token in written if not token.replace(" ", "").isalnum() and token.strip())
+    signs = frozenset(
+        token
+        for token in written
+        if not token.replace(" ", "").isalnum() and token.strip()
+    )
     contents = tokenizer.added_tokens(special_only=True) | signs
-    return ControlTokens(contents=contents, replies=contents - in_calls - {THINK, END_THINK})
+    return ControlTokens(
+        contents=contents, replies=contents - in_calls - {THINK, END_THINK}
+    )
 
 
-def _written(template: JinjaTemplate, tokens: frozenset[str], prompts: Sequence[Prompt]) -> frozenset[str]:
+def _written(
+    template: JinjaTemplate, tokens: frozenset[str], prompts: Sequence[Prompt]
+) -> frozenset[str]:
     """Those of the tokens that the template writes for one of the prompts."""
     texts: list[str] = []
     for prompt in prompts:
         for add_generation_prompt in (False, True):
             try:
-                texts.append(template(prompt, add_generation_prompt=add_generation_prompt))
+                texts.append(
+                    template(prompt, add_generation_prompt=add_generation_prompt)
+                )
             except Exception:  # a template may raise any exception: it does not take such a conversation
                 continue
     return frozenset(token for token in tokens if any(token in text for text in texts))

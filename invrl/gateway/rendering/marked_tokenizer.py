@@ -1,9 +1,11 @@
-"""Tokenizes rendered texts in which the control tokens of contents are marked (`content_marks.py`): a marked
-one becomes the ids of its characters, as any other text, and everything else what it always is.
+"""Tokenizes rendered texts in which the control tokens of contents are marked
+(`content_marks.py`): a marked one becomes the ids of its characters, as any other text,
+and everything else what it always is.
 
-A text with marks is tokenised by a second tokenizer. It is the same one, except that each control token has
-another, secret text in it. In the rendered text, the control tokens without a mark (the template's) are
-replaced by these secret texts, and the marks are removed. What is left of control tokens is ordinary text."""
+A text with marks is tokenised by a second tokenizer. It is the same one, except that
+each control token has another, secret text in it. In the rendered text, the control
+tokens without a mark (the template's) are replaced by these secret texts, and the marks
+are removed. What is left of control tokens is ordinary text."""
 
 import secrets
 import threading
@@ -14,9 +16,12 @@ from invrl.gateway.rendering.tokenizer import FastTokenizer
 
 
 class MarkedTokenizer:
-    """A model's tokenizer, for texts that may have marks. `control_tokens`: those that may be marked."""
+    """A model's tokenizer, for texts that may have marks. `control_tokens`: those that
+    may be marked."""
 
-    def __init__(self, tokenizer: FastTokenizer, control_tokens: Collection[str]) -> None:
+    def __init__(
+        self, tokenizer: FastTokenizer, control_tokens: Collection[str]
+    ) -> None:
         self._tokenizer = tokenizer
         self._pattern = any_of(control_tokens)
         secret = secrets.token_hex(8)
@@ -30,13 +35,17 @@ class MarkedTokenizer:
     def begin_ids(self) -> Sequence[int]:
         return self._tokenizer.begin_ids
 
-    def encode(self, text: str, *, inside: bool = False, max_ids: int | None = None) -> list[int]:
+    def encode(
+        self, text: str, *, inside: bool = False, max_ids: int | None = None
+    ) -> list[int]:
         """As that of the tokenizer."""
         if MARK not in text:
             return self._tokenizer.encode(text, inside=inside, max_ids=max_ids)
         if self._pattern is not None:
             text = self._pattern.sub(lambda match: self._secret_texts[match[0]], text)
-        return self._load_secretive().encode(without_marks(text), inside=inside, max_ids=max_ids)
+        return self._load_secretive().encode(
+            without_marks(text), inside=inside, max_ids=max_ids
+        )
 
     def min_tokens(self, text: str) -> int:
         return self._tokenizer.min_tokens(text)

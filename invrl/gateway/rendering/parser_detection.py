@@ -1,6 +1,7 @@
-"""Finds the parsers of a model: an example is rendered with its chat template, and the first parser that
-reads it as it was written is the model's. A mark in the template's text proves nothing: several families
-write `<tool_call>`, each with something else behind it."""
+"""Finds the parsers of a model: an example is rendered with its chat template, and the
+first parser that reads it as it was written is the model's. A mark in the template's
+text proves nothing: several families write `<tool_call>`, each with something else
+behind it."""
 
 import json
 
@@ -35,7 +36,9 @@ _PARAMETERS = '{"type": "object", "properties": {"probe_key": {"type": "string"}
 _TOOL = Tool(name="probe_tool", description="Probes.", parameters=_PARAMETERS)
 _ARGUMENTS = {"probe_key": "probe value"}
 _ASK = Message("user", "x")
-_CALL = Message("assistant", tool_calls=(ToolCall("callid001", _TOOL.name, json.dumps(_ARGUMENTS)),))
+_CALL = Message(
+    "assistant", tool_calls=(ToolCall("callid001", _TOOL.name, json.dumps(_ARGUMENTS)),)
+)
 _THOUGHT = "probe-thought"
 _REPLY = Message("assistant", "y")
 
@@ -49,8 +52,8 @@ def shows_tools(renderer: Renderer) -> bool:
 
 
 def detect_call_parser(renderer: Renderer) -> str:
-    """SGLang's name of the parser of tool calls; "" if the template shows no tools, or if no parser reads a
-    call as the template writes it."""
+    """SGLang's name of the parser of tool calls; "" if the template shows no tools, or
+    if no parser reads a call as the template writes it."""
     if not shows_tools(renderer):
         return ""
     prompt = Prompt(messages=(_ASK, _CALL), tools=(_TOOL,))
@@ -80,8 +83,8 @@ def _reads_call(parser_name: str, reply: str) -> bool:
 
 
 def detect_reasoning_parser(renderer: Renderer) -> str:
-    """SGLang's name of the parser of thinking; "" if the template neither writes thinking nor takes it out of
-    earlier replies."""
+    """SGLang's name of the parser of thinking; "" if the template neither writes
+    thinking nor takes it out of earlier replies."""
     thoughtful = Message("assistant", f"{THINK}\n{_THOUGHT}\n{END_THINK}\n\ny")
     reasoned = Message("assistant", "y", _THOUGHT)
     for thinking in (None, True, False):

@@ -1,7 +1,8 @@
-"""Which parsers read the replies of a model, and the grammar that forces the form of a reply.
+"""Which parsers read the replies of a model, and the grammar that forces the form of a
+reply.
 
-The parsers are SGLang's. Importing them takes seconds and 500 MB (they import torch), so they are imported
-only for a model whose chat template has tools or thinking."""
+The parsers are SGLang's. Importing them takes seconds and 500 MB (they import torch),
+so they are imported only for a model whose chat template has tools or thinking."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from invrl.errors import ConfigError, SessionError
 from invrl.gateway.rendering.call_grammar import reply_grammar
 from invrl.gateway.rendering.call_parser import call_parser
 from invrl.gateway.rendering.call_reader import CallReader
-from invrl.gateway.rendering.parser_detection import detect_call_parser, detect_reasoning_parser
+from invrl.gateway.rendering.parser_detection import (
+    detect_call_parser,
+    detect_reasoning_parser,
+)
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, reasoning_parser
 from invrl.gateway.types import Tool, ToolChoice
@@ -20,8 +24,8 @@ from invrl.types import Json
 
 
 def choose_parsers(tool_calls: str, reasoning: str, renderer: Renderer) -> Parsers:
-    """The parsers by the names in the settings: SGLang's names, "auto" (the first one that reads what the
-    chat template writes) or "none"."""
+    """The parsers by the names in the settings: SGLang's names, "auto" (the first one
+    that reads what the chat template writes) or "none"."""
     if tool_calls == "auto":
         tool_calls = detect_call_parser(renderer)
     if reasoning == "auto":
@@ -39,14 +43,15 @@ def named_parsers(tool_calls: str, reasoning: str) -> Parsers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsers:
-    """SGLang's names of the served model's parsers. Without a name, that part of a reply stays content."""
+    """SGLang's names of the served model's parsers. Without a name, that part of a
+    reply stays content."""
 
     tool_calls: str = ""
     reasoning: str = ""
 
     def preload(self) -> None:
-        """Imports what `reply` needs, before the first request has to wait for it. ConfigError for a name
-        that SGLang does not have."""
+        """Imports what `reply` needs, before the first request has to wait for it.
+        ConfigError for a name that SGLang does not have."""
         try:
             if self.tool_calls:
                 call_parser(self.tool_calls, ())
@@ -68,15 +73,19 @@ class Parsers:
         stream: bool,
         turn_id: str = "",
     ) -> ReplyParser:
-        """The parser of one reply. `prompt_text` is the end of the prompt, `turn_id` the turn of the reply.
-        `parallel`: calls after the first are kept."""
+        """The parser of one reply. `prompt_text` is the end of the prompt, `turn_id`
+        the turn of the reply. `parallel`: calls after the first are kept."""
         if not self.reasoning and not (self.tool_calls and tools):
             return ReplyParser()
         calls = None
         if tools and choice.mode != "none":
             calls = CallReader(
                 self.tool_calls,
-                [tool for tool in tools if not choice.allowed or tool.name in choice.allowed],
+                [
+                    tool
+                    for tool in tools
+                    if not choice.allowed or tool.name in choice.allowed
+                ],
                 turn_id=turn_id,
                 max_calls=None if parallel else 1,
                 stream=stream,
@@ -88,12 +97,18 @@ class Parsers:
         return ReplyParser(reasoning, calls, stream=stream)
 
     def constraint(
-        self, tools: tuple[Tool, ...], choice: ToolChoice, *, parallel: bool, schema: str = ""
+        self,
+        tools: tuple[Tool, ...],
+        choice: ToolChoice,
+        *,
+        parallel: bool,
+        schema: str = "",
     ) -> Mapping[str, Json]:
-        """SGLang's sampling parameters that force the form of the reply; empty if nothing is forced. `schema`
-        is the JSON schema of a reply without calls, "" for none. If the model may call tools and there is a
-        schema, the reply is either calls or follows the schema. SessionError 400 if no grammar can be made of
-        the tools."""
+        """SGLang's sampling parameters that force the form of the reply; empty if
+        nothing is forced. `schema` is the JSON schema of a reply without calls, "" for
+        none. If the model may call tools and there is a schema, the reply is either
+        calls or follows the schema. SessionError 400 if no grammar can be made of the
+        tools."""
         if choice.mode in ("required", "named"):
             schema = ""
         elif not schema:
@@ -101,10 +116,17 @@ class Parsers:
         elif not tools or choice.mode == "none":
             return {"json_schema": schema}
         try:
-            return {"ebnf": reply_grammar(self.tool_calls, tools, choice, parallel, schema)}
-        except (RuntimeError, ValueError) as error:  # what xgrammar and SGLang raise for an unusable schema
+            return {
+                "ebnf": reply_grammar(self.tool_calls, tools, choice, parallel, schema)
+            }
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # what xgrammar and SGLang raise for an unusable schema
             reason = f"these tools cannot be forced: {error}"
-            raise SessionError(reason, status=400, code="invalid_value", param="tools") from None
+            raise SessionError(
+                reason, status=400, code="invalid_value", param="tools"
+            ) from None
 
 
 def _unknown_parser(field: str, name: str, error: ValueError) -> ConfigError:

@@ -1,5 +1,6 @@
-"""Caches the ids of prompts that begin a conversation: the members of a group send the same one, soon after
-each other. The number of characters is bounded, because a cached prompt outlives its session."""
+"""Caches the ids of prompts that begin a conversation: the members of a group send the
+same one, soon after each other. The number of characters is bounded, because a cached
+prompt outlives its session."""
 
 import threading
 from array import array

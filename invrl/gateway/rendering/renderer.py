@@ -1,9 +1,11 @@
-"""Renders messages to token ids and decodes sampled ids, with a model's own chat template and tokenizer.
+"""Renders messages to token ids and decodes sampled ids, with a model's own chat
+template and tokenizer.
 
-The prompt of a first turn is the template's whole rendering. The prompt of a turn that continues a recorded
-path is the exact ids of the path plus a rendered tail: the rendering of all messages must begin with the
-rendering of the recorded ones, thinking aside, and only what follows the same end of turn is tokenised. If
-the path has thinking that the template removes, it is continued only if thinking is kept. Invariant: ids that
+The prompt of a first turn is the template's whole rendering. The prompt of a turn that
+continues a recorded path is the exact ids of the path plus a rendered tail: the
+rendering of all messages must begin with the rendering of the recorded ones, thinking
+aside, and only what follows the same end of turn is tokenised. If the path has thinking
+that the template removes, it is continued only if thinking is kept. Invariant: ids that
 an engine consumed or sampled are never made again from text."""
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from invrl.gateway.rendering.thinking import (
 from invrl.gateway.types import ForkReason, Message, Prompt, ToolCall
 
 LARGE_TEXT = 32_768
-"""Characters. A longer text is tokenised so that other threads run meanwhile, and only after a lower bound of
-its length was compared with the room for it."""
+"""Characters. A longer text is tokenised so that other threads run meanwhile, and only
+after a lower bound of its length was compared with the room for it."""
 _PROBE = "invrl-probe"
 _PROBE_CALL = Message("assistant", tool_calls=(ToolCall("call-1", "probe", "{}"),))
 _PROBE_RESULT = Message("tool", "1", tool_call_id="call-1")
@@ -46,8 +48,8 @@ _PROBE_TOOL_LOOP = (
 
 
 class PromptTooLong(Exception):
-    """The prompt has more tokens than there is room for. `tokens` is their number if `exact`, otherwise a
-    lower bound of it."""
+    """The prompt has more tokens than there is room for. `tokens` is their number if
+    `exact`, otherwise a lower bound of it."""
 
     def __init__(self, tokens: int, *, exact: bool) -> None:
         super().__init__(f"{tokens} tokens")
@@ -57,7 +59,8 @@ class PromptTooLong(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How many tokens a prompt may have. `exact`: a longer prompt is counted, not estimated."""
+    """How many tokens a prompt may have. `exact`: a longer prompt is counted, not
+    estimated."""
 
     tokens: int
     exact: bool = False
@@ -71,16 +74,21 @@ class TextTokenizer(Protocol):
         """What comes before every text that no template has rendered."""
         ...
 
-    def encode(self, text: str, *, inside: bool = False, max_ids: int | None = None) -> list[int]:
-        """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`.
-        `inside`: the text stands behind other tokens."""
+    def encode(
+        self, text: str, *, inside: bool = False, max_ids: int | None = None
+    ) -> list[int]:
+        """The ids of the text. PromptTooLong, with the exact number, if there are more
+        than `max_ids`. `inside`: the text stands behind other tokens."""
         ...
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenising it; 0 if none is known."""
+        """A lower bound of the text's number of tokens, found without tokenising it; 0
+        if none is known."""
         ...
 
-    def decode(self, ids: Sequence[int], *, special: bool, inside: bool = False) -> str: ...
+    def decode(
+        self, ids: Sequence[int], *, special: bool, inside: bool = False
+    ) -> str: ...
 
     def preload(self) -> None: ...
 
@@ -91,18 +99,20 @@ class Template(Protocol):
     def __call__(self, prompt: Prompt, *, add_generation_prompt: bool) -> str: ...
 
     def num_control_tokens(self, messages: Sequence[Message]) -> int:
-        """How many texts of control tokens the messages have, which are rendered as plain text."""
+        """How many texts of control tokens the messages have, which are rendered as
+        plain text."""
         return 0
 
     def last_marked_reply(self, prompt: Prompt) -> tuple[int, int] | None:
-        """Beginning and end of the last text in the rendered messages that the template itself marks as a
-        reply of the model; None if it marks none."""
+        """Beginning and end of the last text in the rendered messages that the template
+        itself marks as a reply of the model; None if it marks none."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """The ids to append to a recorded path, or the reason why it cannot be continued."""
+    """The ids to append to a recorded path, or the reason why it cannot be
+    continued."""
 
     ids: list[int]
     fork: ForkReason | None = None
@@ -117,7 +127,8 @@ class _TurnEnd:
     after_reply: str
     """Everything that it writes after a reply."""
     token: str = ""
-    """The special token that this begins with; "" if it begins with no special token."""
+    """The special token that this begins with; "" if it begins with no special
+    token."""
     token_id: int | None = None
 
 
@@ -147,18 +158,25 @@ class Renderer:
         if turn_end.token_id is not None:
             self.end_ids = end_ids | {turn_end.token_id}
         self._thinking_ids = self._find_thinking_ids()
-        self._replies_follow_prompts = self._renders_replies_behind_prompts(*_PROBE_TOOL_LOOP)
-        """The template renders every reply of a conversation with tools behind the prompt that it answers."""
-        self.parallel_calls = self._renders_replies_behind_prompts(_PROBE_QUESTION, _PROBE_TWO_CALLS)
+        self._replies_follow_prompts = self._renders_replies_behind_prompts(
+            *_PROBE_TOOL_LOOP
+        )
+        """The template renders every reply of a conversation with tools behind the
+        prompt that it answers."""
+        self.parallel_calls = self._renders_replies_behind_prompts(
+            _PROBE_QUESTION, _PROBE_TWO_CALLS
+        )
         """The template renders more than one call in a reply."""
 
     def preload(self) -> None:
-        """Loads what only some prompts need, before the first of them has to wait for it."""
+        """Loads what only some prompts need, before the first of them has to wait for
+        it."""
         self._tokenizer.preload()
 
     def render_first(self, prompt: Prompt, room: Room | None = None) -> list[int]:
-        """The ids of the whole conversation and of the beginning of the reply. SessionError 400 if the
-        template refuses the conversation, PromptTooLong if there is no room for it."""
+        """The ids of the whole conversation and of the beginning of the reply.
+        SessionError 400 if the template refuses the conversation, PromptTooLong if
+        there is no room for it."""
         ids = self._prompt_cache.get(prompt)
         if ids is None:
             ids = self.encode(self.text(prompt), room)
@@ -172,9 +190,10 @@ class Renderer:
         path: Sequence[int],
         room: Room | None = None,
     ) -> Tail:
-        """What follows `path`, the recorded ids of the first `depth` messages. If the path does not end with
-        the template's end-of-turn token (the reply was out of tokens, or met a stop string), the tail begins
-        with that token, as context that was not sampled. PromptTooLong if there is no room for both."""
+        """What follows `path`, the recorded ids of the first `depth` messages. If the
+        path does not end with the template's end-of-turn token (the reply was out of
+        tokens, or met a stop string), the tail begins with that token, as context that
+        was not sampled. PromptTooLong if there is no room for both."""
         template_changed = Tail(ids=[], fork=ForkReason.TEMPLATE_CHANGED)
         full = self.text(prompt)
         earlier = replace(prompt, messages=prompt.messages[:depth])
@@ -196,15 +215,24 @@ class Renderer:
         if self.is_closed(path):
             end += len(self.end_of_turn)
         ids = self._encode_behind(path, full[end:], room)
-        if self.end_of_turn_id is None and path and path[-1] in self.end_ids and ids[:1] == list(path[-1:]):
-            # GLM's replies end with the mark of the next message, which the template writes at its beginning.
+        if (
+            self.end_of_turn_id is None
+            and path
+            and path[-1] in self.end_ids
+            and ids[:1] == list(path[-1:])
+        ):
+            # GLM's replies end with the mark of the next message, which the template
+            # writes at its beginning.
             ids = ids[1:]
         return Tail(ids=ids, kept_thinking=removed_thinking)
 
-    def render_text(self, text: str, room: Room | None = None, *, path: Sequence[int] = ()) -> list[int]:
-        """The ids of a text that no template has rendered, behind those of `path`. If it begins a prompt, the
-        token that begins a sequence comes first, for tokenizers that have one, unless the text has it
-        itself. PromptTooLong if there is no room for both."""
+    def render_text(
+        self, text: str, room: Room | None = None, *, path: Sequence[int] = ()
+    ) -> list[int]:
+        """The ids of a text that no template has rendered, behind those of `path`. If
+        it begins a prompt, the token that begins a sequence comes first, for tokenizers
+        that have one, unless the text has it itself. PromptTooLong if there is no room
+        for both."""
         text = double_marks(text)
         if path:
             return self._encode_behind(path, text, room)
@@ -215,9 +243,11 @@ class Renderer:
         return begin_ids + ids
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """The ids of `text` where it stands behind the text `before`, whose ids stay as they are."""
+        """The ids of `text` where it stands behind the text `before`, whose ids stay as
+        they are."""
         if self.end_of_turn:
-            # What stands before a special token has no influence on what stands behind it.
+            # What stands before a special token has no influence on what stands behind
+            # it.
             before = before[max(before.rfind(self.end_of_turn), 0) :]
         before_ids = self.encode(before)
         ids = self.encode(before + text)
@@ -235,33 +265,43 @@ class Renderer:
             return False
         return sampled_ids[-1] == self.end_of_turn_id
 
-    def reply_text(self, sampled_ids: Sequence[int], *, special: bool = False, inside: bool = False) -> str:
-        """The text of a reply without the token that ended it. `special`: other special tokens are
-        included. `inside`: a space that it begins with is part of it, as in a text that no template wraps."""
+    def reply_text(
+        self, sampled_ids: Sequence[int], *, special: bool = False, inside: bool = False
+    ) -> str:
+        """The text of a reply without the token that ended it. `special`: other special
+        tokens are included. `inside`: a space that it begins with is part of it, as in
+        a text that no template wraps."""
         ends_turn = bool(sampled_ids) and sampled_ids[-1] in self.end_ids
         if ends_turn:
             sampled_ids = sampled_ids[:-1]
         return self._tokenizer.decode(sampled_ids, special=special, inside=inside)
 
     def decode(self, ids: Sequence[int], *, inside: bool = False) -> str:
-        """The text of the ids, special tokens included. `inside`: the ids stand behind others."""
+        """The text of the ids, special tokens included. `inside`: the ids stand behind
+        others."""
         return self._tokenizer.decode(ids, special=True, inside=inside)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token; "" for a special token."""
         return self._tokenizer.decode([token_id], special=False)
 
-    def stream(self, stop: Sequence[str], *, special: bool = False, inside: bool = False) -> TextStream:
-        """The text of one reply as its ids arrive, up to a stop string. `special` and `inside` as in
-        `reply_text`."""
-        return TextStream(partial(self.reply_text, special=special, inside=inside), stop)
+    def stream(
+        self, stop: Sequence[str], *, special: bool = False, inside: bool = False
+    ) -> TextStream:
+        """The text of one reply as its ids arrive, up to a stop string. `special` and
+        `inside` as in `reply_text`."""
+        return TextStream(
+            partial(self.reply_text, special=special, inside=inside), stop
+        )
 
     def text(self, prompt: Prompt, *, add_generation_prompt: bool = True) -> str:
-        """The prompt as the template renders it, with marks in the control tokens of contents
-        (`content_marks.py`). SessionError 400 if the template refuses it."""
+        """The prompt as the template renders it, with marks in the control tokens of
+        contents (`content_marks.py`). SessionError 400 if the template refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
-        except ImportError:  # jinja2 is missing: neither the template nor the conversation is at fault
+        except (
+            ImportError
+        ):  # jinja2 is missing: neither the template nor the conversation is at fault
             raise
         except Exception as error:  # a template may raise any exception; most raise jinja2.TemplateError
             raise _refusal(error) from error
@@ -283,10 +323,11 @@ class Renderer:
         before: int = 0,
         inside: bool = False,
     ) -> list[int]:
-        """The ids of a text. `before` other tokens take some of the room. `inside`: the text stands behind
-        them, and is no beginning of a prompt. PromptTooLong if there is no room for it; if
-        possible, this is found out before a large text is tokenised. SessionError 400 if the text has a token
-        that is not in the model's vocabulary."""
+        """The ids of a text. `before` other tokens take some of the room. `inside`: the
+        text stands behind them, and is no beginning of a prompt. PromptTooLong if there
+        is no room for it; if possible, this is found out before a large text is
+        tokenised. SessionError 400 if the text has a token that is not in the model's
+        vocabulary."""
         max_ids = None
         if room is not None:
             max_ids = room.tokens - before
@@ -302,9 +343,12 @@ class Renderer:
             raise SessionError(reason, status=400, code="invalid_messages")
         return ids
 
-    def _encode_behind(self, path: Sequence[int], text: str, room: Room | None) -> list[int]:
-        """The ids of a text that follows the path. The token that ends a turn may take the whitespace behind
-        it (Phi-3's does), so that the text is tokenised together with it."""
+    def _encode_behind(
+        self, path: Sequence[int], text: str, room: Room | None
+    ) -> list[int]:
+        """The ids of a text that follows the path. The token that ends a turn may take
+        the whitespace behind it (Phi-3's does), so that the text is tokenised together
+        with it."""
         if not self.is_closed(path):
             return self.encode(text, room, before=len(path), inside=True)
         return self.encode(self.end_of_turn + text, room, before=len(path) - 1)[1:]
@@ -322,8 +366,9 @@ class Renderer:
         return without_thinking(text, self.end_of_turn)
 
     def _end_of_recorded(self, full: str, recorded: str) -> int | None:
-        """Where the recorded messages end in the rendering of all messages, which is before the end of their
-        last turn; None if the full rendering has something else in their place."""
+        """Where the recorded messages end in the rendering of all messages, which is
+        before the end of their last turn; None if the full rendering has something else
+        in their place."""
         mark = self.end_of_turn or self.after_reply
         if full.startswith(recorded + mark):
             return len(recorded)
@@ -338,7 +383,8 @@ class Renderer:
         return end
 
     def _follows(self, asked: str, answered: str) -> bool:
-        """Whether a rendered reply stands behind its own prompt, thinking that the prompt opens aside."""
+        """Whether a rendered reply stands behind its own prompt, thinking that the
+        prompt opens aside."""
         prompt = self.without_thinking(asked)
         prompt = prompt.removesuffix(THINK)
         prompt = prompt.removesuffix(END_THINK)
@@ -351,14 +397,16 @@ class Renderer:
         messages: Sequence[Message],
         rendered: str,
     ) -> int:
-        """How many ids of the path's thinking are missing in `rendered`, the template's rendering of the
-        path's messages.
+        """How many ids of the path's thinking are missing in `rendered`, the template's
+        rendering of the path's messages.
 
-        A thought that the template keeps has its two marks in the path and in the rendering. The marks are
-        therefore counted in both, and what the path has more is the number of thoughts that were removed.
-        The larger of the two differences counts: a thought may lack one of its marks in the path (it was cut
-        short, or the prompt had opened it). Which thoughts were removed follows from how templates work: they
-        keep the thinking behind the last question, and remove the oldest first."""
+        A thought that the template keeps has its two marks in the path and in the
+        rendering. The marks are therefore counted in both, and what the path has more
+        is the number of thoughts that were removed. The larger of the two differences
+        counts: a thought may lack one of its marks in the path (it was cut short, or
+        the prompt had opened it). Which thoughts were removed follows from how
+        templates work: they keep the thinking behind the last question, and remove the
+        oldest first."""
         if self._thinking_ids is None:
             return self._removed_thinking_text(path, messages, rendered)
         open_id, close_id = self._thinking_ids
@@ -368,11 +416,14 @@ class Renderer:
         if missing <= 0:
             return 0
         removed = 0
-        opens = [position for position, token_id in enumerate(path) if token_id == open_id]
+        opens = [
+            position for position, token_id in enumerate(path) if token_id == open_id
+        ]
         for begin in opens[:missing]:
             removed += _thought_length(path, begin, close_id)
-        # The length of a thought without a beginning is unknown, but it has at least the id of its end mark.
-        # The result must not be 0, which would say that the template removes nothing.
+        # The length of a thought without a beginning is unknown, but it has at least
+        # the id of its end mark. The result must not be 0, which would say that the
+        # template removes nothing.
         return max(removed, missing)
 
     def _removed_thinking_text(
@@ -381,7 +432,8 @@ class Renderer:
         messages: Sequence[Message],
         rendered: str,
     ) -> int:
-        """As `_removed_thinking`, for a tokenizer whose marks of thinking are not single tokens."""
+        """As `_removed_thinking`, for a tokenizer whose marks of thinking are not
+        single tokens."""
         thoughts = [_thought_of(message) for message in messages]
         if not any(thoughts):
             return 0
@@ -393,7 +445,8 @@ class Renderer:
         return removed
 
     def _renders_replies_behind_prompts(self, *messages: Message) -> bool:
-        """Whether the template takes such a conversation and renders each reply behind its own prompt."""
+        """Whether the template takes such a conversation and renders each reply behind
+        its own prompt."""
         try:
             for position, message in enumerate(messages):
                 if message.role != "assistant":
@@ -409,7 +462,8 @@ class Renderer:
         return True
 
     def _find_thinking_ids(self) -> tuple[int, int] | None:
-        """The tokens that begin and end thinking; None if one of the marks is more than one token."""
+        """The tokens that begin and end thinking; None if one of the marks is more than
+        one token."""
         open_ids = self._tokenizer.encode(THINK)
         close_ids = self._tokenizer.encode(END_THINK)
         if len(open_ids) != 1 or len(close_ids) != 1:
@@ -453,8 +507,8 @@ def _thought_of(message: Message) -> str:
 
 
 def _thought_length(path: Sequence[int], begin: int, close_id: int) -> int:
-    """The number of ids of the thought that begins there, marks included, up to the path's end if it has no
-    end mark."""
+    """The number of ids of the thought that begins there, marks included, up to the
+    path's end if it has no end mark."""
     try:
         end = path.index(close_id, begin)
     except ValueError:

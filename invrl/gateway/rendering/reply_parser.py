@@ -1,4 +1,5 @@
-"""Parses the text of a reply into reasoning, content and tool calls, whole or as it arrives."""
+"""Parses the text of a reply into reasoning, content and tool calls, whole or as it
+arrives."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class ReplyParser:
-    """Parses one reply: call `push` with its text as it arrives, then `finish`. Without `stream`, `finish`
-    returns everything. Without a reasoning parser and a call reader, all of the text is content."""
+    """Parses one reply: call `push` with its text as it arrives, then `finish`. Without
+    `stream`, `finish` returns everything. Without a reasoning parser and a call reader,
+    all of the text is content."""
 
     def __init__(
         self,
@@ -36,7 +38,8 @@ class ReplyParser:
         self._is_open = reasoning is None or not _may_begin_thinking(reasoning)
         """The beginning of the reply has been looked at."""
         self._beginning = ""
-        """The text before the first content, kept while the reply may still be thinking."""
+        """The text before the first content, kept while the reply may still be
+        thinking."""
         self._has_reasoning = False
         """Some reasoning was returned."""
         self._has_content = False
@@ -68,7 +71,9 @@ class ReplyParser:
         if self._stream:
             opening = self._after_opening("", is_last=True)
             if opening:
-                deltas.append(self._parsed(*self._split_reasoning("parse_stream_chunk", opening)))
+                deltas.append(
+                    self._parsed(*self._split_reasoning("parse_stream_chunk", opening))
+                )
             reasoning, rest = self._split_reasoning("parse_stream_end")
         else:
             text = self._after_opening(self._text, is_last=True)
@@ -80,8 +85,9 @@ class ReplyParser:
         return tuple(shown)
 
     def _after_opening(self, text: str, *, is_last: bool = False) -> str:
-        """The text that may be parsed now. A reply thinks only if it begins with the mark of thinking, before
-        which some models write a newline. Without the mark, all of the reply is content."""
+        """The text that may be parsed now. A reply thinks only if it begins with the
+        mark of thinking, before which some models write a newline. Without the mark,
+        all of the reply is content."""
         if self._is_open or self._reasoning is None:
             return text
         self._opening += text
@@ -99,12 +105,15 @@ class ReplyParser:
         return opening
 
     def _split_reasoning(self, method: str, *text: str) -> tuple[str, str]:
-        """The reasoning and the rest, as this method of SGLang's parser returns them."""
+        """The reasoning and the rest, as this method of SGLang's parser returns
+        them."""
         if self._reasoning is None:
             return "", "".join(text)
         if not self._has_content and not self._has_thought:
             self._beginning += "".join(text)
-            self._has_thought = self._reasoning.detector.think_end_token in self._beginning
+            self._has_thought = (
+                self._reasoning.detector.think_end_token in self._beginning
+            )
         reasoning, rest = getattr(self._reasoning, method)(*text)
         return reasoning or "", rest or ""
 
@@ -114,7 +123,8 @@ class ReplyParser:
         return structs.replace(self._calls.push(text), reasoning=reasoning)
 
     def _without_template_newlines(self, delta: Delta) -> Delta:
-        """Removes the newlines around the marks of thinking: they are the template's, not the reply's."""
+        """Removes the newlines around the marks of thinking: they are the template's,
+        not the reply's."""
         reasoning = delta.reasoning
         content = delta.content
         if not self._has_reasoning:
@@ -130,14 +140,15 @@ class ReplyParser:
 
 
 def _may_begin_thinking(reasoning: ReasoningParser) -> bool:
-    """Whether the reply itself writes the mark that begins thinking, at its beginning."""
+    """Whether the reply itself writes the mark that begins thinking, at its
+    beginning."""
     detector = reasoning.detector
     return detector.think_start_token == THINK and not detector.force_reasoning
 
 
 def reasoning_parser(name: str, *, in_thinking: bool) -> ReasoningParser:
-    """SGLang's parser of that name. ValueError if there is none. `in_thinking`: the prompt has opened the
-    thinking already."""
+    """SGLang's parser of that name. ValueError if there is none. `in_thinking`: the
+    prompt has opened the thinking already."""
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
     return ReasoningParser(name, stream_reasoning=True, force_reasoning=in_thinking)

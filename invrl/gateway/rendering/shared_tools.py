@@ -1,4 +1,5 @@
-"""Keeps one object per tool in a gateway process: agents send the same tools with every request."""
+"""Keeps one object per tool in a gateway process: agents send the same tools with every
+request."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from invrl.gateway.types import Tool
 
 
 class SharedTools:
-    """Replaces equal tools by one object, which is freed when nothing uses it any more."""
+    """Replaces equal tools by one object, which is freed when nothing uses it any
+    more."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Tool, weakref.ref[Tool]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Tool, weakref.ref[Tool]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def share(self, tools: Iterable[Tool]) -> tuple[Tool, ...]:
         """Tools equal to `tools`, in their order."""

@@ -1,4 +1,5 @@
-"""The ids of a reply as the chat template itself writes it, which a model that follows it samples."""
+"""The ids of a reply as the chat template itself writes it, which a model that follows
+it samples."""
 
 from dataclasses import replace
 
@@ -7,9 +8,12 @@ from invrl.gateway.rendering.thinking import END_THINK, THINK
 from invrl.gateway.types import Prompt
 
 
-def spelled_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: bool = False) -> list[int]:
-    """The ids of a reply, as the template writes it behind the head that its prompt ends with. `cut`: the
-    reply has no end of turn. SessionError if the template refuses the conversation."""
+def spelled_reply(
+    renderer: Renderer, prompt: Prompt, position: int, *, cut: bool = False
+) -> list[int]:
+    """The ids of a reply, as the template writes it behind the head that its prompt
+    ends with. `cut`: the reply has no end of turn. SessionError if the template refuses
+    the conversation."""
     request = replace(prompt, messages=prompt.messages[:position])
     conversation = replace(prompt, messages=prompt.messages[: position + 1])
     asked = renderer.text(request)
@@ -30,13 +34,16 @@ def spelled_reply(renderer: Renderer, prompt: Prompt, position: int, *, cut: boo
 
 
 def _reply_behind_another_head(renderer: Renderer, asked: str, answered: str) -> str:
-    """The text of a reply if the template writes another head for it than it asks with. In a template that is
-    fit for use, the heads differ only in thinking or whitespace."""
+    """The text of a reply if the template writes another head for it than it asks with.
+    In a template that is fit for use, the heads differ only in thinking or
+    whitespace."""
     visible_prompt = visible_text(renderer, asked)
     visible_reply = visible_text(renderer, answered).removeprefix(visible_prompt)
     if not visible_reply:
         return ""
-    visible_places = [place for place, letter in enumerate(answered) if not letter.isspace()]
+    visible_places = [
+        place for place, letter in enumerate(answered) if not letter.isspace()
+    ]
     begin = visible_places[-len(visible_reply)]
     return answered[begin:]
 

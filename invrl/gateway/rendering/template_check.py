@@ -1,9 +1,11 @@
-"""`invrl check-template`: proves for a model folder that conversations continue exactly.
+"""`invrl check-template`: proves for a model folder that conversations continue
+exactly.
 
-Every conversation of the corpus is rendered in two ways. One is the gateway's: turn by turn from recorded
-ids, with each reply spelled as the tokenizer spells the template's own rendering of it. The other is the
-template's rendering of the whole conversation. Both must give the same ids, or the gateway must have recorded
-why it started a new branch."""
+Every conversation of the corpus is rendered in two ways. One is the gateway's: turn by
+turn from recorded ids, with each reply spelled as the tokenizer spells the template's
+own rendering of it. The other is the template's rendering of the whole conversation.
+Both must give the same ids, or the gateway must have recorded why it started a new
+branch."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -48,8 +50,9 @@ class Finding:
 
 
 def check_template(renderer: Renderer, parsers: Parsers) -> Iterator[Finding]:
-    """One finding for each conversation. Some are also played with replies that are cut short. If there is a
-    parser of calls, a conversation is played with what it reads, whole and streamed."""
+    """One finding for each conversation. Some are also played with replies that are cut
+    short. If there is a parser of calls, a conversation is played with what it reads,
+    whole and streamed."""
     if parsers.tool_calls:
         for stream in (False, True):
             yield check_calls(renderer, parsers, stream=stream)
@@ -59,7 +62,9 @@ def check_template(renderer: Renderer, parsers: Parsers) -> Iterator[Finding]:
             yield check(renderer, f"{name}, cut short", prompt, cut=True)
 
 
-def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False) -> Finding:
+def check(
+    renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
+) -> Finding:
     """Plays a conversation turn by turn. `cut`: no reply has its end-of-turn token."""
     playback = _Playback(renderer, prompt, cut=cut)
     try:
@@ -71,8 +76,9 @@ def check(renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
 
 
 def check_calls(renderer: Renderer, parsers: Parsers, *, stream: bool) -> Finding:
-    """Plays two turns with calls. Each reply is sent back as the parser has read it, with the gateway's own
-    call ids, and ends with the token at which the engine would have stopped."""
+    """Plays two turns with calls. Each reply is sent back as the parser has read it,
+    with the gateway's own call ids, and ends with the token at which the engine would
+    have stopped."""
     pattern = f"calls as they are parsed, {'streamed' if stream else 'whole'}"
     playback = _ParsedPlayback(renderer, parsers, stream=stream)
     try:
@@ -113,7 +119,9 @@ class _ParsedPlayback:
         self._ask()
 
     def _send(self, message: Message) -> None:
-        self._request = replace(self._request, messages=(*self._request.messages, message))
+        self._request = replace(
+            self._request, messages=(*self._request.messages, message)
+        )
 
     def _ask(self) -> None:
         whole = self._renderer.render_first(self._request)
@@ -122,8 +130,13 @@ class _ParsedPlayback:
             return
         tail = self._tail()
         if tail.fork is None and self._renderer.end_of_turn_id is None:
-            # The reply ended with the mark of the next message, if the engine stops at it.
-            self._path += [token_id for token_id in tail.ids[:1] if token_id in self._renderer.end_ids]
+            # The reply ended with the mark of the next message, if the engine stops at
+            # it.
+            self._path += [
+                token_id
+                for token_id in tail.ids[:1]
+                if token_id in self._renderer.end_ids
+            ]
             tail = self._tail()
         if tail.fork is not None:
             self.reasons["forks"] = tail.fork.value
@@ -135,7 +148,11 @@ class _ParsedPlayback:
             self.reasons[verdict] = reason
 
     def _tail(self) -> Tail:
-        replies = [at for at, message in enumerate(self._request.messages, 1) if message.role == "assistant"]
+        replies = [
+            at
+            for at, message in enumerate(self._request.messages, 1)
+            if message.role == "assistant"
+        ]
         return self._renderer.render_tail(self._request, replies[-1], self._path)
 
     def _reply(self, message: Message) -> None:
@@ -147,7 +164,9 @@ class _ParsedPlayback:
             self._request.tools,
             ToolChoice(),
             parallel=True,
-            prompt_text=self._renderer.reply_text(self._path[-_PROMPT_END:], special=True),
+            prompt_text=self._renderer.reply_text(
+                self._path[-_PROMPT_END:], special=True
+            ),
             stream=self._stream,
             turn_id=f"turn-{position}",
         )
@@ -173,7 +192,9 @@ def _read(renderer: Renderer, parser: ReplyParser, sampled: Sequence[int]) -> Me
 
 
 def _same_reply(reply: Message, expected: Message) -> bool:
-    if reply.content.strip() != expected.content or len(reply.tool_calls) != len(expected.tool_calls):
+    if reply.content.strip() != expected.content or len(reply.tool_calls) != len(
+        expected.tool_calls
+    ):
         return False
     for call, written in zip(reply.tool_calls, expected.tool_calls, strict=True):
         try:
@@ -186,7 +207,8 @@ def _same_reply(reply: Message, expected: Message) -> bool:
 
 
 class _Playback:
-    """Plays one conversation as the gateway would: each reply is sampled behind the path of recorded ids."""
+    """Plays one conversation as the gateway would: each reply is sampled behind the
+    path of recorded ids."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt, *, cut: bool) -> None:
         self._renderer = renderer
@@ -207,7 +229,8 @@ class _Playback:
         self._request(len(self._prompt.messages))
 
     def _request(self, num_messages: int) -> None:
-        """Asks for the reply to the first messages, and compares the prompt's ids with the template's."""
+        """Asks for the reply to the first messages, and compares the prompt's ids with
+        the template's."""
         messages = self._prompt.messages[:num_messages]
         request = replace(self._prompt, messages=messages)
         whole = self._renderer.render_first(request)
@@ -237,8 +260,8 @@ def _judge(
     tail: Tail,
     whole: Sequence[int],
 ) -> tuple[Verdict, str]:
-    """The verdict on a path that differs from the ids of the template's rendering, and the reason. Only
-    thinking, and the whitespace around it, may be what differs."""
+    """The verdict on a path that differs from the ids of the template's rendering, and
+    the reason. Only thinking, and the whitespace around it, may be what differs."""
     path_text = renderer.decode(path)
     whole_text = renderer.decode(whole)
     tail_text = renderer.decode(tail.ids, inside=True)
@@ -258,13 +281,14 @@ def _judge(
 def _differ_in_thinking(renderer: Renderer, path_text: str, whole_text: str) -> bool:
     """Whether one of the texts is the other one without some of its thinking."""
     end_of_turn = renderer.end_of_turn
-    return equal_without_thinking(whole_text, path_text, end_of_turn) or equal_without_thinking(
-        path_text, whole_text, end_of_turn
-    )
+    return equal_without_thinking(
+        whole_text, path_text, end_of_turn
+    ) or equal_without_thinking(path_text, whole_text, end_of_turn)
 
 
 def missing_tools(renderer: Renderer, parsers: Parsers) -> str:
-    """What the template lacks for conversations with tools, and what to do; "" if it lacks nothing."""
+    """What the template lacks for conversations with tools, and what to do; "" if it
+    lacks nothing."""
     if not shows_tools(renderer):
         return (
             "The template shows no tools: the model does not learn of those that a request offers, and the"
@@ -281,8 +305,8 @@ def missing_tools(renderer: Renderer, parsers: Parsers) -> str:
 
 
 def report(findings: Sequence[Finding], parsers: Parsers, missing: str = "") -> str:
-    """A table of the findings, and what their outcomes mean. `missing`: what the template lacks, which comes
-    first."""
+    """A table of the findings, and what their outcomes mean. `missing`: what the
+    template lacks, which comes first."""
     width = max(len(finding.pattern) for finding in findings)
     lines = [missing, ""] if missing else []
     lines += [

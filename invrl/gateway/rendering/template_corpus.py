@@ -1,4 +1,5 @@
-"""The conversations that `invrl check-template` plays: what agents send, and what templates differ in."""
+"""The conversations that `invrl check-template` plays: what agents send, and what
+templates differ in."""
 
 from dataclasses import replace
 
@@ -78,27 +79,60 @@ CORPUS: dict[str, Prompt] = {
     "consecutive questions": _chat(_ASK, _MORE, _REPLY, _ASK, _MORE, _REPLY),
     "consecutive replies": _chat(_ASK, _REPLY, _REPLY, _MORE, _REPLY),
     "markup in texts": _chat(_MARKUP, _REPLY, _MORE, _REPLY),
-    "whitespace around texts": _chat(Message("user", " \n a \n"), _REPLY, Message("user", "b \n\n"), _REPLY),
+    "whitespace around texts": _chat(
+        Message("user", " \n a \n"), _REPLY, Message("user", "b \n\n"), _REPLY
+    ),
     "tools, no call": _chat(_SYSTEM, _ASK, _REPLY, _MORE, _REPLY, tools=True),
     "call": _chat(_ASK, _CALL, _RESULT, _REPLY, tools=True),
     "text and call": _chat(_ASK, _TEXT_AND_CALL, _RESULT, _REPLY, tools=True),
-    "call without arguments": _chat(_ASK, _CALL_WITHOUT_ARGUMENTS, _RESULT, _REPLY, tools=True),
+    "call without arguments": _chat(
+        _ASK, _CALL_WITHOUT_ARGUMENTS, _RESULT, _REPLY, tools=True
+    ),
     "call cut in its arguments": _chat(_ASK, _CUT_CALL, _RESULT, _REPLY, tools=True),
     "parallel calls": _chat(_SYSTEM, _ASK, _TWO_CALLS, *_RESULTS, _REPLY, tools=True),
-    "calls in turn": _chat(_ASK, _CALL, _RESULT, _LATER_CALL, _LATER_RESULT, _REPLY, tools=True),
-    "parallel calls in turn": _chat(_ASK, _CALL, _RESULT, _TWO_CALLS, *_RESULTS, _REPLY, tools=True),
-    "empty result": _chat(_ASK, _CALL, replace(_RESULT, content=""), _REPLY, tools=True),
+    "calls in turn": _chat(
+        _ASK, _CALL, _RESULT, _LATER_CALL, _LATER_RESULT, _REPLY, tools=True
+    ),
+    "parallel calls in turn": _chat(
+        _ASK, _CALL, _RESULT, _TWO_CALLS, *_RESULTS, _REPLY, tools=True
+    ),
+    "empty result": _chat(
+        _ASK, _CALL, replace(_RESULT, content=""), _REPLY, tools=True
+    ),
     "thinking": _chat(_ASK, _THOUGHT, _MORE, _THOUGHT, thinking=True),
     "thinking, some replies": _chat(_ASK, _REPLY, _MORE, _THOUGHT, _MORE, _REPLY),
     "thinking between calls": _chat(
-        _ASK, _THOUGHT_AND_CALL, _RESULT, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, tools=True
+        _ASK,
+        _THOUGHT_AND_CALL,
+        _RESULT,
+        _THOUGHT_AND_CALL,
+        _RESULT,
+        _THOUGHT,
+        tools=True,
     ),
     "question after thinking between calls": _chat(
-        _ASK, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, _MORE, _THOUGHT_AND_CALL, _RESULT, _THOUGHT, tools=True
+        _ASK,
+        _THOUGHT_AND_CALL,
+        _RESULT,
+        _THOUGHT,
+        _MORE,
+        _THOUGHT_AND_CALL,
+        _RESULT,
+        _THOUGHT,
+        tools=True,
     ),
     "thinking refused": _chat(_ASK, _REPLY, _MORE, _REPLY, thinking=False),
     "thinking refused, calls": _chat(
-        _ASK, _CALL, _RESULT, _REPLY, _MORE, _CALL, _RESULT, _REPLY, tools=True, thinking=False
+        _ASK,
+        _CALL,
+        _RESULT,
+        _REPLY,
+        _MORE,
+        _CALL,
+        _RESULT,
+        _REPLY,
+        tools=True,
+        thinking=False,
     ),
     "thinking as text": _chat(_ASK, _THINKING_TEXT, _MORE, _REPLY),
 }

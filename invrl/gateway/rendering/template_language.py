@@ -1,6 +1,7 @@
-"""The Jinja in which chat templates are written, as transformers extends it: a sandbox with loop controls,
-`tojson`, `raise_exception` and `{% generation %}` blocks. To import transformers itself would take a second
-in every process that renders; `tests/unit/test_template_language.py` compares with it."""
+"""The Jinja in which chat templates are written, as transformers extends it: a sandbox
+with loop controls, `tojson`, `raise_exception` and `{% generation %}` blocks. To import
+transformers itself would take a second in every process that renders;
+`tests/unit/test_template_language.py` compares with it."""
 
 import functools
 import json
@@ -25,7 +26,8 @@ class _Rendering:
 
 
 _RENDERING: ContextVar[_Rendering] = ContextVar("rendering")
-"""The one that goes on in this thread: a template and its extensions are shared by all of them."""
+"""The one that goes on in this thread: a template and its extensions are shared by all
+of them."""
 
 
 class _GenerationBlocks(Extension):
@@ -56,7 +58,11 @@ def _to_json(
 ) -> str:
     """Jinja's own filter escapes what HTML would not show."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 
@@ -67,17 +73,22 @@ def _raise_exception(message: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _compiled(source: str) -> Template:
     extensions = [_GenerationBlocks, LoopControlExtension]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
 
 
-def render_template(source: str, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and beginning and end of each `{% generation %}` block in it.
+def render_template(
+    source: str, variables: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and beginning and end of each `{% generation %}`
+    block in it.
 
-    `variables`: what the template may name; `messages` and `strftime_now` among them. Raises what the
-    template raises: any exception.
+    `variables`: what the template may name; `messages` and `strftime_now` among them.
+    Raises what the template raises: any exception.
     """
     rendering = _Rendering()
     _RENDERING.set(rendering)

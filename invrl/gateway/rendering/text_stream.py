@@ -1,33 +1,40 @@
-"""The text of a reply as its token ids arrive, without half characters and without stop strings."""
+"""The text of a reply as its token ids arrive, without half characters and without stop
+strings."""
 
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "�"
 """What a tokenizer writes for bytes that are no whole character."""
 _MAX_PENDING_IDS = 16
-"""More ids than those of a few characters: their bytes form no character, however long one waits."""
+"""More ids than those of a few characters: their bytes form no character, however long
+one waits."""
 _MAX_UNSETTLED_IDS = 256
-"""Ids whose text is shown as it is, so that the work for a token has a bound whatever the decoder does."""
+"""Ids whose text is shown as it is, so that the work for a token has a bound whatever
+the decoder does."""
 _UNSETTLED_CHARACTERS = 4
-"""The characters at the end that the next ids may change. A character has up to four bytes, an id one or
-more."""
+"""The characters at the end that the next ids may change. A character has up to four
+bytes, an id one or more."""
 _CONTEXT_IDS = 32
-"""Ids that are kept as context where no character ends between two ids: as many bytes as
-`_UNSETTLED_CHARACTERS` have, and more."""
+"""Ids that are kept as context where no character ends between two ids: as many bytes
+as `_UNSETTLED_CHARACTERS` have, and more."""
 
 
 class TextStream:
-    """Turns ids into text. It never splits a character, and it holds back a stop string and everything that
-    may become one. The pieces joined are the text of the reply. `decode` turns ids into text.
+    """Turns ids into text. It never splits a character, and it holds back a stop string
+    and everything that may become one. The pieces joined are the text of the reply.
+    `decode` turns ids into text.
 
-    Invariant: the work for one id has a bound, also where the ids never form a character."""
+    Invariant: the work for one id has a bound, also where the ids never form a
+    character."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]
+    ) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        """The latest ids. The first `_num_context` of them are the context in which the others are
-        decoded."""
+        """The latest ids. The first `_num_context` of them are the context in which the
+        others are decoded."""
         self._num_context = 0
         self._num_shown = 0
         """How many characters of the text of `_ids` are in the reply's text already."""
@@ -52,8 +59,9 @@ class TextStream:
         return self._take(self._stop_position())
 
     def _settle(self, text: str, num_pending: int) -> None:
-        """Shows all of `text`, that of the latest ids, but the characters at its end. Earlier ids are
-        forgotten, as far as that leaves those characters what they are."""
+        """Shows all of `text`, that of the latest ids, but the characters at its end.
+        Earlier ids are forgotten, as far as that leaves those characters what they
+        are."""
         settled = max(self._num_shown, len(text) - _UNSETTLED_CHARACTERS)
         rest = text[settled:]
         latest_ids = self._ids[-_CONTEXT_IDS:]
@@ -65,7 +73,8 @@ class TextStream:
             self._keep(latest_ids, rest=rest)
 
     def _keep(self, ids: list[int], *, rest: str) -> None:
-        """Keeps these ids as context. `rest`: the end of their text, which is not shown yet."""
+        """Keeps these ids as context. `rest`: the end of their text, which is not shown
+        yet."""
         self._ids = ids
         self._num_context = len(ids)
         self._num_shown = len(self._decode(ids)) - len(rest)
@@ -76,7 +85,8 @@ class TextStream:
         return taken
 
     def _stop_position(self) -> int:
-        """Where the first stop string begins; the length of the text if there is none."""
+        """Where the first stop string begins; the length of the text if there is
+        none."""
         position = len(self._text)
         for stop in self._stop:
             found = self._text.find(stop)
@@ -93,7 +103,8 @@ class TextStream:
 
 
 def partial_mark_length(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at the end of `text` that may become one of the marks once more text comes."""
+    """The number of characters at the end of `text` that may become one of the marks
+    once more text comes."""
     longest = 0
     for mark in marks:
         for length in range(1, len(mark)):

@@ -1,7 +1,7 @@
 """Thinking in rendered conversations: where it is, and comparisons that leave it out.
 
-Templates drop the thinking of earlier turns, and trim the whitespace around it, each in its own way. Two
-renderings of one conversation are therefore compared without both."""
+Templates drop the thinking of earlier turns, and trim the whitespace around it, each in
+its own way. Two renderings of one conversation are therefore compared without both."""
 
 import re
 
@@ -11,9 +11,10 @@ _WHITESPACE = re.compile(r"\s*")
 
 
 def find_thoughts(text: str, end_of_turn: str) -> dict[int, int]:
-    """The beginning and the end of each thought in the text, marks included. A thought that does not end
-    within its turn does not count. `end_of_turn` is the token that ends a turn, "" if the template has none.
-    The time is proportional to the text, whatever an agent sends."""
+    """The beginning and the end of each thought in the text, marks included. A thought
+    that does not end within its turn does not count. `end_of_turn` is the token that
+    ends a turn, "" if the template has none. The time is proportional to the text,
+    whatever an agent sends."""
     thoughts: dict[int, int] = {}
     turn_mark = end_of_turn or THINK
     position = 0
@@ -44,8 +45,9 @@ def without_thinking(text: str, end_of_turn: str) -> str:
 
 
 def equal_without_thinking(text: str, recorded: str, end_of_turn: str) -> bool:
-    """Whether `text` is `recorded`, except for thinking and the whitespace around it. `text` may have less
-    thinking than `recorded`, and it may have thinking only where `recorded` has some."""
+    """Whether `text` is `recorded`, except for thinking and the whitespace around it.
+    `text` may have less thinking than `recorded`, and it may have thinking only where
+    `recorded` has some."""
     text = f"|{text}|"
     recorded = f"|{recorded}|"
     thoughts = find_thoughts(text, end_of_turn)

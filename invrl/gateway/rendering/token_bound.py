@@ -1,8 +1,9 @@
 """A lower bound of the number of tokens in a text, found without tokenising it.
 
-However a text is cut into tokens, each of its ASCII letters is in one of them. If no token of the vocabulary
-has more than m letters, a text with n letters has at least n / m tokens. The same holds for digits. It holds
-only for tokenizers that drop no letter (see `token_bound`); for all others there is no bound."""
+However a text is cut into tokens, each of its ASCII letters is in one of them. If no
+token of the vocabulary has more than m letters, a text with n letters has at least n /
+m tokens. The same holds for digits. It holds only for tokenizers that drop no letter
+(see `token_bound`); for all others there is no bound."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,12 @@ class TokenBound:
     max_characters: tuple[int, ...]
     """For each class of characters, the most that one token has."""
     composes: bool
-    """The tokenizer joins letters and combining marks (NFC), so that each character outside ASCII may remove
-    one ASCII letter."""
+    """The tokenizer joins letters and combining marks (NFC), so that each character
+    outside ASCII may remove one ASCII letter."""
 
     def min_tokens(self, text: str) -> int:
-        """No tokenisation of `text` has fewer tokens. Takes 10 ms or less for a million characters."""
+        """No tokenisation of `text` has fewer tokens. Takes 10 ms or less for a million
+        characters."""
         raw = text.encode("utf-8", "surrogatepass")
         composed = 0
         if self.composes and not text.isascii():
@@ -45,8 +47,9 @@ class TokenBound:
 
 
 def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
-    """`tokenizer` is the content of tokenizer.json. None unless the tokenizer is byte-level BPE that has
-    every byte as a token, normalizes by NFC or not at all, and drops nothing that it splits."""
+    """`tokenizer` is the content of tokenizer.json. None unless the tokenizer is
+    byte-level BPE that has every byte as a token, normalizes by NFC or not at all, and
+    drops nothing that it splits."""
     model = tokenizer.get("model") or {}
     vocabulary = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
@@ -81,7 +84,8 @@ def _max_characters(texts: Sequence[str], members: bytes) -> int:
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, in order. A sequence has its parts under `name`."""
+    """The steps of a normalizer or a pre-tokenizer, in order. A sequence has its parts
+    under `name`."""
     if part is None:
         return []
     if part.get("type") != "Sequence":
@@ -106,8 +110,9 @@ def _drops_nothing(step: Mapping[str, Any]) -> bool:
 
 
 def _byte_letters() -> list[str]:
-    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's table). A printable
-    byte stands for itself; the other bytes, in their order, are the characters from U+0100 on."""
+    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's
+    table). A printable byte stands for itself; the other bytes, in their order, are the
+    characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable]

@@ -1,7 +1,8 @@
 """The tokenizer of a model folder: text to ids and back.
 
-transformers' tokenizer classes import torch, which would cost the gateway many seconds and 350 MB. This
-module reads tokenizer.json with the tokenizers library instead. A test compares the two."""
+transformers' tokenizer classes import torch, which would cost the gateway many seconds
+and 350 MB. This module reads tokenizer.json with the tokenizers library instead. A test
+compares the two."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,17 @@ class FastTokenizer:
         self._backend = backend
         self._bound = bound
 
-    def encode(self, text: str, *, inside: bool = False, max_ids: int | None = None) -> list[int]:
-        """The ids of the text. PromptTooLong, with the exact number, if there are more than `max_ids`.
-        `inside`: the text stands behind other tokens. Some tokenizers write a space before the text that a
-        prompt begins with, and only there."""
+    def encode(
+        self, text: str, *, inside: bool = False, max_ids: int | None = None
+    ) -> list[int]:
+        """The ids of the text. PromptTooLong, with the exact number, if there are more
+        than `max_ids`. `inside`: the text stands behind other tokens. Some tokenizers
+        write a space before the text that a prompt begins with, and only there."""
         separator = self._separator if inside else ""
         encoding = self._encode(separator + text)
         num_before = 1 if separator else 0
-        # Checked before `.ids`, which would build a Python list of what may be millions of ids.
+        # Checked before `.ids`, which would build a Python list of what may be millions
+        # of ids.
         num_ids = len(encoding) - num_before
         if max_ids is not None and num_ids > max_ids:
             raise PromptTooLong(num_ids, exact=True)
@@ -41,8 +45,8 @@ class FastTokenizer:
 
     @cached_property
     def begin_ids(self) -> tuple[int, ...]:
-        """What the tokenizer's own post-processor writes before a text: the token that begins a sequence, if
-        the model was trained with one."""
+        """What the tokenizer's own post-processor writes before a text: the token that
+        begins a sequence, if the model was trained with one."""
         whole = self._backend.encode(_PROBE, add_special_tokens=True)
         added = whole.special_tokens_mask
         if 0 not in added:
@@ -50,17 +54,21 @@ class FastTokenizer:
         return tuple(whole.ids[: added.index(0)])
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound of the text's number of tokens, found without tokenising it; 0 if none is known."""
+        """A lower bound of the text's number of tokens, found without tokenising it; 0
+        if none is known."""
         if self._bound is None:
             return 0
         return self._bound.min_tokens(text)
 
     def decode(self, ids: Sequence[int], *, special: bool, inside: bool = False) -> str:
-        """The text of the ids. `special`: special tokens are included. `inside`: the ids stand behind others,
-        so that a space that they begin with is part of the text."""
+        """The text of the ids. `special`: special tokens are included. `inside`: the
+        ids stand behind others, so that a space that they begin with is part of the
+        text."""
         if not inside:
             return self._backend.decode(ids, skip_special_tokens=not special)
-        text = self._backend.decode([*self._letter_ids, *ids], skip_special_tokens=not special)
+        text = self._backend.decode(
+            [*self._letter_ids, *ids], skip_special_tokens=not special
+        )
         return text.removeprefix(self._letter)
 
     def token_id(self, token: str) -> int | None:
@@ -68,9 +76,12 @@ class FastTokenizer:
         return self._backend.token_to_id(token)
 
     def added_tokens(self, *, special_only: bool = False) -> frozenset[str]:
-        """The texts of the tokens that are found in a text before it is split into pieces."""
+        """The texts of the tokens that are found in a text before it is split into
+        pieces."""
         tokens = self._backend.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in tokens if token.special or not special_only)
+        return frozenset(
+            token.content for token in tokens if token.special or not special_only
+        )
 
     def with_other_texts(self, texts: Mapping[str, str]) -> "FastTokenizer":
         """The same tokenizer, in which the tokens of these texts have other texts."""
@@ -83,15 +94,19 @@ class FastTokenizer:
         """An `Encoding`, whose type stub lacks its length."""
         if len(text) < LARGE_TEXT:
             return self._backend.encode(text, add_special_tokens=False)
-        # Only `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
+        # Only `encode_batch` releases the interpreter lock, so that other threads run
+        # meanwhile.
         [encoding] = self._backend.encode_batch([text], add_special_tokens=False)
         return encoding
 
     @cached_property
     def _separator(self) -> str:
-        """A special token that changes nothing in the text behind it; "" if the tokenizer has none."""
+        """A special token that changes nothing in the text behind it; "" if the
+        tokenizer has none."""
         for token in self._backend.get_added_tokens_decoder().values():
-            changes_text = token.lstrip or token.rstrip or token.single_word or token.normalized
+            changes_text = (
+                token.lstrip or token.rstrip or token.single_word or token.normalized
+            )
             if token.special and not changes_text:
                 return token.content
         return ""
@@ -114,19 +129,24 @@ def load_tokenizer(folder: Path) -> FastTokenizer:
 
 
 def _renamed_tokens(description: dict[str, Any], texts: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer that `description` (the content of tokenizer.json) says, in which some tokens have other
-    texts. All tokens keep their ids."""
+    """The tokenizer that `description` (the content of tokenizer.json) says, in which
+    some tokens have other texts. All tokens keep their ids."""
     added = description["added_tokens"]
     model = description["model"]
     pieces = model["vocab"]
     if isinstance(pieces, dict):
-        # An added token that the vocabulary lacks would be numbered by the vocabulary's size.
+        # An added token that the vocabulary lacks would be numbered by the vocabulary's
+        # size.
         pieces |= {token["content"]: token["id"] for token in added}
-        model["vocab"] = {texts.get(piece, piece): token_id for piece, token_id in pieces.items()}
+        model["vocab"] = {
+            texts.get(piece, piece): token_id for piece, token_id in pieces.items()
+        }
     else:
         model["vocab"] = [[texts.get(piece, piece), score] for piece, score in pieces]
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in texts]
+        model["merges"] = [
+            merge for merge in model["merges"] if _merged(merge) not in texts
+        ]
     for token in added:
         token["content"] = texts.get(token["content"], token["content"])
     description["post_processor"] = None

@@ -1,8 +1,9 @@
 """The hot path: an agent's request, from its key to the last byte of its answer.
 
-It is the same for all dialects. It is plain ASGI, because delivery and disconnects are detected at that
-level. Invariants: every error has the dialect's own format; a client that disconnects cancels its generation;
-a turn counts as delivered when its whole answer has been sent, which is after its commit."""
+It is the same for all dialects. It is plain ASGI, because delivery and disconnects are
+detected at that level. Invariants: every error has the dialect's own format; a client
+that disconnects cancels its generation; a turn counts as delivered when its whole
+answer has been sent, which is after its commit."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from invrl.host.traces import Traces
 _log = logging.getLogger(__name__)
 _JSON = {"content-type": "application/json"}
 _RETRY_COUNT = "x-stainless-retry-count"
-"""The header in which the official clients count their own retries; "0" on the first try."""
+"""The header in which the official clients count their own retries; "0" on the first
+try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,9 +61,12 @@ class AgentEndpoint:
             client.session_id = record.session.id
             record.last_heard.update()
             if scope["method"] != "POST":
-                raise SessionError("this route takes POST only", status=405, code="method_not_allowed")
+                raise SessionError(
+                    "this route takes POST only", status=405, code="method_not_allowed"
+                )
             body = await client.body(
-                limit=self.settings.max_body_bytes, deadline_s=self.settings.body_timeout_s
+                limit=self.settings.max_body_bytes,
+                deadline_s=self.settings.body_timeout_s,
             )
             with self._traced(client, record):
                 await self._serve(client, record, body)
@@ -69,7 +74,9 @@ class AgentEndpoint:
             await self._refuse(client, record, error)
         except (ServerError, DeadlineError) as error:
             _log.warning("generation failed: %s", error)
-            refusal = SessionError(str(error), status=503, code="engine_unavailable", retry_after_s=1.0)
+            refusal = SessionError(
+                str(error), status=503, code="engine_unavailable", retry_after_s=1.0
+            )
             await self._refuse(client, record, refusal)
         except DiskFullError as error:
             await self._refuse(client, record, disk_full(error))
@@ -80,15 +87,23 @@ class AgentEndpoint:
         finally:
             client.release()
 
-    def _traced(self, client: ClientConnection, record: SessionRecord) -> AbstractContextManager[None]:
-        """The span of the call. It goes on with the client's trace if the client sends `traceparent`."""
+    def _traced(
+        self, client: ClientConnection, record: SessionRecord
+    ) -> AbstractContextManager[None]:
+        """The span of the call. It goes on with the client's trace if the client sends
+        `traceparent`."""
         if self.traces is None:
             return contextlib.nullcontext()
         attributes = {"invrl.session": record.session.id}
-        return self.traces.call("agent_call", client.headers.get("traceparent", ""), attributes)
+        return self.traces.call(
+            "agent_call", client.headers.get("traceparent", ""), attributes
+        )
 
-    async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
-        """Samples and sends the answer, and marks it delivered if the client received all of it."""
+    async def _serve(
+        self, client: ClientConnection, record: SessionRecord, body: bytes
+    ) -> None:
+        """Samples and sends the answer, and marks it delivered if the client received
+        all of it."""
         conversation = self.turns.conversation(record)
         sources: list[AnswerSource] = []
         with conversation.call(), contextlib.ExitStack() as attachments:
@@ -109,12 +124,15 @@ class AgentEndpoint:
         sources: list[AnswerSource],
         attachments: contextlib.ExitStack,
     ) -> bool:
-        """Parses the body, begins a turn for each choice, and sends the answer. True if the client received
-        all of it. Each choice is added to `sources` as soon as it has begun, and attached until `attachments`
-        closes: if a later choice is refused, or the client disconnects, the earlier ones are cancelled."""
+        """Parses the body, begins a turn for each choice, and sends the answer. True if
+        the client received all of it. Each choice is added to `sources` as soon as it
+        has begun, and attached until `attachments` closes: if a later choice is
+        refused, or the client disconnects, the earlier ones are cancelled."""
         record = conversation.record
         is_retry = client.headers.get(_RETRY_COUNT, "0") != "0"
-        parse = partial(self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn)
+        parse = partial(
+            self.dialect.parse, body, retry=is_retry, find=conversation.forest.turn
+        )
         request = await self.turns.threads.run(parse, size=len(body))
         self.turns.check_model(record, request.turn.model)
         self.turns.count_ignored(record, request.turn.ignored)
@@ -122,11 +140,16 @@ class AgentEndpoint:
         self.turns.conversation(record)  # SessionError if it was closed in the meantime
         overridden: list[str] = []
         for turn_request in _choices(request):
-            source, newly_overridden = self.turns.begin(conversation, turn_request, prepared)
+            source, newly_overridden = self.turns.begin(
+                conversation, turn_request, prepared
+            )
             sources.append(source)
             attachments.enter_context(source.attached())
             overridden.extend(newly_overridden)
-        headers = {"x-request-id": sources[0].turn_id, "request-id": sources[0].turn_id}  # OpenAI, Anthropic
+        headers = {
+            "x-request-id": sources[0].turn_id,
+            "request-id": sources[0].turn_id,
+        }  # OpenAI, Anthropic
         if overridden:
             names = ",".join(overridden)
             headers["x-invrl-overridden"] = names
@@ -134,7 +157,9 @@ class AgentEndpoint:
         if request.turn.stream:
             return await self._stream(client, request, sources, headers)
         answers = [await source.answer() for source in sources]
-        return await client.answer(200, {**headers, **_JSON}, self.dialect.answer(request, answers))
+        return await client.answer(
+            200, {**headers, **_JSON}, self.dialect.answer(request, answers)
+        )
 
     async def _stream(
         self,
@@ -143,9 +168,10 @@ class AgentEndpoint:
         sources: Sequence[AnswerSource],
         headers: dict[str, str],
     ) -> bool:
-        """Sends the answer as events. True if the client received all of them. The HTTP response starts with
-        the first token, or with the first keep-alive: an error before that has a status of its own. The
-        dialect's first event waits for the first token, because it contains the number of cached tokens."""
+        """Sends the answer as events. True if the client received all of them. The HTTP
+        response starts with the first token, or with the first keep-alive: an error
+        before that has a status of its own. The dialect's first event waits for the
+        first token, because it contains the number of cached tokens."""
         stream = self.dialect.stream(request, [source.start for source in sources])
         client.error_event = stream.error
         has_head = False
@@ -165,7 +191,10 @@ class AgentEndpoint:
         return await client.end(stream.tail(answers))
 
     async def _refuse(
-        self, client: ClientConnection, record: SessionRecord | None, error: SessionError
+        self,
+        client: ClientConnection,
+        record: SessionRecord | None,
+        error: SessionError,
     ) -> None:
         """`record`: the session of the request; None if its key opens none."""
         if client.gone.is_set():
@@ -183,11 +212,14 @@ class AgentEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CountEndpoint(AgentEndpoint):
-    """One dialect's route that counts the tokens of a request's prompt. Nothing is sampled."""
+    """One dialect's route that counts the tokens of a request's prompt. Nothing is
+    sampled."""
 
     dialect: CountingDialect[Any]
 
-    async def _serve(self, client: ClientConnection, record: SessionRecord, body: bytes) -> None:
+    async def _serve(
+        self, client: ClientConnection, record: SessionRecord, body: bytes
+    ) -> None:
         parse = partial(self.dialect.parse_count, body)
         request = await self.turns.threads.run(parse, size=len(body))
         self.turns.check_model(record, request.model)
@@ -197,7 +229,8 @@ class CountEndpoint(AgentEndpoint):
 
 
 def _choices(request: ParsedRequest) -> list[TurnRequest]:
-    """A turn request for each of the `n` choices. Each has a digest of its own, by which a retry finds it."""
+    """A turn request for each of the `n` choices. Each has a digest of its own, by
+    which a retry finds it."""
     first = request.turn
     choices = [first]
     for number in range(1, request.n):
@@ -208,14 +241,16 @@ def _choices(request: ParsedRequest) -> list[TurnRequest]:
 async def _interleaved(
     sources: Sequence[AnswerSource], silence_s: float
 ) -> AsyncIterator[tuple[int, Piece | None]]:
-    """The pieces of all choices as they are sampled, each with the number of its choice. None instead of a
-    piece after every `silence_s` in which the choice was silent. Raises the error of the first choice that
-    fails."""
+    """The pieces of all choices as they are sampled, each with the number of its
+    choice. None instead of a piece after every `silence_s` in which the choice was
+    silent. Raises the error of the first choice that fails."""
     if len(sources) == 1:
         async for piece in sources[0].pieces(silence_s):
             yield 0, piece
         return
-    results: asyncio.Queue[tuple[int, Piece | None] | Exception | None] = asyncio.Queue()
+    results: asyncio.Queue[tuple[int, Piece | None] | Exception | None] = (
+        asyncio.Queue()
+    )
 
     async def forward(choice: int) -> None:
         try:
@@ -225,7 +260,9 @@ async def _interleaved(
         except Exception as error:  # raised below, where the pieces are read
             results.put_nowait(error)
 
-    forwarding = [asyncio.create_task(forward(choice)) for choice in range(len(sources))]
+    forwarding = [
+        asyncio.create_task(forward(choice)) for choice in range(len(sources))
+    ]
     try:
         num_running = len(forwarding)
         while num_running:
@@ -234,7 +271,9 @@ async def _interleaved(
                 try:
                     raise result
                 finally:
-                    del result  # breaks the cycle of the error, its traceback and this frame
+                    del (
+                        result
+                    )  # breaks the cycle of the error, its traceback and this frame
             if result is None:
                 num_running -= 1
             else:

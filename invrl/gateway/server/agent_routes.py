@@ -1,5 +1,5 @@
-"""The routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for each dialect, and those
-that look up models and recorded responses."""
+"""The routes that agents call, `/v1/...` and `/s/<key>/v1/...`: one that samples for
+each dialect, and those that look up models and recorded responses."""
 
 import contextlib
 from collections.abc import Mapping
@@ -51,9 +51,11 @@ class AgentRoutes:
         self._messages = MessagesDialect(model=settings.model_name)
 
     def dialect_for(self, request: Request) -> ChatDialect | MessagesDialect:
-        """Whose format the client of this request expects on a route that belongs to no dialect, and in an
-        error."""
-        is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+        """Whose format the client of this request expects on a route that belongs to no
+        dialect, and in an error."""
+        is_anthropic = (
+            "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+        )
         if is_anthropic:
             return self._messages
         return self._chat
@@ -70,7 +72,12 @@ class AgentRoutes:
 
     def sampling_endpoints(self) -> Mapping[str, ASGIApp]:
         """The routes that take a prompt, by their path below `/v1`."""
-        dialects: list[Dialect[Any]] = [self._chat, self._completions, self._responses, self._messages]
+        dialects: list[Dialect[Any]] = [
+            self._chat,
+            self._completions,
+            self._responses,
+            self._messages,
+        ]
         endpoints: dict[str, ASGIApp] = {}
         for dialect in dialects:
             endpoints[dialect.path] = AgentEndpoint(
@@ -81,7 +88,10 @@ class AgentRoutes:
                 traces=self._traces,
             )
         endpoints[self._messages.path + "/count_tokens"] = CountEndpoint(
-            dialect=self._messages, registry=self._registry, turns=self._turns, settings=self._settings
+            dialect=self._messages,
+            registry=self._registry,
+            turns=self._turns,
+            settings=self._settings,
         )
         return endpoints
 
@@ -90,8 +100,12 @@ class AgentRoutes:
         routes: list[Route] = []
         for prefix in _PREFIXES:
             routes.append(Route(prefix + "/models", self._show_models, methods=["GET"]))
-            routes.append(Route(prefix + "/models/{id:path}", self._show_models, methods=["GET"]))
-            routes.append(Route(prefix + "/responses/{id}", self._show_response, methods=["GET"]))
+            routes.append(
+                Route(prefix + "/models/{id:path}", self._show_models, methods=["GET"])
+            )
+            routes.append(
+                Route(prefix + "/responses/{id}", self._show_response, methods=["GET"])
+            )
         return routes
 
     async def _show_models(self, request: Request) -> Response:
@@ -100,7 +114,9 @@ class AgentRoutes:
         dialect = self.dialect_for(request)
         name = request.path_params.get("id", "")
         if not name:
-            body = dialect.models(self._settings.model_names, self._settings.context_length)
+            body = dialect.models(
+                self._settings.model_names, self._settings.context_length
+            )
         else:
             self._turns.check_model(record, name)
             body = dialect.show_model(name, self._settings.context_length)
@@ -109,7 +125,9 @@ class AgentRoutes:
     async def _show_response(self, request: Request) -> Response:
         conversation = self._turns.conversation(self._session_of(request))
         body = self._responses.retrieve(
-            request.path_params["id"], conversation.forest.turn, request.query_params.multi_items()
+            request.path_params["id"],
+            conversation.forest.turn,
+            request.query_params.multi_items(),
         )
         return Response(body, media_type="application/json")
 

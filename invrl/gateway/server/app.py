@@ -1,7 +1,8 @@
-"""The gateway put together: one FastAPI application over registry, conversations, store and engines.
+"""The gateway put together: one FastAPI application over registry, conversations, store
+and engines.
 
-Nothing but the routes named here can be reached: the engines' and the router's own admin routes have no
-counterpart."""
+Nothing but the routes named here can be reached: the engines' and the router's own
+admin routes have no counterpart."""
 
 import asyncio
 import contextlib
@@ -40,14 +41,14 @@ from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Sampling
 
 _SESSION_BODY_BYTES = 2**20
-"""The largest body that the session API takes, but for numbers of tokens: it is read and checked in the event
-loop."""
+"""The largest body that the session API takes, but for numbers of tokens: it is read
+and checked in the event loop."""
 _SAMPLING_PATH = re.compile(r"(?:/s/(?P<key>[^/]+))?/v1(?P<path>/.+)")
 
 
 class _GatewayApp(FastAPI):
-    """Serves the sampling routes before the layers of the framework, which take a sixth of a request's CPU
-    time."""
+    """Serves the sampling routes before the layers of the framework, which take a sixth
+    of a request's CPU time."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -84,9 +85,10 @@ def make_app(
     ending: Callable[[], bool] = lambda: False,
     run_ended: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """`place`: which of the gateway's workers this is; sessions of this worker that are open in the store go
-    on. `on_shutdown` is awaited after the last request. `ending`: whether the server shuts down, which ends
-    requests that wait. `run_ended`: whether the run is over whose tasks environments lease."""
+    """`place`: which of the gateway's workers this is; sessions of this worker that are
+    open in the store go on. `on_shutdown` is awaited after the last request. `ending`:
+    whether the server shuts down, which ends requests that wait. `run_ended`: whether
+    the run is over whose tasks environments lease."""
     peers = Peers(place or WorkerPlace())
     reader = RunStore(Path(settings.store_path))
     registry = _make_registry(settings, peers.place, reader)
@@ -147,8 +149,8 @@ def make_app(
 
 
 def _cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Lets pages of these origins call the gateway. They send their key themselves, so no cookie is
-    allowed."""
+    """Lets pages of these origins call the gateway. They send their key themselves, so
+    no cookie is allowed."""
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -162,7 +164,9 @@ async def _health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-def _make_registry(settings: GatewaySettings, place: WorkerPlace, reader: RunStore) -> SessionRegistry:
+def _make_registry(
+    settings: GatewaySettings, place: WorkerPlace, reader: RunStore
+) -> SessionRegistry:
     """A registry with the sessions of this worker that are open in the store."""
 
     def recall_closed(name: str | bytes) -> SessionRecord | None:
@@ -194,13 +198,17 @@ def _make_lifecycle(
 ) -> Lifecycle:
     leases = None
     if settings.leases:
-        leases = LeaseStore(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+        leases = LeaseStore(
+            Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s
+        )
     return Lifecycle(
         registry=registry,
         turns=turns,
         store=store,
         sampling=Sampling(
-            temperature=settings.temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_new_tokens=settings.max_new_tokens,
         ),
         policy=settings,
         leases=leases,
@@ -229,16 +237,23 @@ def _add_session_routes(
     )
     app.include_router(routes.router(route_class))
     large_route_class = bounded_route(
-        authorize=routes.authorize, limit=settings.max_body_bytes, deadline_s=settings.body_timeout_s
+        authorize=routes.authorize,
+        limit=settings.max_body_bytes,
+        deadline_s=settings.body_timeout_s,
     )
     app.include_router(routes.numbers_router(large_route_class))
 
 
 def _add_counting(app: _GatewayApp, requests: RequestCounts) -> None:
-    """Requests that this worker answers are counted. Those that it forwards are counted by their owner."""
+    """Requests that this worker answers are counted. Those that it forwards are counted
+    by their owner."""
     for path, endpoint in app.sampling_endpoints.items():
-        app.sampling_endpoints[path] = CountedApp(endpoint, counts=requests, route_of=_sampling_route(path))
-    app.add_middleware(CountedApp, counts=requests, route_of=route_names(app.router.routes))
+        app.sampling_endpoints[path] = CountedApp(
+            endpoint, counts=requests, route_of=_sampling_route(path)
+        )
+    app.add_middleware(
+        CountedApp, counts=requests, route_of=route_names(app.router.routes)
+    )
 
 
 def _sampling_route(path: str) -> Callable[[Scope], str]:
@@ -252,7 +267,9 @@ def _add_forwarding(
     format_error: FormatError,
 ) -> None:
     """Requests for sessions of other workers are sent there."""
-    app.add_middleware(Forwarder, peers=peers, settings=settings, format_error=format_error)
+    app.add_middleware(
+        Forwarder, peers=peers, settings=settings, format_error=format_error
+    )
     for path, endpoint in app.sampling_endpoints.items():
         app.sampling_endpoints[path] = Forwarder(
             endpoint, peers=peers, settings=settings, format_error=format_error

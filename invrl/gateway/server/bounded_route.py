@@ -1,4 +1,5 @@
-"""Routes of the session API that check the key before they read the body, and bound the body's size and time.
+"""Routes of the session API that check the key before they read the body, and bound the
+body's size and time.
 
 The routes of agents have the same limits (`agent_api.py`)."""
 
@@ -13,13 +14,18 @@ from invrl.gateway.dialects.json_text import check_encoding
 from invrl.gateway.server.connection import ClientConnection
 
 
-def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_s: float) -> type[APIRoute]:
-    """A route class. Its routes first call `authorize` with a request whose body has not been read, and
-    answer the error that it raises. Then they read the body: 413 if it has more than `limit` bytes, 408 if it
-    is not complete after `deadline_s`. A body is JSON, whatever its content type; no body is `{}`."""
+def bounded_route(
+    *, authorize: Callable[[Request], None], limit: int, deadline_s: float
+) -> type[APIRoute]:
+    """A route class. Its routes first call `authorize` with a request whose body has
+    not been read, and answer the error that it raises. Then they read the body: 413 if
+    it has more than `limit` bytes, 408 if it is not complete after `deadline_s`. A body
+    is JSON, whatever its content type; no body is `{}`."""
 
     class BoundedRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        def get_route_handler(
+            self,
+        ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
             async def handle_bounded(request: Request) -> Response:
@@ -45,6 +51,9 @@ def bounded_route(*, authorize: Callable[[Request], None], limit: int, deadline_
 
 
 def _as_json(scope: Scope) -> Scope:
-    """The request with the content type of JSON, which curl, for one, does not send by itself."""
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    """The request with the content type of JSON, which curl, for one, does not send by
+    itself."""
+    headers = [
+        (name, value) for name, value in scope["headers"] if name != b"content-type"
+    ]
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}

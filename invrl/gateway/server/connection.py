@@ -1,9 +1,10 @@
-"""One HTTP exchange with a client, at the level of ASGI messages: has the client disconnected, and did it
-receive the whole answer?
+"""One HTTP exchange with a client, at the level of ASGI messages: has the client
+disconnected, and did it receive the whole answer?
 
-Invariant: an answer counts as delivered only if the client was still connected after the last byte had been
-written. The end of the body is sent as a message of its own, after the last bytes: once it is sent, the
-server reports every connection as disconnected."""
+Invariant: an answer counts as delivered only if the client was still connected after
+the last byte had been written. The end of the body is sent as a message of its own,
+after the last bytes: once it is sent, the server reports every connection as
+disconnected."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 from invrl.errors import SessionError
 from invrl.gateway.server.content_encoding import decompress
 
-_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+}
 
 
 class ClientConnection:
@@ -25,25 +29,33 @@ class ClientConnection:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
         self.gone = asyncio.Event()
         """Set when the client has disconnected."""
         self.session_id = ""
-        """The session of the request, once its key is known. Every answer then names it."""
+        """The session of the request, once its key is known. Every answer then names
+        it."""
         self.started = False
-        """The head of the answer has been sent: its status cannot be changed any more."""
+        """The head of the answer has been sent: its status cannot be changed any
+        more."""
         self.error_event: Callable[[SessionError], bytes] = lambda _: b""
         """Formats an error for a stream that has begun."""
         self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, *, limit: int, deadline_s: float) -> bytes:
-        """Reads the whole body, and decompresses it. SessionError 413 if it has more than `limit` bytes, 408
-        past the deadline, 400 or 415 if it cannot be decompressed."""
-        return await self.decompressed(await self.sent_body(limit=limit, deadline_s=deadline_s), limit=limit)
+        """Reads the whole body, and decompresses it. SessionError 413 if it has more
+        than `limit` bytes, 408 past the deadline, 400 or 415 if it cannot be
+        decompressed."""
+        return await self.decompressed(
+            await self.sent_body(limit=limit, deadline_s=deadline_s), limit=limit
+        )
 
     async def decompressed(self, body: bytes, *, limit: int) -> bytes:
-        """The body without its content encoding. SessionError as `body`. A thread does the work: a few
-        kilobytes may be as many megabytes as the limit allows."""
+        """The body without its content encoding. SessionError as `body`. A thread does
+        the work: a few kilobytes may be as many megabytes as the limit allows."""
         encoding = self.headers.get("content-encoding", "")
         if not encoding:
             return body
@@ -60,9 +72,12 @@ class ClientConnection:
         self._disconnect_watch = asyncio.create_task(self._watch_for_disconnect())
         return body
 
-    async def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-        """Sends a whole answer. True if the client was connected to the end. If the client has not finished
-        its own body, the server goes on reading it, so that the answer is not lost to a reset connection."""
+    async def answer(
+        self, status: int, headers: Mapping[str, str], body: bytes
+    ) -> bool:
+        """Sends a whole answer. True if the client was connected to the end. If the
+        client has not finished its own body, the server goes on reading it, so that the
+        answer is not lost to a reset connection."""
         await self.start(status, {**headers, "content-length": str(len(body))})
         return await self.end(body)
 
@@ -73,22 +88,32 @@ class ClientConnection:
         self.started = True
         if self.session_id:
             headers = {**headers, "x-invrl-session": self.session_id}
-        raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
+        raw_headers = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in headers.items()
+        ]
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": raw_headers}
+        )
 
     async def write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send(
+            {"type": "http.response.body", "body": data, "more_body": True}
+        )
 
     async def end(self, data: bytes) -> bool:
         """Sends the last bytes. True if the client was connected to the end."""
         await self.write(data)
         delivered = not self.gone.is_set()
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send(
+            {"type": "http.response.body", "body": b"", "more_body": False}
+        )
         return delivered
 
     async def unless_gone(self, answering: Coroutine[Any, Any, bool]) -> bool:
-        """Returns the result of `answering`. If the client disconnects, cancels it and returns False. It runs
-        in the task of the caller: another task would cost two rounds of the event loop."""
+        """Returns the result of `answering`. If the client disconnects, cancels it and
+        returns False. It runs in the task of the caller: another task would cost two
+        rounds of the event loop."""
         caller = asyncio.current_task()
         assert self._disconnect_watch is not None, "the body has been read"
         assert caller is not None
@@ -107,8 +132,9 @@ class ClientConnection:
             self._disconnect_watch.remove_done_callback(cancel_caller)
 
     def release(self) -> None:
-        """The exchange is over. If the connection kept its task, the two would be a reference cycle that only
-        the garbage collector frees, with everything that they refer to."""
+        """The exchange is over. If the connection kept its task, the two would be a
+        reference cycle that only the garbage collector frees, with everything that they
+        refer to."""
         if self._disconnect_watch is not None:
             self._disconnect_watch.cancel()
             self._disconnect_watch = None
@@ -119,7 +145,9 @@ class ClientConnection:
             message: Message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.gone.set()
-                raise SessionError("the client went away", status=400, code="disconnected")
+                raise SessionError(
+                    "the client went away", status=400, code="disconnected"
+                )
             body += message.get("body", b"")
             if len(body) > limit:
                 reason = f"the request's body is larger than {limit} bytes"

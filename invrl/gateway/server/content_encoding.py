@@ -1,6 +1,7 @@
 """Decompresses the body of a request, up to a limit. Pure.
 
-Invariant: no more than the limit is ever decompressed, whatever the compressed bytes would grow to."""
+Invariant: no more than the limit is ever decompressed, whatever the compressed bytes
+would grow to."""
 
 import zlib
 
@@ -11,8 +12,9 @@ _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
-    """`encoding`: the value of the Content-Encoding header. SessionError 415 for an encoding that is not
-    known, 413 for more than `limit` bytes, 400 for a body that is not encoded so."""
+    """`encoding`: the value of the Content-Encoding header. SessionError 415 for an
+    encoding that is not known, 413 for more than `limit` bytes, 400 for a body that is
+    not encoded so."""
     name = encoding.strip().lower()
     if name in ("", "identity"):
         return body
@@ -25,7 +27,9 @@ def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
     except zlib.error as error:
         raise _bad_body(name, str(error)) from None
     if len(text) > limit:
-        reason = f"the request's body is larger than {limit} bytes when it is decompressed"
+        reason = (
+            f"the request's body is larger than {limit} bytes when it is decompressed"
+        )
         raise SessionError(reason, status=413, code="request_too_large")
     if not decompressor.eof:
         raise _bad_body(name, "it ends too early")
@@ -35,4 +39,6 @@ def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
 
 
 def _bad_body(name: str, reason: str) -> SessionError:
-    return SessionError(f"the body is not {name}: {reason}", status=400, code="invalid_encoding")
+    return SessionError(
+        f"the body is not {name}: {reason}", status=400, code="invalid_encoding"
+    )

@@ -1,11 +1,14 @@
-"""Forwards a request to the worker that holds its session, and the answer back to the client.
+"""Forwards a request to the worker that holds its session, and the answer back to the
+client.
 
-An ASGI layer around the application of each worker when there are several: any connection serves any session.
-Invariants: the body of a request is read only if its key was made by this gateway (whether the key opens a
-session is for the owner to say); an answer is passed on as it arrives; if the client disconnects, the request
-to the owner ends too; if the owner dies before it begins to answer, the request goes to its successor, for
-which it is a retry like one of the client's; if the owner dies during the answer, the answer breaks off; a
-request goes to the owner's address, whatever its line holds."""
+An ASGI layer around the application of each worker when there are several: any
+connection serves any session. Invariants: the body of a request is read only if its key
+was made by this gateway (whether the key opens a session is for the owner to say); an
+answer is passed on as it arrives; if the client disconnects, the request to the owner
+ends too; if the owner dies before it begins to answer, the request goes to its
+successor, for which it is a retry like one of the client's; if the owner dies during
+the answer, the answer breaks off; a request goes to the owner's address, whatever its
+line holds."""
 
 import asyncio
 import hmac
@@ -20,7 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from invrl.errors import SessionError
-from invrl.gateway.keys import hash_key, hash_of_same_key, is_signed, keys_of_request, unauthorized
+from invrl.gateway.keys import (
+    hash_key,
+    hash_of_same_key,
+    is_signed,
+    keys_of_request,
+    unauthorized,
+)
 from invrl.gateway.server.connection import ClientConnection
 from invrl.gateway.server.peers import Peers
 from invrl.gateway.server.refusals import FormatError
@@ -31,7 +40,15 @@ _SUCCESSOR_S = 30.0
 """How long the successor of a dead worker may take to answer."""
 _PAUSE_S = 0.05
 """Between two tries to reach the owner."""
-_CONNECTION_HEADERS = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "expect"}
+_CONNECTION_HEADERS = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "te",
+    "trailer",
+    "upgrade",
+    "expect",
+}
 """Headers of one connection, which are not forwarded."""
 _SERVER_HEADERS = {"date", "server"}
 """Headers that this worker's own server adds to the answer."""
@@ -45,16 +62,24 @@ class _OpenRequest(msgspec.Struct):
 
 class Forwarder:
     def __init__(
-        self, app: ASGIApp, *, peers: Peers, settings: GatewaySettings, format_error: FormatError
+        self,
+        app: ASGIApp,
+        *,
+        peers: Peers,
+        settings: GatewaySettings,
+        format_error: FormatError,
     ) -> None:
         self._app = app
         self._peers = peers
         self._settings = settings
         self._format_error = format_error
         self._env_key = settings.env_key.get_secret_value()
-        # An answer that is not streamed arrives after its generation, which is requested at most twice.
+        # An answer that is not streamed arrives after its generation, which is
+        # requested at most twice.
         longest_s = 2 * settings.generate_timeout_s + 60
-        self._timeout = aiohttp.ClientTimeout(sock_connect=_SUCCESSOR_S, sock_read=longest_s)
+        self._timeout = aiohttp.ClientTimeout(
+            sock_connect=_SUCCESSOR_S, sock_read=longest_s
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,7 +91,9 @@ class Forwarder:
         keys = keys_of_request(path_key or None, client.headers)
         first_key = keys[0] if keys else ""
         owner = place.owner(path_key or session_id or first_key)
-        opens_sessions = owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
+        opens_sessions = (
+            owner is None and scope["method"] == "POST" and scope["path"] == "/sessions"
+        )
         if not opens_sessions and owner in (None, place.number):
             await self._app(scope, receive, send)
             return
@@ -76,7 +103,9 @@ class Forwarder:
             else:
                 self._check_keys(keys)
             limit = self._settings.max_body_bytes
-            body = await client.sent_body(limit=limit, deadline_s=self._settings.body_timeout_s)
+            body = await client.sent_body(
+                limit=limit, deadline_s=self._settings.body_timeout_s
+            )
             if opens_sessions:
                 owner = self._opener(await client.decompressed(body, limit=limit))
                 if owner == place.number:
@@ -87,7 +116,9 @@ class Forwarder:
         except SessionError as error:
             if not client.gone.is_set():
                 headers = {"content-type": "application/json"}
-                await client.answer(error.status, headers, self._format_error(Request(scope), error))
+                await client.answer(
+                    error.status, headers, self._format_error(Request(scope), error)
+                )
         finally:
             client.release()
 
@@ -97,32 +128,44 @@ class Forwarder:
             raise unauthorized("this needs the environment key")
 
     def _check_keys(self, keys: Sequence[str]) -> None:
-        """SessionError 401 unless each key is the environment key or a session key made by this gateway."""
+        """SessionError 401 unless each key is the environment key or a session key made
+        by this gateway."""
         secret = self._env_key.encode()
         for key in keys:
             is_environment = hmac.compare_digest(hash_key(key), hash_key(self._env_key))
             if not is_environment and not is_signed(key, secret):
                 raise unauthorized("unknown session key")
         if not keys:
-            raise unauthorized("no key: give it as bearer or as x-api-key, a session's own also in the path")
+            raise unauthorized(
+                "no key: give it as bearer or as x-api-key, a session's own also in the path"
+            )
 
     def _opener(self, body: bytes) -> int:
-        """The worker that opens the sessions: this one, or, for a request with an id, the same worker at each
-        of its tries."""
+        """The worker that opens the sessions: this one, or, for a request with an id,
+        the same worker at each of its tries."""
         place = self._peers.place
         try:
             request_id = msgspec.json.decode(body, type=_OpenRequest).request_id
-        except (ValueError, RecursionError):  # the session API reports what is wrong with the body
+        except (
+            ValueError,
+            RecursionError,
+        ):  # the session API reports what is wrong with the body
             request_id = None
         if not request_id:
             return place.number
         return zlib.crc32(request_id.encode()) % len(place.urls)
 
-    async def _forward(self, client: ClientConnection, scope: Scope, owner: int, body: bytes) -> bool:
-        """True if the client received the whole answer. SessionError 503 if neither the owner nor a successor
-        answers."""
+    async def _forward(
+        self, client: ClientConnection, scope: Scope, owner: int, body: bytes
+    ) -> bool:
+        """True if the client received the whole answer. SessionError 503 if neither the
+        owner nor a successor answers."""
         url = _url_at(URL(self._peers.place.urls[owner]), scope)
-        headers = {name: text for name, text in client.headers.items() if name not in _CONNECTION_HEADERS}
+        headers = {
+            name: text
+            for name, text in client.headers.items()
+            if name not in _CONNECTION_HEADERS
+        }
         headers["content-length"] = str(len(body))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SUCCESSOR_S
@@ -130,7 +173,9 @@ class Forwarder:
             try:
                 return await self._relay(client, scope["method"], url, headers, body)
             except (aiohttp.ClientError, TimeoutError) as error:
-                if client.started:  # the answer stays incomplete and ends with the client's connection
+                if (
+                    client.started
+                ):  # the answer stays incomplete and ends with the client's connection
                     _log.warning("worker %d broke off an answer: %r", owner, error)
                     return False
                 if loop.time() > deadline:
@@ -143,14 +188,30 @@ class Forwarder:
             await asyncio.sleep(_PAUSE_S)
 
     async def _relay(
-        self, client: ClientConnection, method: str, url: URL, headers: dict[str, str], body: bytes
+        self,
+        client: ClientConnection,
+        method: str,
+        url: URL,
+        headers: dict[str, str],
+        body: bytes,
     ) -> bool:
         async with self._peers.http.request(
-            method, url, headers=headers, data=body, allow_redirects=False, timeout=self._timeout
+            method,
+            url,
+            headers=headers,
+            data=body,
+            allow_redirects=False,
+            timeout=self._timeout,
         ) as answer:
             not_forwarded = _CONNECTION_HEADERS | _SERVER_HEADERS
-            answer_headers = {name.lower(): text for name, text in answer.headers.items()}
-            forwarded = {name: text for name, text in answer_headers.items() if name not in not_forwarded}
+            answer_headers = {
+                name.lower(): text for name, text in answer.headers.items()
+            }
+            forwarded = {
+                name: text
+                for name, text in answer_headers.items()
+                if name not in not_forwarded
+            }
             await client.start(answer.status, forwarded)
             async for piece in answer.content.iter_any():
                 await client.write(piece)
@@ -158,8 +219,9 @@ class Forwarder:
 
 
 def _url_at(worker: URL, scope: Scope) -> URL:
-    """The URL of a request at another worker: the worker's address with the client's path and query, byte for
-    byte. SessionError 400 for a path that could become a part of the address."""
+    """The URL of a request at another worker: the worker's address with the client's
+    path and query, byte for byte. SessionError 400 for a path that could become a part
+    of the address."""
     path = scope["raw_path"].decode("latin-1")
     url = URL.build(
         scheme=worker.scheme,
@@ -170,12 +232,17 @@ def _url_at(worker: URL, scope: Scope) -> URL:
         encoded=True,
     )
     if not path.startswith("/") or url.origin() != worker.origin():
-        raise SessionError("the request's path does not begin with /", status=400, code="invalid_request")
+        raise SessionError(
+            "the request's path does not begin with /",
+            status=400,
+            code="invalid_request",
+        )
     return url
 
 
 def _names_in_path(path: str) -> tuple[str, str]:
-    """The key and the id of the session that a path names; "" for each that it does not name."""
+    """The key and the id of the session that a path names; "" for each that it does not
+    name."""
     parts = path.split("/")
     if len(parts) < 3:
         return "", ""
@@ -190,7 +257,9 @@ def _names_in_path(path: str) -> tuple[str, str]:
 
 def _receive_again(body: bytes, client: ClientConnection) -> Receive:
     """A `receive` that returns a body that has been read already."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [
+        {"type": "http.request", "body": body, "more_body": False}
+    ]
 
     async def receive() -> Message:
         if messages:

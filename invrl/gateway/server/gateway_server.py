@@ -1,10 +1,11 @@
 """The gateway as the driver holds it, and the entry point of its supervisor process.
 
-`GatewayServer` starts the supervisor process, replaces it when it dies or hangs, and stops it. The process
-runs `python -m invrl.gateway.server.gateway_server SETTINGS-FILE HEARTBEATS SOCKET...`, which forks the
-workers (`supervisor.py`).
-Invariant: the process that holds `GatewayServer` owns the sockets, so connections that arrive while the
-supervisor is dead wait for its successor. Importing this module loads no tokenizer and no web framework."""
+`GatewayServer` starts the supervisor process, replaces it when it dies or hangs, and
+stops it. The process runs `python -m invrl.gateway.server.gateway_server SETTINGS-FILE
+HEARTBEATS SOCKET...`, which forks the workers (`supervisor.py`). Invariant: the process
+that holds `GatewayServer` owns the sockets, so connections that arrive while the
+supervisor is dead wait for its successor. Importing this module loads no tokenizer and
+no web framework."""
 
 import asyncio
 import contextlib
@@ -17,7 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ServerError
-from invrl.gateway.server.heartbeat_page import SUPERVISOR, HeartbeatPage, SilenceWatch, worker_place
+from invrl.gateway.server.heartbeat_page import (
+    SUPERVISOR,
+    HeartbeatPage,
+    SilenceWatch,
+    worker_place,
+)
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.direct_connections import open_directly
 from invrl.host.fork_parent import ForkParent
@@ -34,8 +40,9 @@ _ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class GatewayServer:
-    """A gateway in processes of its own. The settings file in `folder` contains keys: only its owner can read
-    it. ServerError if the gateway cannot listen on its address."""
+    """A gateway in processes of its own. The settings file in `folder` contains keys:
+    only its owner can read it. ServerError if the gateway cannot listen on its
+    address."""
 
     module = "invrl.gateway.server.gateway_server"
 
@@ -52,14 +59,17 @@ class GatewayServer:
             self._sockets += [_listen("127.0.0.1", 0) for _ in range(workers)]
         self._heartbeat_file = HeartbeatPage.create(workers=workers)
         self._heartbeats = HeartbeatPage(self._heartbeat_file, workers=workers)
-        self._watch = SilenceWatch(self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s)
+        self._watch = SilenceWatch(
+            self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s
+        )
         self._hung_workers_reported = [0] * workers
         """By worker: how many of its hangs have been told."""
         self._ended_workers_reported = [0] * workers
         """By worker: how many of its ends have been told."""
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
-        """Monotonic seconds: until then environments are told that the run has ended. 0 before `end_run`."""
+        """Monotonic seconds: until then environments are told that the run has ended. 0
+        before `end_run`."""
         self._parent = ForkParent(self.module, log=log)
         self.process = self._start()
 
@@ -72,13 +82,14 @@ class GatewayServer:
         return f"http://{host}:{self._settings.gateway_port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
-        """Waits until the gateway answers. Raises ServerError or DeadlineError if it does not."""
+        """Waits until the gateway answers. Raises ServerError or DeadlineError if it
+        does not."""
         self.process.wait_until(self._is_healthy, deadline_s=deadline_s)
 
     def check_alive(self) -> None:
-        """Restarts the supervisor if it has died. Kills it if it hangs; the next call restarts it. To be
-        called from the thread that created this object: the process dies with that thread. ServerError if the
-        supervisor has died too often."""
+        """Restarts the supervisor if it has died. Kills it if it hangs; the next call
+        restarts it. To be called from the thread that created this object: the process
+        dies with that thread. ServerError if the supervisor has died too often."""
         self._report_workers()
         if self.process.alive():
             if self._watch.silent():
@@ -86,12 +97,14 @@ class GatewayServer:
             return
         if not self._restarts.allows():
             self.process.check_alive()
-        incidents.warning("the gateway died and is started again, see %s", self._log_file)
+        incidents.warning(
+            "the gateway died and is started again, see %s", self._log_file
+        )
         self.process = self._start()
 
     def announce_version(self, version: WeightVersion) -> None:
-        """To be called before an engine gets this version of the weights: until then, its tokens are refused
-        as sampled by weights that do not exist."""
+        """To be called before an engine gets this version of the weights: until then,
+        its tokens are refused as sampled by weights that do not exist."""
         self._heartbeats.announce_version(version)
 
     @property
@@ -105,14 +118,16 @@ class GatewayServer:
         return self._heartbeats.wrong_answers()
 
     def end_run(self) -> None:
-        """From now on the gateway answers that the run has ended: to an environment that asks for a task, and
-        to one that calls a session whose rollout is not needed any more."""
+        """From now on the gateway answers that the run has ended: to an environment
+        that asks for a task, and to one that calls a session whose rollout is not
+        needed any more."""
         self._heartbeats.end_run()
         self._end_grace_until = time.monotonic() + self._settings.end_grace_s
 
     async def wait_end_grace(self) -> None:
-        """After `end_run` and before `stop`: waits until environments have had `end_grace_s` to learn that
-        the run has ended. Returns at once if `end_run` was not called."""
+        """After `end_run` and before `stop`: waits until environments have had
+        `end_grace_s` to learn that the run has ended. Returns at once if `end_run` was
+        not called."""
         await asyncio.sleep(max(0.0, self._end_grace_until - time.monotonic()))
 
     def stop(self) -> None:
@@ -132,7 +147,9 @@ class GatewayServer:
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
-        self._watch.start_over(SUPERVISOR)  # kill it once; the kernel reports when it is gone
+        self._watch.start_over(
+            SUPERVISOR
+        )  # kill it once; the kernel reports when it is gone
 
     def _report_workers(self) -> None:
         """One line for each that hung or ended."""
@@ -151,16 +168,31 @@ class GatewayServer:
             if ended > self._ended_workers_reported[number]:
                 self._ended_workers_reported[number] = ended
                 incidents.warning(
-                    "worker %d of the gateway ended and was replaced, see %s", number, self._log_file
+                    "worker %d of the gateway ended and was replaced, see %s",
+                    number,
+                    self._log_file,
                 )
 
     def _start(self) -> ServerProcess:
         self._watch.start_over(SUPERVISOR)
-        inherited_files = [self._heartbeat_file, *(listener.fileno() for listener in self._sockets)]
+        inherited_files = [
+            self._heartbeat_file,
+            *(listener.fileno() for listener in self._sockets),
+        ]
         file_arguments = [str(file) for file in inherited_files]
-        command = [*PYTHON_MODULE, self.module, str(self._settings_file), *file_arguments]
+        command = [
+            *PYTHON_MODULE,
+            self.module,
+            str(self._settings_file),
+            *file_arguments,
+        ]
         return ServerProcess(
-            "gateway", command, log=self._log_file, env=_ENV, keep=inherited_files, parent=self._parent
+            "gateway",
+            command,
+            log=self._log_file,
+            env=_ENV,
+            keep=inherited_files,
+            parent=self._parent,
         )
 
     def _is_healthy(self) -> bool:
@@ -176,7 +208,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ServerError(f"the gateway cannot listen on {host}:{port}: {error}") from error
+        raise ServerError(
+            f"the gateway cannot listen on {host}:{port}: {error}"
+        ) from error
 
 
 def prepare() -> None:
@@ -185,11 +219,14 @@ def prepare() -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The supervisor. `arguments`: the settings file, and the descriptors of heartbeats and sockets."""
+    """The supervisor. `arguments`: the settings file, and the descriptors of heartbeats
+    and sockets."""
     settings_file, heartbeat_file, *socket_files = arguments
     from invrl.gateway.server.supervisor import supervise
 
-    settings = GatewaySettings.model_validate_json(Path(settings_file).read_text(encoding="utf-8"))
+    settings = GatewaySettings.model_validate_json(
+        Path(settings_file).read_text(encoding="utf-8")
+    )
     write_log_lines("gateway", settings.log)
     heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
     listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]

@@ -1,6 +1,8 @@
-"""One worker of the gateway: it serves the application on the sockets that it inherited.
+"""One worker of the gateway: it serves the application on the sockets that it
+inherited.
 
-The supervisor forks it. Threads, the event loop and the store exist only from `serve` on."""
+The supervisor forks it. Threads, the event loop and the store exist only from `serve`
+on."""
 
 import asyncio
 import gc
@@ -39,17 +41,22 @@ def serve(
     newest_version: Callable[[], WeightVersion],
     on_wrong_answer: Callable[[], object],
 ) -> None:
-    """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted turn is committed.
-    `beat` is called regularly as long as the event loop runs. `run_ended`: whether environments that the run
-    did not start are to be told that it has ended. `newest_version` and `on_wrong_answer`: as in
-    `SglangClient`."""
+    """Runs until SIGTERM, which the caller has blocked. When it returns, every accepted
+    turn is committed. `beat` is called regularly as long as the event loop runs.
+    `run_ended`: whether environments that the run did not start are to be told that it
+    has ended. `newest_version` and `on_wrong_answer`: as in `SglangClient`."""
     write_log_lines(f"gateway-worker-{place.number}", settings.log)
-    # uvicorn raises the signal that ended it once more, for the handler that was there before its own. (With
-    # SIG_IGN the kernel would discard a signal that arrived while it was blocked.)
+    # uvicorn raises the signal that ended it once more, for the handler that was there
+    # before its own. (With SIG_IGN the kernel would discard a signal that arrived while
+    # it was blocked.)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    store = RunStoreWriter(Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    store = RunStoreWriter(
+        Path(settings.store_path), heartbeat_timeout_s=settings.heartbeat_timeout_s
+    )
     fleet = _fleet_client(settings, newest_version, on_wrong_answer)
-    traces = open_traces(settings.otel_endpoint, service="invrl-gateway", run=settings.run_id)
+    traces = open_traces(
+        settings.otel_endpoint, service="invrl-gateway", run=settings.run_id
+    )
 
     async def beat_forever() -> None:
         while True:
@@ -71,7 +78,8 @@ def serve(
             run_ended=run_ended,
         )
         http_protocol = limited_http_protocol(
-            head_timeout_s=settings.head_timeout_s, write_timeout_s=settings.write_timeout_s
+            head_timeout_s=settings.head_timeout_s,
+            write_timeout_s=settings.write_timeout_s,
         )
         config = uvicorn.Config(
             app,
@@ -85,12 +93,13 @@ def serve(
             backlog=4096,
         )
         server = uvicorn.Server(config)
-        # uvicorn sets its handler before its first await; SIGTERM is unblocked right after that.
+        # uvicorn sets its handler before its first await; SIGTERM is unblocked right
+        # after that.
         loop = asyncio.get_running_loop()
         loop.call_soon(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
         gc.freeze()  # what is loaded stays: collecting it again stopped every stream for 0.2 s
-        # Sessions are freed by reference count; a search for cycles in all of them stopped every stream for
-        # 60 ms.
+        # Sessions are freed by reference count; a search for cycles in all of them
+        # stopped every stream for 60 ms.
         gc.set_threshold(5000, 3, 1000)
         await server.serve(sockets)
         beating.cancel()
@@ -113,7 +122,9 @@ def _fleet_client(
     experts = ExpertsShape.of(settings.model_path) if settings.record_experts else None
     return SglangClient(
         settings.router_url,
-        limits=EngineLimits(vocab_size=settings.vocab_size, context_length=settings.context_length),
+        limits=EngineLimits(
+            vocab_size=settings.vocab_size, context_length=settings.context_length
+        ),
         api_key=api_key,
         name="the fleet",
         generate_deadline_s=settings.generate_timeout_s,

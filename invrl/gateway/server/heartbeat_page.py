@@ -1,12 +1,14 @@
 """Heartbeats of the gateway's processes, in one page of memory that all of them share.
 
-The supervisor and the event loop of each worker count up a number of their own. The supervisor checks the
-workers' numbers; the process that started the gateway checks the supervisor's. A process whose number has not
-changed for `heartbeat_timeout_s` is stopped or hangs: it is killed and replaced like one that died. The page
-also tells the workers that the run has ended, and which version of the weights is the newest; the workers
-count in it how often an engine has answered wrongly, and the time that each worker's place has lived through.
-Invariant: a suspended machine or a stopped watcher makes no process count as silent: of the time between two
-checks, at most a quarter of the timeout counts."""
+The supervisor and the event loop of each worker count up a number of their own. The
+supervisor checks the workers' numbers; the process that started the gateway checks the
+supervisor's. A process whose number has not changed for `heartbeat_timeout_s` is
+stopped or hangs: it is killed and replaced like one that died. The page also tells the
+workers that the run has ended, and which version of the weights is the newest; the
+workers count in it how often an engine has answered wrongly, and the time that each
+worker's place has lived through. Invariant: a suspended machine or a stopped watcher
+makes no process count as silent: of the time between two checks, at most a quarter of
+the timeout counts."""
 
 import mmap
 import os
@@ -32,11 +34,12 @@ def beat_interval_s(timeout_s: float) -> float:
 
 
 class HeartbeatPage:
-    """An array of uint64. The supervisor and each of `workers` workers have five words: the number of their
-    heartbeats, how often the process was killed because they stopped, how many wrong answers of engines it
-    has got, how often it has ended by itself, and the time that its place has lived through (`LivedTime`).
-    Then comes the newest version of the weights. The last word is not 0 once the run has ended. `file`: the
-    open file that `create` returned, which child processes inherit."""
+    """An array of uint64. The supervisor and each of `workers` workers have five words:
+    the number of their heartbeats, how often the process was killed because they
+    stopped, how many wrong answers of engines it has got, how often it has ended by
+    itself, and the time that its place has lived through (`LivedTime`). Then comes the
+    newest version of the weights. The last word is not 0 once the run has ended.
+    `file`: the open file that `create` returned, which child processes inherit."""
 
     def __init__(self, file: int, *, workers: int) -> None:
         self._places = workers + 1
@@ -50,14 +53,16 @@ class HeartbeatPage:
         return file
 
     def end_run(self) -> None:
-        """Tells all workers that the run has ended. It is never taken back: the next run has another page."""
+        """Tells all workers that the run has ended. It is never taken back: the next
+        run has another page."""
         self._words[-1] = 1
 
     def run_has_ended(self) -> bool:
         return self._words[-1] != 0
 
     def announce_version(self, version: WeightVersion) -> None:
-        """From now on an engine may hold this version. 0 until the first call: the model folder's weights."""
+        """From now on an engine may hold this version. 0 until the first call: the
+        model folder's weights."""
         self._words[-2] = version
 
     def newest_version(self) -> WeightVersion:
@@ -74,11 +79,13 @@ class HeartbeatPage:
         self._words[3 * self._places + place] += 1
 
     def ended(self, place: int) -> int:
-        """How often a process in this place has ended without being killed for its silence."""
+        """How often a process in this place has ended without being killed for its
+        silence."""
         return self._words[3 * self._places + place]
 
     def lived_word(self, number: int) -> memoryview:
-        """Where worker `number`, and those that replace it, count the time that they have lived through."""
+        """Where worker `number`, and those that replace it, count the time that they
+        have lived through."""
         position = 4 * self._places + worker_place(number)
         return self._words[position : position + 1]
 
@@ -97,7 +104,8 @@ class HeartbeatPage:
         self._words[self._places + place] += 1
 
     def hung(self, place: int) -> int:
-        """How often a process in this place was killed because its heartbeats stopped."""
+        """How often a process in this place was killed because its heartbeats
+        stopped."""
         return self._words[self._places + place]
 
 
@@ -106,8 +114,8 @@ def _page_bytes(workers: int) -> int:
 
 
 class SilenceWatch:
-    """Finds the processes of `places` that have sent no heartbeat for `timeout_s`. `silent` has to be called
-    regularly."""
+    """Finds the processes of `places` that have sent no heartbeat for `timeout_s`.
+    `silent` has to be called regularly."""
 
     def __init__(
         self,
@@ -125,11 +133,11 @@ class SilenceWatch:
         self._silent_s = dict.fromkeys(places, 0.0)
 
     def silent(self) -> list[int]:
-        """The places without a heartbeat for `timeout_s`. A process that has not sent its first one is
-        allowed `START_ALLOWANCE_S`."""
+        """The places without a heartbeat for `timeout_s`. A process that has not sent
+        its first one is allowed `START_ALLOWANCE_S`."""
         now = self._clock()
-        # If much time has passed since the last check, this process was stopped or busy, and perhaps all
-        # others were too: only a part of that time counts.
+        # If much time has passed since the last check, this process was stopped or
+        # busy, and perhaps all others were too: only a part of that time counts.
         elapsed_s = min(now - self._last_check_at, self._timeout_s / 4)
         self._last_check_at = now
         silent_places = []

@@ -1,14 +1,17 @@
-"""uvicorn's HTTP protocol with limits on how long a client may keep a connection waiting, and with the writes
-of one answer combined into one write to the socket.
+"""uvicorn's HTTP protocol with limits on how long a client may keep a connection
+waiting, and with the writes of one answer combined into one write to the socket.
 
-Without that, the head, the events and the end of an answer would each be a system call that wakes the client.
-A client that still sends its body after it was answered (413, 408) is given some seconds to read the answer;
-then the connection is closed. A request to change the protocol is ignored, as HTTP allows: the JDK's client
-asks for HTTP/2 with its first request, whose body the parser would take for the other protocol's.
-Invariants: a connection is closed if it does not send a whole head within `head_timeout_s`, if its head grows
-without end, or if it sends data without end that is neither head nor body (trailers, the length of a chunk).
-It is aborted if the client does not read its answer; the handler then sees a disconnected client. The path of
-a request begins with "/": its line names a path, or a whole URL whose path alone is used."""
+Without that, the head, the events and the end of an answer would each be a system call
+that wakes the client. A client that still sends its body after it was answered (413,
+408) is given some seconds to read the answer; then the connection is closed. A request
+to change the protocol is ignored, as HTTP allows: the JDK's client asks for HTTP/2 with
+its first request, whose body the parser would take for the other protocol's.
+Invariants: a connection is closed if it does not send a whole head within
+`head_timeout_s`, if its head grows without end, or if it sends data without end that is
+neither head nor body (trailers, the length of a chunk). It is aborted if the client
+does not read its answer; the handler then sees a disconnected client. The path of a
+request begins with "/": its line names a path, or a whole URL whose path alone is
+used."""
 
 import asyncio
 from typing import Any
@@ -19,8 +22,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _LINGER_S = 5.0
 """How long a client may go on sending a body whose request has been answered."""
 _MAX_UNREAD_BYTES = 65_536
-"""Limit for a head, and for data that is neither head nor body. The first piece of it that the socket
-returned (256 KiB at most) is not counted."""
+"""Limit for a head, and for data that is neither head nor body. The first piece of it
+that the socket returned (256 KiB at most) is not counted."""
 _LEAST_BYTES_PER_S = 1000.0
 """A client that reads more slowly than this counts as one that does not read."""
 _HEAD_TOO_LARGE = "431 Request Header Fields Too Large"
@@ -30,9 +33,9 @@ _TARGET_BEGINNINGS = (b"/", b"http://", b"https://")
 
 
 class _CoalescingTransport:
-    """A transport that collects writes and sends them together: when the answer is complete, in the next
-    round of the event loop, or when it is closed. Data that the client has not read `write_timeout_s` after
-    the close is discarded."""
+    """A transport that collects writes and sends them together: when the answer is
+    complete, in the next round of the event loop, or when it is closed. Data that the
+    client has not read `write_timeout_s` after the close is discarded."""
 
     def __init__(self, transport: asyncio.Transport, write_timeout_s: float) -> None:
         self._transport = transport
@@ -63,8 +66,8 @@ class _CoalescingTransport:
 
 
 class _OneProtocolParser(httptools.HttpRequestParser):
-    """A parser that reads a request with an `Upgrade` header as one without it. (httptools stops behind such
-    a head. It is given the head a second time.)"""
+    """A parser that reads a request with an `Upgrade` header as one without it.
+    (httptools stops behind such a head. It is given the head a second time.)"""
 
     def __init__(self, protocol: "LimitedHttpProtocol") -> None:
         super().__init__(protocol)
@@ -81,29 +84,35 @@ class _OneProtocolParser(httptools.HttpRequestParser):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """The timeouts are class attributes, because uvicorn constructs the protocol; `limited_http_protocol`
-    returns a subclass with other values."""
+    """The timeouts are class attributes, because uvicorn constructs the protocol;
+    `limited_http_protocol` returns a subclass with other values."""
 
     head_timeout_s = 30.0
-    """From the start of the connection, or from the first byte of a later request, to the end of its head."""
+    """From the start of the connection, or from the first byte of a later request, to
+    the end of its head."""
     write_timeout_s = 30.0
-    """The interval over which a client that is behind must read `_LEAST_BYTES_PER_S` on average."""
+    """The interval over which a client that is behind must read `_LEAST_BYTES_PER_S` on
+    average."""
 
     _linger_timer: asyncio.TimerHandle | None = None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _is_upgrade = False
-    """The head that was read last asks for another protocol. It is read a second time."""
+    """The head that was read last asks for another protocol. It is read a second
+    time."""
     _in_head = False
     """A head has begun and has not ended."""
     _parser_advanced = False
-    """The data received last contained the start or the end of a head, or a part of a body."""
+    """The data received last contained the start or the end of a head, or a part of a
+    body."""
     _unread_bytes = 0
     """Bytes received since the parser last advanced."""
 
     def connection_made(self, transport: Any) -> None:
         self.parser = _OneProtocolParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self.parser.set_dangerous_leniencies(
+            lenient_data_after_close=True
+        )  # as uvicorn's own
         coalescing = _CoalescingTransport(transport, self.write_timeout_s)
         super().connection_made(coalescing)  # type: ignore[arg-type]
         self._start_head_timer()
@@ -139,8 +148,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._parser_advanced = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers, which follow a body, are dropped: nothing reads them, and uvicorn would store them with
-        the headers."""
+        """Trailers, which follow a body, are dropped: nothing reads them, and uvicorn
+        would store them with the headers."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -149,9 +158,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """An exception here is answered with 400, as every line that the parser refuses."""
+        """An exception here is answered with 400, as every line that the parser
+        refuses."""
         if not self.url.lower().startswith(_TARGET_BEGINNINGS):
-            raise ValueError("the target of the request line is neither a path nor a URL")
+            raise ValueError(
+                "the target of the request line is neither a path nor a URL"
+            )
         self._in_head = False
         self._parser_advanced = True
         if self._head_timer is not None:
@@ -197,7 +209,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self._on_head_timeout)
+        self._head_timer = self.loop.call_later(
+            self.head_timeout_s, self._on_head_timeout
+        )
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
@@ -207,14 +221,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: str) -> None:
-        """Answers a request whose head is not complete, so that no handler has seen it."""
+        """Answers a request whose head is not complete, so that no handler has seen
+        it."""
         head = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode())
         self.transport.close()
 
     def _start_write_timer(self, unsent_bytes: int) -> None:
         """`unsent_bytes`: bytes in the write buffer at this moment."""
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self._check_reader, unsent_bytes)
+        self._write_timer = self.loop.call_later(
+            self.write_timeout_s, self._check_reader, unsent_bytes
+        )
 
     def _check_reader(self, unsent_bytes_before: int) -> None:
         unsent_bytes = self.transport.get_write_buffer_size()
@@ -225,7 +242,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_write_timer(unsent_bytes)
 
 
-def limited_http_protocol(*, head_timeout_s: float, write_timeout_s: float) -> type[LimitedHttpProtocol]:
+def limited_http_protocol(
+    *, head_timeout_s: float, write_timeout_s: float
+) -> type[LimitedHttpProtocol]:
     """A protocol class with these timeouts."""
     timeouts = {"head_timeout_s": head_timeout_s, "write_timeout_s": write_timeout_s}
     return type("ConfiguredHttpProtocol", (LimitedHttpProtocol,), timeouts)

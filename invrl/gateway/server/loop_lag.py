@@ -24,7 +24,8 @@ class LoopLag:
             self._lags_ms.append(1000 * (loop.time() - due))
 
     def summary(self) -> Mapping[str, float]:
-        """The median, the 99th percentile and the maximum; 0 before the first measurement."""
+        """The median, the 99th percentile and the maximum; 0 before the first
+        measurement."""
         lags_ms = sorted(self._lags_ms)
         if not lags_ms:
             lags_ms = [0.0]

@@ -28,16 +28,23 @@ class GatewayMetrics:
         """The numbers of this worker, or of all workers of the gateway."""
         metrics: Mapping[str, Any] = self._own()
         if all_workers:
-            metrics = await self.peers.metrics(metrics, self.settings.env_key.get_secret_value())
+            metrics = await self.peers.metrics(
+                metrics, self.settings.env_key.get_secret_value()
+            )
         return {**metrics, **token_shares(metrics["tokens"])}
 
     def _own(self) -> Mapping[str, object]:
         lag_ms = self.loop_lag.summary()
         place = self.peers.place
         tokens = self.lifecycle.tokens
-        # What is counted since a worker's start falls when that worker is replaced: a program that
-        # computes rates needs it for each worker.
-        worker = {"starts": place.starts, **lag_ms, "tokens": tokens, "requests": self.requests.summary()}
+        # What is counted since a worker's start falls when that worker is replaced: a
+        # program that computes rates needs it for each worker.
+        worker = {
+            "starts": place.starts,
+            **lag_ms,
+            "tokens": tokens,
+            "requests": self.requests.summary(),
+        }
         return {
             "run_id": self.settings.run_id,
             "tokens": tokens,

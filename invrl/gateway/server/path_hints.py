@@ -1,4 +1,5 @@
-"""Says what a client's base URL should have been, where its path shows that it was set wrong. Pure."""
+"""Says what a client's base URL should have been, where its path shows that it was set
+wrong. Pure."""
 
 _ROUTES = (
     "chat/completions",
@@ -16,14 +17,17 @@ _BASE_URLS = (
 
 
 def hint(path: str) -> str:
-    """What to change for a path that no route has; "" if it is like none that agents call."""
+    """What to change for a path that no route has; "" if it is like none that agents
+    call."""
     parts = [part for part in path.split("/") if part]
     if parts[:1] == ["s"]:
         parts = parts[2:]
     while parts[:1] == ["v1"]:
         parts = parts[1:]
     if not parts:
-        return f"this is no route but a base URL, to which clients add one ({_BASE_URLS})"
+        return (
+            f"this is no route but a base URL, to which clients add one ({_BASE_URLS})"
+        )
     route = "/".join(parts)
     if route not in _ROUTES:
         return ""

@@ -1,7 +1,7 @@
 """The other workers of the same gateway, as one worker reaches them.
 
-Each worker has an address of its own on the loopback interface. There it serves the same routes for the same
-keys as on the public port."""
+Each worker has an address of its own on the loopback interface. There it serves the
+same routes for the same keys as on the public port."""
 
 import asyncio
 import logging
@@ -24,20 +24,35 @@ class Peers:
 
     @property
     def http(self) -> aiohttp.ClientSession:
-        """A client without deadlines of its own. It belongs to one event loop and is created on first use."""
+        """A client without deadlines of its own. It belongs to one event loop and is
+        created on first use."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
                 timeout=aiohttp.ClientTimeout(),
                 auto_decompress=False,
-                skip_auto_headers=("user-agent", "accept", "accept-encoding", "content-type"),
+                skip_auto_headers=(
+                    "user-agent",
+                    "accept",
+                    "accept-encoding",
+                    "content-type",
+                ),
             )
         return self._session
 
-    async def metrics(self, own: Mapping[str, object], env_key: str) -> Mapping[str, object]:
-        """The metrics of all workers, merged. A worker that does not answer is left out."""
-        other_urls = [url for number, url in enumerate(self.place.urls) if number != self.place.number]
-        answers = await asyncio.gather(*(self._fetch_metrics(url, env_key) for url in other_urls))
+    async def metrics(
+        self, own: Mapping[str, object], env_key: str
+    ) -> Mapping[str, object]:
+        """The metrics of all workers, merged. A worker that does not answer is left
+        out."""
+        other_urls = [
+            url
+            for number, url in enumerate(self.place.urls)
+            if number != self.place.number
+        ]
+        answers = await asyncio.gather(
+            *(self._fetch_metrics(url, env_key) for url in other_urls)
+        )
         others = [answer for answer in answers if answer is not None]
         return merge_metrics([own, *others])
 
@@ -45,7 +60,9 @@ class Peers:
         if self._session is not None:
             await self._session.close()
 
-    async def _fetch_metrics(self, worker_url: str, env_key: str) -> Mapping[str, object] | None:
+    async def _fetch_metrics(
+        self, worker_url: str, env_key: str
+    ) -> Mapping[str, object] | None:
         url = worker_url + "/metrics?worker=own"
         headers = {"authorization": f"Bearer {env_key}"}
         timeout = aiohttp.ClientTimeout(total=_METRICS_TIMEOUT_S)
@@ -57,9 +74,11 @@ class Peers:
             return None
 
 
-def merge_metrics(parts: Sequence[Mapping[str, Any]], *, reduce: Any = sum) -> Mapping[str, object]:
-    """Numbers are added up; those below `loop_lag_ms` become their maximum. Of other values the first part's
-    is taken."""
+def merge_metrics(
+    parts: Sequence[Mapping[str, Any]], *, reduce: Any = sum
+) -> Mapping[str, object]:
+    """Numbers are added up; those below `loop_lag_ms` become their maximum. Of other
+    values the first part's is taken."""
     names = dict.fromkeys(name for part in parts for name in part)
     merged: dict[str, object] = {}
     for name in names:

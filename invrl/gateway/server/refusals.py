@@ -1,4 +1,5 @@
-"""Refusals of requests: every error becomes an answer in the shape that the client's library expects."""
+"""Refusals of requests: every error becomes an answer in the shape that the client's
+library expects."""
 
 import logging
 from collections.abc import Callable
@@ -27,27 +28,39 @@ def retry_after(error: SessionError) -> dict[str, str]:
 
 
 def disk_full(error: DiskFullError) -> SessionError:
-    """The refusal of a request that cannot be recorded now. The store's writer has logged the error."""
+    """The refusal of a request that cannot be recorded now. The store's writer has
+    logged the error."""
     reason = f"nothing can be recorded: {error}"
-    return SessionError(reason, status=503, code="disk_full", retry_after_s=_SPACE_RETRY_S)
+    return SessionError(
+        reason, status=503, code="disk_full", retry_after_s=_SPACE_RETRY_S
+    )
 
 
 NoteRefusal = Callable[[Request, SessionError], None]
 """Keeps a refusal for whoever looks at the session of this request."""
 
 
-def add_error_handlers(app: FastAPI, format_error: FormatError, note_refusal: NoteRefusal) -> None:
+def add_error_handlers(
+    app: FastAPI, format_error: FormatError, note_refusal: NoteRefusal
+) -> None:
     """Makes `app` answer every exception of its routes as a refusal."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _as_session_error(request, error)
-        refusal.message = refusal.message.encode(errors="replace").decode()  # JSON has no lone surrogates
+        refusal.message = refusal.message.encode(
+            errors="replace"
+        ).decode()  # JSON has no lone surrogates
         note_refusal(request, refusal)
         headers = retry_after(refusal)
         if isinstance(error, HTTPException) and error.headers:
             headers = {**error.headers, **headers}
         body = format_error(request, refusal)
-        return Response(body, status_code=refusal.status, headers=headers, media_type="application/json")
+        return Response(
+            body,
+            status_code=refusal.status,
+            headers=headers,
+            media_type="application/json",
+        )
 
     for kind in (SessionError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
@@ -60,16 +73,22 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             place = first["loc"][-1]
-            return invalid_json(f"the body is not valid JSON: {first['ctx']['error']} (character {place})")
+            return invalid_json(
+                f"the body is not valid JSON: {first['ctx']['error']} (character {place})"
+            )
         field = ".".join(str(part) for part in first["loc"][1:])
         if first["type"] == "string_unicode":
             return lone_surrogate(field)
         message = str(first["msg"])
         if field:
             message = f"{field}: {message}"
-        return SessionError(message, status=400, code="invalid_request", param=field or None)
+        return SessionError(
+            message, status=400, code="invalid_request", param=field or None
+        )
     if isinstance(error, HTTPException):
-        path = request.url.path.partition("/s/")[0] or "/s/…"  # no session key in an error
+        path = (
+            request.url.path.partition("/s/")[0] or "/s/…"
+        )  # no session key in an error
         message = f"{request.method} {path}: {error.detail}"
         meant = hint(request.url.path)
         if error.status_code == 404 and meant:

@@ -1,7 +1,8 @@
-"""How many requests each route has answered, with which status, and how long they took: of one worker.
+"""How many requests each route has answered, with which status, and how long they took:
+of one worker.
 
-Invariant: a route is named by its template, so neither a session's id nor a key becomes the name of a
-count."""
+Invariant: a route is named by its template, so neither a session's id nor a key becomes
+the name of a count."""
 
 import time
 from bisect import bisect_left
@@ -12,8 +13,24 @@ from dataclasses import dataclass, field
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Upper bounds of the histogram's buckets, in seconds. What took longer is in one more bucket."""
+BOUNDS_S = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
+"""Upper bounds of the histogram's buckets, in seconds. What took longer is in one more
+bucket."""
 UNKNOWN_ROUTE = "other"
 """The name of every path that is no route."""
 CLIENT_LEFT = 499
@@ -45,24 +62,34 @@ class RequestCounts:
         counts.seconds += seconds
 
     def summary(self) -> Mapping[str, Mapping[str, object]]:
-        """By route: `statuses` (how many answers by status), `buckets` (how many requests took at most so
-        many seconds, by that bound as text; the last is "+Inf") and `seconds`, which all took together."""
+        """By route: `statuses` (how many answers by status), `buckets` (how many
+        requests took at most so many seconds, by that bound as text; the last is
+        "+Inf") and `seconds`, which all took together."""
         summary: dict[str, Mapping[str, object]] = {}
         for route, counts in self._routes.items():
             buckets: dict[str, int] = {}
             num_requests = 0
-            for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), counts.buckets, strict=True):
+            for bound, count in zip(
+                (*map(str, BOUNDS_S), "+Inf"), counts.buckets, strict=True
+            ):
                 num_requests += count
                 buckets[bound] = num_requests
             statuses = {str(status): count for status, count in counts.statuses.items()}
-            summary[route] = {"statuses": statuses, "buckets": buckets, "seconds": counts.seconds}
+            summary[route] = {
+                "statuses": statuses,
+                "buckets": buckets,
+                "seconds": counts.seconds,
+            }
         return summary
 
 
 class CountedApp:
-    """An ASGI app whose requests are counted. `route_of` names the route of a request that is over."""
+    """An ASGI app whose requests are counted. `route_of` names the route of a request
+    that is over."""
 
-    def __init__(self, app: ASGIApp, *, counts: RequestCounts, route_of: Callable[[Scope], str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, counts: RequestCounts, route_of: Callable[[Scope], str]
+    ) -> None:
         self._app = app
         self._counts = counts
         self._route_of = route_of
@@ -87,13 +114,16 @@ class CountedApp:
                 status = _INTERNAL_ERROR  # the layer around this one answers so
             raise
         finally:
-            self._counts.count(self._route_of(scope), status, time.perf_counter() - began_at)
+            self._counts.count(
+                self._route_of(scope), status, time.perf_counter() - began_at
+            )
 
 
 def route_names(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
-    """A function that names the route of a request that is over: its path, without the prefix that holds a
-    key; `UNKNOWN_ROUTE` if there is none. FastAPI notes the route in the scope, Starlette only the handler:
-    `routes` are those of Starlette. Of several routes with one handler the first gives the name."""
+    """A function that names the route of a request that is over: its path, without the
+    prefix that holds a key; `UNKNOWN_ROUTE` if there is none. FastAPI notes the route
+    in the scope, Starlette only the handler: `routes` are those of Starlette. Of
+    several routes with one handler the first gives the name."""
     names: dict[object, str] = {}
     for route in routes:
         if isinstance(route, Route):

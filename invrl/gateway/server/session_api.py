@@ -1,7 +1,9 @@
-"""The HTTP API of sessions, for our own rollout workers and for environments that the run did not start.
+"""The HTTP API of sessions, for our own rollout workers and for environments that the
+run did not start.
 
-Leasing tasks and opening sessions take the environment key; children, reward, finish, abort and state take
-that key or the session's own. The handlers only translate: body in, a call of `Lifecycle`, its result out."""
+Leasing tasks and opening sessions take the environment key; children, reward, finish,
+abort and state take that key or the session's own. The handlers only translate: body
+in, a call of `Lifecycle`, its result out."""
 
 import asyncio
 import hmac
@@ -26,18 +28,27 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.lifecycle import Lifecycle
 from invrl.gateway.turns.turn_overview import overview
-from invrl.types import GroupMember, Json, Outcome, Sampling, SessionLimits, SessionTerms, Turn
+from invrl.types import (
+    GroupMember,
+    Json,
+    Outcome,
+    Sampling,
+    SessionLimits,
+    SessionTerms,
+    Turn,
+)
 
 _LEASE_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionRoutes:
-    """`/tasks/lease`, `/sessions…`, `/metrics` and `/openapi.json`. Each public method but the two routers
-    and `authorize` is the handler of a route."""
+    """`/tasks/lease`, `/sessions…`, `/metrics` and `/openapi.json`. Each public method
+    but the two routers and `authorize` is the handler of a route."""
 
     env_key: str
-    """The environment key opens sessions and acts on every session; a session's own key acts on that one."""
+    """The environment key opens sessions and acts on every session; a session's own key
+    acts on that one."""
     model: str
     """The name under which clients call the model."""
     lifecycle: Lifecycle
@@ -47,14 +58,18 @@ class SessionRoutes:
 
     def router(self, route_class: type[APIRoute]) -> APIRouter:
         """All routes but that of `numbers_router`."""
-        unrewarded: dict[int | str, dict[str, Any]] = {202: {"model": bodies.Unrewarded}}
+        unrewarded: dict[int | str, dict[str, Any]] = {
+            202: {"model": bodies.Unrewarded}
+        }
         api = _router(route_class)
         session_path = "/sessions/{session_id}"
         api.post("/tasks/lease")(self.lease_task)
         api.post("/sessions", status_code=201)(self.open_sessions)
         api.post(session_path + "/children", status_code=201)(self.open_child)
         api.post(session_path + "/reward")(self.reward_session)
-        api.post(session_path + "/finish", response_model=Outcome, responses=unrewarded)(self.finish_session)
+        api.post(
+            session_path + "/finish", response_model=Outcome, responses=unrewarded
+        )(self.finish_session)
         api.post(session_path + "/abort")(self.abort_session)
         api.post(session_path + "/heartbeat")(self.hear_of_session)
         api.get(session_path, response_model_exclude_unset=True)(self.show_session)
@@ -63,14 +78,18 @@ class SessionRoutes:
         return api
 
     def numbers_router(self, route_class: type[APIRoute]) -> APIRouter:
-        """The route whose bodies hold a number for each token, and may be larger than others."""
+        """The route whose bodies hold a number for each token, and may be larger than
+        others."""
         api = _router(route_class)
         api.post("/sessions/{session_id}/numbers")(self.attach_numbers)
         return api
 
-    async def lease_task(self, request: Request, body: bodies.LeaseBody) -> bodies.Leased:
-        """A task and the members of its group that are to be run, each in a session that the environment
-        opens. Waits up to `wait_s` for a task. `ended`: the run is over, and the environment may end too."""
+    async def lease_task(
+        self, request: Request, body: bodies.LeaseBody
+    ) -> bodies.Leased:
+        """A task and the members of its group that are to be run, each in a session
+        that the environment opens. Waits up to `wait_s` for a task. `ended`: the run is
+        over, and the environment may end too."""
         self._check_environment(request)
         leases = self.lifecycle.leases
         if leases is None:
@@ -86,14 +105,20 @@ class SessionRoutes:
                     lease_timeout_s=self.lifecycle.policy.lease_timeout_s,
                 )
                 return bodies.Leased(lease=lease, ended=False)
-            if time.monotonic() >= deadline or self.ending() or await request.is_disconnected():
+            if (
+                time.monotonic() >= deadline
+                or self.ending()
+                or await request.is_disconnected()
+            ):
                 break
             await asyncio.sleep(_LEASE_POLL_S)
         return bodies.Leased(lease=None, ended=self.lifecycle.run_ended())
 
-    async def open_sessions(self, request: Request, body: bodies.OpenBody) -> bodies.Opened:
-        """Opens a session for each member, all of them or none. If the same request comes again with the same
-        `request_id`, it gets the same sessions."""
+    async def open_sessions(
+        self, request: Request, body: bodies.OpenBody
+    ) -> bodies.Opened:
+        """Opens a session for each member, all of them or none. If the same request
+        comes again with the same `request_id`, it gets the same sessions."""
         self._check_environment(request)
         terms = SessionTerms(
             task_id=body.task_id,
@@ -102,14 +127,20 @@ class SessionRoutes:
             sampling=_sampling(body.sampling, self.lifecycle.sampling),
             limits=_limits(body.limits, self.lifecycle.limits),
         )
-        members = [GroupMember(index=member.index, attempt=member.attempt) for member in body.members]
+        members = [
+            GroupMember(index=member.index, attempt=member.attempt)
+            for member in body.members
+        ]
         opening = Opening(terms=terms, members=members, request_id=body.request_id)
         records = await self.lifecycle.open(opening)
         return self._opened(records)
 
-    async def open_child(self, request: Request, session_id: str, body: bodies.ChildBody) -> bodies.Opened:
-        """Opens a session for a sub-agent, with a key and a base URL of its own; the answer lists this one
-        session. Its `parent_id` is the session in the path. Its limits are the parent's, or lower ones."""
+    async def open_child(
+        self, request: Request, session_id: str, body: bodies.ChildBody
+    ) -> bodies.Opened:
+        """Opens a session for a sub-agent, with a key and a base URL of its own; the
+        answer lists this one session. Its `parent_id` is the session in the path. Its
+        limits are the parent's, or lower ones."""
         parent = self._session(request, session_id)
         limits = _limits(body.limits, parent.session.limits)
         child = await self.lifecycle.open_child(parent, limits, body.request_id)
@@ -121,15 +152,20 @@ class SessionRoutes:
         record = self._session(request, session_id)
         if body.turn and body.branch:
             reason = "a reward is of a turn or of a branch, not of both"
-            raise SessionError(reason, status=400, code="invalid_request", param="branch")
+            raise SessionError(
+                reason, status=400, code="invalid_request", param="branch"
+            )
         await self.lifecycle.reward(record, body.value())
-        return bodies.Rewarded(session_id=session_id, reward=body.reward, state=record.state)
+        return bodies.Rewarded(
+            session_id=session_id, reward=body.reward, state=record.state
+        )
 
     async def attach_numbers(
         self, request: Request, session_id: str, body: bodies.NumbersBody
     ) -> bodies.Attached:
-        """Gives the session numbers of the extra columns that the run declares. Later ones replace earlier
-        ones of the same turn and name, until the session is finished."""
+        """Gives the session numbers of the extra columns that the run declares. Later
+        ones replace earlier ones of the same turn and name, until the session is
+        finished."""
         record = self._session(request, session_id)
         await self.lifecycle.attach(record, body.extra())
         return bodies.Attached(session_id=session_id, state=record.state)
@@ -142,15 +178,22 @@ class SessionRoutes:
         if outcome is not None:
             return outcome
         assert record.reward_deadline is not None
-        unrewarded = bodies.Unrewarded(session_id=session_id, deadline=record.reward_deadline.unix_s)
+        unrewarded = bodies.Unrewarded(
+            session_id=session_id, deadline=record.reward_deadline.unix_s
+        )
         return JSONResponse(unrewarded.model_dump(), 202)
 
-    async def abort_session(self, request: Request, session_id: str, body: bodies.AbortBody) -> Outcome:
+    async def abort_session(
+        self, request: Request, session_id: str, body: bodies.AbortBody
+    ) -> Outcome:
         record = self._session(request, session_id)
         return await self.lifecycle.abort(record, body.reason, body.detail)
 
-    async def hear_of_session(self, request: Request, session_id: str) -> bodies.Heartbeat:
-        """Shows that an environment is alive that computes for a long time between two other calls."""
+    async def hear_of_session(
+        self, request: Request, session_id: str
+    ) -> bodies.Heartbeat:
+        """Shows that an environment is alive that computes for a long time between two
+        other calls."""
         record = self._session(request, session_id)
         return bodies.Heartbeat(
             session_id=session_id,
@@ -158,7 +201,9 @@ class SessionRoutes:
             session_idle_timeout_s=self.lifecycle.policy.session_idle_timeout_s,
         )
 
-    async def show_session(self, request: Request, session_id: str) -> bodies.SessionView:
+    async def show_session(
+        self, request: Request, session_id: str
+    ) -> bodies.SessionView:
         record = self._session(request, session_id)
         conversation = self.lifecycle.turns.find(record)
         lines: list[dict[str, Json]] = []
@@ -187,8 +232,8 @@ class SessionRoutes:
         return request.app.openapi()
 
     def authorize(self, request: Request) -> None:
-        """Checks the key before the body is read. SessionError 401 unless the request carries a key for its
-        route; 404 if the environment names an unknown session."""
+        """Checks the key before the body is read. SessionError 401 unless the request
+        carries a key for its route; 404 if the environment names an unknown session."""
         session_id = request.path_params.get("session_id")
         if session_id is None:
             self._check_environment(request)
@@ -196,18 +241,22 @@ class SessionRoutes:
             self._session(request, session_id).last_heard.update()
 
     def _opened(self, records: Sequence[SessionRecord]) -> bodies.Opened:
-        sessions = [bodies.OpenedSession.of(record.session, self.model) for record in records]
+        sessions = [
+            bodies.OpenedSession.of(record.session, self.model) for record in records
+        ]
         return bodies.Opened(sessions=sessions)
 
     def _check_environment(self, request: Request) -> None:
         """SessionError 401 unless the request carries the environment key."""
-        if not self._is_environment(hash_of_same_key(keys_of_request(None, request.headers))):
+        if not self._is_environment(
+            hash_of_same_key(keys_of_request(None, request.headers))
+        ):
             raise unauthorized("this needs the environment key")
 
     def _session(self, request: Request, session_id: str) -> SessionRecord:
-        """The session, open or closed. For the environment SessionError 404 if there is none. For any other
-        key SessionError 401, the same for a foreign session and for an unknown one, so that keys cannot be
-        used to find out ids."""
+        """The session, open or closed. For the environment SessionError 404 if there is
+        none. For any other key SessionError 401, the same for a foreign session and for
+        an unknown one, so that keys cannot be used to find out ids."""
         key_hash = hash_of_same_key(keys_of_request(None, request.headers))
         registry = self.lifecycle.registry
         if self._is_environment(key_hash):
@@ -222,9 +271,13 @@ class SessionRoutes:
 
 
 def _router(route_class: type[APIRoute]) -> APIRouter:
-    bearer = HTTPBearer(auto_error=False, description="the environment key, or a session's own")
+    bearer = HTTPBearer(
+        auto_error=False, description="the environment key, or a session's own"
+    )
     refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": bodies.ErrorBody}}
-    return APIRouter(responses=refusals, dependencies=[Security(bearer)], route_class=route_class)
+    return APIRouter(
+        responses=refusals, dependencies=[Security(bearer)], route_class=route_class
+    )
 
 
 def _sampling(asked: bodies.SamplingBody | None, default: Sampling) -> Sampling:
@@ -233,14 +286,19 @@ def _sampling(asked: bodies.SamplingBody | None, default: Sampling) -> Sampling:
     max_new_tokens = asked.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = default.max_new_tokens
-    return Sampling(temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=max_new_tokens)
+    return Sampling(
+        temperature=asked.temperature, top_p=asked.top_p, max_new_tokens=max_new_tokens
+    )
 
 
 def _limits(asked: bodies.LimitsBody, most: SessionLimits) -> SessionLimits:
-    """The limits that were asked for; `most` where none was. SessionError 400 for a limit above `most`."""
+    """The limits that were asked for; `most` where none was. SessionError 400 for a
+    limit above `most`."""
     lower = {name: value for name, value in asked if value is not None}
     for name, value in lower.items():
         if value > getattr(most, name):
             reason = f"limits.{name}: at most {getattr(most, name)} is granted"
-            raise SessionError(reason, status=400, code="limit_too_high", param=f"limits.{name}")
+            raise SessionError(
+                reason, status=400, code="limit_too_high", param=f"limits.{name}"
+            )
     return replace(most, **lower)

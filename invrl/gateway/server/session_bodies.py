@@ -1,4 +1,5 @@
-"""The bodies of the session API, requests and answers. Requests are validated by them; OpenAPI shows them."""
+"""The bodies of the session API, requests and answers. Requests are validated by them;
+OpenAPI shows them."""
 
 from __future__ import annotations
 
@@ -72,38 +73,53 @@ class OpenBody(ChildBody):
 
 
 class RewardBody(Section):
-    """The reward of the session, of one of its turns, or of the branches through a turn. A turn is named by
-    its id or by the id of its answer."""
+    """The reward of the session, of one of its turns, or of the branches through a
+    turn. A turn is named by its id or by the id of its answer."""
 
     reward: _RewardValue
-    components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
+    components: dict[_Name, _RewardValue] = Field(
+        default_factory=dict, max_length=MAX_REWARD_COMPONENTS
+    )
     turn: _Name = ""
     branch: _Name = ""
 
     def value(self) -> Reward:
-        return Reward(value=self.reward, components=self.components, turn=self.turn, branch=self.branch)
+        return Reward(
+            value=self.reward,
+            components=self.components,
+            turn=self.turn,
+            branch=self.branch,
+        )
 
 
 class NumbersBody(Section):
-    """Numbers of the extra columns that the run declares, by the names of the columns. A turn is named by its
-    id or by the id of its answer."""
+    """Numbers of the extra columns that the run declares, by the names of the columns.
+    A turn is named by its id or by the id of its answer."""
 
-    numbers: dict[_Name, _AnyNumber] = Field(default_factory=dict, max_length=MAX_COLUMNS)
+    numbers: dict[_Name, _AnyNumber] = Field(
+        default_factory=dict, max_length=MAX_COLUMNS
+    )
     """Of the whole rollout."""
     turn_numbers: dict[_Name, dict[_Name, _AnyNumber]] = Field(default_factory=dict)
     """By turn, then by name."""
-    token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(default_factory=dict)
+    token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(
+        default_factory=dict
+    )
     """By turn, then by name: one number for each token that the turn sampled."""
 
     def extra(self) -> ExtraNumbers:
         return ExtraNumbers(
-            numbers=self.numbers, turn_numbers=self.turn_numbers, token_numbers=self.token_numbers
+            numbers=self.numbers,
+            turn_numbers=self.turn_numbers,
+            token_numbers=self.token_numbers,
         )
 
 
 class FinishBody(NumbersBody):
     reward: _RewardValue | None = None
-    components: dict[_Name, _RewardValue] = Field(default_factory=dict, max_length=MAX_REWARD_COMPONENTS)
+    components: dict[_Name, _RewardValue] = Field(
+        default_factory=dict, max_length=MAX_REWARD_COMPONENTS
+    )
 
     def value(self) -> Reward | None:
         if self.reward is None:
@@ -133,7 +149,8 @@ class OpenedSession(Session):
 
 
 class Opened(BaseModel):
-    """The sessions in the order of the members that they were opened for; for a child, this one alone."""
+    """The sessions in the order of the members that they were opened for; for a child,
+    this one alone."""
 
     sessions: list[OpenedSession]
 
@@ -155,7 +172,8 @@ class Heartbeat(BaseModel):
     session_id: str
     state: SessionState
     session_idle_timeout_s: float
-    """Seconds within which the next call of a session of this group is due; 0: no limit."""
+    """Seconds within which the next call of a session of this group is due; 0: no
+    limit."""
 
 
 class Unrewarded(BaseModel):
@@ -167,7 +185,8 @@ class Unrewarded(BaseModel):
 
 
 class Lease(BaseModel):
-    """A leased task. Sessions for its members must be opened within `lease_timeout_s`."""
+    """A leased task. Sessions for its members must be opened within
+    `lease_timeout_s`."""
 
     group_id: str
     task: dict[str, Any]
@@ -179,7 +198,9 @@ class Lease(BaseModel):
 
 
 class Leased(BaseModel):
-    lease: Lease | None = Field(description="null: there is no task now; ask again, unless the run has ended")
+    lease: Lease | None = Field(
+        description="null: there is no task now; ask again, unless the run has ended"
+    )
     ended: bool = Field(description="the run has ended: there will be no task any more")
 
 
@@ -268,7 +289,9 @@ class SessionView(SessionTerms):
             children=[child.session.id for child in record.children],
             outcome=record.outcome,
             overridden=sorted(record.overridden),
-            ignored=dict(record.ignored),  # FastAPI copies this object, which a Counter would not survive
+            ignored=dict(
+                record.ignored
+            ),  # FastAPI copies this object, which a Counter would not survive
             refused=list(record.refusals),
             control_tokens_as_text=record.counts[CONTROL_TOKENS_AS_TEXT],
             turns=list(turns),

@@ -1,21 +1,31 @@
-"""The settings of a gateway process, which it reads from a JSON file. Imports no tokenizer."""
+"""The settings of a gateway process, which it reads from a JSON file. Imports no
+tokenizer."""
 
 import json
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+)
 
 from invrl.gateway.config import GatewayConfig
 from invrl.host.log_lines import LogSettings
 
 
 class GatewaySettings(GatewayConfig):
-    """The gateway's section of the configuration, and values of other sections that the gateway needs."""
+    """The gateway's section of the configuration, and values of other sections that the
+    gateway needs."""
 
     run_id: str = ""
     log: LogSettings = LogSettings()
     otel_endpoint: str = ""
     incarnation: str = Field(
-        "", description="this incarnation of the run; a gateway that is started again keeps it"
+        "",
+        description="this incarnation of the run; a gateway that is started again keeps it",
     )
     gateway_port: PositiveInt
     router_url: str
@@ -23,32 +33,45 @@ class GatewaySettings(GatewayConfig):
     env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")
     model_path: str
     model_name: str
-    model_aliases: tuple[str, ...] = Field((), description="other names under which clients call the model")
+    model_aliases: tuple[str, ...] = Field(
+        (), description="other names under which clients call the model"
+    )
     store_path: str
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: PositiveInt = 512
     sampling_seed: NonNegativeInt | None = Field(
-        None, description="the seed from which that of each generation is derived; None: engines draw freely"
+        None,
+        description="the seed from which that of each generation is derived; None: engines draw freely",
     )
     context_length: PositiveInt
     vocab_size: PositiveInt
     record_top_logprobs: NonNegativeInt = Field(
-        0, description="likeliest tokens that are recorded in the place of each sampled one, in training"
+        0,
+        description="likeliest tokens that are recorded in the place of each sampled one, in training",
     )
-    record_experts: bool = Field(False, description="record which experts computed the tokens of a turn")
-    leases: bool = Field(False, description="training sessions are opened on leased tasks only")
+    record_experts: bool = Field(
+        False, description="record which experts computed the tokens of a turn"
+    )
+    leases: bool = Field(
+        False, description="training sessions are opened on leased tasks only"
+    )
     max_body_bytes: PositiveInt = 16 * 2**20
     body_timeout_s: PositiveFloat = 30.0
-    head_timeout_s: PositiveFloat = Field(30.0, description="seconds to send a whole head in")
+    head_timeout_s: PositiveFloat = Field(
+        30.0, description="seconds to send a whole head in"
+    )
     write_timeout_s: PositiveFloat = Field(
-        30.0, description="seconds after which a client that does not read its answer is disconnected"
+        30.0,
+        description="seconds after which a client that does not read its answer is disconnected",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        30.0, description="seconds without a heartbeat until a process of the gateway is replaced"
+        30.0,
+        description="seconds without a heartbeat until a process of the gateway is replaced",
     )
     keep_alive_s: PositiveFloat = Field(
-        10.0, description="seconds without a token after which a stream sends a keep-alive"
+        10.0,
+        description="seconds without a token after which a stream sends a keep-alive",
     )
 
     @property
@@ -64,7 +87,8 @@ class GatewaySettings(GatewayConfig):
         return f"http://{self.gateway_host}:{self.gateway_port}"
 
     def to_json(self) -> str:
-        """JSON with the secrets in clear text, for a file that only its owner can read."""
+        """JSON with the secrets in clear text, for a file that only its owner can
+        read."""
         values = self.model_dump()
         for name, value in values.items():
             if isinstance(value, SecretStr):

@@ -1,10 +1,11 @@
-"""The gateway's supervisor. It loads once what is slow to load, forks the workers, and replaces a worker that
-dies or hangs.
+"""The gateway's supervisor. It loads once what is slow to load, forks the workers, and
+replaces a worker that dies or hangs.
 
-Invariants: the supervisor has no thread and no event loop, so that a fork copies a consistent process.
-Workers die with it (PR_SET_PDEATHSIG), and it dies with the process that asked for it. The sockets belong to
-that process: while nobody accepts, connections wait in the kernel. SIGTERM ends all workers in good order;
-Ctrl-C is handled by the parent process."""
+Invariants: the supervisor has no thread and no event loop, so that a fork copies a
+consistent process. Workers die with it (PR_SET_PDEATHSIG), and it dies with the process
+that asked for it. The sockets belong to that process: while nobody accepts, connections
+wait in the kernel. SIGTERM ends all workers in good order; Ctrl-C is handled by the
+parent process."""
 
 import gc
 import logging
@@ -46,9 +47,12 @@ def supervise(
     own_sockets: Sequence[socket.socket],
     heartbeats: HeartbeatPage,
 ) -> None:
-    """Runs the workers until SIGTERM, and returns when all of them have ended. ServerError if a worker dies
-    again and again. `own_sockets`: a loopback socket for each worker, if there are several workers."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
+    """Runs the workers until SIGTERM, and returns when all of them have ended.
+    ServerError if a worker dies again and again. `own_sockets`: a loopback socket for
+    each worker, if there are several workers."""
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+    )
     renderer = load_renderer(
         settings.model_path,
         settings.vocab_size,
@@ -63,14 +67,17 @@ def supervise(
         renderer,
     )
     parsers.preload()
-    connect(Path(settings.store_path)).close()  # creates the file before several workers open it at once
+    connect(
+        Path(settings.store_path)
+    ).close()  # creates the file before several workers open it at once
     workers = _Workers(settings, renderer, parsers, listener, own_sockets, heartbeats)
     gc.freeze()  # keeps the objects that all workers share in shared pages
     while True:
         heartbeats.beat(SUPERVISOR)
         workers.start_missing()
         received = signal.sigtimedwait(
-            {signal.SIGTERM, signal.SIGCHLD}, beat_interval_s(settings.heartbeat_timeout_s)
+            {signal.SIGTERM, signal.SIGCHLD},
+            beat_interval_s(settings.heartbeat_timeout_s),
         )
         if received is not None and received.si_signo == signal.SIGTERM:
             break
@@ -97,7 +104,9 @@ class _Workers:
         self._listener = listener
         self._own_sockets = own_sockets
         self._heartbeats = heartbeats
-        self._urls = [f"http://127.0.0.1:{own.getsockname()[1]}" for own in own_sockets] or [""]
+        self._urls = [
+            f"http://127.0.0.1:{own.getsockname()[1]}" for own in own_sockets
+        ] or [""]
         count = len(self._urls)
         self._open_sessions = memoryview(mmap.mmap(-1, 8 * count)).cast("Q")
         self._starts = [0] * count
@@ -106,9 +115,13 @@ class _Workers:
         """The number of each running worker."""
         self._killed: set[int] = set()
         """Workers that hung and have not been reaped yet."""
-        self._numbers_by_place = {worker_place(number): number for number in range(count)}
+        self._numbers_by_place = {
+            worker_place(number): number for number in range(count)
+        }
         self._watch = SilenceWatch(
-            heartbeats, list(self._numbers_by_place), timeout_s=settings.heartbeat_timeout_s
+            heartbeats,
+            list(self._numbers_by_place),
+            timeout_s=settings.heartbeat_timeout_s,
         )
 
     def start_missing(self) -> None:
@@ -119,7 +132,9 @@ class _Workers:
                 continue
             self._starts[number] += 1
             if self._starts[number] > 1 and not self._restarts.allows():
-                raise ServerError(f"worker {number} of the gateway died again and again")
+                raise ServerError(
+                    f"worker {number} of the gateway died again and again"
+                )
             self._start(number)
 
     def _start(self, number: int) -> None:
@@ -141,7 +156,9 @@ class _Workers:
             beat=partial(self._heartbeats.beat, worker_place(number)),
             run_ended=self._heartbeats.run_has_ended,
             newest_version=self._heartbeats.newest_version,
-            on_wrong_answer=partial(self._heartbeats.count_wrong_answer, worker_place(number)),
+            on_wrong_answer=partial(
+                self._heartbeats.count_wrong_answer, worker_place(number)
+            ),
         )
         pid = _fork(work)
         self._numbers_by_pid[pid] = number
@@ -173,12 +190,15 @@ class _Workers:
                 self._settings.heartbeat_timeout_s,
             )
             self._heartbeats.count_hung(worker_place(number))
-            self._watch.start_over(worker_place(number))  # kill it once; the kernel reports when it is gone
+            self._watch.start_over(
+                worker_place(number)
+            )  # kill it once; the kernel reports when it is gone
             self._killed.add(pid)
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ends all workers in good order. Without a deadline: the parent of the supervisor has one."""
+        """Ends all workers in good order. Without a deadline: the parent of the
+        supervisor has one."""
         for pid in self._numbers_by_pid:
             os.kill(pid, signal.SIGTERM)
         for pid in self._numbers_by_pid:
@@ -186,7 +206,8 @@ class _Workers:
 
 
 def _fork(work: Callable[[], None]) -> int:
-    """Runs `work` in a child process that dies with this one. Returns the child's process id."""
+    """Runs `work` in a child process that dies with this one. Returns the child's
+    process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -194,7 +215,9 @@ def _fork(work: Callable[[], None]) -> int:
     code = 1
     try:
         die_with_parent()
-        parent_is_alive = os.getppid() == parent  # it may have died before the line above took effect
+        parent_is_alive = (
+            os.getppid() == parent
+        )  # it may have died before the line above took effect
         if parent_is_alive:
             work()
             code = 0

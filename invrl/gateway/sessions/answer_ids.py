@@ -1,4 +1,5 @@
-"""The ids by which clients know a turn: that of its answer, in any dialect, or the turn's own. Pure."""
+"""The ids by which clients know a turn: that of its answer, in any dialect, or the
+turn's own. Pure."""
 
 import re
 

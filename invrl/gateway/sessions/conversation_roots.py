@@ -1,7 +1,9 @@
-"""Distinguishes the main conversation of a session from auxiliary ones, by their root turns. Pure.
+"""Distinguishes the main conversation of a session from auxiliary ones, by their root
+turns. Pure.
 
-A root turn begins a conversation. The conversation with the most tokens delivered to the client is the main
-one of its session; the others (titles, summaries, parallel conversations) are auxiliary."""
+A root turn begins a conversation. The conversation with the most tokens delivered to
+the client is the main one of its session; the others (titles, summaries, parallel
+conversations) are auxiliary."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,13 +14,15 @@ from invrl.gateway.types import ForkReason
 from invrl.types import Turn
 
 _SHARED_BY_STEPS = 0.75
-"""The part of the shorter prompt that two steps of one conversation share at their beginning."""
+"""The part of the shorter prompt that two steps of one conversation share at their
+beginning."""
 _MAX_COMPARED = 16
 """Conversations with which a root is compared; the newest ones."""
 
 
 def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
-    """The root of each turn, by turn id. Parents come before their children in `turns`."""
+    """The root of each turn, by turn id. Parents come before their children in
+    `turns`."""
     root_of: dict[str, str] = {}
     for turn in turns:
         if turn.parent_id is None:
@@ -28,15 +32,18 @@ def roots(turns: Sequence[Turn]) -> Mapping[str, str]:
     return root_of
 
 
-def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[str, ...]:
+def auxiliary_roots(
+    turns: Sequence[Turn], delivered: Collection[str]
+) -> tuple[str, ...]:
     """The roots of all conversations except the main one of each session.
 
-    Only the tokens of turns that were delivered whole count towards a conversation's size: aborted or
-    abandoned turns say nothing about the agent's purpose. Roots with equal prompts are samples of one
-    conversation, and roots whose prompts share most of their beginning are its steps: a program that renders
-    its whole history into each prompt (DSPy's ReAct) begins a conversation with every step. A root that
-    departed from what was recorded (edited history, stripped thinking) belongs to the conversation with which
-    it shares the longest beginning."""
+    Only the tokens of turns that were delivered whole count towards a conversation's
+    size: aborted or abandoned turns say nothing about the agent's purpose. Roots with
+    equal prompts are samples of one conversation, and roots whose prompts share most of
+    their beginning are its steps: a program that renders its whole history into each
+    prompt (DSPy's ReAct) begins a conversation with every step. A root that departed
+    from what was recorded (edited history, stripped thinking) belongs to the
+    conversation with which it shares the longest beginning."""
     root_of = roots(turns)
     delivered_tokens = Counter[str]()
     """The number of delivered tokens, by root."""
@@ -46,19 +53,29 @@ def auxiliary_roots(turns: Sequence[Turn], delivered: Collection[str]) -> tuple[
     auxiliary: list[str] = []
     session_ids = dict.fromkeys(turn.session_id for turn in turns)
     for session_id in session_ids:
-        root_turns = [turn for turn in turns if turn.session_id == session_id and turn.parent_id is None]
+        root_turns = [
+            turn
+            for turn in turns
+            if turn.session_id == session_id and turn.parent_id is None
+        ]
         conversation_of = _conversations(root_turns)
         size = Counter[str]()
         for turn in root_turns:
             size[conversation_of[turn.id]] += delivered_tokens[turn.id]
         main = max(size, key=lambda first_root: size[first_root])
-        auxiliary += [turn.id for turn in root_turns if conversation_of[turn.id] != main]
+        auxiliary += [
+            turn.id for turn in root_turns if conversation_of[turn.id] != main
+        ]
     return tuple(auxiliary)
 
 
 def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
     """For each root of one session, the id of the first root of its conversation."""
-    beginnings = [turn for turn in root_turns if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)]
+    beginnings = [
+        turn
+        for turn in root_turns
+        if turn.fork_reason in ("", ForkReason.NEW_CONVERSATION)
+    ]
     if not beginnings:
         beginnings = list(root_turns)
     first_by_prompt: dict[bytes, Turn] = {}
@@ -74,13 +91,19 @@ def _conversations(root_turns: Sequence[Turn]) -> Mapping[str, str]:
         conversation_of[turn.id] = first.id
     for turn in root_turns:
         if turn.id not in conversation_of:
-            shared_tokens = {first.id: _shared_tokens(first, turn) for first in first_by_prompt.values()}
-            conversation_of[turn.id] = max(shared_tokens, key=lambda first_id: shared_tokens[first_id])
+            shared_tokens = {
+                first.id: _shared_tokens(first, turn)
+                for first in first_by_prompt.values()
+            }
+            conversation_of[turn.id] = max(
+                shared_tokens, key=lambda first_id: shared_tokens[first_id]
+            )
     return conversation_of
 
 
 def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
-    """The first root of the conversation that this root is a later step of; None if it begins another."""
+    """The first root of the conversation that this root is a later step of; None if it
+    begins another."""
     for first in firsts:
         shorter = min(len(first.context_ids_T), len(turn.context_ids_T))
         shared = _shared_tokens(first, turn)
@@ -92,7 +115,9 @@ def _earlier_step(turn: Turn, firsts: Sequence[Turn]) -> Turn | None:
 def _shared_tokens(first: Turn, second: Turn) -> int:
     """The number of tokens at the beginning of both contexts that are equal."""
     length = min(len(first.context_ids_T), len(second.context_ids_T))
-    differences = np.flatnonzero(first.context_ids_T[:length] != second.context_ids_T[:length])
+    differences = np.flatnonzero(
+        first.context_ids_T[:length] != second.context_ids_T[:length]
+    )
     if len(differences) == 0:
         return length
     return int(differences[0])

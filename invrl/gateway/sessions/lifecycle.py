@@ -1,9 +1,11 @@
-"""Opens, rewards and closes sessions: keeps the registry, the live conversations and the store consistent.
+"""Opens, rewards and closes sessions: keeps the registry, the live conversations and
+the store consistent.
 
-Invariants: a session is closed once, and a second close returns the same outcome. A close first freezes the
-session, then takes a snapshot, then builds the outcome: once a close has begun, no call, delivery or reward
-changes what the session hands over. The children of a session end with it at the latest, and are part of its
-outcome. The session API calls this class, and `expire_forever` ends sessions whose time is up."""
+Invariants: a session is closed once, and a second close returns the same outcome. A
+close first freezes the session, then takes a snapshot, then builds the outcome: once a
+close has begun, no call, delivery or reward changes what the session hands over. The
+children of a session end with it at the latest, and are part of its outcome. The
+session API calls this class, and `expire_forever` ends sessions whose time is up."""
 
 import asyncio
 import logging
@@ -20,7 +22,12 @@ from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.answer_ids import turn_of_answer
 from invrl.gateway.sessions.number_checks import by_turn_id, check_numbers
-from invrl.gateway.sessions.rollout_summary import failed, summarise, token_counts, with_partial
+from invrl.gateway.sessions.rollout_summary import (
+    failed,
+    summarise,
+    token_counts,
+    with_partial,
+)
 from invrl.gateway.turns.turns import Turns
 from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
@@ -61,7 +68,8 @@ class Lifecycle:
     """For sessions that are opened without sampling parameters."""
     policy: SessionPolicy
     leases: LeaseStore | None = None
-    """None unless environments lease the tasks of the run. If they do, training sessions need a lease."""
+    """None unless environments lease the tasks of the run. If they do, training
+    sessions need a lease."""
     run_ended: Callable[[], bool] = lambda: False
     """Whether the run needs no more rollouts of environments that lease tasks."""
     tokens: Counter[str] = field(default_factory=Counter, init=False)
@@ -79,9 +87,10 @@ class Lifecycle:
         )
 
     async def open(self, opening: Opening) -> list[SessionRecord]:
-        """Opens all sessions or none. A repeated request gets the same sessions. SessionError 429 if too many
-        sessions are open, 400 for sampling parameters that training excludes, 409 for members that are not
-        leased, 410 once the run has ended."""
+        """Opens all sessions or none. A repeated request gets the same sessions.
+        SessionError 429 if too many sessions are open, 400 for sampling parameters that
+        training excludes, 409 for members that are not leased, 410 once the run has
+        ended."""
         if opening.terms.purpose == "train":
             self._check_training(opening)
         earlier = self.registry.reopened(opening)
@@ -89,7 +98,8 @@ class Lifecycle:
             return await self._open_again(earlier)
         now = self.registry.lived_time.now()
         records = self.registry.open(opening, now=now, opened_at=time.time())
-        # Before the commit: after it, other processes see the sessions in the store and may end them.
+        # Before the commit: after it, other processes see the sessions in the store and
+        # may end them.
         for record in records:
             self.turns.open(record)
         try:
@@ -103,14 +113,22 @@ class Lifecycle:
             raise
         return records
 
-    async def _store_opened(self, records: list[SessionRecord], opening: Opening) -> None:
-        """Returns after the commit. sqlite3.IntegrityError if the store's constraints exclude a session."""
-        needs_lease = self.leases is not None and opening.terms.purpose == "train" and opening.parent is None
+    async def _store_opened(
+        self, records: list[SessionRecord], opening: Opening
+    ) -> None:
+        """Returns after the commit. sqlite3.IntegrityError if the store's constraints
+        exclude a session."""
+        needs_lease = (
+            self.leases is not None
+            and opening.terms.purpose == "train"
+            and opening.parent is None
+        )
         committed = self.store.open_sessions(records, leased=needs_lease)
         await asyncio.wrap_future(committed)
 
     def _check_training(self, opening: Opening) -> None:
-        """SessionError if the run has ended, or if the policy could not be trained on what is sampled."""
+        """SessionError if the run has ended, or if the policy could not be trained on
+        what is sampled."""
         if self.run_ended():
             raise SessionError("the run has ended", status=410, code="run_ended")
         sampling = opening.terms.sampling
@@ -119,22 +137,25 @@ class Lifecycle:
                 "training needs temperature > 0 and top_p = 1: with other values, the log-probs of the "
                 "sampled tokens are not those of the policy"
             )
-            raise SessionError(reason, status=400, code="untrainable_sampling", param="sampling")
+            raise SessionError(
+                reason, status=400, code="untrainable_sampling", param="sampling"
+            )
 
     async def _open_again(self, records: list[SessionRecord]) -> list[SessionRecord]:
-        """Answers a repeated request after the commit of the first one. SessionError 404 if the first one
-        failed."""
+        """Answers a repeated request after the commit of the first one. SessionError
+        404 if the first one failed."""
         for record in records:
             record.last_heard.update()
-        # Commits happen in order: after this empty one, the commit of the first request has ended.
+        # Commits happen in order: after this empty one, the commit of the first request
+        # has ended.
         await asyncio.wrap_future(self.store.open_sessions([]))
         return [self.registry.by_id(record.session.id) for record in records]
 
     async def open_child(
         self, parent: SessionRecord, limits: SessionLimits, request_id: str
     ) -> SessionRecord:
-        """Opens a session for a sub-agent, with the parent's place in the group. SessionError as for
-        `open`."""
+        """Opens a session for a sub-agent, with the parent's place in the group.
+        SessionError as for `open`."""
         session = parent.session
         qualified_id = ""
         if request_id:
@@ -150,10 +171,15 @@ class Lifecycle:
         return record
 
     async def reward(self, record: SessionRecord, reward: Reward) -> None:
-        """Sets the final reward, or the reward of a turn or branch of this session; a turn may be named by
-        the id of its answer. If the session waits for its final reward, the final reward closes it.
-        SessionError 404 if there is no such turn, 409 once the session is closed."""
-        reward = replace(reward, turn=turn_of_answer(reward.turn), branch=turn_of_answer(reward.branch))
+        """Sets the final reward, or the reward of a turn or branch of this session; a
+        turn may be named by the id of its answer. If the session waits for its final
+        reward, the final reward closes it. SessionError 404 if there is no such turn,
+        409 once the session is closed."""
+        reward = replace(
+            reward,
+            turn=turn_of_answer(reward.turn),
+            branch=turn_of_answer(reward.branch),
+        )
         turn_id = reward.turn or reward.branch
         if turn_id and not self._has_turn(record, turn_id):
             reason = (
@@ -173,24 +199,30 @@ class Lifecycle:
         return any(turn.id == turn_id for turn in conversation.turns)
 
     async def attach(self, record: SessionRecord, extra: ExtraNumbers) -> None:
-        """Stores numbers of extra columns. A later number under the same turn and name replaces an earlier
-        one. SessionError 400 for numbers that are not as declared, 404 if there is no such turn, 409 once the
-        session is closed. Nothing is stored if any of them is refused."""
+        """Stores numbers of extra columns. A later number under the same turn and name
+        replaces an earlier one. SessionError 400 for numbers that are not as declared,
+        404 if there is no such turn, 409 once the session is closed. Nothing is stored
+        if any of them is refused."""
         self.registry.check_unsettled(record)
         sampled_tokens: dict[str, int] = {}
         conversation = self.turns.find(record)
         if conversation is not None:
-            sampled_tokens = {turn.id: len(turn.sampled_ids_T) for turn in conversation.turns}
+            sampled_tokens = {
+                turn.id: len(turn.sampled_ids_T) for turn in conversation.turns
+            }
         check_numbers(extra, self.policy.declared_columns, record, sampled_tokens)
         extra = by_turn_id(extra)
         self.registry.attach(record, extra)
         await asyncio.wrap_future(self.store.add_numbers(record.session.id, extra))
 
     async def finish(
-        self, record: SessionRecord, reward: Reward | None = None, extra: ExtraNumbers | None = None
+        self,
+        record: SessionRecord,
+        reward: Reward | None = None,
+        extra: ExtraNumbers | None = None,
     ) -> Outcome | None:
-        """Closes the session, after setting the numbers and the reward if they are given. Returns None if the
-        session now waits for its reward."""
+        """Closes the session, after setting the numbers and the reward if they are
+        given. Returns None if the session now waits for its reward."""
         if extra and _takes_reward(record):
             await self.attach(record, extra)
         if reward is not None and _takes_reward(record):
@@ -198,9 +230,15 @@ class Lifecycle:
         return await self._close(record, "finished")
 
     async def abort(
-        self, record: SessionRecord, reason: FailureReason, detail: str, *, state: SessionState = "aborted"
+        self,
+        record: SessionRecord,
+        reason: FailureReason,
+        detail: str,
+        *,
+        state: SessionState = "aborted",
     ) -> Outcome:
-        """Closes the session as failed. The outcome of a session that is closed already does not change."""
+        """Closes the session as failed. The outcome of a session that is closed already
+        does not change."""
         failure = _Failure(reason=reason, detail=detail)
         outcome = await self._close(record, state, failure)
         assert outcome is not None, "an aborted session does not wait for a reward"
@@ -212,8 +250,9 @@ class Lifecycle:
             await self.expire(self.registry.lived_time.now())
 
     async def expire(self, now: float) -> None:
-        """Ends the sessions whose time is up at `now` (lived seconds). They end concurrently, because closing
-        a session whose client does not read its answer takes `_SETTLE_S`."""
+        """Ends the sessions whose time is up at `now` (lived seconds). They end
+        concurrently, because closing a session whose client does not read its answer
+        takes `_SETTLE_S`."""
         overdue = self.registry.expired(now)
         endings = [self._expire(record) for record in overdue]
         for record in self._abandoned(now):
@@ -227,23 +266,31 @@ class Lifecycle:
                 _log.error("cannot expire a session", exc_info=error)
 
     async def _expire(self, record: SessionRecord) -> None:
-        """Ends a session that is past its time to live, or past the deadline of its reward."""
+        """Ends a session that is past its time to live, or past the deadline of its
+        reward."""
         if record.state == "unrewarded" and record.reward is None:
             detail = f"no reward came within reward_deadline_s = {self.policy.reward_deadline_s:g}"
             await self.abort(record, FailureReason.BAD_REWARD, detail, state="expired")
-        elif record.state == "unrewarded" or (self.policy.late_reward == "accept" and record.parent is None):
+        elif record.state == "unrewarded" or (
+            self.policy.late_reward == "accept" and record.parent is None
+        ):
             await self._close(record, "finished")
         else:
             detail = "the session was open for longer than its timeout_s"
             await self.abort(record, FailureReason.TIMEOUT, detail, state="expired")
 
     def _abandoned(self, now: float) -> list[SessionRecord]:
-        """Training sessions whose environment leased their places and has not been heard from for
-        `session_idle_timeout_s`. An environment is heard from while one of its calls is being answered."""
+        """Training sessions whose environment leased their places and has not been
+        heard from for `session_idle_timeout_s`. An environment is heard from while one
+        of its calls is being answered."""
         idle_s = self.policy.session_idle_timeout_s
         if self.leases is None or not idle_s:
             return []
-        training = [record for record in self.registry.open_records() if record.session.purpose == "train"]
+        training = [
+            record
+            for record in self.registry.open_records()
+            if record.session.purpose == "train"
+        ]
         for record in training:
             if self.turns.is_called(record):
                 record.last_heard.at = now
@@ -257,39 +304,52 @@ class Lifecycle:
             f"{self.policy.session_idle_timeout_s:g}: its environment has ended or hangs (one that computes "
             f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
         )
-        await self.abort(record, FailureReason.ENVIRONMENT_GONE, detail, state="expired")
+        await self.abort(
+            record, FailureReason.ENVIRONMENT_GONE, detail, state="expired"
+        )
 
     def _left_after_run(self) -> list[SessionRecord]:
-        """Training sessions that are open although the run has ended. Their children end with them."""
+        """Training sessions that are open although the run has ended. Their children
+        end with them."""
         if not self.run_ended():
             return []
-        parents = [record for record in self.registry.open_records() if record.parent is None]
+        parents = [
+            record for record in self.registry.open_records() if record.parent is None
+        ]
         return [record for record in parents if record.session.purpose == "train"]
 
     async def _abort_after_run(self, record: SessionRecord) -> None:
         await self.abort(record, FailureReason.RUN_ENDED, "the run has ended")
 
     async def _close(
-        self, record: SessionRecord, state: SessionState, failure: _Failure | None = None
+        self,
+        record: SessionRecord,
+        state: SessionState,
+        failure: _Failure | None = None,
     ) -> Outcome | None:
-        """Closes a session and its children. Without a `failure`, the turns and the reward determine the
-        outcome. Returns None if the session now waits for its reward."""
+        """Closes a session and its children. Without a `failure`, the turns and the
+        reward determine the outcome. Returns None if the session now waits for its
+        reward."""
         if record.outcome is not None:
             return record.outcome
         conversation = self.turns.conversation_to_close(record)
         async with conversation.closed:
             if not conversation.frozen:
                 record.frozen = True
-                children = [self._close(child, state, failure) for child in record.children]
+                children = [
+                    self._close(child, state, failure) for child in record.children
+                ]
                 await asyncio.gather(conversation.settle(_SETTLE_S), *children)
                 conversation.freeze()
             if record.outcome is None:
                 await self._conclude(record, state, failure)
             return record.outcome
 
-    async def _conclude(self, record: SessionRecord, state: SessionState, failure: _Failure | None) -> None:
-        """Determines the outcome of a frozen session and hands it over, or lets the session wait for its
-        reward."""
+    async def _conclude(
+        self, record: SessionRecord, state: SessionState, failure: _Failure | None
+    ) -> None:
+        """Determines the outcome of a frozen session and hands it over, or lets the
+        session wait for its reward."""
         turns: list[Turn] = []
         delivered: set[str] = set()
         for member in record.family(finished=True):
@@ -301,17 +361,26 @@ class Lifecycle:
         if failure is not None:
             outcome: Outcome = failed(record, failure.reason, failure.detail)
         else:
-            outcome = summarise(record, turns, delivered, now, train_auxiliary=train_auxiliary)
-            unrewarded = isinstance(outcome, FailedRollout) and outcome.reason is FailureReason.BAD_REWARD
+            outcome = summarise(
+                record, turns, delivered, now, train_auxiliary=train_auxiliary
+            )
+            unrewarded = (
+                isinstance(outcome, FailedRollout)
+                and outcome.reason is FailureReason.BAD_REWARD
+            )
             if unrewarded and self.policy.reward_deadline_s:
                 await self._await_reward(record, now)
                 return
         is_top = record.parent is None
         if is_top and isinstance(outcome, FailedRollout):
-            outcome = with_partial(outcome, record, turns, delivered, now, train_auxiliary=train_auxiliary)
+            outcome = with_partial(
+                outcome, record, turns, delivered, now, train_auxiliary=train_auxiliary
+            )
         record.reward_deadline = None
         hand_over = is_top and record.session.purpose == "train"
-        committed = self.store.close_session(record.session.id, state, outcome, hand_over=hand_over)
+        committed = self.store.close_session(
+            record.session.id, state, outcome, hand_over=hand_over
+        )
         await asyncio.wrap_future(committed)
         self.registry.close(record, state, outcome)
         if is_top:
@@ -320,25 +389,32 @@ class Lifecycle:
                 self.turns.close(member)
 
     async def _await_reward(self, record: SessionRecord, now: float) -> None:
-        """Lets a finished session wait for its reward. Does nothing if it waits already."""
+        """Lets a finished session wait for its reward. Does nothing if it waits
+        already."""
         if record.state != "open":
             return
         deadline = RewardDeadline(
-            lived_s=now + self.policy.reward_deadline_s, unix_s=time.time() + self.policy.reward_deadline_s
+            lived_s=now + self.policy.reward_deadline_s,
+            unix_s=time.time() + self.policy.reward_deadline_s,
         )
         self.registry.wait(record, deadline)
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))
 
 
 def _takes_reward(record: SessionRecord) -> bool:
-    """Whether a finish may still set the reward and numbers. Another one may have closed the session."""
+    """Whether a finish may still set the reward and numbers. Another one may have
+    closed the session."""
     return not record.frozen or record.reward_deadline is not None
 
 
 def _opening_refused(opening: Opening, error: sqlite3.IntegrityError) -> SessionError:
     """The error for sessions that the store's constraints exclude."""
     if "NOT NULL" in str(error):
-        reason = f"not all of these members of group {opening.terms.group_id!r} are leased"
+        reason = (
+            f"not all of these members of group {opening.terms.group_id!r} are leased"
+        )
         return SessionError(reason, status=409, code="not_leased", param="members")
     reason = f"request_id {opening.request_id!r} has opened sessions that are lost"
-    return SessionError(reason, status=409, code="request_id_reused", param="request_id")
+    return SessionError(
+        reason, status=409, code="request_id_reused", param="request_id"
+    )

@@ -1,9 +1,11 @@
-"""Checks numbers of extra columns where they arrive, against their declaration and the session's turns. Pure.
+"""Checks numbers of extra columns where they arrive, against their declaration and the
+session's turns. Pure.
 
 A turn is named by its id, or by the id of its answer, which every client has.
 
-Invariant: numbers that pass have declared names at their declared levels, are finite as float32, and belong
-to turns of the session; a turn's token numbers are as many as its sampled tokens."""
+Invariant: numbers that pass have declared names at their declared levels, are finite as
+float32, and belong to turns of the session; a turn's token numbers are as many as its
+sampled tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
@@ -15,7 +17,11 @@ from invrl.extra_columns import MAX_NUMBER, ExtraColumn, ExtraNumbers, Level, is
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.answer_ids import turn_of_answer
 
-_FIELDS: dict[Level, str] = {"rollout": "numbers", "turn": "turn_numbers", "token": "token_numbers"}
+_FIELDS: dict[Level, str] = {
+    "rollout": "numbers",
+    "turn": "turn_numbers",
+    "token": "token_numbers",
+}
 """The field of a request that holds the numbers of a level."""
 
 
@@ -27,7 +33,9 @@ def by_turn_id(extra: ExtraNumbers) -> ExtraNumbers:
     token_numbers: dict[str, dict[str, Sequence[float]]] = {}
     for name, columns in extra.token_numbers.items():
         token_numbers.setdefault(turn_of_answer(name), {}).update(columns)
-    return ExtraNumbers(numbers=extra.numbers, turn_numbers=turn_numbers, token_numbers=token_numbers)
+    return ExtraNumbers(
+        numbers=extra.numbers, turn_numbers=turn_numbers, token_numbers=token_numbers
+    )
 
 
 def check_numbers(
@@ -36,9 +44,10 @@ def check_numbers(
     record: SessionRecord,
     sampled_tokens: Mapping[str, int],
 ) -> None:
-    """`declared`: by name. `sampled_tokens`: by turn id, of every turn of the session. SessionError 400 for a
-    wrong name, level, length or number, 404 for a turn that the session does not have. The message names the
-    field, the value, the reason and the fix."""
+    """`declared`: by name. `sampled_tokens`: by turn id, of every turn of the session.
+    SessionError 400 for a wrong name, level, length or number, 404 for a turn that the
+    session does not have. The message names the field, the value, the reason and the
+    fix."""
     if extra.numbers and record.parent is not None:
         parent_id = record.top().session.id
         fix = f"send them for session {parent_id}"
@@ -60,7 +69,9 @@ def check_numbers(
             field = f"token_numbers.{turn}.{name}"
             _check_name(field, name, "token", declared)
             if len(values_T) != num_sampled:
-                reason = f"{len(values_T)} numbers: the turn sampled {num_sampled} tokens"
+                reason = (
+                    f"{len(values_T)} numbers: the turn sampled {num_sampled} tokens"
+                )
                 fix = "send one number for each sampled token (the answer's usage counts them)"
                 _refuse(field, "wrong_length", reason, fix)
             are_numbers_T = np.abs(np.asarray(values_T, np.float64)) <= MAX_NUMBER
@@ -69,7 +80,9 @@ def check_numbers(
                 _check_value(f"{field}.{first}", values_T[first])
 
 
-def _check_turn(field: str, turn: str, record: SessionRecord, sampled_tokens: Mapping[str, int]) -> int:
+def _check_turn(
+    field: str, turn: str, record: SessionRecord, sampled_tokens: Mapping[str, int]
+) -> int:
     """The number of tokens that the turn sampled."""
     num_sampled = sampled_tokens.get(turn_of_answer(turn))
     if num_sampled is None:
@@ -79,12 +92,19 @@ def _check_turn(field: str, turn: str, record: SessionRecord, sampled_tokens: Ma
     return num_sampled
 
 
-def _check_name(field: str, name: str, level: Level, declared: Mapping[str, ExtraColumn]) -> None:
+def _check_name(
+    field: str, name: str, level: Level, declared: Mapping[str, ExtraColumn]
+) -> None:
     column = declared.get(name)
     if column is None:
         names = ", ".join(declared) or "none"
         reason = f"the run declares no column {name!r} (declared: {names})"
-        _refuse(field, "unknown_column", reason, f"start the run with --extra-columns {name}:{level}")
+        _refuse(
+            field,
+            "unknown_column",
+            reason,
+            f"start the run with --extra-columns {name}:{level}",
+        )
     if column.level != level:
         reason = f"the column {name!r} is declared for each {column.level}, not for each {level}"
         fix = f"send it in {_FIELDS[column.level]}, or declare it as {name}:{level}"
@@ -98,5 +118,9 @@ def _check_value(field: str, value: float) -> None:
         _refuse(field, "not_a_number", reason, fix)
 
 
-def _refuse(field: str, code: str, reason: str, fix: str, *, status: int = 400) -> NoReturn:
-    raise SessionError(f"{field}: {reason}. Fix: {fix}", status=status, code=code, param=field)
+def _refuse(
+    field: str, code: str, reason: str, fix: str, *, status: int = 400
+) -> NoReturn:
+    raise SessionError(
+        f"{field}: {reason}. Fix: {fix}", status=status, code=code, param=field
+    )

@@ -1,4 +1,5 @@
-"""Builds the outcome of a closed session: a summary with its reward, or the reason of its failure. Pure.
+"""Builds the outcome of a closed session: a summary with its reward, or the reason of
+its failure. Pure.
 
 The turns of a session's finished children are part of its summary."""
 
@@ -9,19 +10,31 @@ from dataclasses import dataclass, replace
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
 from invrl.reasons import FailureReason
-from invrl.types import FailedRollout, Outcome, RolloutSummary, Turn, WeightVersion, field_values
+from invrl.types import (
+    FailedRollout,
+    Outcome,
+    RolloutSummary,
+    Turn,
+    WeightVersion,
+    field_values,
+)
 from invrl.user_frame import USER_FRAME_PREFIX
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:
-    """`detail` is completed with what the gateway refused the session and its children: an agent may have
-    swallowed it."""
-    detail = _with_refusals(detail, [text for member in record.family() for text in member.refusals])
-    return FailedRollout(**field_values(record.session.identity), reason=reason, detail=detail)
+    """`detail` is completed with what the gateway refused the session and its children:
+    an agent may have swallowed it."""
+    detail = _with_refusals(
+        detail, [text for member in record.family() for text in member.refusals]
+    )
+    return FailedRollout(
+        **field_values(record.session.identity), reason=reason, detail=detail
+    )
 
 
 def _with_refusals(detail: str, refusals: Sequence[str]) -> str:
-    """The refusals that the detail does not hold yet come before a last line that names user code."""
+    """The refusals that the detail does not hold yet come before a last line that names
+    user code."""
     new_lines = []
     for text in refusals:
         message = text.partition(": ")[2]
@@ -44,11 +57,16 @@ def with_partial(
     *,
     train_auxiliary: bool = True,
 ) -> FailedRollout:
-    """Adds a summary of the session's turns, without a final reward, to a failure. Runs that give such
-    failures a reward need it."""
+    """Adds a summary of the session's turns, without a final reward, to a failure. Runs
+    that give such failures a reward need it."""
     without_reward = replace(record, reward=None, components={})
     partial = summarise(
-        without_reward, turns, delivered, now, train_auxiliary=train_auxiliary, needs_reward=False
+        without_reward,
+        turns,
+        delivered,
+        now,
+        train_auxiliary=train_auxiliary,
+        needs_reward=False,
     )
     if isinstance(partial, FailedRollout):
         return failure
@@ -66,16 +84,26 @@ def summarise(
 ) -> Outcome:
     """The outcome of a session that is finished at `now` (lived seconds).
 
-    `turns` are the turns of its family. `delivered` has the ids of the turns whose answer reached the client.
-    The versions in the summary are those of tokens that may be trained. A session without such tokens fails
-    as EMPTY or CONSTRAINED, a training session without a reward as BAD_REWARD. The reward is 0 for other
-    sessions without one, and for a training session without one if `needs_reward` is False."""
+    `turns` are the turns of its family. `delivered` has the ids of the turns whose
+    answer reached the client. The versions in the summary are those of tokens that may
+    be trained. A session without such tokens fails as EMPTY or CONSTRAINED, a training
+    session without a reward as BAD_REWARD. The reward is 0 for other sessions without
+    one, and for a training session without one if `needs_reward` is False."""
     sorted_turns = _sort_turns(turns, delivered, train_auxiliary=train_auxiliary)
     if not sorted_turns.versions:
         return _without_tokens(record, sorted_turns)
     is_top = record.parent is None
-    if needs_reward and record.reward is None and record.session.purpose == "train" and is_top:
-        return failed(record, FailureReason.BAD_REWARD, "the session was finished without a reward")
+    if (
+        needs_reward
+        and record.reward is None
+        and record.session.purpose == "train"
+        and is_top
+    ):
+        return failed(
+            record,
+            FailureReason.BAD_REWARD,
+            "the session was finished without a reward",
+        )
     return _summary(record, sorted_turns, now)
 
 
@@ -93,12 +121,15 @@ class _SortedTurns:
     trained: Sequence[Turn]
     """Delivered turns whose tokens may be trained."""
     versions: Sequence[WeightVersion]
-    """The versions of the tokens that may be trained; empty if there is no such token."""
+    """The versions of the tokens that may be trained; empty if there is no such
+    token."""
     untrained_roots: tuple[str, ...]
     """The roots of conversations that are not trained."""
 
 
-def _sort_turns(turns: Sequence[Turn], delivered: Collection[str], *, train_auxiliary: bool) -> _SortedTurns:
+def _sort_turns(
+    turns: Sequence[Turn], delivered: Collection[str], *, train_auxiliary: bool
+) -> _SortedTurns:
     root_of = roots(turns)
     roots_of_auxiliary = dict.fromkeys(auxiliary_roots(turns, delivered))
     untrained_roots: Mapping[str, None] = {}
@@ -115,14 +146,21 @@ def _sort_turns(turns: Sequence[Turn], delivered: Collection[str], *, train_auxi
         auxiliary=[turn for turn in turns if root_of[turn.id] in roots_of_auxiliary],
         delivered=delivered_turns,
         trained=trained,
-        versions=[span.version for turn in trained for span in turn.spans if span.end > span.start],
+        versions=[
+            span.version
+            for turn in trained
+            for span in turn.spans
+            if span.end > span.start
+        ],
         untrained_roots=tuple(untrained_roots),
     )
 
 
 def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutSummary:
     rewards = _family_rewards(record, turns.all)
-    fork_counts = Counter(f"forks/{turn.fork_reason}" for turn in turns.all if turn.fork_reason)
+    fork_counts = Counter(
+        f"forks/{turn.fork_reason}" for turn in turns.all if turn.fork_reason
+    )
     return RolloutSummary(
         **field_values(record.session.identity),
         reward=rewards.final,
@@ -155,7 +193,8 @@ def _summary(record: SessionRecord, turns: _SortedTurns, now: float) -> RolloutS
 
 
 def _family_turn_numbers(record: SessionRecord) -> Mapping[str, Mapping[str, float]]:
-    """By turn id, then by name: of the turns of the session and of its finished descendants."""
+    """By turn id, then by name: of the turns of the session and of its finished
+    descendants."""
     turn_numbers: dict[str, Mapping[str, float]] = {}
     for member in record.family(finished=True):
         for turn_id, numbers in member.turn_numbers.items():
@@ -176,8 +215,8 @@ def _without_tokens(record: SessionRecord, turns: _SortedTurns) -> FailedRollout
 
 
 def _why_constrained(forced: Mapping[str, int]) -> str:
-    """`forced` counts requests by the field that forced their replies. It is empty after the gateway has
-    restarted."""
+    """`forced` counts requests by the field that forced their replies. It is empty
+    after the gateway has restarted."""
     fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
     return (
         f"all turns constrained: the client sends {fields}, and --constrained skip trains no reply that a "
@@ -187,8 +226,8 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
 
 
 def _why_empty(turns: _SortedTurns) -> str:
-    """Counts each sampled token under one reason. Tokens for which no other reason applies are under
-    untrained roots."""
+    """Counts each sampled token under one reason. Tokens for which no other reason
+    applies are under untrained roots."""
     if not turns.all:
         return (
             "no token to train: the model was never asked in this session, or never answered. Ask at its "
@@ -204,7 +243,9 @@ def _why_empty(turns: _SortedTurns) -> str:
     )
 
 
-def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome) -> Mapping[str, int]:
+def token_counts(
+    turns: Sequence[Turn], delivered: Collection[str], outcome: Outcome
+) -> Mapping[str, int]:
     """The sampled, delivered and trained tokens of one closed session."""
     trained = 0
     if not isinstance(outcome, FailedRollout):
@@ -217,10 +258,13 @@ def token_counts(turns: Sequence[Turn], delivered: Collection[str], outcome: Out
 
 
 def token_shares(counts: Mapping[str, int]) -> Mapping[str, float]:
-    """The delivered and the trained share of the tokens that closed sessions sampled. `counts`: sums of
-    `token_counts`."""
+    """The delivered and the trained share of the tokens that closed sessions sampled.
+    `counts`: sums of `token_counts`."""
     sampled = max(counts.get("sampled", 0), 1)
-    return {f"{name}_fraction": counts.get(name, 0) / sampled for name in ("delivered", "trained")}
+    return {
+        f"{name}_fraction": counts.get(name, 0) / sampled
+        for name in ("delivered", "trained")
+    }
 
 
 def _sampled_tokens(turns: Sequence[Turn] | Iterator[Turn]) -> int:
@@ -229,7 +273,8 @@ def _sampled_tokens(turns: Sequence[Turn] | Iterator[Turn]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FinalReward:
-    """The final reward that counts for a session, and the session that it was given to."""
+    """The final reward that counts for a session, and the session that it was given
+    to."""
 
     value: float
     session_id: str
@@ -237,7 +282,8 @@ class _FinalReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FamilyRewards:
-    """The rewards of a session and its finished descendants, as `RolloutSummary` holds them."""
+    """The rewards of a session and its finished descendants, as `RolloutSummary` holds
+    them."""
 
     final: float
     of_turns: Mapping[str, float]
@@ -263,17 +309,21 @@ def _family_rewards(record: SessionRecord, turns: Sequence[Turn]) -> _FamilyRewa
         final=own.value,
         of_turns=of_turns,
         of_branches=of_branches,
-        turn_levels={turn_id: levels[turn_id] for turn_id in rewarded_turns if turn_id in levels},
+        turn_levels={
+            turn_id: levels[turn_id] for turn_id in rewarded_turns if turn_id in levels
+        },
         of_children={child: reward.value for child, reward in finals.items()},
-        children_take_from={child: reward.session_id for child, reward in finals.items()},
+        children_take_from={
+            child: reward.session_id for child, reward in finals.items()
+        },
     )
 
 
 def _final_rewards(
     record: SessionRecord, inherited: _FinalReward | None = None
 ) -> Iterator[tuple[str, _FinalReward]]:
-    """The final reward of each session of the family, by session id: its own, or else its parent's. If
-    `record`, the first session, has none, its reward is 0."""
+    """The final reward of each session of the family, by session id: its own, or else
+    its parent's. If `record`, the first session, has none, its reward is 0."""
     if record.reward is not None:
         reward = _FinalReward(value=record.reward, session_id=record.session.id)
     elif inherited is not None:
@@ -287,8 +337,9 @@ def _final_rewards(
 
 
 def _levels(record: SessionRecord, turns: Sequence[Turn]) -> Mapping[str, str]:
-    """The level of each turn, by turn id: "main" for the session's own turns or "child" for a child's, and
-    the number of turns before it on its branch. Parents come before their children in `turns`."""
+    """The level of each turn, by turn id: "main" for the session's own turns or "child"
+    for a child's, and the number of turns before it on its branch. Parents come before
+    their children in `turns`."""
     depths: dict[str, int] = {}
     levels: dict[str, str] = {}
     for turn in turns:

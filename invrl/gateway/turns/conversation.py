@@ -1,9 +1,11 @@
-"""The live side of an open session: its forest, the generations in flight, the turns so far.
+"""The live side of an open session: its forest, the generations in flight, the turns so
+far.
 
-Invariant: a request that equals an earlier one gets a sample of its own, which counts as a turn, with two
-exceptions. An answer that is complete but reached no client goes to the next equal request. A request that
-says that it is a retry (the official clients count their retries in a header) gets the answer that was given
-before. Equal bytes alone do not make a retry: clients without such a header draw several samples of one
+Invariant: a request that equals an earlier one gets a sample of its own, which counts
+as a turn, with two exceptions. An answer that is complete but reached no client goes to
+the next equal request. A request that says that it is a retry (the official clients
+count their retries in a header) gets the answer that was given before. Equal bytes
+alone do not make a retry: clients without such a header draw several samples of one
 prompt in this way."""
 
 import asyncio
@@ -39,11 +41,12 @@ class _RequestState:
     failed: int = 0
     """Generations that ended without an answer and were not begun again since."""
     delivered: AnswerSource | Node | None = None
-    """The answer that a client got last. Not a node if the turn does not hold all that was shown."""
+    """The answer that a client got last. Not a node if the turn does not hold all that
+    was shown."""
 
     def unclaimed_answer(self) -> AnswerSource | Node | None:
-        """A complete answer that reached no client and that is not being sent to one; None if there is
-        none."""
+        """A complete answer that reached no client and that is not being sent to one;
+        None if there is none."""
         for source in self.pending:
             if source.unclaimed:
                 return source
@@ -52,9 +55,10 @@ class _RequestState:
         return None
 
     def repeated_answer(self) -> AnswerSource | Node | None:
-        """The answer that a client means that repeats the request. None if several equal requests are in
-        flight, or one has failed: it is unknown which of them the client repeats, and if it got the answer of
-        another client, one sample would count as two."""
+        """The answer that a client means that repeats the request. None if several
+        equal requests are in flight, or one has failed: it is unknown which of them the
+        client repeats, and if it got the answer of another client, one sample would
+        count as two."""
         if self.failed or len(self.pending) > 1:
             return None
         if self.pending:
@@ -72,16 +76,19 @@ class Conversation:
         self.delivered: set[str] = set()
         """Ids of the turns whose answer reached a client."""
         self.changes: dict[str, Change] = {}
-        """By turn: how its request departed from what was recorded. Of turns that an earlier worker recorded,
-        it is found only when the session is shown (`turn_overview.py`)."""
+        """By turn: how its request departed from what was recorded. Of turns that an
+        earlier worker recorded, it is found only when the session is shown
+        (`turn_overview.py`)."""
         self.restored = False
-        """An earlier worker recorded turns, and their changes have not been found yet."""
+        """An earlier worker recorded turns, and their changes have not been found
+        yet."""
         self.begun = 0
         """The number of turns that were begun."""
         self.closing = record.frozen
         """The session is being closed, or it is closed."""
         self.frozen = record.frozen
-        """What the session hands over is settled: no turn is added, and none becomes delivered."""
+        """What the session hands over is settled: no turn is added, and none becomes
+        delivered."""
         self.closed = asyncio.Lock()
         """Held while the session is being closed."""
         self.matching = asyncio.Lock()
@@ -102,12 +109,14 @@ class Conversation:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Surrounds a client's request, until its answer is delivered or given up. SessionError 429 if the
-        session has too many requests at a time."""
+        """Surrounds a client's request, until its answer is delivered or given up.
+        SessionError 429 if the session has too many requests at a time."""
         limit = self.record.session.limits.max_concurrent_calls
         if self._calls >= limit:
             reason = f"the session may have {limit} calls at a time"
-            raise SessionError(reason, status=429, code="too_many_concurrent_calls", retry_after_s=1.0)
+            raise SessionError(
+                reason, status=429, code="too_many_concurrent_calls", retry_after_s=1.0
+            )
         self._calls += 1
         self._idle.clear()
         try:
@@ -118,9 +127,9 @@ class Conversation:
                 self._idle.set()
 
     def admit(self) -> Sampling:
-        """The session's sampling parameters for one more turn, within the tokens that are left. SessionError
-        403 once its turns or tokens are used up. Tokens count when a turn ends, so turns that run at the same
-        time can exceed the limit."""
+        """The session's sampling parameters for one more turn, within the tokens that
+        are left. SessionError 403 once its turns or tokens are used up. Tokens count
+        when a turn ends, so turns that run at the same time can exceed the limit."""
         session = self.record.session
         limits = session.limits
         if max(self.begun, len(self.turns)) >= limits.max_turns:
@@ -131,12 +140,17 @@ class Conversation:
             reason = f"the session has sampled {sampled} of {limits.max_sampled_tokens} tokens"
             raise SessionError(reason, status=403, code="max_tokens_exceeded")
         left = limits.max_sampled_tokens - sampled
-        return replace(session.sampling, max_new_tokens=min(session.sampling.max_new_tokens, left))
+        return replace(
+            session.sampling, max_new_tokens=min(session.sampling.max_new_tokens, left)
+        )
 
-    def existing_answer(self, digest: str, *, retry: bool) -> AnswerSource | Node | None:
-        """What answers this request without a new sample: an answer in flight that the client joins, or a
-        recorded turn, which `repeat` sends again. None if the request has to be sampled. `retry`: the client
-        says that it repeats the request."""
+    def existing_answer(
+        self, digest: str, *, retry: bool
+    ) -> AnswerSource | Node | None:
+        """What answers this request without a new sample: an answer in flight that the
+        client joins, or a recorded turn, which `repeat` sends again. None if the
+        request has to be sampled. `retry`: the client says that it repeats the
+        request."""
         request = self._requests.get(digest)
         if request is None:
             return None
@@ -156,14 +170,18 @@ class Conversation:
                     request.failed += 1
                 else:
                     request.undelivered.append(node)
-            elif source.unclaimed and source.turn_id in self.delivered:  # a later request continued it
+            elif (
+                source.unclaimed and source.turn_id in self.delivered
+            ):  # a later request continued it
                 request.pending.remove(source)
                 request.delivered = source
-        request.undelivered = [node for node in request.undelivered if node.turn.id not in self.delivered]
+        request.undelivered = [
+            node for node in request.undelivered if node.turn.id not in self.delivered
+        ]
 
     def count_prompt(self, ids_T: NDArray[np.int32]) -> tuple[bytes, int]:
-        """Counts a generation on this prompt. Returns the digest of the prompt, and the number of generations
-        on it so far, this one included."""
+        """Counts a generation on this prompt. Returns the digest of the prompt, and the
+        number of generations on it so far, this one included."""
         prompt = hashlib.blake2b(ids_T.tobytes(), digest_size=16).digest()
         self._prompts[prompt] += 1
         return prompt, self._prompts[prompt]
@@ -172,7 +190,8 @@ class Conversation:
         """Whether a turn so far began a conversation with exactly this prompt."""
         ids_T = np.asarray(ids, np.int32)
         return any(
-            turn.parent_id is None and np.array_equal(turn.context_ids_T, ids_T) for turn in self.turns
+            turn.parent_id is None and np.array_equal(turn.context_ids_T, ids_T)
+            for turn in self.turns
         )
 
     def start(self, generation: Generation) -> None:
@@ -187,7 +206,9 @@ class Conversation:
     def repeat(self, answer: RecordedAnswer) -> None:
         """Adds a recorded answer that is being sent again."""
         request = self._requests.setdefault(answer.digest, _RequestState())
-        request.undelivered = [node for node in request.undelivered if node.turn.id != answer.turn_id]
+        request.undelivered = [
+            node for node in request.undelivered if node.turn.id != answer.turn_id
+        ]
         request.pending.append(answer)
 
     def keep_answer(self, source: AnswerSource, answer: AnswerSource | Node) -> None:
@@ -200,8 +221,8 @@ class Conversation:
             self._running.discard(source)
 
     def restore_answer(self, node: Node) -> None:
-        """Adds the answer of a turn that an earlier worker recorded. To be called in the order of the
-        turns."""
+        """Adds the answer of a turn that an earlier worker recorded. To be called in
+        the order of the turns."""
         request = self._requests.setdefault(node.turn.request_digest, _RequestState())
         if node.turn.delivered:
             request.delivered = node
@@ -209,7 +230,8 @@ class Conversation:
             request.undelivered.append(node)
 
     async def settle(self, deadline_s: float) -> None:
-        """Cancels what is being sampled, and waits up to `deadline_s` for answers that are on their way."""
+        """Cancels what is being sampled, and waits up to `deadline_s` for answers that
+        are on their way."""
         self.closing = True
         running = [generation for generation in self._running if generation.running]
         for generation in running:

@@ -1,9 +1,11 @@
-"""The token forest of one session: which recorded turn a request continues, and why one does not. Pure.
+"""The token forest of one session: which recorded turn a request continues, and why one
+does not. Pure.
 
-A node is a turn in its place; its conversation is the messages that the ids of its path stand for. A request
-continues the deepest node whose conversation is a prefix of the request's, at the strictest `MatchLevel` that
-reaches that depth. Invariants: nodes never change, so requests of one session can run concurrently; only
-turns whose answer is complete become nodes; only one thread at a time matches, and nodes may be added
+A node is a turn in its place; its conversation is the messages that the ids of its path
+stand for. A request continues the deepest node whose conversation is a prefix of the
+request's, at the strictest `MatchLevel` that reaches that depth. Invariants: nodes
+never change, so requests of one session can run concurrently; only turns whose answer
+is complete become nodes; only one thread at a time matches, and nodes may be added
 meanwhile."""
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from invrl.gateway.turns.message_identity import digests, tools_digest
 from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
 
 _MAX_CANDIDATES = 32
-"""How many recorded replies of one text are compared with a request that departs; the newest ones."""
+"""How many recorded replies of one text are compared with a request that departs; the
+newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,12 @@ class Match:
     fork: ForkReason | None
     """None if this is a first conversation, or one that continues what was recorded."""
     new: tuple[Message, ...] = ()
-    """The messages behind `depth`. Results name the calls that they answer by our ids, also where the client
-    has given the calls other ids."""
+    """The messages behind `depth`. Results name the calls that they answer by our ids,
+    also where the client has given the calls other ids."""
     level: MatchLevel = MatchLevel.EXACT
     change: Change | None = None
-    """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last altered reply came back."""
+    """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last
+    altered reply came back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,14 @@ class _Fork:
 
 
 _NO_FORK = _Fork(None)
-"""The request continues a recorded turn and adds replies of its own where none was recorded, for example ones
-that its author wrote. It replaces nothing."""
+"""The request continues a recorded turn and adds replies of its own where none was
+recorded, for example ones that its author wrote. It replaces nothing."""
 
 
 class _Replies:
-    """The sampled replies that are recognised by more than their text: those with tool calls by the ids and
-    names of their calls, those that a stop string ended by their text with that string."""
+    """The sampled replies that are recognised by more than their text: those with tool
+    calls by the ids and names of their calls, those that a stop string ended by their
+    text with that string."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
@@ -78,9 +83,12 @@ class _Replies:
             return None
         return self._nodes.get(calls_of(message))
 
-    def at_level(self, messages: Sequence[Message], level: MatchLevel) -> Sequence[Message]:
-        """The messages to compare at a level. At `REWRITTEN` a recorded reply stands in the place of each
-        message that has its calls, or its text and the stop string behind it."""
+    def at_level(
+        self, messages: Sequence[Message], level: MatchLevel
+    ) -> Sequence[Message]:
+        """The messages to compare at a level. At `REWRITTEN` a recorded reply stands in
+        the place of each message that has its calls, or its text and the stop string
+        behind it."""
         if level is not MatchLevel.REWRITTEN or not (self._nodes or self._stopped):
             return messages
         return [self._recorded(message) for message in messages]
@@ -104,9 +112,9 @@ class _ConversationEnd:
 
 
 class _Index:
-    """The conversations of all nodes by their digests, at one level. `tools`: conversations with different
-    tools are told apart. The index is brought up to date when it is used, because most sessions need only the
-    strictest level."""
+    """The conversations of all nodes by their digests, at one level. `tools`:
+    conversations with different tools are told apart. The index is brought up to date
+    when it is used, because most sessions need only the strictest level."""
 
     def __init__(self, level: MatchLevel, replies: _Replies, *, tools: bool) -> None:
         self.level = level
@@ -117,11 +125,13 @@ class _Index:
         self.answered: dict[bytes, Node] = {}
         """The latest node whose reply follows a conversation."""
         self.nodes_by_reply: dict[bytes, list[Node]] = {}
-        """The nodes of each reply, whatever comes before it (if tools are not told apart)."""
+        """The nodes of each reply, whatever comes before it (if tools are not told
+        apart)."""
         self._ends: dict[str, _ConversationEnd] = {}
         """By turn."""
         self._message_digests: dict[str, list[bytes]] = {}
-        """The digest of each single message that a turn adds, by turn; filled by `each_alone`."""
+        """The digest of each single message that a turn adds, by turn; filled by
+        `each_alone`."""
 
     def update(self, nodes: Sequence[Node]) -> None:
         """`nodes`: all nodes of the forest, in the order in which they were added."""
@@ -151,7 +161,9 @@ class _Index:
         self.nodes.setdefault(whole, []).append(node)
         self.answered[before_reply] = node
         num_messages = num_earlier + len(node.messages)
-        self._ends[node.turn.id] = _ConversationEnd(digest=whole, num_messages=num_messages)
+        self._ends[node.turn.id] = _ConversationEnd(
+            digest=whole, num_messages=num_messages
+        )
         if not self._tools:
             reply = self.alone(node.messages[-1], node.tools)
             self.nodes_by_reply.setdefault(reply, []).append(node)
@@ -162,19 +174,23 @@ class _Index:
         return digests(compared, self.level, tools=tools)[-1]
 
     def each_alone(self, node: Node) -> list[bytes]:
-        """The digest of each single message of the node's conversation. They are kept: the requests of an
-        agent that changes the beginning of its conversation each time are compared with many nodes."""
+        """The digest of each single message of the node's conversation. They are kept:
+        the requests of an agent that changes the beginning of its conversation each
+        time are compared with many nodes."""
         path_digests: list[bytes] = []
         for step in node.path():
             step_digests = self._message_digests.get(step.turn.id)
             if step_digests is None:
-                step_digests = [self.alone(message, step.tools) for message in step.messages]
+                step_digests = [
+                    self.alone(message, step.tools) for message in step.messages
+                ]
                 self._message_digests[step.turn.id] = step_digests
             path_digests += step_digests
         return path_digests
 
     def _answered_calls(self, node: Node) -> dict[str, str]:
-        """The places of earlier calls that the node's messages answer; usually its parent made them."""
+        """The places of earlier calls that the node's messages answer; usually its
+        parent made them."""
         missing = {message.tool_call_id for message in node.messages} - {""}
         places: dict[str, str] = {}
         ancestor = node.parent
@@ -190,7 +206,8 @@ class _Index:
 
 
 class Forest:
-    """The turns of one session. `level`: how much a returned message may differ at most."""
+    """The turns of one session. `level`: how much a returned message may differ at
+    most."""
 
     def __init__(self, level: MatchLevel = MatchLevel.REWRITTEN) -> None:
         self._level = level
@@ -214,7 +231,8 @@ class Forest:
         return len(self._by_turn)
 
     def add(self, node: Node) -> None:
-        """Adds a node, after its parent. If another thread is matching, it sees the node or does not."""
+        """Adds a node, after its parent. If another thread is matching, it sees the
+        node or does not."""
         self._by_turn[node.turn.id] = node
         self._nodes.append(node)
         self.characters += sum(message.characters for message in node.messages)
@@ -225,8 +243,9 @@ class Forest:
         return self._by_turn.get(turn_id)
 
     def changes(self) -> dict[str, Change]:
-        """For each turn that departed from what was recorded before it, how it did so, by turn. It is worked
-        out from the nodes again, which takes as long for each of them as matching a request that departs."""
+        """For each turn that departed from what was recorded before it, how it did so,
+        by turn. It is worked out from the nodes again, which takes as long for each of
+        them as matching a request that departs."""
         earlier = Forest(self._level)
         changes: dict[str, Change] = {}
         for node in tuple(self._nodes):
@@ -244,21 +263,26 @@ class Forest:
     def match_text(
         self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
     ) -> tuple[Node | None, int]:
-        """The node that a prompt without a template continues, and how much of the prompt it covers. It is
-        the one that covers most of those whose whole text, or ids, the prompt begins with."""
+        """The node that a prompt without a template continues, and how much of the
+        prompt it covers. It is the one that covers most of those whose whole text, or
+        ids, the prompt begins with."""
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
             if not node.raw:
                 continue
-            text = self._text_of(node, decode)  # of each node, because those of its children begin with it
+            text = self._text_of(
+                node, decode
+            )  # of each node, because those of its children begin with it
             if isinstance(prompt, str):
                 size = len(text)
                 begins = prompt.startswith(text)
             else:
                 sampled = tuple(node.turn.sampled_ids_T.tolist())
                 size = node.turn.prompt_tokens + len(sampled)
-                same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
+                same_end = (
+                    prompt[size - len(sampled) : size] == sampled
+                )  # a cheap test first
                 begins = same_end and prompt[:size] == tuple(node.ids())
             if begins and size > longest_size:
                 longest = node
@@ -266,7 +290,8 @@ class Forest:
         return longest, longest_size
 
     def _text_of(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
-        """The whole text of a node's path. Its parent's must have been asked for before."""
+        """The whole text of a node's path. Its parent's must have been asked for
+        before."""
         text = self._texts.get(node.turn.id)
         if text is None:
             before = ""
@@ -278,9 +303,13 @@ class Forest:
         return text
 
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
-        """The deepest node that `messages` continue. If there is a node and a `fork`, the client has replaced
-        a later reply on its path."""
-        reply_ends = [end for end, message in enumerate(messages, 1) if message.role == "assistant"]
+        """The deepest node that `messages` continue. If there is a node and a `fork`,
+        the client has replaced a later reply on its path."""
+        reply_ends = [
+            end
+            for end, message in enumerate(messages, 1)
+            if message.role == "assistant"
+        ]
         node: Node | None = None
         depth = 0
         level = MatchLevel.EXACT
@@ -298,13 +327,18 @@ class Forest:
         new = tuple(messages[depth:])
         if node is not None:
             new = _with_our_ids(messages, depth, node)
-        return Match(node=node, depth=depth, fork=fork, new=new, level=level, change=change)
+        return Match(
+            node=node, depth=depth, fork=fork, new=new, level=level, change=change
+        )
 
     def _deepest(
-        self, messages: Sequence[Message], tools: Sequence[Tool], reply_ends: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        reply_ends: Sequence[int],
     ) -> tuple[Node | None, int, MatchLevel]:
-        """The deepest node that `messages` continue, the number of messages that it covers, and the strictest
-        level that reaches it."""
+        """The deepest node that `messages` continue, the number of messages that it
+        covers, and the strictest level that reaches it."""
         deepest: Node | None = None
         depth = 0
         deepest_level = MatchLevel.EXACT
@@ -327,11 +361,16 @@ class Forest:
         return deepest, depth, deepest_level
 
     def _why_forked(
-        self, messages: Sequence[Message], tools: Sequence[Tool], reply_ends: Sequence[int], depth: int
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        reply_ends: Sequence[int],
+        depth: int,
     ) -> _Fork:
-        """Why the replies behind `depth` are not those that were recorded. Three explanations are tried, the
-        one that leaves most of the recording unchanged first: the whole conversation is recorded with other
-        tools; all before a reply is recorded, with another reply; only a reply is recorded, behind other
+        """Why the replies behind `depth` are not those that were recorded. Three
+        explanations are tried, the one that leaves most of the recording unchanged
+        first: the whole conversation is recorded with other tools; all before a reply
+        is recorded, with another reply; only a reply is recorded, behind other
         messages. All three compare conversations without their tools."""
         index = self._any_tools
         index.update(self._nodes)
@@ -341,12 +380,16 @@ class Forest:
         for end in unmatched:
             nodes = index.nodes.get(prefix_digests[end])
             if nodes:
-                return _Fork(ForkReason.TOOLS_CHANGED, tools_change(nodes[-1].tools, tools))
+                return _Fork(
+                    ForkReason.TOOLS_CHANGED, tools_change(nodes[-1].tools, tools)
+                )
         for end in unmatched:
             position = end - 1
             node = index.answered.get(prefix_digests[position])
             if node is not None:
-                change = self._change(position, node.messages[-1], messages[position], tools)
+                change = self._change(
+                    position, node.messages[-1], messages[position], tools
+                )
                 return _Fork(ForkReason.HISTORY_EDITED, change)
         for end in reversed(unmatched):  # the client continues the newest recording
             candidates = self._similar_replies(messages[end - 1], tools)
@@ -367,10 +410,13 @@ class Forest:
         return candidates
 
     def _changed_before(
-        self, before: Sequence[Message], candidates: Sequence[Node], tools: Sequence[Tool]
+        self,
+        before: Sequence[Message],
+        candidates: Sequence[Node],
+        tools: Sequence[Tool],
     ) -> _Fork:
-        """How the messages before a reply differ from those before it when it was sampled. `candidates`: the
-        turns that the reply may come from."""
+        """How the messages before a reply differ from those before it when it was
+        sampled. `candidates`: the turns that the reply may come from."""
         difference = self._smallest_difference(before, candidates, tools)
         recorded = difference.recorded
         sent = difference.sent
@@ -391,28 +437,39 @@ class Forest:
         return _Fork(ForkReason.CONTEXT_EDITED, change)
 
     def _smallest_difference(
-        self, before: Sequence[Message], candidates: Sequence[Node], tools: Sequence[Tool]
+        self,
+        before: Sequence[Message],
+        candidates: Sequence[Node],
+        tools: Sequence[Tool],
     ) -> Difference:
-        """The smallest of the differences between `before` and what came before each candidate's reply; the
-        newest candidate's of equal ones."""
+        """The smallest of the differences between `before` and what came before each
+        candidate's reply; the newest candidate's of equal ones."""
         index = self._any_tools
         sent_digests = [index.alone(message, tools) for message in before]
         differences: list[Difference] = []
         for node in reversed(candidates):
             recorded_digests = index.each_alone(node)[:-1]
             recorded = node.conversation()[:-1]
-            differences.append(_difference(recorded, recorded_digests, before, sent_digests))
+            differences.append(
+                _difference(recorded, recorded_digests, before, sent_digests)
+            )
         return min(differences, key=lambda difference: difference.size)
 
-    def _results_change(self, before: Sequence[Message], node: Node, tools: Sequence[Tool]) -> Change | None:
-        """The first result that answers another call than the recorded one in its position."""
-        for position, (message, recorded) in enumerate(zip(before, node.conversation(), strict=False)):
+    def _results_change(
+        self, before: Sequence[Message], node: Node, tools: Sequence[Tool]
+    ) -> Change | None:
+        """The first result that answers another call than the recorded one in its
+        position."""
+        for position, (message, recorded) in enumerate(
+            zip(before, node.conversation(), strict=False)
+        ):
             if message.tool_call_id != recorded.tool_call_id:
                 return self._change(position, recorded, message, tools)
         return None
 
     def _last_rewritten(self, messages: Sequence[Message], node: Node) -> Change | None:
-        """The last reply in `messages` that differs from the node's path in more than its reasoning."""
+        """The last reply in `messages` that differs from the node's path in more than
+        its reasoning."""
         conversation = node.conversation()
         level = MatchLevel.WITHOUT_REASONING
         for position in reversed(range(len(messages))):
@@ -425,7 +482,9 @@ class Forest:
                 return self._change(position, recorded, message, node.tools)
         return None
 
-    def _change(self, position: int, recorded: Message, sent: Message, tools: Sequence[Tool]) -> Change:
+    def _change(
+        self, position: int, recorded: Message, sent: Message, tools: Sequence[Tool]
+    ) -> Change:
         return message_change(position, recorded, sent, self._level, tools)
 
 
@@ -435,9 +494,12 @@ def _difference(
     sent: Sequence[Message],
     sent_digests: Sequence[bytes],
 ) -> Difference:
-    """The part in which two conversations differ. The digests are those of their single messages."""
+    """The part in which two conversations differ. The digests are those of their single
+    messages."""
     first = common_items(recorded_digests, sent_digests)
-    num_same_at_end = common_items(recorded_digests[first:][::-1], sent_digests[first:][::-1])
+    num_same_at_end = common_items(
+        recorded_digests[first:][::-1], sent_digests[first:][::-1]
+    )
     return Difference(
         first=first,
         recorded=recorded[first : len(recorded) - num_same_at_end],
@@ -446,24 +508,33 @@ def _difference(
 
 
 def _nearest(nodes: Sequence[Node], messages: Sequence[Message]) -> Node:
-    """Of nodes whose conversations are the same at a level: the one with most of the client's call ids, and
-    the newest of those."""
+    """Of nodes whose conversations are the same at a level: the one with most of the
+    client's call ids, and the newest of those."""
     newest_first = nodes[: -_MAX_CANDIDATES - 1 : -1]
     if len(newest_first) == 1:
         return newest_first[0]
     sent_ids = {call.id for message in messages for call in message.tool_calls}
 
     def count_sent_ids(node: Node) -> int:
-        return sum(call.id in sent_ids for message in node.conversation() for call in message.tool_calls)
+        return sum(
+            call.id in sent_ids
+            for message in node.conversation()
+            for call in message.tool_calls
+        )
 
     return max(newest_first, key=count_sent_ids)
 
 
-def _with_our_ids(messages: Sequence[Message], depth: int, node: Node) -> tuple[Message, ...]:
-    """The messages behind `depth`. Results of calls on the node's path name them by our ids."""
+def _with_our_ids(
+    messages: Sequence[Message], depth: int, node: Node
+) -> tuple[Message, ...]:
+    """The messages behind `depth`. Results of calls on the node's path name them by our
+    ids."""
     our_ids: dict[str, str] = {}
     for message, recorded in zip(messages, node.conversation(), strict=False):
-        for call, recorded_call in zip(message.tool_calls, recorded.tool_calls, strict=True):
+        for call, recorded_call in zip(
+            message.tool_calls, recorded.tool_calls, strict=True
+        ):
             our_ids[call.id] = recorded_call.id
     new: list[Message] = []
     for message in messages[depth:]:

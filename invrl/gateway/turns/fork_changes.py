@@ -1,5 +1,5 @@
-"""How a request differs from what was recorded, described for the user: the first difference, and what to do
-about it. Pure."""
+"""How a request differs from what was recorded, described for the user: the first
+difference, and what to do about it. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ _EXCERPT_BEFORE = 24
 
 def advice(reason: ForkReason, change: Change | None) -> str:
     """What the user can do about this fork."""
-    if reason is ForkReason.HISTORY_EDITED and change is not None and change.level is not None:
+    if (
+        reason is ForkReason.HISTORY_EDITED
+        and change is not None
+        and change.level is not None
+    ):
         return f"--match-level {change.level.name.lower()} takes this reply for the one that was sampled"
     return ADVICE[reason]
 
 
 def calls_of(message: Message) -> tuple[tuple[str, str], ...]:
-    """The ids and names of the message's tool calls. At `MatchLevel.REWRITTEN` they identify a reply."""
+    """The ids and names of the message's tool calls. At `MatchLevel.REWRITTEN` they
+    identify a reply."""
     return tuple((call.id, call.name) for call in message.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The part in which two conversations differ, between an equal beginning and an equal end."""
+    """The part in which two conversations differ, between an equal beginning and an
+    equal end."""
 
     first: int
     """The position of its first message."""
@@ -42,10 +48,14 @@ class Difference:
 
 
 def message_change(
-    position: int, recorded: Message, sent: Message, session_level: MatchLevel, tools: Sequence[Tool]
+    position: int,
+    recorded: Message,
+    sent: Message,
+    session_level: MatchLevel,
+    tools: Sequence[Tool],
 ) -> Change:
-    """How a message differs from the recorded one in its position. `session_level`: the level at which the
-    two were compared."""
+    """How a message differs from the recorded one in its position. `session_level`: the
+    level at which the two were compared."""
     part, recorded_text, sent_text = _first_differing_part(recorded, sent)
     recorded_excerpt, sent_excerpt = _excerpts(recorded_text, sent_text)
     return Change(
@@ -71,7 +81,8 @@ def messages_change(difference: Difference) -> Change:
 
 
 def tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
-    """How the tools of a request differ from those with which its conversation began."""
+    """How the tools of a request differ from those with which its conversation
+    began."""
     recorded_text = ", ".join(tool.name for tool in recorded)
     sent_text = ", ".join(tool.name for tool in sent)
     if recorded_text == sent_text:
@@ -79,7 +90,9 @@ def tools_change(recorded: Sequence[Tool], sent: Sequence[Tool]) -> Change:
         recorded_text = _tool_text(recorded[position])
         sent_text = _tool_text(sent[position])
     recorded_excerpt, sent_excerpt = _excerpts(recorded_text, sent_text)
-    return Change(message=0, role="", part="tools", recorded=recorded_excerpt, sent=sent_excerpt)
+    return Change(
+        message=0, role="", part="tools", recorded=recorded_excerpt, sent=sent_excerpt
+    )
 
 
 def common_items(first: Sequence[object], second: Sequence[object]) -> int:
@@ -92,8 +105,9 @@ def common_items(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def common_characters(first: str, second: str) -> int:
-    """The number of characters at the beginning of both texts that are equal. By bisection: a prompt may have
-    millions of characters, and a loop over them would stop the event loop for a second."""
+    """The number of characters at the beginning of both texts that are equal. By
+    bisection: a prompt may have millions of characters, and a loop over them would stop
+    the event loop for a second."""
     low = 0
     high = min(len(first), len(second))
     while low < high:
@@ -106,8 +120,9 @@ def common_characters(first: str, second: str) -> int:
 
 
 def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Whether the messages that differ are system prompts of two agents, or one agent has none. Two prompts
-    that have most of their text in common are one agent's, edited."""
+    """Whether the messages that differ are system prompts of two agents, or one agent
+    has none. Two prompts that have most of their text in common are one agent's,
+    edited."""
     roles = {message.role for message in (*recorded, *sent)}
     if roles != {"system"} or max(len(recorded), len(sent)) > 1:
         return False
@@ -121,8 +136,8 @@ def is_handoff(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
 
 
 def _first_differing_part(recorded: Message, sent: Message) -> tuple[str, str, str]:
-    """The name of the first part that differs, and its text in both messages. Whitespace around the content
-    counts only if nothing else differs."""
+    """The name of the first part that differs, and its text in both messages.
+    Whitespace around the content counts only if nothing else differs."""
     parts = (
         ("role", recorded.role, sent.role),
         ("content", recorded.content.strip(), sent.content.strip()),
@@ -138,7 +153,9 @@ def _first_differing_part(recorded: Message, sent: Message) -> tuple[str, str, s
 
 
 def _calls_text(message: Message) -> str:
-    return ", ".join(f"{call.name}({canonical_json(call.arguments)})" for call in message.tool_calls)
+    return ", ".join(
+        f"{call.name}({canonical_json(call.arguments)})" for call in message.tool_calls
+    )
 
 
 def _call_ids_text(message: Message) -> str:
@@ -155,10 +172,19 @@ def _level_of_same_reply(
     return None
 
 
-def _is_same_reply(recorded: Message, sent: Message, level: MatchLevel, tools: Sequence[Tool]) -> bool:
-    if level is MatchLevel.REWRITTEN and recorded.tool_calls and calls_of(recorded) == calls_of(sent):
+def _is_same_reply(
+    recorded: Message, sent: Message, level: MatchLevel, tools: Sequence[Tool]
+) -> bool:
+    if (
+        level is MatchLevel.REWRITTEN
+        and recorded.tool_calls
+        and calls_of(recorded) == calls_of(sent)
+    ):
         return True
-    return digests([recorded], level, tools=tools)[-1] == digests([sent], level, tools=tools)[-1]
+    return (
+        digests([recorded], level, tools=tools)[-1]
+        == digests([sent], level, tools=tools)[-1]
+    )
 
 
 def _excerpts(recorded: str, sent: str) -> tuple[str, str]:
@@ -184,7 +210,9 @@ def _describe(messages: Sequence[Message]) -> str:
 
 
 def _first_changed_tool(recorded: Sequence[Tool], sent: Sequence[Tool]) -> int:
-    for position, (recorded_tool, sent_tool) in enumerate(zip(recorded, sent, strict=False)):
+    for position, (recorded_tool, sent_tool) in enumerate(
+        zip(recorded, sent, strict=False)
+    ):
         if tools_digest([recorded_tool]) != tools_digest([sent_tool]):
             return position
     return 0

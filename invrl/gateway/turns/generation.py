@@ -1,9 +1,10 @@
 """One turn being sampled, from the proposal to the commit.
 
-A generation belongs to no single client: clients attach to it (the first one, and retries that join it). When
-the last one has gone, the generation is cancelled, at the engine too. Invariants: if the engine counts
-another number of prompt tokens than were sent, the turn is aborted; `answer()` returns only after the commit
-of the turn; what was sampled of an aborted turn is recorded, and never continued or trained."""
+A generation belongs to no single client: clients attach to it (the first one, and
+retries that join it). When the last one has gone, the generation is cancelled, at the
+engine too. Invariants: if the engine counts another number of prompt tokens than were
+sent, the turn is aborted; `answer()` returns only after the commit of the turn; what
+was sampled of an aborted turn is recorded, and never continued or trained."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.engines.sglang_client import NO_TOP, GenerateChunk, GenerateEnd, GenerateRequest, GenerateResult
+from invrl.engines.sglang_client import (
+    NO_TOP,
+    GenerateChunk,
+    GenerateEnd,
+    GenerateRequest,
+    GenerateResult,
+)
 from invrl.errors import InvrlError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
@@ -34,7 +41,8 @@ _log = logging.getLogger(__name__)
 _JOIN_AFTER = 16
 """Pieces that every reader has seen are joined when there are this many of them."""
 _RETRY_PAUSE_S = 0.5
-"""The router takes about a second to drop a dead engine; clients' own retries cover more."""
+"""The router takes about a second to drop a dead engine; clients' own retries cover
+more."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -53,13 +61,15 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     grammar: str = ""
     """As in `Turn`."""
     top_shown: int = 0
-    """How many of the likeliest tokens the client is shown in the place of each sampled one."""
+    """How many of the likeliest tokens the client is shown in the place of each sampled
+    one."""
     top_recorded: int = 0
     """How many of them are recorded."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What is recorded of a turn's tokens beside the turn itself; None where it is not known."""
+    """What is recorded of a turn's tokens beside the turn itself; None where it is not
+    known."""
 
     experts_TLK: RoutedExperts | None = None
     """As in `Rollout.routed_experts`."""
@@ -74,28 +84,39 @@ Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
 
 
 class Sampler(Protocol):
-    """What the gateway asks of the engines (`SglangClient`). Cancelling a call ends the generation there."""
+    """What the gateway asks of the engines (`SglangClient`). Cancelling a call ends the
+    generation there."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]: ...
+    def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]: ...
 
 
 class Generation:
     """Samples a proposal in a task of its own.
 
-    The task ends without an exception, whatever happens. A task keeps its exception, the exception its
-    traceback, the traceback the frames, and the frames this generation with its whole conversation. Such a
-    cycle would stay in memory until the garbage collector runs, about once in half a million requests."""
+    The task ends without an exception, whatever happens. A task keeps its exception,
+    the exception its traceback, the traceback the frames, and the frames this
+    generation with its whole conversation. Such a cycle would stay in memory until the
+    garbage collector runs, about once in half a million requests."""
 
     def __init__(
-        self, proposal: Proposal, *, sampler: Sampler, renderer: Renderer, parser: ReplyParser, commit: Commit
+        self,
+        proposal: Proposal,
+        *,
+        sampler: Sampler,
+        renderer: Renderer,
+        parser: ReplyParser,
+        commit: Commit,
     ) -> None:
         self.proposal = proposal
         self.delivered = False
         """Some client got the whole answer."""
         self.cached_tokens = 0
-        """Prompt tokens that the engine had in its cache; known with the first piece."""
+        """Prompt tokens that the engine had in its cache; known with the first
+        piece."""
         self.started_at = time.time()
         self._began = time.monotonic()
         self._sampler = sampler
@@ -108,8 +129,8 @@ class Generation:
         )
         self._pieces: list[Piece] = []
         self._num_joined = 0
-        """The number of pieces at the beginning that are joined from others. Each is longer than the next.
-        (A piece of one chunk takes 0.5 KB of memory.)"""
+        """The number of pieces at the beginning that are joined from others. Each is
+        longer than the next. (A piece of one chunk takes 0.5 KB of memory.)"""
         self._top: list[NDArray[np.void]] = []
         """The likeliest tokens [T, K] of each chunk that are to be recorded."""
         self._spans: tuple[VersionSpan, ...] = ()
@@ -117,7 +138,8 @@ class Generation:
         self._waiters: list[asyncio.Future[None]] = []
         self._answer: Answer | None = None
         self._error: Exception | None = None
-        """Why there is no answer, without its traceback. None if there is one, or if it was cancelled."""
+        """Why there is no answer, without its traceback. None if there is one, or if it
+        was cancelled."""
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._on_end)
 
@@ -144,7 +166,8 @@ class Generation:
 
     @property
     def failed(self) -> bool:
-        """There is no answer, or there will be none: it was cancelled, although it may still be running."""
+        """There is no answer, or there will be none: it was cancelled, although it may
+        still be running."""
         if not self._task.done():
             return self._task.cancelling() > 0
         return self._answer is None
@@ -175,8 +198,8 @@ class Generation:
         await asyncio.wait([self._task])
 
     async def pieces(self, silence_s: float) -> AsyncIterator[Piece | None]:
-        """The pieces from the first one on, as they are sampled; None after every `silence_s` without a
-        piece. Raises what `answer` raises."""
+        """The pieces from the first one on, as they are sampled; None after every
+        `silence_s` without a piece. Raises what `answer` raises."""
         loop = asyncio.get_running_loop()
         position = 0
         while True:
@@ -201,7 +224,8 @@ class Generation:
                 yield None
 
     def _join_pieces(self) -> None:
-        """Joins the pieces of single chunks into one, and with it those before it that are not longer."""
+        """Joins the pieces of single chunks into one, and with it those before it that
+        are not longer."""
         last = _join(self._pieces[self._num_joined :])
         del self._pieces[self._num_joined :]
         while self._pieces and len(self._pieces[-1].ids_T) <= len(last.ids_T):
@@ -210,7 +234,8 @@ class Generation:
         self._num_joined = len(self._pieces)
 
     async def answer(self) -> Answer:
-        """The committed turn. SessionError, ServerError or DeadlineError if there is none."""
+        """The committed turn. SessionError, ServerError or DeadlineError if there is
+        none."""
         # A loop, because the last pieces wake a waiter before the task has ended.
         while not self._task.done():
             waiter = asyncio.get_running_loop().create_future()
@@ -219,7 +244,9 @@ class Generation:
         if self._answer is not None:
             return self._answer
         if self._error is not None:
-            raise copy.copy(self._error)  # a copy, because raising adds the traceback of this caller
+            raise copy.copy(
+                self._error
+            )  # a copy, because raising adds the traceback of this caller
         reason = "the session was closed meanwhile"
         raise SessionError(reason, status=401, code="session_closed")
 
@@ -254,11 +281,15 @@ class Generation:
             for delta in (self._parser.push(last_text), *self._parser.finish()):
                 self._publish(msgspec.structs.replace(_EMPTY, delta=delta))
         except (asyncio.CancelledError, Exception):
-            self._commit(self._turn("abort"), self.proposal, self._reply(), Recorded(trace=trace))
+            self._commit(
+                self._turn("abort"), self.proposal, self._reply(), Recorded(trace=trace)
+            )
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
-        recorded = Recorded(experts_TLK=result.experts_TLK, top=self._recorded_top(), trace=trace)
+        recorded = Recorded(
+            experts_TLK=result.experts_TLK, top=self._recorded_top(), trace=trace
+        )
         with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
             await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
         if result.finish_reason == "abort":
@@ -278,7 +309,9 @@ class Generation:
                 raise
             _log.warning("asking again: %s", error)
             await asyncio.sleep(_RETRY_PAUSE_S)
-            second_request = msgspec.structs.replace(request, rid=request.rid + "-again")
+            second_request = msgspec.structs.replace(
+                request, rid=request.rid + "-again"
+            )
             return await self._sample_once(second_request)
 
     async def _sample_once(self, request: GenerateRequest) -> GenerateEnd:
@@ -291,7 +324,9 @@ class Generation:
             result = whole
         sent = len(request.input_ids_T)
         if result.prompt_tokens != sent:
-            raise ServerError(f"the engine consumed {result.prompt_tokens} prompt tokens, {sent} were sent")
+            raise ServerError(
+                f"the engine consumed {result.prompt_tokens} prompt tokens, {sent} were sent"
+            )
         return result
 
     async def _sample_stream(self, request: GenerateRequest) -> GenerateEnd:
@@ -307,7 +342,8 @@ class Generation:
         return result
 
     def _take(self, chunk: GenerateChunk | GenerateResult) -> None:
-        """Publishes the tokens of a chunk, even if their text cannot be parsed: they were sampled."""
+        """Publishes the tokens of a chunk, even if their text cannot be parsed: they
+        were sampled."""
         self._spans = chunk.spans
         self.cached_tokens = chunk.cached_tokens
         delta = Delta()
@@ -316,10 +352,15 @@ class Generation:
             delta = self._parser.push(text)
         finally:
             top = self._take_top(chunk)
-            self._publish(Piece(delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=top))
+            self._publish(
+                Piece(
+                    delta=delta, ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, top=top
+                )
+            )
 
     def _take_top(self, chunk: GenerateChunk | GenerateResult) -> NDArray[np.void]:
-        """Keeps the likeliest tokens that are to be recorded; returns those that the client is shown."""
+        """Keeps the likeliest tokens that are to be recorded; returns those that the
+        client is shown."""
         if chunk.top.size == 0:
             return NO_TOP
         proposal = self.proposal
@@ -365,8 +406,12 @@ class Generation:
             session_id=proposal.request.routing_key,
             parent_id=parent_id,
             context_ids_T=np.asarray(proposal.context_ids, np.int32),
-            sampled_ids_T=np.concatenate([_EMPTY.ids_T, *(piece.ids_T for piece in self._pieces)]),
-            logprobs_T=np.concatenate([_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]),
+            sampled_ids_T=np.concatenate(
+                [_EMPTY.ids_T, *(piece.ids_T for piece in self._pieces)]
+            ),
+            logprobs_T=np.concatenate(
+                [_EMPTY.logprobs_T, *(piece.logprobs_T for piece in self._pieces)]
+            ),
             spans=self._spans,
             finish_reason=finish_reason,
             request_digest=proposal.digest,
@@ -382,11 +427,17 @@ class Generation:
         )
 
 
-_EMPTY = Piece(delta=Delta(), ids_T=np.empty(0, np.int32), logprobs_T=np.empty(0, np.float32), top=NO_TOP)
+_EMPTY = Piece(
+    delta=Delta(),
+    ids_T=np.empty(0, np.int32),
+    logprobs_T=np.empty(0, np.float32),
+    top=NO_TOP,
+)
 
 
 def _forget_tracebacks(error: BaseException) -> None:
-    """Removes the tracebacks of an error and of its causes, so that whoever keeps it keeps no frame."""
+    """Removes the tracebacks of an error and of its causes, so that whoever keeps it
+    keeps no frame."""
     remaining: list[BaseException | None] = [error]
     seen: set[int] = set()
     while remaining:

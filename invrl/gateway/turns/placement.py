@@ -1,4 +1,5 @@
-"""Where a request continues the forest, and the token ids of its prompt: matched, then rendered. Pure."""
+"""Where a request continues the forest, and the token ids of its prompt: matched, then
+rendered. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from invrl.gateway.types import Change, ForkReason, Message, Node, Prompt, TurnR
 from invrl.types import Sampling
 
 CONTROL_TOKENS_AS_TEXT = "control_tokens_as_text"
-"""The count of control tokens in the new messages of a request, which were rendered as text."""
+"""The count of control tokens in the new messages of a request, which were rendered as
+text."""
 _ENGINE_MARGIN = 8
 """Tokens of the context length that SGLang keeps for itself."""
 
@@ -27,7 +29,9 @@ class ContextExceeded(SessionError):
     """A prompt of `tokens` tokens, which are too many."""
 
     def __init__(self, reason: str, *, tokens: int) -> None:
-        super().__init__(reason, status=400, code="context_length_exceeded", param="messages")
+        super().__init__(
+            reason, status=400, code="context_length_exceeded", param="messages"
+        )
         self.tokens = tokens
 
 
@@ -45,7 +49,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """How the request departs from what was recorded."""
     prompt: Prompt
     counts: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """What is counted of the placement in the metrics; match levels have names that begin with `matches/`."""
+    """What is counted of the placement in the metrics; match levels have names that
+    begin with `matches/`."""
 
 
 class Placer:
@@ -57,9 +62,12 @@ class Placer:
         self._max_prompt_tokens = context_length - _ENGINE_MARGIN - 1
         """Leaves room for one sampled token."""
 
-    def place(self, conversation: Conversation, request: TurnRequest, *, exact: bool = False) -> Placement:
-        """SessionError 400 if the request cannot be rendered or does not fit. `exact`: a prompt that does not
-        fit is counted to its end, so that the error has the exact number of tokens."""
+    def place(
+        self, conversation: Conversation, request: TurnRequest, *, exact: bool = False
+    ) -> Placement:
+        """SessionError 400 if the request cannot be rendered or does not fit. `exact`:
+        a prompt that does not fit is counted to its end, so that the error has the
+        exact number of tokens."""
         room = Room(tokens=self._max_prompt_tokens, exact=exact)
         try:
             if request.text is not None:
@@ -77,23 +85,29 @@ class Placer:
         return len(placement.input_ids_T)
 
     def limit_new_tokens(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        """`sampling` with as many new tokens at most as fit behind the prompt. SessionError 400 if none
-        do."""
+        """`sampling` with as many new tokens at most as fit behind the prompt.
+        SessionError 400 if none do."""
         room = self._max_prompt_tokens + 1 - prompt_tokens
         if room < 1:
             raise self._context_exceeded(prompt_tokens, exact=True)
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
-    def _place_messages(self, conversation: Conversation, request: TurnRequest, room: Room) -> Placement:
+    def _place_messages(
+        self, conversation: Conversation, request: TurnRequest, room: Room
+    ) -> Placement:
         prompt = _full_prompt(conversation, request)
         match = conversation.forest.match(prompt.messages, prompt.tools)
         fork = match.fork
         change = match.change
         node = match.node
         if node is not None:
-            recorded_prompt = replace(prompt, messages=(*node.conversation(), *match.new))
+            recorded_prompt = replace(
+                prompt, messages=(*node.conversation(), *match.new)
+            )
             path_ids = node.ids()
-            tail = self._renderer.render_tail(recorded_prompt, match.depth, path_ids, room)
+            tail = self._renderer.render_tail(
+                recorded_prompt, match.depth, path_ids, room
+            )
             if tail.fork is None:
                 counts = {f"matches/{match.level.name.lower()}": 1}
                 counts |= self._control_token_counts(match.new)
@@ -133,10 +147,15 @@ class Placer:
         count = self._renderer.num_control_tokens(messages)
         return {CONTROL_TOKENS_AS_TEXT: count} if count else {}
 
-    def _place_text(self, conversation: Conversation, text: str | tuple[int, ...], room: Room) -> Placement:
-        """Places a prompt without a template: it continues the longest recorded text that it begins with."""
+    def _place_text(
+        self, conversation: Conversation, text: str | tuple[int, ...], room: Room
+    ) -> Placement:
+        """Places a prompt without a template: it continues the longest recorded text
+        that it begins with."""
         forest = conversation.forest
-        node, covered = forest.match_text(text, partial(self._renderer.decode, inside=True))
+        node, covered = forest.match_text(
+            text, partial(self._renderer.decode, inside=True)
+        )
         path_ids: list[int] = []
         if node is not None:
             path_ids = node.ids()
@@ -171,23 +190,33 @@ class Placer:
 
 
 def _full_prompt(conversation: Conversation, request: TurnRequest) -> Prompt:
-    """The request's prompt, with the conversation that the request continues by its id. SessionError 400 if
-    that is no whole turn of this session."""
+    """The request's prompt, with the conversation that the request continues by its id.
+    SessionError 400 if that is no whole turn of this session."""
     messages = request.messages
     if request.after:
         node = conversation.forest.turn(request.after)
         if node is None or node.raw:
             reason = f"the previous response {request.after!r} is not of this session, or was not whole"
             raise SessionError(
-                reason, status=400, code="previous_response_not_found", param="previous_response_id"
+                reason,
+                status=400,
+                code="previous_response_not_found",
+                param="previous_response_id",
             )
-        earlier = [message for message in node.conversation() if not message.instructions]
+        earlier = [
+            message for message in node.conversation() if not message.instructions
+        ]
         messages = (*earlier, *messages)
     if request.instructions is not None:
-        messages = (Message("system", request.instructions, instructions=True), *messages)
+        messages = (
+            Message("system", request.instructions, instructions=True),
+            *messages,
+        )
     return Prompt(messages=messages, tools=request.tools, thinking=request.thinking)
 
 
-def _concatenate(path_ids: Sequence[int], context_ids: Sequence[int]) -> NDArray[np.int32]:
+def _concatenate(
+    path_ids: Sequence[int], context_ids: Sequence[int]
+) -> NDArray[np.int32]:
     """(numpy takes twice as long as `array` to read a list.)"""
     return np.array(array("i", [*path_ids, *context_ids]), np.int32)

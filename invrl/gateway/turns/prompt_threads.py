@@ -1,9 +1,11 @@
-"""Threads for requests that are too large for the event loop. To parse, match and render a request of several
-megabytes takes seconds, in which no other session would be served.
+"""Threads for requests that are too large for the event loop. To parse, match and
+render a request of several megabytes takes seconds, in which no other session would be
+served.
 
-Python runs one thread at a time, so such work still slows the event loop down, but no single step of it stops
-the loop. Invariants: work that nobody waits for any more is not begun; one conversation is used by one thread
-at a time, also after the caller has been cancelled."""
+Python runs one thread at a time, so such work still slows the event loop down, but no
+single step of it stops the loop. Invariants: work that nobody waits for any more is not
+begun; one conversation is used by one thread at a time, also after the caller has been
+cancelled."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,24 +14,28 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 LARGE_REQUEST = 32_768
-"""A request of this size is processed in a thread: tokenising it takes 30 ms or more. The size is the bytes
-of the body and the characters that its session has recorded."""
+"""A request of this size is processed in a thread: tokenising it takes 30 ms or more.
+The size is the bytes of the body and the characters that its session has recorded."""
 _HUGE_REQUEST = 2**21
-"""More than fits into the context of most models. Such requests have a thread of their own, so that they do
-not delay others."""
+"""More than fits into the context of most models. Such requests have a thread of their
+own, so that they do not delay others."""
 
 
 class PromptThreads:
-    """One thread for large requests and one for huge ones. Each processes its requests in order."""
+    """One thread for large requests and one for huge ones. Each processes its requests
+    in order."""
 
     def __init__(self) -> None:
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large-requests")
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="huge-requests")
 
-    async def run(self, work: Callable[[], Result], *, size: int, lock: asyncio.Lock | None = None) -> Result:
-        """Returns or raises what `work` does. Below `LARGE_REQUEST` the work runs at once in the event loop,
-        otherwise in a thread. `lock` is held while it runs. If the caller is cancelled, work that has begun
-        runs to its end, and keeps the lock until then."""
+    async def run(
+        self, work: Callable[[], Result], *, size: int, lock: asyncio.Lock | None = None
+    ) -> Result:
+        """Returns or raises what `work` does. Below `LARGE_REQUEST` the work runs at
+        once in the event loop, otherwise in a thread. `lock` is held while it runs. If
+        the caller is cancelled, work that has begun runs to its end, and keeps the lock
+        until then."""
         if size < LARGE_REQUEST and (lock is None or not lock.locked()):
             return work()
         job = _Job(work)
@@ -41,8 +47,11 @@ class PromptThreads:
             raise
         return job.result()
 
-    async def _run(self, job: "_Job[Result]", size: int, lock: asyncio.Lock | None) -> None:
-        """Never raises: a task would keep its exception, and the exception its frames (see `Generation`)."""
+    async def _run(
+        self, job: "_Job[Result]", size: int, lock: asyncio.Lock | None
+    ) -> None:
+        """Never raises: a task would keep its exception, and the exception its frames
+        (see `Generation`)."""
         if lock is None:
             await self._run_in_place(job, size)
             return
@@ -50,7 +59,9 @@ class PromptThreads:
             await self._run_in_place(job, size)
 
     async def _run_in_place(self, job: "_Job[Result]", size: int) -> None:
-        if size < LARGE_REQUEST:  # it only waited for a large request of its conversation
+        if (
+            size < LARGE_REQUEST
+        ):  # it only waited for a large request of its conversation
             job.run()
             return
         executor = self._large if size < _HUGE_REQUEST else self._huge

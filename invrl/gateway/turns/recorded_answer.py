@@ -1,14 +1,24 @@
-"""The answer of a turn that is recorded already, for a client that asks for it again. Nothing is sampled."""
+"""The answer of a turn that is recorded already, for a client that asks for it again.
+Nothing is sampled."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 from invrl.engines.sglang_client import NO_TOP
-from invrl.gateway.types import Answer, AnswerStart, CallDelta, Delta, Message, Node, Piece
+from invrl.gateway.types import (
+    Answer,
+    AnswerStart,
+    CallDelta,
+    Delta,
+    Message,
+    Node,
+    Piece,
+)
 
 
 class RecordedAnswer:
-    """Has the methods of a `Generation` that a client's request needs. The whole reply is one piece."""
+    """Has the methods of a `Generation` that a client's request needs. The whole reply
+    is one piece."""
 
     def __init__(self, node: Node, *, stop: str = "") -> None:
         """`stop`: the client's stop string that ended the reply; "" if none did."""
@@ -21,11 +31,15 @@ class RecordedAnswer:
         )
         self.turn_id = turn.id
         self.digest = turn.request_digest
-        self.start = AnswerStart(turn_id=turn.id, created=turn.started_at, prompt_tokens=turn.prompt_tokens)
+        self.start = AnswerStart(
+            turn_id=turn.id, created=turn.started_at, prompt_tokens=turn.prompt_tokens
+        )
         self.cached_tokens = turn.cached_tokens
         self.delivered = False
         """Some client got the whole answer."""
-        self._answer = Answer(turn=turn, message=node.messages[-1], pieces=(piece,), stop=stop)
+        self._answer = Answer(
+            turn=turn, message=node.messages[-1], pieces=(piece,), stop=stop
+        )
         self._num_attached = 0
 
     @property
@@ -55,8 +69,8 @@ class RecordedAnswer:
 
 
 def _delta_of(reply: Message) -> Delta:
-    """The reply as it was parsed when it was sampled. Parsed anew, in other pieces, the same text might give
-    another result."""
+    """The reply as it was parsed when it was sampled. Parsed anew, in other pieces, the
+    same text might give another result."""
     calls = tuple(
         CallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
         for index, call in enumerate(reply.tool_calls)

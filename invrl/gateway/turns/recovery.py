@@ -1,8 +1,10 @@
-"""Restores the conversation of a session that an earlier worker opened, from the turns in the store.
+"""Restores the conversation of a session that an earlier worker opened, from the turns
+in the store.
 
-A new worker knows the open sessions at once; the conversation of each is read when it is first needed.
-Invariants: a restored forest holds exactly the committed ids; aborted turns are never continued; a retry of a
-request whose turn was committed is answered with that turn."""
+A new worker knows the open sessions at once; the conversation of each is read when it
+is first needed. Invariants: a restored forest holds exactly the committed ids; aborted
+turns are never continued; a retry of a request whose turn was committed is answered
+with that turn."""
 
 from collections.abc import Sequence
 
@@ -22,7 +24,8 @@ def restore(
     renderer: Renderer,
     shared_tools: SharedTools,
 ) -> None:
-    """`recorded`: the session's turns in the order of their commits, each with its messages and tools."""
+    """`recorded`: the session's turns in the order of their commits, each with its
+    messages and tools."""
     conversation.restored = bool(recorded)
     nodes: dict[str, Node] = {}
     decoded_tools: dict[bytes, tuple[Tool, ...]] = {}
@@ -37,11 +40,15 @@ def restore(
         path_ids: list[int] = []
         if parent is not None:
             path_ids = parent.ids()
-        conversation.count_prompt(np.asarray([*path_ids, *turn.context_ids_T.tolist()], np.int32))
+        conversation.count_prompt(
+            np.asarray([*path_ids, *turn.context_ids_T.tolist()], np.int32)
+        )
         if turn.finish_reason == "abort":
             continue
         if tools not in decoded_tools:
-            decoded_tools[tools] = shared_tools.share(msgspec.json.decode(tools, type=list[Tool]))
+            decoded_tools[tools] = shared_tools.share(
+                msgspec.json.decode(tools, type=list[Tool])
+            )
         node = Node(
             turn=turn,
             parent=parent,

@@ -1,4 +1,5 @@
-"""The turns of a live session as its environment sees them, with the reason of each fork and advice."""
+"""The turns of a live session as its environment sees them, with the reason of each
+fork and advice."""
 
 import asyncio
 
@@ -22,7 +23,8 @@ _SHOWN_FIELDS = (
 
 
 async def overview(conversation: Conversation) -> list[dict[str, Json]]:
-    """The fields of each turn. A turn that forked says why, and what the user can do about it."""
+    """The fields of each turn. A turn that forked says why, and what the user can do
+    about it."""
     if conversation.restored:
         recorded_changes = await asyncio.to_thread(conversation.forest.changes)
         conversation.changes = recorded_changes | conversation.changes
@@ -37,8 +39,8 @@ async def overview(conversation: Conversation) -> list[dict[str, Json]]:
 
 
 def _explanation(turn: Turn, change: Change | None) -> dict[str, Json]:
-    """Why a turn forked, and what the user can do about it. For a turn that continues a reply which came back
-    altered: how it was altered."""
+    """Why a turn forked, and what the user can do about it. For a turn that continues a
+    reply which came back altered: how it was altered."""
     explanation: dict[str, Json] = {}
     if turn.fork_reason:
         explanation["advice"] = advice(ForkReason(turn.fork_reason), change)

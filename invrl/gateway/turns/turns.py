@@ -1,7 +1,8 @@
 """From a request to a turn: match, render, sample, commit, deliver.
 
-A dialect parses a body into a `TurnRequest` and writes an `Answer`; what happens in between is the same for
-all dialects and is here. Invariant: a turn joins the forest only when its tokens are durable and complete."""
+A dialect parses a body into a `TurnRequest` and writes an `Answer`; what happens in
+between is the same for all dialects and is here. Invariant: a turn joins the forest
+only when its tokens are durable and complete."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     placement: Placement
     constraint: Mapping[str, Json]
-    """SGLang's sampling parameters that force the form of the reply; empty if nothing does."""
+    """SGLang's sampling parameters that force the form of the reply; empty if nothing
+    does."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,14 +73,16 @@ class Turns:
     match_level: MatchLevel = MatchLevel.REWRITTEN
     constrained: Constrained = "free"
     recorded_top_logprobs: int = 0
-    """How many of the likeliest tokens are recorded in the place of each sampled one, in training."""
+    """How many of the likeliest tokens are recorded in the place of each sampled one,
+    in training."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that forked, by reason."""
     matches: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that continue another, by the `MatchLevel` at which they match."""
     overridden: Counter[str] = field(default_factory=Counter, init=False)
-    """Sessions by what clients asked for and the run did not grant: sampling parameters, another model."""
+    """Sessions by what clients asked for and the run did not grant: sampling
+    parameters, another model."""
     ignored: Counter[str] = field(default_factory=Counter, init=False)
     """Requests by those of their fields that the gateway does not know."""
     threads: PromptThreads = field(default_factory=PromptThreads, init=False)
@@ -96,7 +100,9 @@ class Turns:
         """SessionError 401 once the session is being closed."""
         conversation = self.find(record)
         if conversation is None or conversation.closing:
-            raise SessionError("the session is closed", status=401, code="session_closed")
+            raise SessionError(
+                "the session is closed", status=401, code="session_closed"
+            )
         return conversation
 
     def conversation_to_close(self, record: SessionRecord) -> Conversation:
@@ -105,8 +111,9 @@ class Turns:
         return conversation
 
     def find(self, record: SessionRecord) -> Conversation | None:
-        """None once the session's outcome has been handed over. The conversation of a session that an earlier
-        worker opened is read from the store when it is first needed."""
+        """None once the session's outcome has been handed over. The conversation of a
+        session that an earlier worker opened is read from the store when it is first
+        needed."""
         conversation = self._conversations.get(record.session.id)
         if conversation is None and record.top().outcome is None:
             recorded = self.reader.recorded_turns(record.session.id)
@@ -116,8 +123,9 @@ class Turns:
         return conversation
 
     def check_model(self, record: SessionRecord, name: str | None) -> None:
-        """SessionError 404 if a serving session asks for a model by another name than those of this one. In
-        training and evaluation the session's key says which model is meant: any name stands for it."""
+        """SessionError 404 if a serving session asks for a model by another name than
+        those of this one. In training and evaluation the session's key says which model
+        is meant: any name stands for it."""
         if name is None or name in self.models or record.session.purpose != "serve":
             return
         reason = f"The model `{name}` does not exist; this server has {_quoted(self.models)}."
@@ -134,16 +142,19 @@ class Turns:
     async def prepare(
         self, conversation: Conversation, request: TurnRequest, *, size: int
     ) -> Prepared | None:
-        """For a large request, does in a thread what `begin` would do with the session's record, the template
-        and the tokenizer, so that no other session waits for it. Returns None for a small request, for which
-        `begin` does it. `size`: bytes of the body. SessionError 400 as `begin`."""
+        """For a large request, does in a thread what `begin` would do with the
+        session's record, the template and the tokenizer, so that no other session waits
+        for it. Returns None for a small request, for which `begin` does it. `size`:
+        bytes of the body. SessionError 400 as `begin`."""
         size += conversation.forest.characters
         if size < LARGE_REQUEST and not conversation.matching.locked():
             return None
         work = partial(self._prepare_in_thread, conversation, request)
         return await self.threads.run(work, size=size, lock=conversation.matching)
 
-    def _prepare_in_thread(self, conversation: Conversation, request: TurnRequest) -> Prepared:
+    def _prepare_in_thread(
+        self, conversation: Conversation, request: TurnRequest
+    ) -> Prepared:
         prepared = self._prepare(conversation, request)
         # Makes a parser only to fill the caches of what parsers derive from the tools.
         self._parser(request, prepared.placement.context_ids, "")
@@ -152,23 +163,32 @@ class Turns:
     def _prepare(self, conversation: Conversation, request: TurnRequest) -> Prepared:
         self._check_tool_choice(request)
         placement = self.placer.place(conversation, request)
-        constraint = self._constraint(request)  # last: of tools that fit into the context
+        constraint = self._constraint(
+            request
+        )  # last: of tools that fit into the context
         return Prepared(placement=placement, constraint=constraint)
 
     def begin(
-        self, conversation: Conversation, request: TurnRequest, prepared: Prepared | None = None
+        self,
+        conversation: Conversation,
+        request: TurnRequest,
+        prepared: Prepared | None = None,
     ) -> tuple[AnswerSource, tuple[str, ...]]:
-        """Begins the turn that answers `request`, or finds the answer if the request is a retry. Also returns
-        what is overridden for the first time in this session. `prepared`: what `prepare` returned.
-        SessionError 400 if the request cannot be rendered or does not fit, 403 if the session has used up its
-        turns or tokens.
+        """Begins the turn that answers `request`, or finds the answer if the request is
+        a retry. Also returns what is overridden for the first time in this session.
+        `prepared`: what `prepare` returned. SessionError 400 if the request cannot be
+        rendered or does not fit, 403 if the session has used up its turns or tokens.
 
-        The order matters. A retry comes first, because it must change nothing: no counter, no limit, no seed.
-        Then comes what can refuse the request itself (400), also before anything is changed. That the client
-        forced the reply, and that it has received the answer that it continues, are facts about the client:
-        they are recorded even if the session admits no further turn. The remaining counters and the seed,
-        which counts the generations on one prompt, change only once the turn is admitted."""
-        request = msgspec.structs.replace(request, tools=self._shared_tools.share(request.tools))
+        The order matters. A retry comes first, because it must change nothing: no
+        counter, no limit, no seed. Then comes what can refuse the request itself (400),
+        also before anything is changed. That the client forced the reply, and that it
+        has received the answer that it continues, are facts about the client: they are
+        recorded even if the session admits no further turn. The remaining counters and
+        the seed, which counts the generations on one prompt, change only once the turn
+        is admitted."""
+        request = msgspec.structs.replace(
+            request, tools=self._shared_tools.share(request.tools)
+        )
         existing = self._existing_answer(conversation, request)
         if existing is not None:
             return existing, ()
@@ -183,7 +203,8 @@ class Turns:
         if is_freed:
             constraint = {}
         if placement.parent is not None:
-            # A client that continues an answer has received it, whatever the connection reported.
+            # A client that continues an answer has received it, whatever the connection
+            # reported.
             self._mark_delivered(conversation, placement.parent.turn.id)
         turn_sampling = self._admit(conversation, request, placement)
         self._count_placement(record, placement)
@@ -193,7 +214,9 @@ class Turns:
         if request.model is not None and request.model not in self.models:
             overridden.append("model")
         newly_overridden = self._count_overridden(record, overridden)
-        proposal = self._propose(conversation, request, placement, turn_sampling, constraint)
+        proposal = self._propose(
+            conversation, request, placement, turn_sampling, constraint
+        )
         generation = Generation(
             proposal,
             sampler=self.sampler,
@@ -207,17 +230,21 @@ class Turns:
         return generation, newly_overridden
 
     def _frees_replies(self, record: SessionRecord) -> bool:
-        """Whether replies are sampled without the grammar that a client asks for. (In serving they never
-        are.)"""
+        """Whether replies are sampled without the grammar that a client asks for. (In
+        serving they never are.)"""
         return self.constrained == "free" and record.session.purpose != "serve"
 
-    def _admit(self, conversation: Conversation, request: TurnRequest, placement: Placement) -> TurnSampling:
-        """The sampling parameters of one more turn. SessionError 403 if the session has used up its turns or
-        tokens, 400 if no token fits behind the prompt."""
+    def _admit(
+        self, conversation: Conversation, request: TurnRequest, placement: Placement
+    ) -> TurnSampling:
+        """The sampling parameters of one more turn. SessionError 403 if the session has
+        used up its turns or tokens, 400 if no token fits behind the prompt."""
         session_sampling = conversation.admit()
         purpose = conversation.record.session.purpose
         resolved = resolve(purpose, session_sampling, request.sampling)
-        limited = self.placer.limit_new_tokens(resolved.sampling, len(placement.input_ids_T))
+        limited = self.placer.limit_new_tokens(
+            resolved.sampling, len(placement.input_ids_T)
+        )
         return replace(resolved, sampling=limited)
 
     def _propose(
@@ -266,14 +293,18 @@ class Turns:
             top_recorded=top_recorded,
         )
 
-    def _existing_answer(self, conversation: Conversation, request: TurnRequest) -> AnswerSource | None:
+    def _existing_answer(
+        self, conversation: Conversation, request: TurnRequest
+    ) -> AnswerSource | None:
         """The answer to a request that is a retry; None if it has to be sampled."""
         existing = conversation.existing_answer(request.digest, retry=request.retry)
         if existing is None:
             return None
         self.counts["retries_answered"] += 1
         if isinstance(existing, Node):
-            recorded = RecordedAnswer(existing, stop=self._matched_stop(request, existing))
+            recorded = RecordedAnswer(
+                existing, stop=self._matched_stop(request, existing)
+            )
             conversation.repeat(recorded)
             return recorded
         return existing
@@ -284,7 +315,9 @@ class Turns:
         if turn.finish_reason != "stop" or not request.stop:
             return ""
         parser = self._parser(request, turn.context_ids_T.tolist(), turn.id)
-        text = self.renderer.reply_text(turn.sampled_ids_T.tolist(), special=parser.special)
+        text = self.renderer.reply_text(
+            turn.sampled_ids_T.tolist(), special=parser.special
+        )
         for stop in request.stop:
             if stop in text:
                 return stop
@@ -300,7 +333,10 @@ class Turns:
     def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
         if placement.fork is not None:
             self.forks[placement.fork.value] += 1
-        if CONTROL_TOKENS_AS_TEXT in placement.counts and not self.counts[CONTROL_TOKENS_AS_TEXT]:
+        if (
+            CONTROL_TOKENS_AS_TEXT in placement.counts
+            and not self.counts[CONTROL_TOKENS_AS_TEXT]
+        ):
             _log.info(
                 "a message of session %s has the text of a control token, which stays text"
                 " (--special-tokens-in-content control makes it the token; logged once)",
@@ -313,7 +349,9 @@ class Turns:
             else:
                 self.counts[name] += count
 
-    def _count_overridden(self, record: SessionRecord, names: Sequence[str]) -> tuple[str, ...]:
+    def _count_overridden(
+        self, record: SessionRecord, names: Sequence[str]
+    ) -> tuple[str, ...]:
         """Returns the names that are new in this session."""
         new_names = tuple(name for name in names if name not in record.overridden)
         record.overridden.update(new_names)
@@ -321,19 +359,25 @@ class Turns:
         return new_names
 
     def count_ignored(self, record: SessionRecord, names: Sequence[str]) -> None:
-        """Counts fields of a request that the gateway does not know. Clients choose their names, so the
-        number of names has a limit."""
+        """Counts fields of a request that the gateway does not know. Clients choose
+        their names, so the number of names has a limit."""
         for name in names:
             is_new = name not in self.ignored
             if is_new and len(self.ignored) >= _MAX_IGNORED_NAMES:
                 continue
             if is_new:
-                _log.info("%r is ignored: no field that this gateway knows (logged once)", name)
+                _log.info(
+                    "%r is ignored: no field that this gateway knows (logged once)",
+                    name,
+                )
             self.ignored[name] += 1
             record.ignored[name] += 1
 
-    async def count_tokens(self, conversation: Conversation, request: TurnRequest, *, size: int) -> int:
-        """The number of prompt tokens that `begin` would send for this request, if there were no limit."""
+    async def count_tokens(
+        self, conversation: Conversation, request: TurnRequest, *, size: int
+    ) -> int:
+        """The number of prompt tokens that `begin` would send for this request, if
+        there were no limit."""
         size += conversation.forest.characters
         work = partial(self.placer.count_tokens, conversation, request)
         return await self.threads.run(work, size=size, lock=conversation.matching)
@@ -345,8 +389,11 @@ class Turns:
         if conversation.frozen:
             return
         node = conversation.forest.turn(source.turn_id)
-        # A turn does not hold the likeliest tokens, so a retry of such a request needs the generation.
-        has_top_logprobs = isinstance(source, Generation) and source.proposal.top_shown > 0
+        # A turn does not hold the likeliest tokens, so a retry of such a request needs
+        # the generation.
+        has_top_logprobs = (
+            isinstance(source, Generation) and source.proposal.top_shown > 0
+        )
         if node is None or has_top_logprobs:
             conversation.keep_answer(source, source)
         else:
@@ -370,8 +417,8 @@ class Turns:
         }
 
     def _constraint(self, request: TurnRequest) -> Mapping[str, Json]:
-        """SGLang's sampling parameters that force the form of the reply. SessionError 400 if no grammar can
-        be made of the tools."""
+        """SGLang's sampling parameters that force the form of the reply. SessionError
+        400 if no grammar can be made of the tools."""
         return self.parsers.constraint(
             request.tools,
             request.tool_choice,
@@ -380,8 +427,8 @@ class Turns:
         )
 
     def _check_tool_choice(self, request: TurnRequest) -> None:
-        """SessionError 400 if the template does not show tools to the model, or if the choice names a tool
-        that the request does not have."""
+        """SessionError 400 if the template does not show tools to the model, or if the
+        choice names a tool that the request does not have."""
         choice = request.tool_choice
         names = [tool.name for tool in request.tools]
         if request.tools and choice.mode != "none" and not self.parsers.tool_calls:
@@ -389,31 +436,43 @@ class Turns:
                 "`tools` need a chat template that shows them, and this model's does not: give one with "
                 "--chat-template-path FILE (chatml-tools, for models that speak ChatML, is shipped)"
             )
-            raise SessionError(reason, status=400, code="unsupported_parameter", param="tools")
+            raise SessionError(
+                reason, status=400, code="unsupported_parameter", param="tools"
+            )
         if choice.mode in ("required", "named") and not names:
             reason = "`tool_choice` asks for a call, `tools` has none"
-            raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
+            raise SessionError(
+                reason, status=400, code="invalid_value", param="tool_choice"
+            )
         chosen = choice.allowed
         if choice.mode == "named":
             chosen = (choice.name,)
         for name in chosen:
             if name not in names:
                 reason = f"`tool_choice` names {name!r}, `tools` has {', '.join(names)}"
-                raise SessionError(reason, status=400, code="invalid_value", param="tool_choice")
+                raise SessionError(
+                    reason, status=400, code="invalid_value", param="tool_choice"
+                )
 
-    def _parser(self, request: TurnRequest, context_ids: Sequence[int], turn_id: str) -> ReplyParser:
+    def _parser(
+        self, request: TurnRequest, context_ids: Sequence[int], turn_id: str
+    ) -> ReplyParser:
         if request.text is not None:
             return ReplyParser()
         return self.parsers.reply(
             request.tools,
             request.tool_choice,
             parallel=request.parallel_tool_calls and self.renderer.parallel_calls,
-            prompt_text=self.renderer.reply_text(context_ids[-_PROMPT_END_TOKENS:], special=True),
+            prompt_text=self.renderer.reply_text(
+                context_ids[-_PROMPT_END_TOKENS:], special=True
+            ),
             stream=request.stream,
             turn_id=turn_id,
         )
 
-    def _seed(self, conversation: Conversation, input_ids_T: NDArray[np.int32]) -> Mapping[str, Json]:
+    def _seed(
+        self, conversation: Conversation, input_ids_T: NDArray[np.int32]
+    ) -> Mapping[str, Json]:
         if self.run_seed is None:
             return {}
         prompt, number = conversation.count_prompt(input_ids_T)
@@ -428,7 +487,8 @@ class Turns:
         reply: Message,
         recorded: Recorded,
     ) -> asyncio.Future[None]:
-        """Stores a turn. Once it is durable, it joins the forest, unless it was aborted."""
+        """Stores a turn. Once it is durable, it joins the forest, unless it was
+        aborted."""
         num_sampled = len(turn.sampled_ids_T)
         self.counts[turn.finish_reason] += 1
         self.counts["prompt_tokens"] += turn.prompt_tokens
@@ -460,7 +520,9 @@ class Turns:
             tools=proposal.tools,
             stop=self._stop_in(turn, proposal.request.stop),
         )
-        if durable.done():  # as a rule; then the node is there before the answer is sent
+        if (
+            durable.done()
+        ):  # as a rule; then the node is there before the answer is sent
             _join_forest(conversation, node, durable)
         else:
             durable.add_done_callback(partial(_join_forest, conversation, node))
@@ -479,7 +541,9 @@ def _forcing_field(request: TurnRequest) -> str:
     return "response_format"
 
 
-def _in_loop(stored: Future[None], loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+def _in_loop(
+    stored: Future[None], loop: asyncio.AbstractEventLoop
+) -> asyncio.Future[None]:
     """The same future for the event loop. It is done at once if `stored` is done."""
     if not stored.done():
         return asyncio.wrap_future(stored, loop=loop)
@@ -492,6 +556,8 @@ def _in_loop(stored: Future[None], loop: asyncio.AbstractEventLoop) -> asyncio.F
     return durable
 
 
-def _join_forest(conversation: Conversation, node: Node, durable: asyncio.Future[None]) -> None:
+def _join_forest(
+    conversation: Conversation, node: Node, durable: asyncio.Future[None]
+) -> None:
     if not durable.cancelled() and durable.exception() is None:
         conversation.forest.add(node)

@@ -1,5 +1,5 @@
-"""DeepSeek-V3: latent attention, first dense layers, then layers with shared experts and a sigmoid router
-with a bias that chooses within groups."""
+"""DeepSeek-V3: latent attention, first dense layers, then layers with shared experts
+and a sigmoid router with a bias that chooses within groups."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from invrl.errors import ConfigError
 from invrl.train.families import qwen3_moe
-from invrl.train.families.model_config import Experts, HuggingFaceConfig, LatentAttention
+from invrl.train.families.model_config import (
+    Experts,
+    HuggingFaceConfig,
+    LatentAttention,
+)
 from invrl.train.families.parameter import layer_parameter
 from invrl.train.families.refusal import refused
 from invrl.train.families.rope import Rope, YarnRope, attention_factor, yarn_magnitude
@@ -54,7 +58,10 @@ class SharedExpertsConfig(HuggingFaceConfig):
         if self.n_routed_experts % self.n_group or group_size < 2:
             reason = f"n_routed_experts {self.n_routed_experts} is not that many groups of two or more"
             raise refused("n_group", self.n_group, reason)
-        if self.topk_group > self.n_group or self.topk_group * group_size < self.num_experts_per_tok:
+        if (
+            self.topk_group > self.n_group
+            or self.topk_group * group_size < self.num_experts_per_tok
+        ):
             reason = (
                 f"{self.num_experts_per_tok} experts of a token come from so many of {self.n_group} groups "
                 f"of {group_size}"
@@ -62,8 +69,8 @@ class SharedExpertsConfig(HuggingFaceConfig):
             raise refused("topk_group", self.topk_group, reason)
 
     def leaves_out(self, name: str) -> bool:
-        """The layers for predicting several tokens at once stand behind the others. transformers leaves them
-        out too."""
+        """The layers for predicting several tokens at once stand behind the others.
+        transformers leaves them out too."""
         layer = name.removeprefix("model.layers.").partition(".")[0]
         is_behind = layer.isdecimal() and int(layer) >= self.num_hidden_layers
         return is_behind or super().leaves_out(name)
@@ -91,7 +98,8 @@ class SharedExpertsConfig(HuggingFaceConfig):
 
 
 class DeepseekV3Config(SharedExpertsConfig):
-    """`head_dim` is the size of a query, whatever config.json says: transformers gives it another meaning."""
+    """`head_dim` is the size of a query, whatever config.json says: transformers gives
+    it another meaning."""
 
     q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt = 512
@@ -107,25 +115,41 @@ class DeepseekV3Config(SharedExpertsConfig):
 
     @classmethod
     def read(cls, config: Mapping[str, Json]) -> Self:
-        parsed = super().read({name: value for name, value in config.items() if name != "head_dim"})
+        parsed = super().read(
+            {name: value for name, value in config.items() if name != "head_dim"}
+        )
         if parsed.num_key_value_heads != parsed.num_attention_heads:
             reason = f"latent attention has as many as num_attention_heads {parsed.num_attention_heads}"
             raise refused("num_key_value_heads", parsed.num_key_value_heads, reason)
-        return parsed.model_copy(update={"head_dim": parsed.qk_nope_head_dim + parsed.qk_rope_head_dim})
+        return parsed.model_copy(
+            update={"head_dim": parsed.qk_nope_head_dim + parsed.qk_rope_head_dim}
+        )
 
     def check_served(self) -> None:
-        """SGLang gives all norms the same eps, takes every scaling of positions for YaRN, and has no default
-        for three fields."""
+        """SGLang gives all norms the same eps, takes every scaling of positions for
+        YaRN, and has no default for three fields."""
         for name, value in _NEEDED_BY_SGLANG.items():
             if getattr(self, name) is None:
                 fix = f'write "{name}": {json.dumps(value)} into its config.json'
-                raise ConfigError(f"config.json: {name}", "", "SGLang needs it in this family", fix)
+                raise ConfigError(
+                    f"config.json: {name}", "", "SGLang needs it in this family", fix
+                )
         if self.rms_norm_eps != _NORM_EPS:
             reason = f"SGLang has it in the norms within attention too, where transformers has {_NORM_EPS}"
-            raise ConfigError("config.json: rms_norm_eps", self.rms_norm_eps, reason, "use another model")
+            raise ConfigError(
+                "config.json: rms_norm_eps",
+                self.rms_norm_eps,
+                reason,
+                "use another model",
+            )
         if not _is_served(self.rope):
             reason = "SGLang computes another YaRN in this family"
-            raise ConfigError("config.json: rope_parameters", self.rope.kind, reason, "use another model")
+            raise ConfigError(
+                "config.json: rope_parameters",
+                self.rope.kind,
+                reason,
+                "use another model",
+            )
 
     @property
     def latent_attention(self) -> LatentAttention:
@@ -144,7 +168,8 @@ class DeepseekV3Config(SharedExpertsConfig):
 
     @property
     def attention_scale(self) -> float:
-        """YaRN sharpens all of the product by `mscale_all_dim`. What comes on top is of turned dimensions."""
+        """YaRN sharpens all of the product by `mscale_all_dim`. What comes on top is of
+        turned dimensions."""
         scale = self.head_dim**-0.5
         if isinstance(self.rope, YarnRope) and self.rope.mscale_all_dim:
             scale *= yarn_magnitude(self.rope.factor, self.rope.mscale_all_dim) ** 2
@@ -152,7 +177,8 @@ class DeepseekV3Config(SharedExpertsConfig):
 
 
 def _is_served(rope: Rope) -> bool:
-    """Whether SGLang's YaRN of this family, with defaults of its own, has the same factor."""
+    """Whether SGLang's YaRN of this family, with defaults of its own, has the same
+    factor."""
     if not isinstance(rope, YarnRope):
         return rope.kind == "default"
     mscale = 1.0 if rope.mscale is None else rope.mscale
@@ -163,7 +189,9 @@ def _is_served(rope: Rope) -> bool:
 
 ROUTER = (
     layer_parameter("mlp.router.weight", "mlp.gate.weight"),
-    layer_parameter("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", dtype="float32"),
+    layer_parameter(
+        "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", dtype="float32"
+    ),
     layer_parameter(
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.gate_proj.weight",
@@ -187,22 +215,43 @@ FAMILY = replace(
     not_served_on_cpu="SGLang 0.5.21 has no latent attention (MLA) on CPU, its engine dies of a first prompt",
     config=DeepseekV3Config,
     low_rank_query=(
-        layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
         layer_parameter(
-            "self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", sharding="rows"
+            "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"
         ),
-        layer_parameter("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+        layer_parameter(
+            "self_attention.linear_q_up_proj.weight",
+            "self_attn.q_b_proj.weight",
+            sharding="rows",
+        ),
+        layer_parameter(
+            "self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"
+        ),
     ),
     full_rank_query=(
-        layer_parameter("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", sharding="rows"),
+        layer_parameter(
+            "self_attention.linear_q_proj.weight",
+            "self_attn.q_proj.weight",
+            sharding="rows",
+        ),
     ),
     layer=(
-        layer_parameter("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-        layer_parameter("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
         layer_parameter(
-            "self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", sharding="rows"
+            "self_attention.linear_kv_down_proj.weight",
+            "self_attn.kv_a_proj_with_mqa.weight",
         ),
-        layer_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight", sharding="columns"),
+        layer_parameter(
+            "self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"
+        ),
+        layer_parameter(
+            "self_attention.linear_kv_up_proj.weight",
+            "self_attn.kv_b_proj.weight",
+            sharding="rows",
+        ),
+        layer_parameter(
+            "self_attention.linear_proj.weight",
+            "self_attn.o_proj.weight",
+            sharding="columns",
+        ),
         layer_parameter("input_layernorm.weight", "input_layernorm.weight"),
         layer_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     ),

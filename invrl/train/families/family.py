@@ -1,7 +1,9 @@
-"""What a family file says: names of models and tensors, what is fused, what is computed, who serves it.
+"""What a family file says: names of models and tensors, what is fused, what is
+computed, who serves it.
 
-Every part of invrl that knows a family reads it from here: the trainer (`model.py`, `weights.py`), the engine
-(`engines/sglang_models`, `weights/in_engine.py`), `invrl doctor` and `invrl prepare-model`.
+Every part of invrl that knows a family reads it from here: the trainer (`model.py`,
+`weights.py`), the engine (`engines/sglang_models`, `weights/in_engine.py`), `invrl
+doctor` and `invrl prepare-model`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from invrl.train.families.parameter import Parameter
 
 EngineFusions = Mapping[str, tuple[str, ...]]
 _ENGINE_FUSIONS: EngineFusions = MappingProxyType(
-    {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. Its parameters are listed in the order in which they are sent; tensors that the
-    engine fuses stand back to back."""
+    """One model family. Its parameters are listed in the order in which they are sent;
+    tensors that the engine fuses stand back to back."""
 
     model_type: str
     """In config.json. The family's file has this name."""
@@ -64,16 +69,19 @@ class Family:
     """The output layer; absent where the embedding is tied."""
 
     engine_fusions: EngineFusions = field(default_factory=lambda: _ENGINE_FUSIONS)
-    """Parameters of SGLang's model that hold the rows of several Hugging Face tensors, in this order."""
+    """Parameters of SGLang's model that hold the rows of several Hugging Face tensors,
+    in this order."""
     engine_experts: EngineFusions = field(default_factory=dict)
-    """Parameters of SGLang's model that hold all experts of a layer: the rows of several tensors of the first
-    expert, in this order, then those of the next."""
+    """Parameters of SGLang's model that hold all experts of a layer: the rows of
+    several tensors of the first expert, in this order, then those of the next."""
 
     def parameters(self, config: HuggingFaceConfig) -> list[Parameter]:
         """All parameters of the model, in sending order."""
         table = list(self.before)
         for layer in range(config.num_hidden_layers):
-            table += [parameter.in_layer(layer) for parameter in self._of_layer(config, layer)]
+            table += [
+                parameter.in_layer(layer) for parameter in self._of_layer(config, layer)
+            ]
         table += self.after
         if not config.tie_word_embeddings:
             table.append(self.head)

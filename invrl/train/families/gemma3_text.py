@@ -1,4 +1,5 @@
-"""Gemma 3, its text models: most layers attend over a window and have rotary positions of their own."""
+"""Gemma 3, its text models: most layers attend over a window and have rotary positions
+of their own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,7 +8,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from invrl.train.families import llama
-from invrl.train.families.model_config import Activation, HuggingFaceConfig, LayerAttention
+from invrl.train.families.model_config import (
+    Activation,
+    HuggingFaceConfig,
+    LayerAttention,
+)
 from invrl.train.families.parameter import layer_parameter
 from invrl.train.families.refusal import refused
 from invrl.train.families.rope import Rope, rope_of
@@ -17,7 +22,8 @@ LayerType = Literal["sliding_attention", "full_attention"]
 _GLOBAL_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
 _PATTERN = 6
-"""In transformers each sixth layer attends to all tokens, unless config.json has another pattern."""
+"""In transformers each sixth layer attends to all tokens, unless config.json has
+another pattern."""
 
 
 class Gemma3Config(HuggingFaceConfig):
@@ -38,7 +44,9 @@ class Gemma3Config(HuggingFaceConfig):
     """Of the layers with a window; `rope` is that of the others."""
     # The trainer computes only these values of the fields below.
     hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    attn_logit_softcapping: None = Field(None, description="neither transformers nor SGLang computes it")
+    attn_logit_softcapping: None = Field(
+        None, description="neither transformers nor SGLang computes it"
+    )
     use_bidirectional_attention: Literal[False] = False
 
     @classmethod
@@ -47,9 +55,14 @@ class Gemma3Config(HuggingFaceConfig):
         fields["rope"], fields["local_rope"] = _ropes(config)
         layers = config.get("num_hidden_layers", 0)
         pattern = config.get("sliding_window_pattern", _PATTERN)
-        if "layer_types" not in config and isinstance(layers, int) and isinstance(pattern, int):
+        if (
+            "layer_types" not in config
+            and isinstance(layers, int)
+            and isinstance(pattern, int)
+        ):
             fields["layer_types"] = [
-                "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
+                "sliding_attention" if (layer + 1) % pattern else "full_attention"
+                for layer in range(layers)
             ]
         parsed = cls.model_validate(fields)
         if len(parsed.layer_types) != parsed.num_hidden_layers:
@@ -80,8 +93,9 @@ class Gemma3Config(HuggingFaceConfig):
 
 
 def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
-    """The rotary positions of the layers without a window, and of those with one: in the form of
-    transformers 4 (a scaling is that of the first), or by the kind of the layer."""
+    """The rotary positions of the layers without a window, and of those with one: in
+    the form of transformers 4 (a scaling is that of the first), or by the kind of the
+    layer."""
     parameters = config.get("rope_parameters")
     by_kind = parameters if isinstance(parameters, Mapping) else {}
     scaling = config.get("rope_scaling")
@@ -92,7 +106,9 @@ def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
     local["rope_theta"] = config.get("rope_local_base_freq")
     return (
         rope_of(without_window, config, default_theta=_GLOBAL_THETA),
-        rope_of(_parameters(by_kind, "sliding_attention"), local, default_theta=_LOCAL_THETA),
+        rope_of(
+            _parameters(by_kind, "sliding_attention"), local, default_theta=_LOCAL_THETA
+        ),
     )
 
 
@@ -105,7 +121,9 @@ def _parameters(by_kind: Mapping[str, Json], kind: LayerType) -> Mapping[str, Js
 
 _LLAMA_MLP_NORM = "pre_mlp_layernorm.weight"
 _BY_LLAMA = tuple(
-    parameter for parameter in llama.FAMILY.layer if not parameter.megatron.endswith(_LLAMA_MLP_NORM)
+    parameter
+    for parameter in llama.FAMILY.layer
+    if not parameter.megatron.endswith(_LLAMA_MLP_NORM)
 )
 FAMILY = replace(
     llama.FAMILY,

@@ -1,4 +1,5 @@
-"""GLM-4.5: Llama's attention, positions turn half of each head, and the experts of DeepSeek-V3."""
+"""GLM-4.5: Llama's attention, positions turn half of each head, and the experts of
+DeepSeek-V3."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -9,7 +9,13 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     sglang_module="llama",
     gguf_architecture="llama",
-    before=(Parameter("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), sharding="rows"),),
+    before=(
+        Parameter(
+            "embedding.word_embeddings.weight",
+            ("model.embed_tokens.weight",),
+            sharding="rows",
+        ),
+    ),
     layer=(
         layer_parameter("input_layernorm.weight", "input_layernorm.weight"),
         layer_parameter(
@@ -20,7 +26,11 @@ FAMILY = Family(
             fusion="qkv",
             sharding="rows",
         ),
-        layer_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight", sharding="columns"),
+        layer_parameter(
+            "self_attention.linear_proj.weight",
+            "self_attn.o_proj.weight",
+            sharding="columns",
+        ),
         layer_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     ),
     qkv_biases=(
@@ -45,7 +55,9 @@ FAMILY = Family(
             fusion="stack",
             sharding="rows",
         ),
-        layer_parameter("mlp.linear_fc2.weight", "mlp.down_proj.weight", sharding="columns"),
+        layer_parameter(
+            "mlp.linear_fc2.weight", "mlp.down_proj.weight", sharding="columns"
+        ),
     ),
     after=(Parameter("decoder.final_layernorm.weight", ("model.norm.weight",)),),
     head=Parameter("output_layer.weight", ("lm_head.weight",), sharding="rows"),

@@ -1,4 +1,5 @@
-"""Mistral: Llama's names, and attention over a window unless config.json turns it off."""
+"""Mistral: Llama's names, and attention over a window unless config.json turns it
+off."""
 
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from invrl.train.families.model_config import HuggingFaceConfig, LayerAttention
 
 
 class MistralConfig(HuggingFaceConfig):
-    """A config.json without `sliding_window` means 4096, as in transformers; null means no window."""
+    """A config.json without `sliding_window` means 4096, as in transformers; null means
+    no window."""
 
     sliding_window: PositiveInt | None = 4096
 

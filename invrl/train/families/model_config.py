@@ -1,8 +1,10 @@
-"""The shape of a model, from its config.json: what the trainer computes, and what it refuses.
+"""The shape of a model, from its config.json: what the trainer computes, and what it
+refuses.
 
-A family derives from `HuggingFaceConfig` the fields that only it has, and overrides what its model computes
-differently. Invariant: a `HuggingFaceConfig` describes a model that `train/model.py` computes exactly; a
-feature that it would compute differently is refused by name. Imports neither torch nor transformers.
+A family derives from `HuggingFaceConfig` the fields that only it has, and overrides
+what its model computes differently. Invariant: a `HuggingFaceConfig` describes a model
+that `train/model.py` computes exactly; a feature that it would compute differently is
+refused by name. Imports neither torch nor transformers.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,8 @@ class LayerAttention:
 
     rope: Rope
     window: int | None = None
-    """A token attends to that many tokens, the last of which is itself. None: to all before it."""
+    """A token attends to that many tokens, the last of which is itself. None: to all
+    before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +47,23 @@ class Experts:
     """The factor of the weights."""
     groups: int = 1
     chosen_groups: int = 1
-    """Experts are chosen from the best groups only, which count by their best experts."""
+    """Experts are chosen from the best groups only, which count by their best
+    experts."""
     shared_size: int | None = None
-    """Intermediate size of the experts that compute every token, together; None: there are none."""
+    """Intermediate size of the experts that compute every token, together; None: there
+    are none."""
     router_in_float32: bool = False
     """The router's logits are computed in float32, whatever dtype the model has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Attention in which the keys and values of all heads come from one small vector of each token
-    (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Attention in which the keys and values of all heads come from one small vector of
+    each token (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     query_rank: int | None
-    """Size of the vector that queries come from; None: they come from the hidden state itself."""
+    """Size of the vector that queries come from; None: they come from the hidden state
+    itself."""
     key_value_rank: int
     plain_dim: int
     """Dimensions of a query and a key that positions do not turn."""
@@ -69,9 +75,11 @@ class LatentAttention:
 
 
 class HuggingFaceConfig(BaseModel):
-    """A decoder with grouped-query attention, rotary positions, RMS norms and gated MLPs.
+    """A decoder with grouped-query attention, rotary positions, RMS norms and gated
+    MLPs.
 
-    Fields have the names of config.json. One that config.json leaves out has its documented default.
+    Fields have the names of config.json. One that config.json leaves out has its
+    documented default.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
@@ -82,9 +90,13 @@ class HuggingFaceConfig(BaseModel):
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt = Field(default_factory=lambda fields: fields["num_attention_heads"])
+    num_key_value_heads: PositiveInt = Field(
+        default_factory=lambda fields: fields["num_attention_heads"]
+    )
     head_dim: PositiveInt = Field(
-        default_factory=lambda fields: fields["hidden_size"] // fields["num_attention_heads"]
+        default_factory=lambda fields: (
+            fields["hidden_size"] // fields["num_attention_heads"]
+        )
     )
     max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
@@ -99,33 +111,40 @@ class HuggingFaceConfig(BaseModel):
     # Not a field of config.json: `read` makes it of several.
     rope: Rope
 
-    # What a family's model computes beyond this. A family overrides them, as a constant or as a property.
+    # What a family's model computes beyond this. A family overrides them, as a constant
+    # or as a property.
     zero_centered_norms: ClassVar[bool] = False
     """A norm multiplies by 1 + weight."""
     post_norms: ClassVar[bool] = False
-    """The outputs of attention and MLP are normalised before they are added to the residual."""
+    """The outputs of attention and MLP are normalised before they are added to the
+    residual."""
     activation: ClassVar[Activation] = "silu"
     """Of the MLP's gate."""
 
     @classmethod
     def read(cls, config: Mapping[str, Json]) -> Self:
-        """Raises pydantic's ValidationError for a field that is missing or has another value than the trainer
-        computes, ConfigError where fields do not go together. `config`: the whole config.json."""
+        """Raises pydantic's ValidationError for a field that is missing or has another
+        value than the trainer computes, ConfigError where fields do not go together.
+        `config`: the whole config.json."""
         fields: dict[str, object] = dict(config)
         fields["rope"] = read_rope(config)
         fields.update(partial_rotary(config))
         return cls.model_validate(fields)
 
     def differences(self, other: "HuggingFaceConfig") -> list[str]:
-        """The fields in which another model computes something else with its weights than this one.
-        (`max_position_embeddings` alone changes nothing, and base models often have another one.)"""
+        """The fields in which another model computes something else with its weights
+        than this one. (`max_position_embeddings` alone changes nothing, and base models
+        often have another one.)"""
         if self.model_type != other.model_type:
             return ["model_type"]
         names = type(self).model_fields.keys() - {"max_position_embeddings"}
-        return sorted(name for name in names if getattr(self, name) != getattr(other, name))
+        return sorted(
+            name for name in names if getattr(self, name) != getattr(other, name)
+        )
 
     def check_served(self) -> None:
-        """Raises ConfigError where the trainer computes what config.json says, and SGLang another model."""
+        """Raises ConfigError where the trainer computes what config.json says, and
+        SGLang another model."""
 
     def attention(self, layer: int) -> LayerAttention:
         """The attention of the layer, counted from 0."""

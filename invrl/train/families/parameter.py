@@ -1,4 +1,5 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism splits it.
+"""How one Megatron parameter is made of Hugging Face tensors, and how tensor
+parallelism splits it.
 
 A family file is a table of `Parameter`s; how tensors are fused is written here, once.
 
@@ -14,21 +15,21 @@ if TYPE_CHECKING:
     import torch
 
 Fusion = Literal["plain", "qkv", "stack"]
-"""plain: one tensor, unchanged. qkv: rows interleaved by key-value group (its queries, its key, its value).
-stack: one tensor below the other (gate, up)."""
+"""plain: one tensor, unchanged. qkv: rows interleaved by key-value group (its queries,
+its key, its value). stack: one tensor below the other (gate, up)."""
 
 Sharding = Literal["whole", "rows", "columns"]
-"""What a tensor-parallel rank holds of a Megatron parameter. whole: all of it. rows: an equal part of the
-rows of each fused tensor (with fusion "qkv": whole key-value groups). columns: an equal part of the
-columns."""
+"""What a tensor-parallel rank holds of a Megatron parameter. whole: all of it. rows: an
+equal part of the rows of each fused tensor (with fusion "qkv": whole key-value groups).
+columns: an equal part of the columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One Megatron parameter and its Hugging Face tensors, by name.
 
-    In a table, `{layer}` and `{expert}` in a name stand for the numbers of the layer and of the expert in the
-    whole model.
+    In a table, `{layer}` and `{expert}` in a name stand for the numbers of the layer
+    and of the expert in the whole model.
     """
 
     megatron: str
@@ -36,12 +37,14 @@ class Parameter:
     fusion: Fusion = "plain"
     sharding: Sharding = "whole"
     dtype: Literal["float32"] | None = None
-    """The dtype that it has in every model and every export; None: that of the model. Only what no optimizer
-    trains has one: Megatron keeps it as a buffer."""
+    """The dtype that it has in every model and every export; None: that of the model.
+    Only what no optimizer trains has one: Megatron keeps it as a buffer."""
     layer: int | None = None
-    """The number of its layer, counted from 0; None: it is in no layer, or in all (in a table)."""
+    """The number of its layer, counted from 0; None: it is in no layer, or in all (in a
+    table)."""
     expert: int | None = None
-    """The number of its expert, counted from 0; None: it is in no expert, or in all (in a table)."""
+    """The number of its expert, counted from 0; None: it is in no expert, or in all (in
+    a table)."""
 
     @property
     def is_trained(self) -> bool:
@@ -49,8 +52,8 @@ class Parameter:
 
     @property
     def divided_dimension(self) -> int | None:
-        """The dimension of its Hugging Face tensors that tensor-parallel ranks divide; None: each rank has
-        them whole."""
+        """The dimension of its Hugging Face tensors that tensor-parallel ranks divide;
+        None: each rank has them whole."""
         if self.sharding == "whole":
             return None
         return 0 if self.sharding == "rows" else 1
@@ -67,7 +70,9 @@ class Parameter:
         return replace(
             self,
             megatron=self.megatron.replace(placeholder, str(number)),
-            hugging_face=tuple(name.replace(placeholder, str(number)) for name in self.hugging_face),
+            hugging_face=tuple(
+                name.replace(placeholder, str(number)) for name in self.hugging_face
+            ),
         )
 
 
@@ -80,11 +85,14 @@ def layer_parameter(
 ) -> Parameter:
     """A parameter of decoder layers, by its names within the layer."""
     names = tuple(f"model.layers.{{layer}}.{name}" for name in hugging_face)
-    return Parameter(f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding, dtype)
+    return Parameter(
+        f"decoder.layers.{{layer}}.{megatron}", names, fusion, sharding, dtype
+    )
 
 
 def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.Tensor:
-    """Hugging Face tensors -> the Megatron parameter. `groups`: number of key-value heads."""
+    """Hugging Face tensors -> the Megatron parameter. `groups`: number of key-value
+    heads."""
     import torch
 
     if fusion == "plain":
@@ -96,7 +104,9 @@ def join(fusion: Fusion, tensors: list[torch.Tensor], *, groups: int) -> torch.T
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def split(fusion: Fusion, tensor: torch.Tensor, *, groups: int, head_dim: int) -> list[torch.Tensor]:
+def split(
+    fusion: Fusion, tensor: torch.Tensor, *, groups: int, head_dim: int
+) -> list[torch.Tensor]:
     """The inverse of `join`. Returns views where possible; each is contiguous."""
     if fusion == "plain":
         return [tensor]

@@ -17,7 +17,9 @@ class Qwen2Config(HuggingFaceConfig):
         computed = self.hidden_size // self.num_attention_heads
         if self.head_dim != computed:
             reason = f"SGLang takes hidden_size / num_attention_heads = {computed} for it in this family"
-            raise ConfigError("config.json: head_dim", self.head_dim, reason, "use another model")
+            raise ConfigError(
+                "config.json: head_dim", self.head_dim, reason, "use another model"
+            )
 
 
 FAMILY = replace(

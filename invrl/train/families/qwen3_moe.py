@@ -1,4 +1,5 @@
-"""Qwen3 with experts: Qwen3's attention, and in most layers a router over experts in place of the MLP."""
+"""Qwen3 with experts: Qwen3's attention, and in most layers a router over experts in
+place of the MLP."""
 
 from dataclasses import replace
 
@@ -14,7 +15,9 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
     decoder_sparse_step: PositiveInt = 1
     moe_intermediate_size: PositiveInt = 768
     num_experts_per_tok: PositiveInt = 8
-    num_experts: PositiveInt = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: PositiveInt = Field(
+        128, validation_alias=AliasChoices("num_experts", "num_local_experts")
+    )
     """transformers 5 writes the second name."""
     norm_topk_prob: bool = False
     mlp_only_layers: list[int] = Field(default_factory=list)
@@ -30,15 +33,25 @@ class Qwen3MoeConfig(qwen3.Qwen3Config):
 
     def check_served(self) -> None:
         """SGLang gives every layer of this family experts."""
-        dense = [layer for layer in range(self.num_hidden_layers) if not self.has_experts(layer)]
+        dense = [
+            layer
+            for layer in range(self.num_hidden_layers)
+            if not self.has_experts(layer)
+        ]
         if dense:
             reason = f"layers {dense} have no experts, and SGLang gives every layer of this family experts"
             raise ConfigError(
-                "config.json: mlp_only_layers", self.mlp_only_layers, reason, "use another model"
+                "config.json: mlp_only_layers",
+                self.mlp_only_layers,
+                reason,
+                "use another model",
             )
 
     def has_experts(self, layer: int) -> bool:
-        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        return (
+            layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
 
 EXPERT = (
@@ -49,10 +62,14 @@ EXPERT = (
         fusion="stack",
     ),
     layer_parameter(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight"
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "mlp.experts.{expert}.down_proj.weight",
     ),
 )
-ENGINE_EXPERTS = {"w13_weight": ("gate_proj.weight", "up_proj.weight"), "w2_weight": ("down_proj.weight",)}
+ENGINE_EXPERTS = {
+    "w13_weight": ("gate_proj.weight", "up_proj.weight"),
+    "w2_weight": ("down_proj.weight",),
+}
 FAMILY = replace(
     qwen3.FAMILY,
     model_type="qwen3_moe",

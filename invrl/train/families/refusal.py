@@ -1,4 +1,5 @@
-"""The error for a field of config.json that describes a model which the trainer does not compute."""
+"""The error for a field of config.json that describes a model which the trainer does
+not compute."""
 
 from invrl.errors import ConfigError
 

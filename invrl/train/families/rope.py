@@ -1,7 +1,8 @@
-"""Rotary positions as config.json describes them: the base frequency, and how it is scaled for long contexts.
+"""Rotary positions as config.json describes them: the base frequency, and how it is
+scaled for long contexts.
 
-`train/rotary.py` computes the frequencies. A scaling that the trainer does not compute is refused
-here by name. Imports no torch.
+`train/rotary.py` computes the frequencies. A scaling that the trainer does not compute
+is refused here by name. Imports no torch.
 """
 
 import math
@@ -15,7 +16,8 @@ from invrl.types import Json
 
 
 class Rope(BaseModel, frozen=True, strict=True):
-    """Plain rotary positions. The scalings are subclasses. Fields have the names of config.json."""
+    """Plain rotary positions. The scalings are subclasses. Fields have the names of
+    config.json."""
 
     kind: ClassVar[str] = "default"
 
@@ -31,7 +33,8 @@ class LinearRope(Rope, frozen=True):
 
 
 class Llama3Rope(Rope, frozen=True):
-    """Llama 3.1: slow frequencies are divided by `factor`, fast ones stay, those between are interpolated."""
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones stay, those
+    between are interpolated."""
 
     kind: ClassVar[str] = "llama3"
 
@@ -42,8 +45,8 @@ class Llama3Rope(Rope, frozen=True):
 
 
 class YarnRope(Rope, frozen=True):
-    """YaRN (arXiv 2309.00071): frequencies are interpolated by a ramp over the dimensions, and queries and
-    keys are multiplied by an attention factor."""
+    """YaRN (arXiv 2309.00071): frequencies are interpolated by a ramp over the
+    dimensions, and queries and keys are multiplied by an attention factor."""
 
     kind: ClassVar[str] = "yarn"
 
@@ -58,24 +61,30 @@ class YarnRope(Rope, frozen=True):
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """How much YaRN sharpens attention over a context that is `factor` times as long."""
+    """How much YaRN sharpens attention over a context that is `factor` times as
+    long."""
     if factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def attention_factor(rope: Rope) -> float:
-    """The factor of queries and of keys that comes with the scaling; 1 for all but YaRN."""
+    """The factor of queries and of keys that comes with the scaling; 1 for all but
+    YaRN."""
     if not isinstance(rope, YarnRope):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(rope.factor, rope.mscale_all_dim)
+        return yarn_magnitude(rope.factor, rope.mscale) / yarn_magnitude(
+            rope.factor, rope.mscale_all_dim
+        )
     return yarn_magnitude(rope.factor)
 
 
-ROPES: dict[str, type[Rope]] = {rope.kind: rope for rope in (Rope, LinearRope, Llama3Rope, YarnRope)}
+ROPES: dict[str, type[Rope]] = {
+    rope.kind: rope for rope in (Rope, LinearRope, Llama3Rope, YarnRope)
+}
 """`rope_type` in config.json -> what it means."""
 _NOT_COMPUTED = {
     "dynamic": "transformers scales by the length of the row, SGLang always by the longest one, so trainer "
@@ -85,13 +94,15 @@ _NOT_COMPUTED = {
 
 
 def read_rope(config: Mapping[str, Json]) -> Rope:
-    """The rotary positions of a config.json, in the form of transformers 4 (`rope_theta`, `rope_scaling`) or
-    5 (`rope_parameters`). Raises ConfigError for a scaling that is not computed or not complete."""
+    """The rotary positions of a config.json, in the form of transformers 4
+    (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`). Raises ConfigError for a
+    scaling that is not computed or not complete."""
     return rope_of(_parameters(config), config, default_theta=10000.0)
 
 
 def partial_rotary(config: Mapping[str, Json]) -> dict[str, Json]:
-    """`partial_rotary_factor`, the part of a head that is rotated, where the rope's own fields have it."""
+    """`partial_rotary_factor`, the part of a head that is rotated, where the rope's own
+    fields have it."""
     factor = _parameters(config).get("partial_rotary_factor")
     if factor is None:
         return {}
@@ -106,17 +117,25 @@ def _parameters(config: Mapping[str, Json]) -> Mapping[str, Json]:
     return {}
 
 
-def rope_of(parameters: Mapping[str, Json], config: Mapping[str, Json], *, default_theta: float) -> Rope:
-    """`parameters`: the fields of one rope in config.json. What they leave out is in `config` itself, or has
-    the default that transformers gives it."""
-    fields: dict[str, Json] = {name: value for name, value in parameters.items() if value is not None}
+def rope_of(
+    parameters: Mapping[str, Json], config: Mapping[str, Json], *, default_theta: float
+) -> Rope:
+    """`parameters`: the fields of one rope in config.json. What they leave out is in
+    `config` itself, or has the default that transformers gives it."""
+    fields: dict[str, Json] = {
+        name: value for name, value in parameters.items() if value is not None
+    }
     fields.setdefault("rope_theta", config.get("rope_theta") or default_theta)
     kind = fields.get("rope_type", fields.get("type", "default"))
     rope = ROPES.get(str(kind))
     if rope is None:
-        reason = _NOT_COMPUTED.get(str(kind), f"rope_type {kind!r} is unknown; known are {', '.join(ROPES)}")
+        reason = _NOT_COMPUTED.get(
+            str(kind), f"rope_type {kind!r} is unknown; known are {', '.join(ROPES)}"
+        )
         raise refused("rope_parameters", dict(parameters), reason)
-    fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+    fields.setdefault(
+        "original_max_position_embeddings", config.get("max_position_embeddings")
+    )
     try:
         return rope.model_validate(fields)
     except ValidationError as error:

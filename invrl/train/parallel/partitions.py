@@ -1,5 +1,5 @@
-"""Which parameters of the model a rank has, under the names that they have in the whole model, which of them
-tensor-parallel ranks divide, and which belong to experts.
+"""Which parameters of the model a rank has, under the names that they have in the whole
+model, which of them tensor-parallel ranks divide, and which belong to experts.
 
 Imported after `device.prepare()`.
 """
@@ -23,17 +23,21 @@ _HEAD = "output_layer.weight"
 
 
 def parameters_of(chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-    """What is saved of a rank's chunks, parameters and buffers, by their names in a model that one rank has.
+    """What is saved of a rank's chunks, parameters and buffers, by their names in a
+    model that one rank has.
 
-    Megatron counts the layers of each chunk and the experts of each rank from 0. Where the embedding is also
-    the head, the last stage has a copy of it, which has the embedding's name here.
+    Megatron counts the layers of each chunk and the experts of each rank from 0. Where
+    the embedding is also the head, the last stage has a copy of it, which has the
+    embedding's name here.
     """
     named: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         first_layer = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         saved = chunk.state_dict()
         tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
-        tensors |= {name: buffer for name, buffer in chunk.named_buffers() if name in saved}
+        tensors |= {
+            name: buffer for name, buffer in chunk.named_buffers() if name in saved
+        }
         for name, tensor in tensors.items():
             if name.startswith(_LAYERS):
                 number, _, rest = name.removeprefix(_LAYERS).partition(".")
@@ -48,23 +52,29 @@ def _with_expert_number(name: str, config: TransformerConfig) -> str:
     """The name of a layer's parameter, with its expert's number in the whole layer."""
     if config.num_moe_experts is None:
         return name
-    experts_of_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    experts_of_rank = (
+        config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
     first_expert = parallel_state.get_expert_model_parallel_rank() * experts_of_rank
     return _LOCAL_EXPERT.sub(lambda number: str(first_expert + int(number[0])), name)
 
 
-def note_partitions(parameters: Mapping[str, torch.Tensor], table: Sequence[Parameter]) -> None:
-    """Sets Megatron's attributes on every divided parameter that lacks them. Call it before DDP and the
-    optimizer are built, which read them.
+def note_partitions(
+    parameters: Mapping[str, torch.Tensor], table: Sequence[Parameter]
+) -> None:
+    """Sets Megatron's attributes on every divided parameter that lacks them. Call it
+    before DDP and the optimizer are built, which read them.
 
-    Megatron sets them when it initializes a weight, but every weight here is loaded instead. Without them a
-    divided weight would count as a copy: the norm of the gradient would leave out the parts of all ranks but
-    the first. (On biases Megatron always sets them.)
+    Megatron sets them when it initializes a weight, but every weight here is loaded
+    instead. Without them a divided weight would count as a copy: the norm of the
+    gradient would leave out the parts of all ranks but the first. (On biases Megatron
+    always sets them.)
 
-    The gradient of an expert's parameter is summed over the ranks that have this expert, which are others
-    than those that have the rest of the layer. Megatron 0.16.1 notes this (`allreduce`) only where ranks
-    divide the experts: where tensor-parallel ranks have the same experts, their gradients would not be
-    summed. It is noted here for all layouts, so that their optimizers and checkpoints are alike.
+    The gradient of an expert's parameter is summed over the ranks that have this
+    expert, which are others than those that have the rest of the layer. Megatron 0.16.1
+    notes this (`allreduce`) only where ranks divide the experts: where tensor-parallel
+    ranks have the same experts, their gradients would not be summed. It is noted here
+    for all layouts, so that their optimizers and checkpoints are alike.
     """
     for entry in table:
         parameter = parameters.get(entry.megatron)
@@ -75,4 +85,6 @@ def note_partitions(parameters: Mapping[str, torch.Tensor], table: Sequence[Para
             dimension = 0  # not divided, but never a copy of what the first tensor-parallel rank counts
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
         if dimension is not None and not hasattr(parameter, "partition_dim"):
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dimension, stride=1)
+            set_tensor_model_parallel_attributes(
+                parameter, is_parallel=True, dim=dimension, stride=1
+            )

@@ -1,7 +1,9 @@
-"""`python -m gpu_check [STAGE ...]`: runs stages one after the other, all of them by default.
+"""`python -m gpu_check [STAGE ...]`: runs stages one after the other, all of them by
+default.
 
-Prints one line of JSON for each, and writes `gpu.json` after each. A stage that fails costs none of the
-others. With SMOKE=1 in the environment the same code runs small, on a CPU.
+Prints one line of JSON for each, and writes `gpu.json` after each. A stage that fails
+costs none of the others. With SMOKE=1 in the environment the same code runs small, on a
+CPU.
 """
 
 import argparse
@@ -34,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.stages) - set(STAGES))
     if unknown:
-        parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
+        parser.error(
+            f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}"
+        )
     settings = _settings(options)
     settings.out.mkdir(parents=True, exist_ok=True)
     settings.work.mkdir(parents=True, exist_ok=True)
@@ -62,7 +66,10 @@ def _run_in_turn(
 ) -> Iterator[tuple[str, Outcome]]:
     for name in names:
         reason = None if settings.smoke else why_still_busy(_MEMORY_FREED_S)
-        yield name, _run(name, settings, give_up_at) if reason is None else not_run(reason)
+        yield (
+            name,
+            _run(name, settings, give_up_at) if reason is None else not_run(reason),
+        )
 
 
 def _run_at_once(
@@ -70,7 +77,9 @@ def _run_at_once(
 ) -> Iterator[tuple[str, Outcome]]:
     """In the order in which they end."""
     with ThreadPoolExecutor(len(names)) as threads:
-        running = {threads.submit(_run, name, settings, give_up_at): name for name in names}
+        running = {
+            threads.submit(_run, name, settings, give_up_at): name for name in names
+        }
         for ended in as_completed(running):
             yield running[ended], ended.result()
 
@@ -80,7 +89,9 @@ def _run(name: str, settings: CheckSettings, give_up_at: float) -> Outcome:
     left_s = give_up_at - time.monotonic()
     least_s = _TOO_LITTLE_S if settings.smoke else stage.usual_s
     if left_s < least_s:
-        return not_run(f"it takes about {stage.usual_s:.0f} s, {max(left_s, 0):.0f} s of --deadline are left")
+        return not_run(
+            f"it takes about {stage.usual_s:.0f} s, {max(left_s, 0):.0f} s of --deadline are left"
+        )
     deadline_s = stage.deadline_s * (_SMOKE_PATIENCE if settings.smoke else 1)
     return run_stage(stage, settings, min(deadline_s, left_s), _environment())
 
@@ -96,26 +107,47 @@ def _settings(options: argparse.Namespace) -> CheckSettings:
 
 
 def _environment() -> dict[str, str]:
-    """Of the stages: what they start can import the project, its tests and this package."""
+    """Of the stages: what they start can import the project, its tests and this
+    package."""
     folders = [_PROJECT / "launch" / "gpu", _PROJECT, _PROJECT / "tests"]
     paths = [str(folder) for folder in folders]
-    paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths += [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
+    ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _parser() -> argparse.ArgumentParser:
     work = Path(tempfile.gettempdir(), "gpu-check")
-    described = "\n".join(f"  {stage.name:<11} {stage.proves}" for stage in STAGES.values())
+    described = "\n".join(
+        f"  {stage.name:<11} {stage.proves}" for stage in STAGES.values()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m gpu_check",
         description=f"{__doc__}\nstages:\n{described}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="which, in this order (default: all)")
-    parser.add_argument("--out", type=Path, default=work, help="folder for gpu.json and logs (%(default)s)")
-    parser.add_argument("--work", type=Path, default=work, help="folder for models and runs (%(default)s)")
     parser.add_argument(
-        "--deadline", type=float, default=float("inf"), metavar="SECONDS", help="for all stages together"
+        "stages", nargs="*", metavar="STAGE", help="which, in this order (default: all)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=work,
+        help="folder for gpu.json and logs (%(default)s)",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=work,
+        help="folder for models and runs (%(default)s)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="for all stages together",
     )
     parser.add_argument(
         "--at-once",
@@ -123,10 +155,15 @@ def _parser() -> argparse.ArgumentParser:
         help="run the stages side by side, which takes as long as the longest; their times then say nothing",
     )
     parser.add_argument(
-        "--model", choices=("small", "half"), default="half", help="the random model (%(default)s)"
+        "--model",
+        choices=("small", "half"),
+        default="half",
+        help="the random model (%(default)s)",
     )
     parser.add_argument(
-        "--trained-model", type=Path, help="a model folder for the loop that can learn its task"
+        "--trained-model",
+        type=Path,
+        help="a model folder for the loop that can learn its task",
     )
     return parser
 

@@ -1,7 +1,8 @@
-"""`python -m gpu_check.bucket_receiver`: takes SGLang's buckets as an engine does, and says what it holds.
+"""`python -m gpu_check.bucket_receiver`: takes SGLang's buckets as an engine does, and
+says what it holds.
 
-A line of input has the serialized buckets of a version; a line of output the seconds that they took and the
-checksums of all tensors.
+A line of input has the serialized buckets of a version; a line of output the seconds
+that they took and the checksums of all tensors.
 """
 
 import json

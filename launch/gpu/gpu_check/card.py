@@ -10,11 +10,21 @@ _POLL_S = 1.0
 
 
 def query(section: str, *fields: str) -> list[list[str]]:
-    """Rows of nvidia-smi's answer; none where there is no nvidia-smi. `section`: "gpu" or "compute-apps"."""
-    command = ["nvidia-smi", f"--query-{section}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    """Rows of nvidia-smi's answer; none where there is no nvidia-smi. `section`: "gpu"
+    or "compute-apps"."""
+    command = [
+        "nvidia-smi",
+        f"--query-{section}={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         answer = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_DEADLINE_S, check=True
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_DEADLINE_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return []
@@ -39,7 +49,9 @@ def why_busy() -> str | None:
     processes = query("compute-apps", "pid", "process_name", "used_memory")
     if not processes:
         return f"{used} by processes that nvidia-smi does not show, perhaps of another container: end them"
-    named = ", ".join(f"pid {pid} ({name}, {process_mb} MB)" for pid, name, process_mb in processes)
+    named = ", ".join(
+        f"pid {pid} ({name}, {process_mb} MB)" for pid, name, process_mb in processes
+    )
     return f"{used} by {named}: end it, or wait for its end"
 
 

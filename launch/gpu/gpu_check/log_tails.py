@@ -1,4 +1,5 @@
-"""The ends of the logs of a run, printed into the log of the stage, where `failure.py` reads them."""
+"""The ends of the logs of a run, printed into the log of the stage, where `failure.py`
+reads them."""
 
 from pathlib import Path
 
@@ -8,7 +9,12 @@ _LINES = 40
 def print_tails(folder: Path) -> None:
     """Of every log below the folder."""
     for path in sorted(folder.rglob("*.log")):
-        print(f"--- the end of {path.name}", *last_lines(path, _LINES), sep="\n", flush=True)
+        print(
+            f"--- the end of {path.name}",
+            *last_lines(path, _LINES),
+            sep="\n",
+            flush=True,
+        )
 
 
 def last_lines(path: Path, number: int) -> list[str]:

@@ -21,12 +21,14 @@ _ROWS_OF_A_GROUP = 8
 def equal_rows(num_tokens: int, num_rows: int) -> ContextShare:
     """Rows without a common prefix."""
     rng = np.random.default_rng(0)
-    return _packed([rng.integers(0, 1000, num_tokens // num_rows) for _ in range(num_rows)])
+    return _packed(
+        [rng.integers(0, 1000, num_tokens // num_rows) for _ in range(num_rows)]
+    )
 
 
 def prefix_trees(num_tokens: int, num_groups: int) -> ContextShare:
-    """Groups of eight rows with one prompt. Half of the tokens are prompts. In each group two rows share the
-    first half of their replies, too."""
+    """Groups of eight rows with one prompt. Half of the tokens are prompts. In each
+    group two rows share the first half of their replies, too."""
     rng = np.random.default_rng(0)
     group_tokens = num_tokens // num_groups
     reply_tokens = group_tokens // 2 // _ROWS_OF_A_GROUP
@@ -43,7 +45,9 @@ def _packed(sequences: list[np.ndarray]) -> ContextShare:
     rows: list[Row] = []
     for tokens_T in sequences:
         last = np.array([len(tokens_T) - 1])
-        rows.append(Row(tokens_T=tokens_T.astype(np.int32), wanted_N=last, temperature=1.0))
+        rows.append(
+            Row(tokens_T=tokens_T.astype(np.int32), wanted_N=last, temperature=1.0)
+        )
     total = sum(map(len, sequences))
     (micro_batch,) = pack(rows, max_tokens=total, share_prefixes=True)
     return ContextShare.of(micro_batch, rank=0, ranks=1, multiple=1)
@@ -51,7 +55,8 @@ def _packed(sequences: list[np.ndarray]) -> ContextShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """Random queries, keys and values [1, heads, P, dim], and the gradient of the output."""
+    """Random queries, keys and values [1, heads, P, dim], and the gradient of the
+    output."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -60,7 +65,13 @@ class AttentionInputs:
 
     @staticmethod
     def random(
-        num_tokens: int, *, heads: int, key_heads: int, dim: int, dtype: torch.dtype, target: torch.device
+        num_tokens: int,
+        *,
+        heads: int,
+        key_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        target: torch.device,
     ) -> "AttentionInputs":
         generator = torch.Generator(device=target).manual_seed(1)
 
@@ -69,7 +80,10 @@ class AttentionInputs:
             return torch.randn(shape, generator=generator, device=target).to(dtype)
 
         return AttentionInputs(
-            queries=drawn(heads), keys=drawn(key_heads), values=drawn(key_heads), gradient=drawn(heads)
+            queries=drawn(heads),
+            keys=drawn(key_heads),
+            values=drawn(key_heads),
+            gradient=drawn(heads),
         )
 
     def to(self, dtype: torch.dtype) -> "AttentionInputs":
@@ -87,14 +101,18 @@ class AttentionInputs:
     def forward_and_backward(self, attention: Attention) -> dict[str, torch.Tensor]:
         """The output, and the gradients of queries, keys and values."""
         leaves = {"queries": self.queries, "keys": self.keys, "values": self.values}
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
+        leaves = {
+            name: tensor.detach().requires_grad_() for name, tensor in leaves.items()
+        }
         scale = self.queries.shape[-1] ** -0.5
         output = attention.attend(**leaves, scale=scale)
         gradients = torch.autograd.grad(output, list(leaves.values()), self.gradient)
         return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-def one_kernel(share: ContextShare, window: int | None, target: torch.device) -> TreeMask:
+def one_kernel(
+    share: ContextShare, window: int | None, target: torch.device
+) -> TreeMask:
     return TreeMask.of(share, window, target)
 
 

@@ -10,8 +10,9 @@ from gpu_check.settings import CheckSettings, ModelName
 
 
 def random_model(settings: CheckSettings, name: ModelName) -> Path:
-    """A folder in the shape of Qwen3, in bfloat16. `small` is for what only has to work, `half` has 0.5
-    billion parameters and is for what is timed; both are small in a smoke run."""
+    """A folder in the shape of Qwen3, in bfloat16. `small` is for what only has to
+    work, `half` has 0.5 billion parameters and is for what is timed; both are small in
+    a smoke run."""
     size = "small" if settings.smoke else name
     folder = settings.work / "models" / size
     if folder.exists():

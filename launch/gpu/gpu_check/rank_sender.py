@@ -1,7 +1,8 @@
-"""A trainer of one rank as the sender of weight updates: it trains a step between two of them.
+"""A trainer of one rank as the sender of weight updates: it trains a step between two
+of them.
 
-Torch remembers some of its settings for each thread, so one thread of its own has the rank from its start.
-Imports torch when it is imported.
+Torch remembers some of its settings for each thread, so one thread of its own has the
+rank from its start. Imports torch when it is imported.
 """
 
 import asyncio
@@ -43,12 +44,15 @@ class RankSender:
     def __init__(self) -> None:
         self.staged: StagedWeights | None = None
         self.changed_tensors: list[int] = []
-        """How many tensors each version has that differ from those of the version before."""
+        """How many tensors each version has that differ from those of the version
+        before."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
         self._buckets: BucketSender | None = None
 
     async def start(self, model: Path, *, arena_on_gpu: bool) -> None:
-        train = TrainConfig.model_validate({"lr": _LR, "max_tokens_per_microbatch": _ROWS * _ROW_TOKENS})
+        train = TrainConfig.model_validate(
+            {"lr": _LR, "max_tokens_per_microbatch": _ROWS * _ROW_TOKENS}
+        )
         settings = RankSettings(
             rank=0,
             layout=ParallelLayout(),
@@ -68,13 +72,17 @@ class RankSender:
         )
         [self._shard] = shard_batch(batch, ranks=1, steps=1)
         listener = listen(settings.master_addr)
-        self._rank = await self._call(TrainRank, settings, listener.getsockname()[1], listener)
+        self._rank = await self._call(
+            TrainRank, settings, listener.getsockname()[1], listener
+        )
 
     def close(self) -> None:
         self._thread.shutdown()
 
     async def use_transport(self, transport: Literal["arena", "bucket"]) -> None:
-        self._buckets = BucketSender(await self.layout()) if transport == "bucket" else None
+        self._buckets = (
+            BucketSender(await self.layout()) if transport == "bucket" else None
+        )
 
     async def change(self) -> None:
         """Train a step."""
@@ -92,12 +100,16 @@ class RankSender:
         staged = await self._call(self._stage, version)
         if self.staged is not None:
             before = self.staged.checksums
-            changed = sum(before[name] != checksum for name, checksum in staged.checksums.items())
+            changed = sum(
+                before[name] != checksum for name, checksum in staged.checksums.items()
+            )
             self.changed_tensors.append(changed)
         self.staged = staged
         return staged
 
-    async def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    async def logprobs(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
         return await self._call(self._rank.logprobs, prompts)
 
     def _stage(self, version: WeightVersion) -> StagedWeights:
@@ -108,6 +120,8 @@ class RankSender:
         assert staged is not None, "the only rank has all of the weights"
         return staged
 
-    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _call(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         call = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

@@ -1,4 +1,5 @@
-"""`gpu.json`: the card, the versions, and what each stage found. Written anew after every stage."""
+"""`gpu.json`: the card, the versions, and what each stage found. Written anew after
+every stage."""
 
 import importlib.metadata
 import json
@@ -37,7 +38,9 @@ class Record:
         values = {
             **card(),
             "versions": versions(),
-            "stages": {name: outcome.as_json() for name, outcome in self._outcomes.items()},
+            "stages": {
+                name: outcome.as_json() for name, outcome in self._outcomes.items()
+            },
         }
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What a stage reports while it runs: lines of its standard output, which is its log."""
+"""What a stage reports while it runs: lines of its standard output, which is its
+log."""
 
 import json
 import time
@@ -13,8 +14,12 @@ class StageSkipped(Exception):
 
 
 def emit(**values: object) -> None:
-    """Report figures, with the seconds since the stage began. What was reported before a failure is kept."""
-    print(_MARK + json.dumps({"at_s": round(time.monotonic() - _STARTED, 1), **values}), flush=True)
+    """Report figures, with the seconds since the stage began. What was reported before
+    a failure is kept."""
+    print(
+        _MARK + json.dumps({"at_s": round(time.monotonic() - _STARTED, 1), **values}),
+        flush=True,
+    )
 
 
 def emit_skipped(reason: str) -> None:
@@ -23,7 +28,11 @@ def emit_skipped(reason: str) -> None:
 
 def emitted(log: str) -> list[dict[str, object]]:
     """The figures in a log."""
-    return [json.loads(line.removeprefix(_MARK)) for line in log.splitlines() if line.startswith(_MARK)]
+    return [
+        json.loads(line.removeprefix(_MARK))
+        for line in log.splitlines()
+        if line.startswith(_MARK)
+    ]
 
 
 def skip_reason(log: str) -> str | None:

@@ -18,7 +18,8 @@ class CheckSettings:
     model: ModelName
     """Which random model speed and weight updates are measured with."""
     trained_model: Path | None
-    """A model folder that can learn a task, such as the quickstart's. None: random weights."""
+    """A model folder that can learn a task, such as the quickstart's. None: random
+    weights."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -26,9 +27,10 @@ class CheckSettings:
 
     @property
     def sglang_flags(self) -> dict[str, str]:
-        """Options of the engines. Triton's attention and torch's sampling need no kernels that are built
-        with flashinfer. How large the cache is, every stage says itself: the fraction of the memory only has
-        to leave room for what other processes of the card take while an engine starts."""
+        """Options of the engines. Triton's attention and torch's sampling need no
+        kernels that are built with flashinfer. How large the cache is, every stage says
+        itself: the fraction of the memory only has to leave room for what other
+        processes of the card take while an engine starts."""
         if self.smoke:
             return {}
         return {

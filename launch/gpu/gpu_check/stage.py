@@ -1,4 +1,5 @@
-"""A stage, and how it is run: a process with a deadline, so that a hang or a crash costs no other stage."""
+"""A stage, and how it is run: a process with a deadline, so that a hang or a crash
+costs no other stage."""
 
 import contextlib
 import json
@@ -45,7 +46,11 @@ class Outcome:
     """Of its log, where it failed."""
 
     def as_json(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if value or name in ("state", "seconds")}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value or name in ("state", "seconds")
+        }
 
 
 def not_run(reason: str) -> Outcome:
@@ -53,14 +58,23 @@ def not_run(reason: str) -> Outcome:
 
 
 def run_stage(
-    stage: Stage, settings: CheckSettings, deadline_s: float, environment: Mapping[str, str]
+    stage: Stage,
+    settings: CheckSettings,
+    deadline_s: float,
+    environment: Mapping[str, str],
 ) -> Outcome:
     """Its log is `<name>.log` in the folder for results."""
     start = time.monotonic()
     path = settings.out / f"{stage.name}.log"
     with path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gpu_check.stages", stage.name, _as_argument(settings)],
+            [
+                sys.executable,
+                "-m",
+                "gpu_check.stages",
+                stage.name,
+                _as_argument(settings),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -77,7 +91,9 @@ def run_stage(
     seconds = round(time.monotonic() - start, 1)
     reason = skip_reason(text)
     if exit_status == 0 and reason is not None:
-        return Outcome(state="skipped", seconds=seconds, results=emitted(text), reason=reason)
+        return Outcome(
+            state="skipped", seconds=seconds, results=emitted(text), reason=reason
+        )
     if exit_status == 0:
         return Outcome(state="passed", seconds=seconds, results=emitted(text))
     failure = why_it_failed(text, stage.smaller)
@@ -87,7 +103,11 @@ def run_stage(
     elif exit_status < 0:
         reason = f"ended by {signal.Signals(-exit_status).name}; {reason}"
     return Outcome(
-        state="failed", seconds=seconds, results=emitted(text), reason=reason, last_lines=failure.last_lines
+        state="failed",
+        seconds=seconds,
+        results=emitted(text),
+        reason=reason,
+        last_lines=failure.last_lines,
     )
 
 
@@ -104,7 +124,8 @@ def settings_of_argument(argument: str) -> CheckSettings:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it left in its group. An engine and Ray end with the process that started them."""
+    """The process and what it left in its group. An engine and Ray end with the process
+    that started them."""
     _signal_group(process, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)

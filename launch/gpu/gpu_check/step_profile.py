@@ -26,8 +26,8 @@ class StepProfile:
 
 
 def profile_step(step: Callable[[], object], table: Path) -> StepProfile:
-    """Runs the step once. Writes the operations that take most time of the card itself (on a machine without
-    one: of the processor) to `table`."""
+    """Runs the step once. Writes the operations that take most time of the card itself
+    (on a machine without one: of the processor) to `table`."""
     on_cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU]
     order = "self_cpu_time_total"
@@ -40,7 +40,10 @@ def profile_step(step: Callable[[], object], table: Path) -> StepProfile:
             torch.cuda.synchronize()
     averages = profiler.key_averages()
     table.write_text(
-        averages.table(sort_by=order, row_limit=_ROWS_OF_TABLE, max_name_column_width=100), encoding="utf-8"
+        averages.table(
+            sort_by=order, row_limit=_ROWS_OF_TABLE, max_name_column_width=100
+        ),
+        encoding="utf-8",
     )
     return _summary(profiler.events() or [])
 
@@ -61,5 +64,7 @@ def _summary(events: Iterable[FunctionEvent]) -> StepProfile:
         last = max(last, end)
     microseconds = last - first
     return StepProfile(
-        kernels=len(spans), span_s=microseconds / 1e6, busy_share=busy / max(microseconds, 1e-9)
+        kernels=len(spans),
+        span_s=microseconds / 1e6,
+        busy_share=busy / max(microseconds, 1e-9),
     )

@@ -10,8 +10,8 @@ from gpu_check.result import StageSkipped, emit, emit_skipped
 from gpu_check.stage import settings_of_argument
 from gpu_check.stages import STAGES
 
-# SGLang 0.5.21 next to torch 2.11 (it pins 2.13): the kernel package that fits is an older one, and its radix
-# tree in Rust misreads dtypes there.
+# SGLang 0.5.21 next to torch 2.11 (it pins 2.13): the kernel package that fits is an
+# older one, and its radix tree in Rust misreads dtypes there.
 os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
 os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
@@ -29,13 +29,15 @@ def main(name: str, settings_json: str) -> None:
 
 
 def _end(number: int, _: object) -> None:
-    """At the deadline: says in the log where the stage is, and does what a stage does at its end."""
+    """At the deadline: says in the log where the stage is, and does what a stage does
+    at its end."""
     faulthandler.dump_traceback()
     sys.exit(128 + number)
 
 
 def _emit_memory(name: str, error: Exception) -> None:
-    """Where this process ran out of the card's memory: how much it has, and what needs less."""
+    """Where this process ran out of the card's memory: how much it has, and what needs
+    less."""
     import torch
 
     if not isinstance(error, torch.OutOfMemoryError):

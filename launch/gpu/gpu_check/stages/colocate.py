@@ -1,4 +1,5 @@
-"""`invrl train --colocate`: engine and trainer take turns with the memory of the card."""
+"""`invrl train --colocate`: engine and trainer take turns with the memory of the
+card."""
 
 import re
 import subprocess
@@ -15,7 +16,12 @@ _DEADLINE_S = 120.0
 def run(settings: CheckSettings) -> None:
     command = [sys.executable, "-m", "invrl.cli", "train", "--help"]
     help_text = subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", timeout=_DEADLINE_S, check=True
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_DEADLINE_S,
+        check=True,
     ).stdout
     if re.search(rf"{_FLAG}\b", help_text) is None:
         raise StageSkipped(f"`invrl train` has no flag {_FLAG} yet")

@@ -1,9 +1,10 @@
-"""A real engine and a real trainer rank on one card: the same log-probs, then twenty weight updates while
-32 requests are in flight all the time.
+"""A real engine and a real trainer rank on one card: the same log-probs, then twenty
+weight updates while 32 requests are in flight all the time.
 
-Each update is the transaction of a run, by an arena in the card's memory, after a training step. The engine
-reads its weights back after each: they must be the bytes that were sent. No request may fail, most tensors
-must change, and the memory of the card must not grow. Then a few updates by SGLang's buckets.
+Each update is the transaction of a run, by an arena in the card's memory, after a
+training step. The engine reads its weights back after each: they must be the bytes that
+were sent. No request may fail, most tensors must change, and the memory of the card
+must not grow. Then a few updates by SGLang's buckets.
 """
 
 import asyncio
@@ -97,7 +98,9 @@ async def _compare_logprobs(sender: RankSender, engine: Engine) -> list[list[int
         spread_of_logprobs=float(trained.std()),
         trainer_first_pass_s=first_pass_s,
     )
-    assert gaps.mean() <= _LARGEST_MEAN_GAP, f"engine and trainer differ by {gaps.mean():.3g} nats on average"
+    assert gaps.mean() <= _LARGEST_MEAN_GAP, (
+        f"engine and trainer differ by {gaps.mean():.3g} nats on average"
+    )
     return prompts
 
 
@@ -105,7 +108,9 @@ def _weight_sync(settings: CheckSettings) -> WeightSyncConfig:
     return WeightSyncConfig.model_validate(
         {
             "weight_arena_device": settings.device,
-            "weight_sync_timeout_s": _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S,
+            "weight_sync_timeout_s": _SMOKE_DEADLINE_S
+            if settings.smoke
+            else _DEADLINE_S,
         }
     )
 
@@ -114,7 +119,11 @@ class _Updates:
     """Updates of the engine under load, by one transport after the other."""
 
     def __init__(
-        self, settings: CheckSettings, sender: RankSender, engine: Engine, prompts: list[list[int]]
+        self,
+        settings: CheckSettings,
+        sender: RankSender,
+        engine: Engine,
+        prompts: list[list[int]],
     ) -> None:
         self._settings = settings
         self._sender = sender
@@ -123,7 +132,9 @@ class _Updates:
         self._streams = 4 if settings.smoke else 32
         self._version = 0
 
-    async def measure(self, transport: Literal["arena", "bucket"], number: int) -> list[str]:
+    async def measure(
+        self, transport: Literal["arena", "bucket"], number: int
+    ) -> list[str]:
         """Reports the figures, and returns what must not be."""
         updated = await self._updated_engine(transport)
         self._sender.changed_tensors.clear()
@@ -150,14 +161,20 @@ class _Updates:
                 memory.append(_memory_in_use(self._settings))
         self._version += number
         self._report(transport, updates, streams, unequal, memory)
-        return [f"{transport}: {fault}" for fault in self._faults(streams, unequal, memory)]
+        return [
+            f"{transport}: {fault}" for fault in self._faults(streams, unequal, memory)
+        ]
 
-    async def _updated_engine(self, transport: Literal["arena", "bucket"]) -> UpdatedEngine:
+    async def _updated_engine(
+        self, transport: Literal["arena", "bucket"]
+    ) -> UpdatedEngine:
         """After the updates that warm it up."""
         sync = _weight_sync(self._settings)
         await self._sender.use_transport(transport)
         # The watch of the engine asks its receiver whether it is paused.
-        self._engine.receiver = RECEIVERS[transport]("engine-0", self._engine.client, sync)
+        self._engine.receiver = RECEIVERS[transport](
+            "engine-0", self._engine.client, sync
+        )
         updated = UpdatedEngine(
             self._sender,
             self._engine.receiver,
@@ -198,13 +215,22 @@ class _Updates:
             num_bytes=staged.num_bytes,
             longest_gap_between_tokens_s={"median": median(gaps), "max": max(gaps)},
             pause_of_transaction_s={"median": median(pauses), "max": max(pauses)},
-            phases_s={name: median(update.phases[name] for update in updates) for name in phases},
+            phases_s={
+                name: median(update.phases[name] for update in updates)
+                for name in phases
+            },
             copy_s=median(update.copy_s for update in updates),
             sync_in_copies=median(sync_in_copies),
-            memory_gb={"before": memory[0] / 1e9, "first": memory[1] / 1e9, "last": memory[-1] / 1e9},
+            memory_gb={
+                "before": memory[0] / 1e9,
+                "first": memory[1] / 1e9,
+                "last": memory[-1] / 1e9,
+            },
         )
 
-    def _faults(self, streams: Streams, unequal: list[int], memory: list[float]) -> Iterator[str]:
+    def _faults(
+        self, streams: Streams, unequal: list[int], memory: list[float]
+    ) -> Iterator[str]:
         staged = self._sender.staged
         assert staged is not None
         if streams.failures:

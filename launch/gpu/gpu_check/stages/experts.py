@@ -1,5 +1,5 @@
-"""The experts of a model: products in groups against one product for each expert, and a training step against
-the same step with Megatron's module and against Hugging Face's.
+"""The experts of a model: products in groups against one product for each expert, and a
+training step against the same step with Megatron's module and against Hugging Face's.
 """
 
 import time
@@ -42,21 +42,30 @@ def run(settings: CheckSettings) -> None:
 
 
 def _check_products(settings: CheckSettings) -> None:
-    """Products and gradients against one product for each expert, and how long both take: the experts of a
-    layer of Qwen3-30B-A3B, 16,384 tokens that go to 8 of them each, every eighth expert without tokens."""
-    experts, inputs, outputs, rows = (8, 64, 48, 300) if settings.smoke else (128, 2048, 1536, 131072)
+    """Products and gradients against one product for each expert, and how long both
+    take: the experts of a layer of Qwen3-30B-A3B, 16,384 tokens that go to 8 of them
+    each, every eighth expert without tokens."""
+    experts, inputs, outputs, rows = (
+        (8, 64, 48, 300) if settings.smoke else (128, 2048, 1536, 131072)
+    )
     memory = torch.randn(experts, outputs, inputs, device=device.device()) / inputs**0.5
     adjacent = [weight.detach().requires_grad_() for weight in memory.bfloat16()]
     separate = [weight.detach().clone().requires_grad_() for weight in adjacent]
-    share_E = np.random.default_rng(0).dirichlet(np.full(experts, 2.0)) * (np.arange(experts) % 8 > 0)
+    share_E = np.random.default_rng(0).dirichlet(np.full(experts, 2.0)) * (
+        np.arange(experts) % 8 > 0
+    )
     sizes = np.floor(share_E / share_E.sum() * rows).astype(int).tolist()
     sizes[-1] += rows - sum(sizes)
-    rows_PI = torch.randn(rows, inputs, device=device.device()).bfloat16().requires_grad_()
+    rows_PI = (
+        torch.randn(rows, inputs, device=device.device()).bfloat16().requires_grad_()
+    )
     gradient_PO = torch.randn(rows, outputs, device=device.device()).bfloat16()
 
     def one_by_one() -> torch.Tensor:
         parts = zip(rows_PI.split(sizes), separate, strict=True)
-        return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts])
+        return torch.cat(
+            [torch.nn.functional.linear(part, weight) for part, weight in parts]
+        )
 
     ways: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
         "one_by_one": (one_by_one, separate),
@@ -71,14 +80,19 @@ def _check_products(settings: CheckSettings) -> None:
     expected = results.pop("one_by_one")
     for name, found in results.items():
         for part, found_part, expected_part in zip(
-            ("outputs", "row gradients", "weight gradients"), found, expected, strict=True
+            ("outputs", "row gradients", "weight gradients"),
+            found,
+            expected,
+            strict=True,
         ):
             gap = _relative_gap(found_part, expected_part)
             emit(check="products", way=name, part=part, gap=gap)
             assert gap < _ROUNDING, f"{name}: {part} are off by {gap}"
         empty = [number for number, size in enumerate(sizes) if size == 0]
         assert empty
-        assert not found[2][empty].any(), f"{name}: an expert without tokens has a gradient"
+        assert not found[2][empty].any(), (
+            f"{name}: an expert without tokens has a gradient"
+        )
 
     work = 2.0 * rows * inputs * outputs
     for name, (forward, weights) in ways.items():
@@ -124,7 +138,8 @@ def _model(settings: CheckSettings) -> Path:
 
 
 def _check_step(settings: CheckSettings) -> None:
-    """One batch: log-probs, gradients, and tokens per second, with experts together and one by one."""
+    """One batch: log-probs, gradients, and tokens per second, with experts together and
+    one by one."""
     folder = _model(settings)
     micro_batch = _SMOKE_MICRO_BATCH if settings.smoke else _MICRO_BATCH
     train = TrainConfig.model_validate(
@@ -136,7 +151,12 @@ def _check_step(settings: CheckSettings) -> None:
         }
     )
     rank = start_rank(str(folder), train, _ALGORITHM)
-    batch = make_batch("equal_lengths", num_tokens=4 * micro_batch, longest=micro_batch // 4, vocab_size=512)
+    batch = make_batch(
+        "equal_lengths",
+        num_tokens=4 * micro_batch,
+        longest=micro_batch // 4,
+        vocab_size=512,
+    )
     prompts = [sample.tokens_T[:1000].tolist() for sample in batch.samples[:3]]
     [shard] = shard_batch(batch, ranks=1, steps=1)
 
@@ -152,25 +172,38 @@ def _check_step(settings: CheckSettings) -> None:
         logprobs["one_by_one"] = rank.logprobs(prompts)
     for dtype in (torch.bfloat16, torch.float32):
         logprobs[str(dtype)] = _hugging_face_logprobs(folder, prompts, dtype)
-    gaps = {name: _mean_gap(values, logprobs["torch.float32"]) for name, values in logprobs.items()}
+    gaps = {
+        name: _mean_gap(values, logprobs["torch.float32"])
+        for name, values in logprobs.items()
+    }
     emit(check="logprobs", mean_gap_to_float32=gaps)
 
     norms = {"together": together()}
     gradients = _expert_gradients(rank)
     norms["one_by_one"] = one_by_one()
     expected = _expert_gradients(rank)
-    gradient_gaps = {name: _relative_gap(gradients[name], expected[name]) for name in expected}
+    gradient_gaps = {
+        name: _relative_gap(gradients[name], expected[name]) for name in expected
+    }
     worst = max(gradient_gaps, key=lambda name: gradient_gaps[name])
     plain = HuggingFaceStep(str(folder), train, _ALGORITHM)
     padded = pad_batch(batch, tokens=micro_batch, sorted_by_length=False)
     norms["hugging_face"] = plain.run(padded)
     emit(check="gradients", norms=norms, worst_expert=worst, gap=gradient_gaps[worst])
 
-    steps = {"together": together, "one_by_one": one_by_one, "hugging_face": lambda: plain.run(padded)}
+    steps = {
+        "together": together,
+        "one_by_one": one_by_one,
+        "hugging_face": lambda: plain.run(padded),
+    }
     cost = ComputeCost.of_model(folder)
     tokens = sum(len(sample.tokens_T) for sample in batch.samples)
     operations = sum(
-        3 * (cost.tokens(0, len(sample.tokens_T) - 1) + cost.projection * int(sample.loss_mask_T.sum()))
+        3
+        * (
+            cost.tokens(0, len(sample.tokens_T) - 1)
+            + cost.projection * int(sample.loss_mask_T.sum())
+        )
         for sample in batch.samples
     )
     for name, step in steps.items():
@@ -235,7 +268,9 @@ def _expert_gradients(rank: TrainRank) -> dict[str, torch.Tensor]:
     return {
         name: parameter.main_grad.clone()
         for name, parameter in parameters.items()
-        if "layers.1." in name and ".local_experts." in name and parameter.main_grad.any()
+        if "layers.1." in name
+        and ".local_experts." in name
+        and parameter.main_grad.any()
     }
 
 

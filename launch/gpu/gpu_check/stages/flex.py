@@ -1,8 +1,10 @@
-"""FlexAttention under a tree mask next to one SDPA call per block, which is the reference on a CPU.
+"""FlexAttention under a tree mask next to one SDPA call per block, which is the
+reference on a CPU.
 
-Both are compared with SDPA in float64 on the same packed rows: the error of the one kernel may be twice that
-of SDPA in the same dtype. A smoke run computes the forward pass alone, in float32: torch has no backward pass
-of FlexAttention on a CPU, and there keeps its scores in bfloat16, which the kernel does not.
+Both are compared with SDPA in float64 on the same packed rows: the error of the one
+kernel may be twice that of SDPA in the same dtype. A smoke run computes the forward
+pass alone, in float32: torch has no backward pass of FlexAttention on a CPU, and there
+keeps its scores in bfloat16, which the kernel does not.
 """
 
 import time
@@ -33,7 +35,8 @@ _WINDOW = 150
 _HEADS = 16
 _KEY_HEADS = 8
 _ROUNDING = 32 * torch.finfo(torch.float32).eps
-"""An error that is no error: scores are sums of up to 128 products, in an order that each kernel chooses."""
+"""An error that is no error: scores are sums of up to 128 products, in an order that
+each kernel chooses."""
 
 
 def run(settings: CheckSettings) -> None:
@@ -42,21 +45,27 @@ def run(settings: CheckSettings) -> None:
     too_large: list[str] = []
     compiled_anew: list[str] = []
     for dtype, dim in product(dtypes, (128, 64)):
-        # A trainer has one dtype and one head_dim, and torch compiles eight times at most.
+        # A trainer has one dtype and one head_dim, and torch compiles eight times at
+        # most.
         torch._dynamo.reset()
         too_large += _check_accuracy(settings, dtype, dim)
         compiled_anew += _check_compilations(settings, dtype, dim)
         if dtype == torch.bfloat16:
             _time(dim)
     assert not too_large, f"beyond twice SDPA's error: {'; '.join(too_large)}"
-    assert not compiled_anew, f"another length was compiled anew: {'; '.join(compiled_anew)}"
+    assert not compiled_anew, (
+        f"another length was compiled anew: {'; '.join(compiled_anew)}"
+    )
 
 
 def _check_accuracy(settings: CheckSettings, dtype: torch.dtype, dim: int) -> list[str]:
     """Names of results whose error is too large."""
     target = device.device()
     num_tokens = _SMOKE_TOKENS if settings.smoke else _CHECKED_TOKENS
-    shares = {"equal_rows": equal_rows(num_tokens, 3), "prefix_trees": prefix_trees(num_tokens, 2)}
+    shares = {
+        "equal_rows": equal_rows(num_tokens, 3),
+        "prefix_trees": prefix_trees(num_tokens, 2),
+    }
     too_large: list[str] = []
     for (shape, share), window in product(shares.items(), (None, _WINDOW)):
         inputs = _inputs(len(share.places_Q), dim, dtype)
@@ -64,10 +73,18 @@ def _check_accuracy(settings: CheckSettings, dtype: torch.dtype, dim: int) -> li
         started = time.monotonic()
         found = _results(settings, inputs, one_kernel(share, window, target))
         first_s = time.monotonic() - started
-        plain = _results(settings, inputs, calls_per_block(share, window, target, dtype))
-        expected = _results(settings, exact, calls_per_block(share, window, target, torch.float64))
-        flex_errors = {name: _relative_error(found[name], expected[name]) for name in expected}
-        sdpa_errors = {name: _relative_error(plain[name], expected[name]) for name in expected}
+        plain = _results(
+            settings, inputs, calls_per_block(share, window, target, dtype)
+        )
+        expected = _results(
+            settings, exact, calls_per_block(share, window, target, torch.float64)
+        )
+        flex_errors = {
+            name: _relative_error(found[name], expected[name]) for name in expected
+        }
+        sdpa_errors = {
+            name: _relative_error(plain[name], expected[name]) for name in expected
+        }
         emit(
             rows=shape,
             window=window,
@@ -86,7 +103,9 @@ def _check_accuracy(settings: CheckSettings, dtype: torch.dtype, dim: int) -> li
     return too_large
 
 
-def _check_compilations(settings: CheckSettings, dtype: torch.dtype, dim: int) -> list[str]:
+def _check_compilations(
+    settings: CheckSettings, dtype: torch.dtype, dim: int
+) -> list[str]:
     """Lengths that were compiled anew."""
     lengths = (500, 900) if settings.smoke else _OTHER_LENGTHS
     compiled: dict[int, int] = {}
@@ -98,13 +117,20 @@ def _check_compilations(settings: CheckSettings, dtype: torch.dtype, dim: int) -
         compiled[length] = counters["stats"]["unique_graphs"] - before
     emit(head_dim=dim, dtype=_name(dtype), compiled_for_another_length=compiled)
     case = f"head_dim {dim}, {_name(dtype)}"
-    return [f"{length} tokens, {case}: {number} graphs" for length, number in compiled.items() if number]
+    return [
+        f"{length} tokens, {case}: {number} graphs"
+        for length, number in compiled.items()
+        if number
+    ]
 
 
 def _time(dim: int) -> None:
     """A forward and a backward pass at 16k tokens."""
     target = device.device()
-    shares = {"equal_rows": equal_rows(TIMED_TOKENS, 4), "prefix_trees": prefix_trees(TIMED_TOKENS, 2)}
+    shares = {
+        "equal_rows": equal_rows(TIMED_TOKENS, 4),
+        "prefix_trees": prefix_trees(TIMED_TOKENS, 2),
+    }
     for shape, share in shares.items():
         inputs = _inputs(len(share.places_Q), dim, torch.bfloat16)
         started = time.monotonic()
@@ -122,11 +148,15 @@ def _time(dim: int) -> None:
         )
 
 
-def _step_figures(inputs: AttentionInputs, attention: Attention) -> dict[str, float | str]:
+def _step_figures(
+    inputs: AttentionInputs, attention: Attention
+) -> dict[str, float | str]:
     """Milliseconds of a forward and a backward pass, and the memory that they use."""
     torch.cuda.reset_peak_memory_stats()
     try:
-        step_ms = milliseconds(lambda: inputs.forward_and_backward(attention), warm_up=2, rounds=5)
+        step_ms = milliseconds(
+            lambda: inputs.forward_and_backward(attention), warm_up=2, rounds=5
+        )
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error)}
     return {"ms": step_ms, "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
@@ -144,7 +174,12 @@ def _results(
 
 def _inputs(num_tokens: int, dim: int, dtype: torch.dtype) -> AttentionInputs:
     return AttentionInputs.random(
-        num_tokens, heads=_HEADS, key_heads=_KEY_HEADS, dim=dim, dtype=dtype, target=device.device()
+        num_tokens,
+        heads=_HEADS,
+        key_heads=_KEY_HEADS,
+        dim=dim,
+        dtype=dtype,
+        target=device.device(),
     )
 
 

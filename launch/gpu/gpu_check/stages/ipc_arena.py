@@ -1,5 +1,5 @@
-"""The arena in the card's memory: the trainer's tensors are here, and the weight loader alone, in another
-process, opens the arena by CUDA IPC."""
+"""The arena in the card's memory: the trainer's tensors are here, and the weight loader
+alone, in another process, opens the arena by CUDA IPC."""
 
 import asyncio
 

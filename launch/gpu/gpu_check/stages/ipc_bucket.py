@@ -1,5 +1,5 @@
-"""SGLang's flattened buckets by CUDA IPC into another process (`bucket_receiver.py`): the bytes are equal in
-every version, and memory does not grow."""
+"""SGLang's flattened buckets by CUDA IPC into another process (`bucket_receiver.py`):
+the bytes are equal in every version, and memory does not grow."""
 
 import json
 import subprocess
@@ -24,10 +24,14 @@ _VERSIONS = 20
 def run(settings: CheckSettings) -> None:
     num_tensors = 4 if settings.smoke else NUM_TENSORS
     tensors = {
-        f"layer.{index}.weight": torch.randn(_SIDE, _SIDE, device=settings.device).bfloat16()
+        f"layer.{index}.weight": torch.randn(
+            _SIDE, _SIDE, device=settings.device
+        ).bfloat16()
         for index in range(num_tensors)
     }
-    sender = BucketSender(tuple(spec_of(name, tensor) for name, tensor in tensors.items()))
+    sender = BucketSender(
+        tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+    )
     stage_s: list[float] = []
     load_s: list[float] = []
     reserved: list[float] = []
@@ -43,7 +47,9 @@ def run(settings: CheckSettings) -> None:
     assert receiver.stdin is not None
     assert receiver.stdout is not None
     try:
-        assert receiver.stdout.readline() == "ready\n", "the receiver ended before it was ready"
+        assert receiver.stdout.readline() == "ready\n", (
+            "the receiver ended before it was ready"
+        )
         for version in range(1, 4 if settings.smoke else _VERSIONS + 1):
             for tensor in tensors.values():
                 tensor.add_(0.25)
@@ -56,8 +62,12 @@ def run(settings: CheckSettings) -> None:
             reply = json.loads(receiver.stdout.readline())
             load_s.append(reply["seconds"])
             held = reply["checksums"]
-            wrong += sum(held.get(name) != checksum(tensor) for name, tensor in tensors.items())
-            reserved.append(0.0 if settings.smoke else torch.cuda.memory_reserved() / 1e9)
+            wrong += sum(
+                held.get(name) != checksum(tensor) for name, tensor in tensors.items()
+            )
+            reserved.append(
+                0.0 if settings.smoke else torch.cuda.memory_reserved() / 1e9
+            )
     finally:
         receiver.kill()
         receiver.wait()

@@ -1,4 +1,5 @@
-"""Log-probs of the trainer in bfloat16 next to Hugging Face's in bfloat16 and in float32."""
+"""Log-probs of the trainer in bfloat16 next to Hugging Face's in bfloat16 and in
+float32."""
 
 import time
 
@@ -16,7 +17,8 @@ from invrl.train.config import TrainConfig
 
 _LENGTHS = (40, 333, 1000)
 _LARGEST_RATIO = 2.0
-"""Of the trainer's error to Hugging Face's, in bfloat16 against float32: each rounds in its own order."""
+"""Of the trainer's error to Hugging Face's, in bfloat16 against float32: each rounds in
+its own order."""
 
 
 def run(settings: CheckSettings) -> None:
@@ -28,7 +30,10 @@ def run(settings: CheckSettings) -> None:
     started = time.monotonic()
     ours = np.concatenate(rank.logprobs(prompts))
     first_pass_s = time.monotonic() - started
-    plain = {dtype: _plain_logprobs(model, prompts, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    plain = {
+        dtype: _plain_logprobs(model, prompts, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    }
     exact = plain[torch.float32]
     error = float(np.abs(ours - exact).mean())
     plain_error = float(np.abs(plain[torch.bfloat16] - exact).mean())
@@ -38,11 +43,15 @@ def run(settings: CheckSettings) -> None:
         first_pass_s=first_pass_s,
         peak_gb=device.peak_memory() / 1e9,
     )
-    assert error <= _LARGEST_RATIO * plain_error, f"{error:.2e} nats, Hugging Face's {plain_error:.2e}"
+    assert error <= _LARGEST_RATIO * plain_error, (
+        f"{error:.2e} nats, Hugging Face's {plain_error:.2e}"
+    )
 
 
 @torch.no_grad()
-def _plain_logprobs(model: str, prompts: list[list[int]], dtype: torch.dtype) -> np.ndarray:
+def _plain_logprobs(
+    model: str, prompts: list[list[int]], dtype: torch.dtype
+) -> np.ndarray:
     """Of all tokens but the first of each prompt, one prompt after another."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
     plain.to(device.device())  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,8 @@
-"""`invrl train` as a whole: gateway, router, engine, Ray, trainer, and weights by an arena on the card.
+"""`invrl train` as a whole: gateway, router, engine, Ray, trainer, and weights by an
+arena on the card.
 
-With a model that can learn it, the quickstart's task; random weights learn to reply with more vowels.
+With a model that can learn it, the quickstart's task; random weights learn to reply
+with more vowels.
 """
 
 import json
@@ -35,32 +37,69 @@ def run(settings: CheckSettings) -> None:
 
 
 def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) -> None:
-    """`name`: of the run's folder. Raises AssertionError unless all steps were made, each with its weights
-    synced, and no rollout failed."""
+    """`name`: of the run's folder. Raises AssertionError unless all steps were made,
+    each with its weights synced, and no rollout failed."""
     run_folder = settings.work / "runs" / f"{name}-{time.time_ns()}"
-    command = [sys.executable, "-m", "invrl.cli", "train", *_task_flags(settings), *_run_flags(settings)]
-    command += ["--run-root", str(run_folder.parent), "--run-name", run_folder.name, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "invrl.cli",
+        "train",
+        *_task_flags(settings),
+        *_run_flags(settings),
+    ]
+    command += [
+        "--run-root",
+        str(run_folder.parent),
+        "--run-name",
+        run_folder.name,
+        *flags,
+    ]
     output = settings.out / f"{name}-train.txt"
     deadline_s = _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S
     try:
         with output.open("w", encoding="utf-8") as file:
-            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True, timeout=deadline_s)
-    except BaseException as error:  # the deadline of the stage too, which ends this process
+            subprocess.run(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=True,
+                timeout=deadline_s,
+            )
+    except (
+        BaseException
+    ) as error:  # the deadline of the stage too, which ends this process
         print_tails(run_folder / "logs")
-        print("--- the end of `invrl train`", *last_lines(output, _TAIL_LINES), sep="\n", flush=True)
+        print(
+            "--- the end of `invrl train`",
+            *last_lines(output, _TAIL_LINES),
+            sep="\n",
+            flush=True,
+        )
         if isinstance(error, subprocess.SubprocessError):
             raise SystemExit(_why_train_ended(error, output)) from None
         raise
     finally:
         lines = _steps_of(run_folder)
-        emit(run=str(run_folder), steps=len(lines), steps_of_run=[_figures(line) for line in lines])
+        emit(
+            run=str(run_folder),
+            steps=len(lines),
+            steps_of_run=[_figures(line) for line in lines],
+        )
     rewards = [line["rollout/reward_mean"] for line in lines]
     versions = [line["sync/version"] for line in lines]
     third = STEPS // 3
     emit(learned=sum(rewards[-third:]) > sum(rewards[:third]), rewards=rewards)
     assert len(lines) == STEPS, f"{len(lines)} steps were made, not {STEPS}"
-    assert len(set(versions)) == STEPS, f"weights were not synced after every step: versions {versions}"
-    failed = {name for line in lines for name, value in line.items() if _FAILED in name and value > 0}
+    assert len(set(versions)) == STEPS, (
+        f"weights were not synced after every step: versions {versions}"
+    )
+    failed = {
+        name
+        for line in lines
+        for name, value in line.items()
+        if _FAILED in name and value > 0
+    }
     assert not failed, f"rollouts failed: {', '.join(sorted(failed))}"
 
 
@@ -69,7 +108,10 @@ def _task_flags(settings: CheckSettings) -> list[str]:
         model = str(settings.trained_model)
         return ["--config", "quickstart", "--model-path", model, "--eval-tasks", "0"]
     tasks = settings.work / "tasks.jsonl"
-    lines = [json.dumps({"question": f"say {index}", "label": index}) for index in range(_TASKS)]
+    lines = [
+        json.dumps({"question": f"say {index}", "label": index})
+        for index in range(_TASKS)
+    ]
     tasks.write_text("\n".join(lines) + "\n", encoding="utf-8")
     flags = {
         "model-path": str(random_model(settings, "small")),
@@ -108,16 +150,27 @@ def _steps_of(run_folder: Path) -> list[dict[str, float]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if "rollout/reward_mean" in line and "sync/version" in line]
+    return [
+        line
+        for line in lines
+        if "rollout/reward_mean" in line and "sync/version" in line
+    ]
 
 
 def _figures(line: dict[str, float]) -> dict[str, float]:
-    """Of a step: the reward, the gap of the canary, the trainer's memory, and seconds by phase."""
-    return {name: round(value, 4) for name, value in line.items() if _REPORTED.fullmatch(name)}
+    """Of a step: the reward, the gap of the canary, the trainer's memory, and seconds
+    by phase."""
+    return {
+        name: round(value, 4)
+        for name, value in line.items()
+        if _REPORTED.fullmatch(name)
+    }
 
 
 def _why_train_ended(error: subprocess.SubprocessError, output: Path) -> str:
-    said = [line for line in last_lines(output, _TAIL_LINES) if line.strip()] or ["it said nothing"]
+    said = [line for line in last_lines(output, _TAIL_LINES) if line.strip()] or [
+        "it said nothing"
+    ]
     if isinstance(error, subprocess.CalledProcessError):
         return f"`invrl train` exited with {error.returncode}: {said[-1]}"
     return f"`invrl train` did not end in time; it said last: {said[-1]}"

@@ -1,7 +1,9 @@
-"""A training step: its memory next to our own estimate, where its time goes, and its speed next to plain
-Hugging Face's. The profile is `profile-16k.txt` in the folder for results.
+"""A training step: its memory next to our own estimate, where its time goes, and its
+speed next to plain Hugging Face's. The profile is `profile-16k.txt` in the folder for
+results.
 
-A process has one trainer rank, so the smaller micro-batch is measured in a process of its own.
+A process has one trainer rank, so the smaller micro-batch is measured in a process of
+its own.
 """
 
 import gc
@@ -48,7 +50,11 @@ def run(settings: CheckSettings) -> None:
     except torch.OutOfMemoryError as error:
         # Without its traceback, which holds what the step has allocated.
         out_of_memory = error.with_traceback(None)
-        emit(micro_batch=large, out_of_memory=str(error), would_fit=_largest_micro_batch(steps))
+        emit(
+            micro_batch=large,
+            out_of_memory=str(error),
+            would_fit=_largest_micro_batch(steps),
+        )
     del rank
     gc.collect()
     if not settings.smoke:
@@ -70,7 +76,8 @@ def _step_settings(settings: CheckSettings, micro_batch: int) -> StepSettings:
 
 
 def _largest_micro_batch(steps: StepSettings) -> int:
-    """Tokens of the largest one, of powers of two, with which our own estimate is below the card's memory."""
+    """Tokens of the largest one, of powers of two, with which our own estimate is below
+    the card's memory."""
     budget = MemoryBudget.of(
         steps.train,
         Path(steps.model_path),
@@ -88,8 +95,8 @@ def _largest_micro_batch(steps: StepSettings) -> int:
 
 
 def _profile(settings: CheckSettings, rank: TrainRank, micro_batch: int) -> None:
-    """Of a step of one full micro-batch, when all is compiled. The memory is that of two such steps: torch
-    counts from the start of the process."""
+    """Of a step of one full micro-batch, when all is compiled. The memory is that of
+    two such steps: torch counts from the start of the process."""
     shard = _shard(settings, micro_batch)
     rank.train(shard)
     result = rank.train(shard)
@@ -126,7 +133,8 @@ def _measure_in_process(steps: StepSettings) -> dict[str, Any]:
 
 
 def _speeds(micro_batch: int, measured: dict[str, Any]) -> dict[str, object]:
-    """With the share of the card's speed at multiplying matrices that the step makes use of."""
+    """With the share of the card's speed at multiplying matrices that the step makes
+    use of."""
     most = measured["matmul_operations_per_s"]
     used = [operations / most for operations in measured["operations_per_s"]]
     return {"micro_batch": micro_batch, **measured, "model_flops_utilisation": used}
