@@ -177,7 +177,7 @@ HOSTILE: dict[str, tuple[object, str | None]] = {
         "too_many_fields",
     ),
     "tools": (
-        {**body(USER), "tools": [tool(n, {}) for n in range(2_000)]},
+        {**body(USER), "tools": [tool(n, {}) for n in range(5_000)]},
         "invalid_request",
     ),
     "schema": (
