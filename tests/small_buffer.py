@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.snapshot import BufferSnapshot
 from invrl.interfaces import GroupFilter
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, GroupLease, RolloutSummary, Task, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    GroupLease,
+    Place,
+    RolloutSummary,
+    Task,
+    WeightVersion,
+)
 
 
 def summary(
@@ -56,6 +67,28 @@ def failure(group_id: str, index: int, attempt: int = 0) -> FailedRollout:
         attempt=attempt,
         reason=FailureReason.EXCEPTION,
         detail="boom",
+    )
+
+
+def finished(
+    place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5
+) -> RolloutSummary:
+    return summary(
+        place.group_id,
+        place.index,
+        place.attempt,
+        reward=reward,
+        oldest=oldest,
+        newest=newest,
+        tokens=tokens,
+    )
+
+
+def failed(
+    place: Place, reason: FailureReason = FailureReason.TIMEOUT
+) -> FailedRollout:
+    return replace(
+        failure(place.group_id, place.index, place.attempt), reason=reason, detail=""
     )
 
 
@@ -106,3 +139,9 @@ def complete(
         buffer.record(
             summary(group_id, index, reward=float(index), oldest=oldest, newest=newest)
         )
+
+
+def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
+    """A snapshot of the buffer, as it comes back from its file."""
+    snapshot = buffer.snapshot(WeightVersion(trained))
+    return msgspec.json.decode(msgspec.json.encode(snapshot), type=BufferSnapshot)

@@ -9,9 +9,9 @@ import socket
 import zlib
 
 import pytest
+from gateway_workers import Workers
 from running_gateway import ASK, ENV_KEY, Running, running
-from test_bad_requests import ROUTES, Route
-from test_gateway_workers import Workers, workers  # noqa: F401
+from sampling_routes import ROUTES, Route
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.content_encoding import decompress
@@ -66,7 +66,7 @@ def test_no_more_than_the_limit_is_decompressed():
         decompress(bomb, "gzip", limit=100)
 
 
-async def test_compressed_body_reaches_the_worker_of_its_session(workers: Workers):  # noqa: F811
+async def test_compressed_body_reaches_the_worker_of_its_session(workers: Workers):
     content = gzip.compress(json.dumps(CHAT).encode())
     [session] = await workers.at[1].open()
     headers = {"content-encoding": "gzip"}

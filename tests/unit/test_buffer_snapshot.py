@@ -8,7 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from small_buffer import complete, failure, lease_all, make, summary, tasks
+from small_buffer import (
+    complete,
+    failure,
+    lease_all,
+    make,
+    summary,
+    tasks,
+    through_bytes,
+)
 
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
@@ -22,13 +30,6 @@ from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
-
-
-def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
-    return msgspec.json.decode(
-        msgspec.json.encode(buffer.snapshot(WeightVersion(trained))),
-        type=BufferSnapshot,
-    )
 
 
 def play(

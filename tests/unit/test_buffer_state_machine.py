@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from small_buffer import failed, finished
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -48,46 +49,6 @@ from invrl.types import (
 
 def endless_tasks() -> Iterator[Task]:
     return (Task(id=f"t{n}", payload={}) for n in itertools.count())
-
-
-def finished(
-    place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
-        task_id="t",
-        group_id=place.group_id,
-        index=place.index,
-        attempt=place.attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=10,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=tokens,
-        trained_tokens=tokens,
-        truncated=False,
-        oldest_version=WeightVersion(oldest),
-        newest_version=WeightVersion(newest),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def failed(
-    place: Place, reason: FailureReason = FailureReason.TIMEOUT
-) -> FailedRollout:
-    return FailedRollout(
-        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
-        task_id="t",
-        group_id=place.group_id,
-        index=place.index,
-        attempt=place.attempt,
-        reason=reason,
-        detail="",
-    )
 
 
 class ToldTasks:

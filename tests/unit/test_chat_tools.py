@@ -11,29 +11,14 @@ import openai
 import pytest
 from running_gateway import Running, eventually, running
 from tiny_model import make_tiny_model
+from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import MatchLevel
 from invrl.types import FailedRollout, RolloutSummary
 
-END = 2
-PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
 ASK = {"role": "user", "content": "What is 12*13?"}
-CALC = {
-    "type": "function",
-    "function": {
-        "name": "calc",
-        "description": "Computes.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "required": ["a"],
-        },
-    },
-}
-SHELL = {"type": "function", "function": {"name": "shell"}}
 ONE = 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": "x"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>\n{"name": "shell", "arguments": {"cmd": "ls"}}\n</tool_call>'
 
@@ -55,16 +40,6 @@ async def gateway(
     settings = {"max_new_tokens": 256, "constrained": "skip"}
     async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
         yield made
-
-
-def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
-    """The engine's next replies; the last one is repeated."""
-    left = list(texts)
-
-    def reply(_: object) -> list[int]:
-        return [*renderer.encode(left.pop(0) if len(left) > 1 else left[0]), END]
-
-    gateway.engine.script = reply
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **options):

@@ -7,36 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import LAYOUTS, rows, visible
+from packed_rows import LAYOUTS, rows, shares_of, sights, visible
 
 from invrl.train import packing
-from invrl.train.context_share import ContextShare
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, AttentionBlock, MicroBatch, Row
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, Row
 from invrl.train.packing import pack
 from invrl.train.sliding_window import windowed
-
-
-def shares_of(
-    micro_batch: MicroBatch, ranks: int, multiple: int = 1
-) -> list[ContextShare]:
-    return [
-        ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=multiple)
-        for rank in range(ranks)
-    ]
-
-
-def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
-    """Places that each query sees, in the order of the blocks' queries."""
-    seen: list[set[int]] = []
-    for block in blocks:
-        keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
-        count = block.end - block.start
-        mask_QK = block.mask_QK
-        if mask_QK is None:
-            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
-        assert mask_QK.shape == (count, len(keys_K))
-        seen += [set(keys_K[mask_K].tolist()) for mask_K in mask_QK]
-    return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_gateway_turns import running
+from running_gateway import running
 from tiny_model import make_tiny_model
 from tokenizer_kinds import KINDS, make_tokenizer_folder
 from tokenizers import Tokenizer

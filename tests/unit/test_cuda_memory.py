@@ -16,10 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_rank_slices import LAYOUT as SLICED_LAYOUT
-from test_rank_slices import Engine as SlicedEngine
-from test_rank_slices import values as sliced_values
-from test_weight_receiver import LAYOUT, Engine, receiver_of
+from loader_engines import (
+    LAYOUT,
+    SLICED_LAYOUT,
+    LoaderEngine,
+    SlicedEngine,
+    receiver_of,
+    sliced_values,
+)
 
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
@@ -201,7 +205,7 @@ def stage(writer: ArenaWriter, version: int) -> StagedWeights:
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
 async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
-    engine = Engine()
+    engine = LoaderEngine()
     receiver = receiver_of(engine, readback_every=2)
     writer = ArenaWriter(LAYOUT, device=GPU)
     for version in (1, 2, 3, 4):

@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
-from model_templates import MODELS, model_folder
+from model_templates import MODELS, NO_LIMIT, renderer_of
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
@@ -23,15 +22,6 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_corpus import CORPUS
 from invrl.gateway.types import Prompt
-
-NO_LIMIT = 2**31
-
-
-@cache
-def renderer_of(model: str, *, keep_thinking: bool = True) -> Renderer:
-    return load_renderer(
-        str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking
-    )
 
 
 def replies_of(prompt: Prompt) -> tuple[int, ...]:

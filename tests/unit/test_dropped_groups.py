@@ -16,10 +16,9 @@ import openai
 import pytest
 from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 from fake_workers import FakeWorker, assignment, given, reasons, started_pool
+from running_buffer import Outbox, running_buffer
 from running_gateway import ASK, ENV_KEY, Running, eventually, running
-from test_buffer_state_machine import failed, finished
-from test_buffer_waits import Outbox
-from test_buffer_waits import running as buffering
+from small_buffer import failed, finished
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -107,7 +106,7 @@ def test_running_stale_group_is_reported_and_an_ended_group_is_not() -> None:
 async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closing() -> (
     None
 ):
-    async with buffering(Outbox()) as actor:
+    async with running_buffer(Outbox()) as actor:
         lease = await actor.lease()
         assert lease is not None
         waiting = asyncio.create_task(actor.unwanted())

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from recorded_run import RecordedRun, record_run
 from running_gateway import Running, running
-from test_chat_tools import CALC, PARSERS, SHELL, say
-from test_samples import rows_of
+from stored_rollouts import database_rows
 from tiny_model import make_tiny_model
+from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.buffer.training_samples import rows_of as training_rows
 from invrl.cli import main as cli
@@ -376,9 +376,9 @@ def test_path_of_a_moved_model_can_be_given(
 
 def test_live_run_is_exported_without_changing_its_folder(run: RecordedRun) -> None:
     run.add("a", "first", 1.0, step=None)
-    before = rows_of(run.folder.store_path)
+    before = database_rows(run.folder.store_path)
     assert export(run) == 0
-    assert rows_of(run.folder.store_path) == before
+    assert database_rows(run.folder.store_path) == before
     run.add("b", "second", 1.0)  # the writer was not disturbed
     assert export(run, "--overwrite") == 0
     assert replies(run) == ["first", "second"]

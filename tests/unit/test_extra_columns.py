@@ -18,10 +18,10 @@ import pytest
 from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_worker import worker_at
 from numpy.typing import NDArray
 from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
-from test_refused_results import worker_at
 
 from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from running_gateway import ENV_KEY, Running, running
-from small_buffer import failure, make, summary, tasks
+from small_buffer import failure, make, summary, tasks, through_bytes
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
@@ -657,8 +657,6 @@ def test_an_evaluation_line_counts_the_rollouts_that_failed(
 
 
 def test_restored_buffer_keeps_failures_that_count() -> None:
-    from test_buffer_snapshot import through_bytes
-
     buffer = buffer_with("timeout=-1")
     buffer.lease()
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from running_gateway import ASK, running
-from test_run_store import stored_session
+from stored_rollouts import stored_session
 from tiny_model import make_tiny_model
 
 from invrl.errors import DiskFullError

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from logprob_problem import Problem, assert_equal, set_block_tokens
 from slow_cases import first_quick
-from test_token_logprobs import Problem, assert_equal, set_block_tokens
 from torch._dynamo.utils import counters
 
 from invrl.train import device, logprobs

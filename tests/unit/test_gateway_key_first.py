@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes import FakeEngine, random_reply
+from gateway_workers import Workers
 from running_gateway import ENV_KEY, Running, running
-from test_gateway_workers import Workers
 
 from invrl.gateway.rendering.renderer import Renderer
 

@@ -4,13 +4,12 @@ answers, old outcomes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
-from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import ASK, MORE, Running, eventually, running
+from gateway_lives import Life, ask
+from running_gateway import ASK, MORE, Running, eventually
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
@@ -26,41 +25,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-class Life:
-    """The same store and key under one gateway after the other."""
-
-    def __init__(
-        self, folder: Path, model: Path, renderer: Renderer, **settings: object
-    ) -> None:
-        self._of, self._settings = (folder, model, renderer), settings
-        self.store = folder / "run.db"
-
-    @contextlib.asynccontextmanager
-    async def again(self, **changes: object):
-        async with running(*self._of, **(self._settings | changes)) as gateway:
-            yield gateway
-
-
-@pytest.fixture
-def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
-    return Life(tmp_path, model, renderer, sampling_seed=7)
-
-
-async def ask(
-    gateway: Running,
-    session: Session,
-    messages: list,
-    *,
-    retry: bool | None = None,
-    **more,
-):
-    """`retry`: what the client says of its request; None: its first try."""
-    client = gateway.client(session, base_url=f"{gateway.url}/s/{session.key}/v1")
-    if retry is not None:
-        more["extra_headers"] = {"x-stainless-retry-count": str(int(retry))}
-    return await client.chat.completions.create(model="tiny", messages=messages, **more)
 
 
 def reply(answer) -> dict:

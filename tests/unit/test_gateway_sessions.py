@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_run_store import turn
+from stored_rollouts import turn
 
 from invrl.errors import SessionError
 from invrl.gateway.keys import is_signed

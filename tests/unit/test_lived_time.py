@@ -5,10 +5,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from gateway_lives import Life, ask
 from running_gateway import ASK, Running, eventually
 from stepped_clock import SteppedClock, SteppedMachine
-from test_gateway_recovery import Life, ask
-from test_gateway_recovery import life as life
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.server.heartbeat_page import HeartbeatPage

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from loop_parts import EmptyBatches, FixedSteps, Notes
-from test_buffer_examples import summary
+from small_buffer import summary
 
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import time_metrics

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from running_gateway import ASK, Running, running
-from test_bad_requests import ROUTES, Route
+from sampling_routes import ROUTES, Route
 
 from invrl.cli.flags import parse_flags
 from invrl.gateway.rendering.renderer import Renderer

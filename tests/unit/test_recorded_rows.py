@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_data_branches import renderer_of
+from model_templates import renderer_of
 
 from invrl.datasets.recorded_rows import (
     Fidelity,

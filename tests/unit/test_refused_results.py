@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from dispatcher_parts import HeldPool, Leases, Opener
+from local_worker import worker_at
 from running_gateway import ENV_KEY, Running, running
 
 from invrl.buffer.config import BufferConfig
@@ -25,10 +26,9 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rewards import Rejected, valid_components
-from invrl.rollout.runner import Runner
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.tasks import check_tasks
-from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.rollout.worker_actor import Assignment
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types import (
@@ -49,17 +49,6 @@ async def gateway(
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as made:
         yield made
-
-
-def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
-    """A worker as after `ready`, of this function."""
-    rollout = RolloutConfig(rollout_worker_memory_gb=0)
-    worker = RolloutWorker(
-        WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
-    )
-    worker._runner = Runner(function, None, timeout_s=600.0)
-    worker._pool = None  # type: ignore[assignment]
-    return worker
 
 
 def components(count: int, length: int) -> dict[str, float]:

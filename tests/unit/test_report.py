@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from test_console_samples import taken
+from stored_rollouts import taken_batch
 
 from invrl.errors import ConfigError
 from invrl.observe.report import (
@@ -248,7 +248,7 @@ def test_reward_band_lies_between_lowest_and_highest_reward_around_the_mean(
 
 
 def test_step_records_its_lowest_and_highest_reward() -> None:
-    metrics = rollout_metrics(taken(2, 3))
+    metrics = rollout_metrics(taken_batch(2, 3))
     assert [metrics[f"reward_{name}"].value() for name in ("min", "mean", "max")] == [
         0.0,
         1.0,

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gateway_workers import Workers
 from running_gateway import ASK, Running
 from starlette.types import Message, Scope
-from test_gateway_workers import Workers
-from test_gateway_workers import workers as workers
 
 from invrl.gateway.server.request_counts import (
     BOUNDS_S,

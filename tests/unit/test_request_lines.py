@@ -8,8 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from test_gateway_workers import Workers
-from test_gateway_workers import workers as workers
+from gateway_workers import Workers
 from yarl import URL
 
 from invrl.errors import SessionError

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored_rollouts import open_session, stored_session, turn
 
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
@@ -22,69 +23,15 @@ from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.reasons import FailureReason
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
-from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
 from invrl.types import (
     FailedRollout,
     RolloutSummary,
-    Sampling,
-    Session,
     Turn,
-    VersionSpan,
     WeightVersion,
 )
-
-V = WeightVersion
-
-
-def session(name: str, index: int = 0) -> Session:
-    return Session(
-        id=name,
-        key="isk-secret-" + name,
-        base_url="http://x",
-        task_id="t",
-        group_id="g",
-        index=index,
-        attempt=0,
-        purpose="train",
-        sampling=Sampling(),
-    )
-
-
-def stored_session(
-    name: str, key_hash: bytes, opened_at: float, index: int = 0
-) -> StoredSession:
-    return StoredSession(
-        session=session(name, index), key_hash=key_hash, opened_at=opened_at
-    )
-
-
-def turn(
-    name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3
-) -> Turn:
-    return Turn(
-        id=name,
-        session_id=session_id,
-        parent_id=parent,
-        context_ids_T=np.arange(5, dtype=np.int32),
-        sampled_ids_T=np.arange(sampled, dtype=np.int32) + 100_000,
-        logprobs_T=np.linspace(-3, -1e-7, sampled, dtype=np.float32),
-        spans=(
-            VersionSpan(version=V(3), start=0, end=1),
-            VersionSpan(version=V(4), start=1, end=sampled),
-        ),
-        finish_reason="stop",
-        request_digest="d",
-        delivered=False,
-        temperature=0.7,
-        prompt_tokens=5,
-        cached_tokens=2,
-        fork_reason="",
-        started_at=1.25,
-        finished_at=2.5,
-    )
 
 
 def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:
@@ -104,8 +51,8 @@ def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:
         sampled_tokens=6,
         trained_tokens=6,
         truncated=False,
-        oldest_version=V(3),
-        newest_version=V(4),
+        oldest_version=WeightVersion(3),
+        newest_version=WeightVersion(4),
         forks=0,
         started_at=1.0,
         finished_at=3.0,
@@ -314,7 +261,7 @@ def test_store_file_contains_no_session_keys(tmp_path: Path):
     assert b"isk-secret" not in stored
     [stored] = RunStore(tmp_path / "run.db").live_sessions()
     assert stored.key_hash == b"hash"
-    assert stored.session == replace(session("a"), key="", base_url="")
+    assert stored.session == replace(open_session("a"), key="", base_url="")
 
 
 def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
@@ -323,7 +270,8 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
         import sys
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
-        from test_run_store import stored_session, turn, RunStoreWriter
+        from stored_rollouts import stored_session, turn
+        from invrl.store.run_store_writer import RunStoreWriter
         writer = RunStoreWriter(Path(sys.argv[1]))
         writer.open_sessions([stored_session("a", b"a", 1.0)])
         for number in range(100_000):
@@ -336,7 +284,7 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
         "-c",
         program,
         str(tmp_path / "run.db"),
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
 from recorded_run import RecordedRun, record_run
+from stored_rollouts import database_rows
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
@@ -64,18 +63,13 @@ def test_samples_of_a_live_run_do_not_change_its_folder(
     run.add("1+1", "2", 1.0, step=None)  # finished, its group is not complete
     record = StoredSession(session=_open_session(), key_hash=b"hash", opened_at=7.0)
     run.writer.open_sessions([record]).result(60)
-    before = rows_of(run.folder.store_path)
+    before = database_rows(run.folder.store_path)
     out = shown(run, capsys)
     assert "no step has trained on them yet" in out
     assert "reward 1.000, finished" in out
-    assert rows_of(run.folder.store_path) == before
+    assert database_rows(run.folder.store_path) == before
     run.add("1+1", "3", 0.0, step=1, index=1)  # the writer was not disturbed
     assert "> model: 3" in shown(run, capsys)
-
-
-def rows_of(path: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        return list(db.iterdump())
 
 
 def _open_session() -> Session:

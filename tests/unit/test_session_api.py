@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
+from slow_upload import CHUNKED, Upload
 from stepped_clock import SteppedClock
-from test_bad_requests import CHUNKED, Upload
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags

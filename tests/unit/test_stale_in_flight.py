@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import ASK, MORE, Running, eventually, running
-from test_buffer_state_machine import failed, finished
+from small_buffer import failed, finished
 
 from invrl.buffer import buffer_actor
 from invrl.buffer.buffer_actor import BufferActor

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running_gateway import running
 from slow_cases import first_quick
-from test_gateway_turns import running
 from token_truth import Reference, stored_turns
 from tokenizer_kinds import CHATML, KINDS, make_tokenizer_folder
 
