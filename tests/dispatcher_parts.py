@@ -36,7 +36,8 @@ class Leases:
 class Opener:
     def __init__(self, error=None):
         self.error = error
-        self.opened, self.aborted = [], {}
+        self.opened = []
+        self.aborted = {}
 
     async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
         if self.error:

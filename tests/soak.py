@@ -298,7 +298,8 @@ class _Logs:
                 (line for line in text.splitlines() if _TELLING.search(line)), ""
             )
             if line:
-                self.found, self.found_at = line[:400], time.monotonic()
+                self.found = line[:400]
+                self.found_at = time.monotonic()
                 return
 
 

@@ -58,7 +58,8 @@ class Asked:
     """Answers `times` times with the pulse of a process, and then never again."""
 
     def __init__(self, answer: Pulse, times: int) -> None:
-        self.answer, self.times = answer, times
+        self.answer = answer
+        self.times = times
 
     async def __call__(self) -> Pulse:
         if self.times == 0:
@@ -274,7 +275,13 @@ TOLD = (
 )
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError(TOLD), RayActorError("", TOLD)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError(TOLD),
+        RayActorError("", TOLD),
+    ],
+)
 def test_death_by_rays_memory_monitor_is_explained_in_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -469,7 +469,11 @@ row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 @settings(max_examples=300, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], seed: int, config: AlgorithmConfig
 ) -> None:
@@ -493,7 +497,11 @@ def test_loss_and_gradient_equal_float64_loops(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_the_gradient_of_lambda_equals_finite_differences(
     lengths: list[int], seed: int, config: AlgorithmConfig
 ) -> None:
@@ -511,7 +519,11 @@ def test_the_gradient_of_lambda_equals_finite_differences(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_float32_loss_axes_are_near_float64(
     lengths: list[int], seed: int, config: AlgorithmConfig
 ) -> None:
@@ -525,7 +537,12 @@ def test_float32_loss_axes_are_near_float64(
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs, data=st.data())
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+    data=st.data(),
+)
 def test_loss_does_not_depend_on_order_or_division_of_rows(
     lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
 ) -> None:
@@ -639,7 +656,12 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
 
 @pytest.mark.parametrize(
     ("staleness", "old"),
-    [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")],
+    [
+        (0.0, "current"),
+        (1.0, "rollout"),
+        (2.0, "half"),
+        (4.0, "quarter"),
+    ],
 )
 def test_interpolated_policy_approaches_the_current_policy_with_age(
     staleness: float, old: str
@@ -667,7 +689,12 @@ def expected_gradient(
 
 @pytest.mark.parametrize(
     ("estimator", "divergence"),
-    [("k1", "none"), ("k2", "forward"), ("k3", "reverse"), ("unbiased", "forward")],
+    [
+        ("k1", "none"),
+        ("k2", "forward"),
+        ("k3", "reverse"),
+        ("unbiased", "forward"),
+    ],
 )
 def test_gradient_of_each_kl_estimator_equals_its_table(
     estimator: str, divergence: str

@@ -43,13 +43,15 @@ def reference_token(token: Token, config: AlgorithmConfig) -> tuple[float, float
             math.exp(min(max(token.old - token.rollout, -20.0), 20.0)),
             config.correction_cap,
         )
-    low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
+    low = 1 - config.eps_clip_low
+    high = 1 + config.eps_clip_high
     clipped = (token.advantage > 0 and ratio > high) or (
         token.advantage < 0 and ratio < low
     )
     used = min(max(ratio, low), high) if clipped else ratio
     if config.dual_clip and token.advantage < 0 and ratio > config.dual_clip:
-        clipped, used = True, config.dual_clip
+        clipped = True
+        used = config.dual_clip
     loss = -weight * used * token.advantage
     gradient = 0.0 if clipped or saturated else -weight * ratio * token.advantage
     gap = token.reference - token.current
@@ -292,7 +294,8 @@ def test_approx_kl_is_the_estimator_for_samples_of_old() -> None:
 def test_approx_kl_estimates_the_divergence_of_old_from_current() -> None:
     """Two distributions over three tokens; the sample holds each token as often as old
     gives it, so the mean of the estimator is KL(old || current) itself."""
-    old, current = (0.5, 0.25, 0.25), (0.125, 0.625, 0.25)
+    old = (0.5, 0.25, 0.25)
+    current = (0.125, 0.625, 0.25)
     counts = (2, 1, 1)
     tokens = [
         replace(

@@ -242,7 +242,12 @@ widths = st.integers(1, VOCABULARY)
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -267,7 +272,12 @@ def test_loss_and_gradient_equal_float64_loops(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_float32_is_near_float64_and_finite(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -280,7 +290,11 @@ def test_float32_is_near_float64_and_finite(
 
 
 @settings(max_examples=100, deadline=None)
-@given(width=widths, seed=st.integers(0, 10**6), name=st.sampled_from(["tv", "kl"]))
+@given(
+    width=widths,
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["tv", "kl"]),
+)
 def test_divergence_over_more_top_tokens_is_not_smaller(
     width: int, seed: int, name: str
 ) -> None:

@@ -81,7 +81,13 @@ def test_each_query_attends_to_the_keys_of_its_block(
             ]
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 12), (12, 24)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [
+        (24, 12),
+        (12, 24),
+    ],
+)
 def test_values_of_another_size_than_keys_do_not_materialize_scores(
     key_dim: int, value_dim: int
 ) -> None:

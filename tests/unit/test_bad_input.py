@@ -492,10 +492,8 @@ def test_unusable_task_file_is_refused_with_reason_and_fix(
         *("--task-label-key", "answer", "--eval-tasks", "1"),
         tasks=tuple(part for pair in files.items() for part in pair),
     )
-    assert (block["where"], block["value"]) == (
-        flag[2:].replace("-", "_"),
-        repr(str(bad)),
-    )
+    assert block["where"] == flag[2:].replace("-", "_")
+    assert block["value"] == repr(str(bad))
     assert reason in block["reason"]
     assert fix in block["fix"]
 
@@ -514,7 +512,8 @@ def test_taken_metrics_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         block = refused("--metrics-port", str(port))
-    assert (block["where"], block["value"]) == ("run.metrics_port", str(port))
+    assert block["where"] == "run.metrics_port"
+    assert block["value"] == str(port)
     assert f"the metrics cannot listen on 127.0.0.1:{port}" in block["reason"]
     assert "in use" in block["reason"]
     assert "--metrics-port, or 0 for none" in block["fix"]

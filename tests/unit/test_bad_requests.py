@@ -201,7 +201,8 @@ async def test_endless_upload_is_408_and_its_connection_is_closed(
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
     async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
-        upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
+        upload = Upload()
+        at = f"/s/{session.key}/v1{route.path}"
         async with asyncio.timeout(60):
             await upload.send(gateway.url, at, CHUNKED, pieces=10**9, pause_s=0.01)
         route.check(upload.answer(), 408, "timeout")
@@ -211,11 +212,9 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     gateway: Running,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    loop, lingering, later = (
-        asyncio.get_running_loop(),
-        list[asyncio.TimerHandle](),
-        3600.0,
-    )
+    loop = asyncio.get_running_loop()
+    lingering = list[asyncio.TimerHandle]()
+    later = 3600.0
 
     def call_later(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle:
         made = BaseEventLoop.call_later(loop, delay, *call, **more)  # type: ignore[arg-type]
@@ -254,7 +253,8 @@ async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(
 ):
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
-    route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
+    route = ROUTES[0]
+    path = f"/sessions/{mine.id}/reward"
     headers = {
         "authorization": f"Bearer {mine.key}",
         "content-type": "application/json",

@@ -281,7 +281,12 @@ def test_ten_thousand_long_tailed_rows_are_balanced(ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "members", "ranks", "system"),
-    [(64, 8, 8, 0), (64, 8, 16, 0), (16, 16, 8, 1000), (8, 32, 8, 0)],
+    [
+        (64, 8, 8, 0),
+        (64, 8, 16, 0),
+        (16, 16, 8, 1000),
+        (8, 32, 8, 0),
+    ],
 )
 def test_few_groups_are_split_to_balance_ranks(
     groups: int, members: int, ranks: int, system: int
@@ -300,7 +305,15 @@ def test_few_groups_are_split_to_balance_ranks(
 @pytest.mark.parametrize("seed", [2, 3, 7, 11, 30, 33])
 @pytest.mark.parametrize(
     ("groups", "members", "ranks"),
-    [(8, 16, 8), (16, 8, 8), (16, 8, 4), (8, 8, 4), (4, 8, 4), (4, 8, 2), (32, 8, 8)],
+    [
+        (8, 16, 8),
+        (16, 8, 8),
+        (16, 8, 4),
+        (8, 8, 4),
+        (4, 8, 4),
+        (4, 8, 2),
+        (32, 8, 8),
+    ],
 )
 def test_rollouts_are_exchanged_until_ranks_have_even_work(
     seed: int, groups: int, members: int, ranks: int

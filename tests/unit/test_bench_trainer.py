@@ -50,7 +50,10 @@ def test_bench_lengths_are_equal_or_long_tailed() -> None:
 
 @pytest.mark.parametrize(
     ("workload", "computed"),
-    [("equal_lengths", 16 * 255), ("shared_prompts", 2 * 128 + 16 * 127)],
+    [
+        ("equal_lengths", 16 * 255),
+        ("shared_prompts", 2 * 128 + 16 * 127),
+    ],
 )
 def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> None:
     batch = make_batch(workload, num_tokens=4096, longest=1024, vocab_size=50_000)

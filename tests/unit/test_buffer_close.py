@@ -155,7 +155,8 @@ class Failing:
     """A connection that says that the disk is full."""
 
     def __init__(self, db: sqlite3.Connection, fails: Callable[[str], bool]) -> None:
-        self._db, self._fails = db, fails
+        self._db = db
+        self._fails = fails
 
     def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
         if self._fails(sql):

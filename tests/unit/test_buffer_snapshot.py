@@ -76,7 +76,8 @@ def test_restored_buffer_repeats_the_decisions_of_the_uninterrupted_buffer(
         first = make(
             staleness=staleness, batch=2, attempts=3, source=tasks(), entries=entries
         )
-        draw, pending = random.Random(seed), list[GroupLease]()
+        draw = random.Random(seed)
+        pending = list[GroupLease]()
         for step in range(stop_after):
             play(first, pending, step, draw=draw)
             if step + 1 < stop_after:

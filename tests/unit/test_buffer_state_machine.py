@@ -86,11 +86,9 @@ class ToldTasks:
         return {"picks": self.picks, "solved": self.solved, "told": self.told}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.picks, self.solved, self.told = (
-            state["picks"],
-            state["solved"],
-            state["told"],
-        )
+        self.picks = state["picks"]
+        self.solved = state["solved"]
+        self.told = state["told"]
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -122,8 +120,11 @@ class BufferMachine(RuleBasedStateMachine):
         self.seen_histories: dict[str, TaskHistory] = {}
         """By group id: the history that the filter was shown when it judged the
         group."""
-        self.staleness, self.batch_size, self.group_size = staleness, batch, group
-        self.max_attempts, self.over = attempts, over
+        self.staleness = staleness
+        self.batch_size = batch
+        self.group_size = group
+        self.max_attempts = attempts
+        self.over = over
         self.entries: list[LedgerEntry] = []
         self.buffer = self.new_buffer()
         self.version = 0
@@ -197,7 +198,8 @@ class BufferMachine(RuleBasedStateMachine):
                 assert rollout.newest_version <= self.buffer.version, (
                     "its canary has not passed"
                 )
-        self.batch, self.trained_now = batch, False
+        self.batch = batch
+        self.trained_now = False
 
     # --------------------------------------------------------------- what may happen
 
@@ -342,7 +344,8 @@ class BufferMachine(RuleBasedStateMachine):
     def update_weights(self) -> None:
         self.version += 1
         self.buffer.advance(WeightVersion(self.version))
-        self.batch, self.trained_now = None, False
+        self.batch = None
+        self.trained_now = False
 
     @precondition(lambda self: self.trained_now)
     @rule()

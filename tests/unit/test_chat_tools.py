@@ -80,7 +80,8 @@ def path_is_whole(gateway: Running, session) -> None:
     """Each prompt is the ids of the turn's path, then its context."""
     turns = {turn.id: turn for turn in gateway.turns(session)}
     for request in gateway.engine.requests:
-        turn, ids = turns[request["rid"]], []
+        turn = turns[request["rid"]]
+        ids = []
         parent = turn.parent_id
         while parent:
             ids = [
@@ -98,10 +99,8 @@ async def test_chat_tool_loop_continues_the_exact_ids(
 ):
     say(gateway, renderer, "<think>12*13 is\nhard</think>\n\n" + TWO, "It is 156.")
     [session] = await gateway.open()
-    client, options = (
-        gateway.client(session),
-        {"stream": stream, "tools": [CALC, SHELL]},
-    )
+    client = gateway.client(session)
+    options = {"stream": stream, "tools": [CALC, SHELL]}
     message, finish = await ask(client, [ASK], **options)
     assert finish == "tool_calls"
     assert message["content"].strip() == "Sure."
@@ -119,9 +118,11 @@ async def test_chat_tool_loop_continues_the_exact_ids(
         for call, text in zip(message["tool_calls"], ("156", "a b"), strict=True)
     ]
     last, finish = await ask(client, [ASK, message, *results], **options)
-    assert (last["content"], finish) == ("It is 156.", "stop")
+    assert last["content"] == "It is 156."
+    assert finish == "stop"
     first, second = gateway.turns(session)
-    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    assert second.parent_id == first.id
+    assert second.fork_reason == ""
     path_is_whole(gateway, session)
     assert not first.constrained
     tail = renderer._tokenizer.decode(second.context_ids_T.tolist(), special=True)
@@ -165,7 +166,8 @@ async def test_reply_sent_back_without_its_reasoning_still_matches(
     result = {"role": "tool", "tool_call_id": "mine", "content": "156"}
     await ask(client, [ASK, message, result], stream=False, tools=[CALC])
     first, second = gateway.turns(session)
-    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    assert second.parent_id == first.id
+    assert second.fork_reason == ""
     metrics = (await gateway.env("/metrics")).json()
     assert metrics["matches"] == {MatchLevel.WITHOUT_REASONING.name.lower(): 1}
 
@@ -215,11 +217,9 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     forced, free = gateway.turns(mixed)
     summary = await gateway.finish(mixed)
     assert isinstance(summary, RolloutSummary)
-    assert (forced.constrained, free.constrained, free.parent_id) == (
-        True,
-        False,
-        forced.id,
-    )
+    assert forced.constrained is True
+    assert free.constrained is False
+    assert free.parent_id == forced.id
     assert summary.trained_tokens == len(free.sampled_ids_T) < summary.sampled_tokens
 
 
@@ -232,7 +232,8 @@ async def test_retried_stream_repeats_the_first_stream(
 ):
     say(gateway, renderer, text)
     [session] = await gateway.open()
-    client, options = gateway.client(session), {"stream": True, "tools": [CALC, SHELL]}
+    client = gateway.client(session)
+    options = {"stream": True, "tools": [CALC, SHELL]}
     told = [
         await ask(
             client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options
@@ -268,7 +269,8 @@ async def test_tool_choice_none_returns_the_reply_as_text(
     message, finish = await ask(
         gateway.client(session), [ASK], stream=False, tools=[CALC], tool_choice="none"
     )
-    assert (message["content"], finish) == (ONE, "stop")
+    assert message["content"] == ONE
+    assert finish == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -290,10 +292,8 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(
                 texts[choice.index] += choice.delta.content or ""
     else:
         answer = await client.chat.completions.create(**options)
-        texts, usage = (
-            [choice.message.content for choice in answer.choices],
-            answer.usage,
-        )
+        texts = [choice.message.content for choice in answer.choices]
+        usage = answer.usage
     turns = gateway.turns(session)
     assert len({turn.sampled_ids_T.tobytes() for turn in turns}) == 3 == len(set(texts))
     assert [turn.parent_id for turn in turns] == [None] * 3

@@ -58,7 +58,8 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         assert leaf.field.description, leaf.key
         assert leaf.flag in text
         if leaf.is_switch:
-            arguments, value = [f"--no-{leaf.flag[2:]}"], False
+            arguments = [f"--no-{leaf.flag[2:]}"]
+            value = False
         else:
             literal = get_origin(leaf.field.annotation) is Literal
             given = (
@@ -66,7 +67,8 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
                 if literal
                 else other[getattr(leaf.field.annotation, "__name__", "str")]
             )
-            arguments, value = [leaf.flag, given], given
+            arguments = [leaf.flag, given]
+            value = given
         (source,) = parse_flags(arguments)
         assert source.tables == {leaf.table: {leaf.key: value}}
 
@@ -111,19 +113,17 @@ def test_every_preset_file_names_existing_code_and_tasks(
 
 def test_quickstart_preset_has_the_measured_settings() -> None:
     config = load_resolved(ROOT / "invrl" / "presets" / "quickstart.toml")
-    rollout, train = config.rollout, config.train
-    assert (
-        rollout.rollout_batch_size,
-        rollout.n_samples_per_prompt,
-        rollout.max_new_tokens,
-    ) == (4, 8, 14)
-    assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (
-        3e-5,
-        0.9,
-        0.99,
-        1.0,
-    )
-    assert (config.algorithm.kl_coef, config.algorithm.num_minibatches) == (0.0, 1)
+    rollout = config.rollout
+    train = config.train
+    assert rollout.rollout_batch_size == 4
+    assert rollout.n_samples_per_prompt == 8
+    assert rollout.max_new_tokens == 14
+    assert train.lr == 3e-5
+    assert train.adam_beta1 == 0.9
+    assert train.adam_beta2 == 0.99
+    assert train.clip_grad == 1.0
+    assert config.algorithm.kl_coef == 0.0
+    assert config.algorithm.num_minibatches == 1
     assert rollout.eval_tasks >= 100
     make_checks(config, USER_CODE)
 
@@ -144,10 +144,8 @@ def test_every_algorithm_preset_is_valid_and_below_the_other_sources(
     config = from_flags(
         "--config", str(file), "--eps-clip-high", "0.13", "--algorithm-preset", name
     )
-    assert (config.algorithm.eps_clip_low, config.algorithm.eps_clip_high) == (
-        0.11,
-        0.13,
-    )
+    assert config.algorithm.eps_clip_low == 0.11
+    assert config.algorithm.eps_clip_high == 0.13
 
 
 def test_a_preset_named_by_a_flag_replaces_the_one_in_the_file(tmp_path: Path) -> None:
@@ -170,11 +168,9 @@ def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
         "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n",
     )
     config = from_flags("--lr=0.25", "--config", str(file), "--tensorboard")
-    assert (config.train.lr, config.train.clip_grad, config.train.adam_beta1) == (
-        0.25,
-        2.0,
-        0.9,
-    )
+    assert config.train.lr == 0.25
+    assert config.train.clip_grad == 2.0
+    assert config.train.adam_beta1 == 0.9
     assert config.run.tensorboard
 
 
@@ -402,7 +398,8 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
     with pytest.raises(ConfigError) as caught:
         make_checks(resolve(), USER_CODE)
     error = caught.value
-    assert (error.field, error.value) == ("rollout.rollout_function_path", "")
+    assert error.field == "rollout.rollout_function_path"
+    assert error.value == ""
     assert "--rollout-function-path my_agent:rollout" in error.fix
     assert "--config quickstart" in error.fix
 
@@ -539,11 +536,9 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
         )
 
     settings = gateway_settings(None)
-    assert (
-        settings.gateway_workers,
-        settings.session_max_turns,
-        settings.late_reward,
-    ) == (3, 7, "accept")
+    assert settings.gateway_workers == 3
+    assert settings.session_max_turns == 7
+    assert settings.late_reward == "accept"
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
     assert taken == config.gateway.model_dump() | {
         "gateway_port": settings.gateway_port
@@ -581,7 +576,12 @@ def test_settings_without_effect_are_listed(flags: list[str], inert: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]]
+    "flags",
+    [
+        [],
+        ["--algorithm-preset", "dapo"],
+        ["--debug-rollout-only"],
+    ],
 )
 def test_run_prints_settings_without_effect_at_its_start(
     flags: list[str],

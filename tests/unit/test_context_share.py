@@ -56,7 +56,11 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
         assert sights(own_blocks) == [expected[place] for place in queries]
 
 
-@given(data=rows(), ranks=st.integers(1, 4), multiple=st.integers(1, 5))
+@given(
+    data=rows(),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 5),
+)
 def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     num_tokens = len(micro_batch.tokens_P)

@@ -59,7 +59,8 @@ class Driver:
         return 0
 
     def cuIpcOpenMemHandle_v2(self, address, handle, flags) -> int:
-        assert (handle.reserved[63], flags.value) == (7, 1)
+        assert handle.reserved[63] == 7
+        assert flags.value == 1
         address._obj.value = int.from_bytes(bytes(handle.reserved[:8]), "little")
         self.opened.append((self.device, address._obj.value))
         return self.status

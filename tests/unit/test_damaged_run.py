@@ -85,7 +85,8 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
     tmp_path: Path, name: str, damage
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    older = write(checkpoints, 4)
+    newer = write(checkpoints, 8)
     assert files_of(newer) == EVERY_FILE
     damage(newer.path / name)
     told: list[str] = []
@@ -129,7 +130,8 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
     tmp_path: Path,
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    older = write(checkpoints, 4)
+    newer = write(checkpoints, 8)
     make_newer(newer)
     told: list[str] = []
     assert checkpoints.newest_whole(told.append, NO_MODEL) == older
@@ -311,7 +313,13 @@ def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(
     assert path.exists() == (damage is not remove), "it is not made anew"
 
 
-@pytest.mark.parametrize(("incarnation", "row"), [(2, 0), (1, 401)])
+@pytest.mark.parametrize(
+    ("incarnation", "row"),
+    [
+        (2, 0),
+        (1, 401),
+    ],
+)
 def test_older_copy_of_the_store_is_refused(
     tmp_path: Path, incarnation: int, row: int
 ) -> None:

@@ -107,8 +107,10 @@ def test_pair_trains_only_the_differing_replies() -> None:
 def test_labelled_reply_is_read_with_its_label() -> None:
     good = row("labels", messages=[USER, FOUR], label=True)
     bad = row("labels", prompt="2+2?", completion="5", label=False)
-    assert (trained(good), good.label) == ([["4"]], True)
-    assert (trained(bad), bad.label) == ([["5"]], False)
+    assert trained(good) == [["4"]]
+    assert good.label is True
+    assert trained(bad) == [["5"]]
+    assert bad.label is False
 
 
 @pytest.mark.parametrize(

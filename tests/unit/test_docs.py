@@ -451,7 +451,8 @@ def check_command(
     """`words` after `invrl`: the command exists, and takes these flags."""
     if not words or words[0] in ("--version", "--help"):
         return
-    command, arguments = words[0], words[1:]
+    command = words[0]
+    arguments = words[1:]
     capsys.readouterr()
     assert cli.main([command, "--help"]) == 0, f"{place}: there is no `invrl {command}`"
     help_text = capsys.readouterr().out
@@ -490,7 +491,8 @@ def test_shell_snippets_parse(
     )
     assert checked.returncode == 0, checked.stderr
     for words in command_lines(snippet):
-        program, arguments = words[0], words[1:]
+        program = words[0]
+        arguments = words[1:]
         arguments = [word for word in arguments if word != "..."]
         if program.removeprefix(".venv/bin/") == "invrl":
             check_command(arguments, snippet.place, capsys)

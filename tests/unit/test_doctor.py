@@ -197,7 +197,8 @@ def extra(*more: str) -> Callable[[Plot], None]:
     return plant
 
 
-FAILED, WARNING = Status.FAILED, Status.WARNING
+FAILED = Status.FAILED
+WARNING = Status.WARNING
 FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     # name, how it is planted, the check that finds it, how bad, what it says, what to
     # do
@@ -627,7 +628,10 @@ def test_doctor_finds_each_planted_fault(
 
 @pytest.mark.parametrize(
     ("gpus", "more"),
-    [(1, ()), (0, ("--debug-train-only", "--load-rollout-data", "saved"))],
+    [
+        (1, ()),
+        (0, ("--debug-train-only", "--load-rollout-data", "saved")),
+    ],
     ids=["gpu", "trainer alone"],
 )
 def test_family_without_cpu_engines_is_accepted_if_no_engine_runs_on_a_cpu(

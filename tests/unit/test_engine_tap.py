@@ -102,4 +102,5 @@ def test_tap_does_not_read_http2():
     there.feed(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x01")
     there.feed(b"\x00\x02")
     back.feed(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    assert (list(waiting), tap.generations) == ([], [])
+    assert list(waiting) == []
+    assert tap.generations == []

@@ -120,12 +120,10 @@ def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
     ):
         assert f"1  {reason}" in out
     first = rows(run)[0]
-    assert (first["task_id"], first["rollout_id"], first["reward"], first["step"]) == (
-        "1+1",
-        best,
-        1.0,
-        1,
-    )
+    assert first["task_id"] == "1+1"
+    assert first["rollout_id"] == best
+    assert first["reward"] == 1.0
+    assert first["step"] == 1
     assert_same_tokens(
         samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best)
     )
@@ -152,7 +150,10 @@ def test_rollouts_are_labelled_by_their_reward(
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")],
+    [
+        (["--labels", "x"], "not a reward"),
+        (["--labels", "1", "--pairs"], "a pair or"),
+    ],
 )
 def test_impossible_label_thresholds_are_refused(
     run: RecordedRun, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
@@ -256,8 +257,10 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
         "right",
     ]
     assert row["rejected"] == [{"role": "assistant", "content": "wrong"}]
-    assert (row["rollout_id"], row["rejected_rollout_id"]) == (good, bad)
-    assert (row["reward"], row["rejected_reward"]) == (1.0, 0.0)
+    assert row["rollout_id"] == good
+    assert row["rejected_rollout_id"] == bad
+    assert row["reward"] == 1.0
+    assert row["rejected_reward"] == 0.0
     assert "1 pair of 2 rollouts of 1 task" in out
     assert "1  neither the best nor the worst of its group" in out
     assert "2  all rewards of its group are equal" in out
@@ -647,10 +650,8 @@ async def test_rollout_of_several_branches_is_not_used_in_pairs(
         await gateway.finish(session, reward)
     assert await exported(run, "--pairs") == 0
     [row] = rows(run)
-    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == (
-        "157.",
-        "158.",
-    )
+    assert row["chosen"][0]["content"] == "157."
+    assert row["rejected"][0]["content"] == "158."
     assert (
         "1  it has several branches, or replies that are not trained"
         in capsys.readouterr().out

@@ -84,10 +84,8 @@ def opened(
 
 
 def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> None:
-    store, writer = (
-        LeaseStore(tmp_path / "run.sqlite"),
-        RunStoreWriter(tmp_path / "run.sqlite"),
-    )
+    store = LeaseStore(tmp_path / "run.sqlite")
+    writer = RunStoreWriter(tmp_path / "run.sqlite")
     of = lease("g", members=3)
     store.offer(of)
     first, second, third = of.members
@@ -141,7 +139,8 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
         group_filter=GROUP_FILTERS["none"],
     )
-    held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
+    held = Held(buffer)
+    store = LeaseStore(tmp_path / "run.sqlite")
     sessions = SessionClient(
         "http://no-gateway", env_key="k"
     )  # nothing is opened at one here
@@ -174,10 +173,8 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     await until(lambda: buffer.events.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
-    assert (again[-1].group_id, again[-1].members) == (
-        "g0",
-        (M(index=0, attempt=1), M(index=1, attempt=1)),
-    )
+    assert again[-1].group_id == "g0"
+    assert again[-1].members == (M(index=0, attempt=1), M(index=1, attempt=1))
     held.error = RuntimeError("the buffer is gone")
     with pytest.raises(RuntimeError, match="the buffer is gone"):
         await asyncio.wait_for(offers.guard(asyncio.Event().wait()), 60)

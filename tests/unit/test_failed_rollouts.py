@@ -217,12 +217,14 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     beside = await ended_session(gateway, reason="aborted", turns=1)
     store = gateway.store
     outcomes = {outcome.session_id: outcome for _, outcome in store.outbox_after(0)}
-    failed, empty = outcomes[session.id], outcomes[silent.id]
+    failed = outcomes[session.id]
+    empty = outcomes[silent.id]
     assert isinstance(failed, FailedRollout)
     assert isinstance(empty, FailedRollout)
     assert empty.partial is None
     assert failed.partial is not None
-    assert (failed.partial.num_turns, failed.partial.reward) == (2, 0.0)
+    assert failed.partial.num_turns == 2
+    assert failed.partial.reward == 0.0
     other = outcomes[beside.id]
     assert isinstance(other, FailedRollout)
     assert other.partial is not None
@@ -383,7 +385,9 @@ async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(
     assert "(bad_return): Traceback line 11 TypeError: at 0xb: no 'x11'" in text
     assert "--max-identical-failures" in text
     report = await actor.failures()
-    assert (report.alike, report.failed, report.finished) == (12, {"bad_return": 12}, 0)
+    assert report.alike == 12
+    assert report.failed == {"bad_return": 12}
+    assert report.finished == 0
     await actor.close()
 
 

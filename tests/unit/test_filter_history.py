@@ -103,7 +103,8 @@ def test_group_filter_sees_the_earlier_groups_of_the_task() -> None:
     finish(buffer, "g4", 0.0, 0.0)
     first, of_b, second, third = looks.seen
     assert first == TaskHistory(task_id="a")
-    assert (first.success_rate, first.mean_reward) == (None, None)
+    assert first.success_rate is None
+    assert first.mean_reward is None
     assert of_b == TaskHistory(task_id="b")
     assert second.num_groups == 1
     assert second.num_rollouts == 2

@@ -66,7 +66,9 @@ def node(
 
 def test_first_request_is_not_a_fork():
     match = Forest().match([SYSTEM, ASK])
-    assert (match.node, match.depth, match.fork) == (None, 0, None)
+    assert match.node is None
+    assert match.depth == 0
+    assert match.fork is None
 
 
 def test_a_request_continues_the_deepest_turn():
@@ -76,10 +78,14 @@ def test_a_request_continues_the_deepest_turn():
     forest.add(first)
     forest.add(second)
     match = forest.match([SYSTEM, ASK, REPLY, MORE, REPLY_2, MORE])
-    assert (match.node, match.depth, match.fork) == (second, 5, None)
+    assert match.node == second
+    assert match.depth == 5
+    assert match.fork is None
     assert second.ids() == [1, 2, 3, 1, 2, 3]
     branch = forest.match([SYSTEM, ASK, REPLY, Message("user", "something else")])
-    assert (branch.node, branch.depth, branch.fork) == (first, 3, None)
+    assert branch.node == first
+    assert branch.depth == 3
+    assert branch.fork is None
 
 
 def test_a_replaced_reply_is_an_edited_history():
@@ -88,7 +94,8 @@ def test_a_replaced_reply_is_an_edited_history():
     forest.add(first)
     forest.add(node("2", [MORE, REPLY_2], first))
     root = forest.match([ASK, Message("assistant", "edited"), MORE])
-    assert (root.node, root.fork) == (None, ForkReason.HISTORY_EDITED)
+    assert root.node is None
+    assert root.fork == ForkReason.HISTORY_EDITED
     branch = forest.match([ASK, REPLY, MORE, Message("assistant", "edited"), MORE])
     assert branch.node == first
     assert branch.depth == 2
@@ -197,12 +204,10 @@ def test_altered_reply_matches_at_its_match_level(
         if level is None or level > most:
             assert match.node is None
         else:
-            assert (match.node, match.depth, match.fork, match.level) == (
-                first,
-                2,
-                None,
-                level,
-            )
+            assert match.node == first
+            assert match.depth == 2
+            assert match.fork is None
+            assert match.level == level
 
 
 def test_renamed_call_ids_match_if_the_results_answer_the_same_calls():
@@ -293,7 +298,9 @@ def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel)
         forest.add(path)
         said += added
         found = forest.match([*said, MORE])
-        assert (found.node, found.depth, found.fork) == (path, len(said), None)
+        assert found.node == path
+        assert found.depth == len(said)
+        assert found.fork is None
     renamed = [
         replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "")
         for each in said
@@ -328,12 +335,10 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     again = forest.match([ASK, renamed, *results, REPLY, MORE])
-    assert (again.node, again.depth, again.fork, again.new) == (
-        second,
-        5,
-        None,
-        (MORE,),
-    )
+    assert again.node == second
+    assert again.depth == 5
+    assert again.fork is None
+    assert again.new == (MORE,)
     other = replace(CALLS, tool_calls=(ToolCall("xc1", "calc", "{}"),))
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
@@ -353,7 +358,8 @@ def test_branch_whose_call_ids_the_client_has_continues():
             for result in RESULTS
         ]
         match = forest.match([ASK, replace(reply, reasoning=""), *results])
-        assert (match.node, match.new) == (forest.turn(branch), tuple(results))
+        assert match.node == forest.turn(branch)
+        assert match.new == tuple(results)
     assert forest.match(
         [ASK, replace(CALLS, reasoning=""), *RESULTS]
     ).node is forest.turn("b")
@@ -557,7 +563,8 @@ def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
     forest.add(node("2", [*RESULTS, REPLY], first))
     cleared = replace(RESULTS[1], content="[cleared]")
     match = forest.match([ASK, CALLS, RESULTS[0], cleared, REPLY, MORE])
-    assert (match.node, match.depth) == (first, 2)
+    assert match.node == first
+    assert match.depth == 2
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 3, "content", "0", "[cleared]")
 
 
@@ -571,7 +578,8 @@ def test_results_for_other_calls_are_named():
         replace(RESULTS[1], tool_call_id="c1"),
     ]
     match = forest.match([ASK, CALLS, *swapped, REPLY, MORE])
-    assert (match.node, match.depth) == (first, 2)
+    assert match.node == first
+    assert match.depth == 2
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 2, "tool_call_id", "c1", "c2")
 
 
@@ -659,7 +667,8 @@ def test_reply_matched_by_its_calls_reports_its_changed_text():
     first = node("1", [ASK, CALLS])
     forest.add(first)
     match = forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS])
-    assert (match.node, match.level) == (first, MatchLevel.REWRITTEN)
+    assert match.node == first
+    assert match.level == MatchLevel.REWRITTEN
     assert changed(match) == (None, 1, "content", "sure", "")
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
@@ -681,7 +690,9 @@ def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
     forest.add(stopped)
     for text in ("The answer</answer>", "The answer</answer>\n", "The answer"):
         match = forest.match([SYSTEM, ASK, Message("assistant", text), MORE])
-        assert (match.node, match.depth, match.fork) == (stopped, 3, None)
+        assert match.node == stopped
+        assert match.depth == 3
+        assert match.fork is None
     edited = forest.match(
         [SYSTEM, ASK, Message("assistant", "The answer</other>"), MORE]
     )

@@ -104,7 +104,14 @@ def test_fork_has_what_a_process_started_alone_has(
     assert "sleep" in command
 
 
-@pytest.mark.parametrize(("end", "code"), [("fail", 3), ("done", 0), ("kill", -9)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("fail", 3),
+        ("done", 0),
+        ("kill", -9),
+    ],
+)
 def test_fork_ends_with_its_own_exit_code(fork: Fork, end: str, code: int) -> None:
     server = fork("sleep" if end == "kill" else end)
     assert "GIVEN" in facts(server)

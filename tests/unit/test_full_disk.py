@@ -143,7 +143,8 @@ def test_log_lines_that_cannot_be_written_print_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     try:
         write_log_lines("test", LogSettings(), file=Path("/dev/full"))
         logging.getLogger("invrl.test").error("a line")

@@ -145,7 +145,8 @@ async def test_generated_requests_are_answered_as_openapi_says(
     async with running(
         tmp_path, model, renderer, leases=True, max_open_sessions=1000
     ) as gateway:
-        store, member = LeaseStore(tmp_path / "run.db"), GroupMember(index=0, attempt=0)
+        store = LeaseStore(tmp_path / "run.db")
+        member = GroupMember(index=0, attempt=0)
         for number in range(300):  # a lease that has to wait takes up to a minute
             task = Task(id=f"t{number}", payload={}, label="", split="train")
             store.offer(GroupLease(group_id=f"g{number}", task=task, members=(member,)))
@@ -307,7 +308,8 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
     gateway: Running,
 ):
     [session] = await gateway.open(purpose="serve")
-    loop, seen = asyncio.get_running_loop(), Counter[tuple[str, bool]]()
+    loop = asyncio.get_running_loop()
+    seen = Counter[tuple[str, bool]]()
     for path, body in RICH.items():
         whole = await gateway.http.post(session.base_url + path, json=body)
         assert whole.status_code == 200, (path, whole.text)

@@ -106,7 +106,8 @@ class Address:
 def circular() -> Exception:
     first = ValueError("a")
     second = ValueError("b")
-    first.__cause__, second.__cause__ = second, first
+    first.__cause__ = second
+    second.__cause__ = first
     return first
 
 
@@ -209,10 +210,12 @@ class Deadline:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._come, self._left = asyncio.Event(), 0
+        self._come = asyncio.Event()
+        self._left = 0
 
     def start(self, rollouts: int) -> None:
-        self._come, self._left = asyncio.Event(), rollouts
+        self._come = asyncio.Event()
+        self._left = rollouts
 
     def one_less(self) -> None:
         """A rollout has ended or, from any thread, will not."""
@@ -252,7 +255,8 @@ class Fuzz:
         self, seed: int, *, release: threading.Event, deadline: Deadline
     ) -> None:
         self._seed = seed
-        self._release, self._deadline = release, deadline
+        self._release = release
+        self._deadline = deadline
 
     def source(self, address: Address) -> random.Random:
         return random.Random(f"{self._seed}/{address.base_url}")
@@ -429,7 +433,8 @@ class Loop:
             self.details.append(outcome.detail)
             ended = failed(record, outcome.reason, outcome.detail)
         else:
-            record.reward, record.components = outcome.reward, dict(outcome.components)
+            record.reward = outcome.reward
+            record.components = dict(outcome.components)
             record.numbers = dict(outcome.extra.numbers)
             turns = turns_of(session, random.Random(f"turns/{name}"), started)
             ended = summarise(

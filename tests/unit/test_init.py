@@ -76,7 +76,8 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     folder = tmp_path / "project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
-    assert (config.engine.engine_dtype, config.train.train_dtype) == (dtype, dtype)
+    assert config.engine.engine_dtype == dtype
+    assert config.train.train_dtype == dtype
     assert config.train.max_row_tokens == 4096, (
         "a row of the model's whole context may not fit into memory"
     )
@@ -143,7 +144,14 @@ def test_init_accepts_an_empty_folder_and_names_the_command_for_a_missing_model(
     assert f"invrl train --config {SETTINGS_FILE}" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--no-such-flag"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "b"],
+        ["--no-such-flag"],
+    ],
+)
 def test_init_takes_exactly_one_folder(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,11 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(values=lengths, exponent=exponents, scale=st.sampled_from([0.01, 1 / 9, 0.29]))
+@given(
+    values=lengths,
+    exponent=exponents,
+    scale=st.sampled_from([0.01, 1 / 9, 0.29]),
+)
 def test_length_weights_and_their_slopes_equal_the_formula(
     values: list[int], exponent: float, scale: float
 ) -> None:
@@ -80,7 +84,11 @@ def test_lambda_0_weighs_all_rollouts_equally(values: list[int]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(length=st.integers(1, 5000), size=st.integers(1, 100), exponent=exponents)
+@given(
+    length=st.integers(1, 5000),
+    size=st.integers(1, 100),
+    exponent=exponents,
+)
 def test_rollouts_of_equal_length_have_equal_weights(
     length: int, size: int, exponent: float
 ) -> None:
@@ -90,7 +98,11 @@ def test_rollouts_of_equal_length_have_equal_weights(
 
 
 @settings(max_examples=200, deadline=None)
-@given(values=lengths, exponent=st.floats(0.01, 6), data=st.data())
+@given(
+    values=lengths,
+    exponent=st.floats(0.01, 6),
+    data=st.data(),
+)
 def test_sign_of_lambda_prefers_long_or_short_rollouts(
     values: list[int], exponent: float, data: st.DataObject
 ) -> None:

@@ -44,7 +44,9 @@ def busy_run() -> ShownRun:
         step_ended_at=98.0,
         step_seconds=[5.0] * 9,
     )
-    run.phase, run.phase_step, run.phase_began_at = "rollout", 13, 95.8
+    run.phase = "rollout"
+    run.phase_step = 13
+    run.phase_began_at = 95.8
     run.awaited = "37 of 64 rollouts (4 of 8 groups ready)"
     run.take_values(10, {"eval/greedy/accuracy": 0.51})
     for step in range(12):

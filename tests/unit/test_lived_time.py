@@ -45,12 +45,10 @@ def test_the_worker_that_replaces_another_goes_on_with_its_time():
     clock.step(_TWO_HOURS_S)
     second = LivedTime(page.lived_word(2), clock=clock)
     assert second.now() == 4.0
-    assert (
-        page.lived_word(0)[0],
-        page.lived_word(1)[0],
-        page.beats(0),
-        page.hung(3),
-    ) == (0, 0, 1, 1)
+    assert page.lived_word(0)[0] == 0
+    assert page.lived_word(1)[0] == 0
+    assert page.beats(0) == 1
+    assert page.hung(3) == 1
     assert page.run_has_ended()
 
 

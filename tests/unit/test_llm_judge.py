@@ -113,7 +113,8 @@ async def test_verdict_of_the_judge_is_the_reward(
     server.replies = [says(score)]
     assert await judge(TASK, RolloutResult(output="four")) == score
     (request,) = server.requests
-    assert (request["model"], server.keys) == ("judge-7", ["Bearer k-1"])
+    assert request["model"] == "judge-7"
+    assert server.keys == ["Bearer k-1"]
     shown = json.loads(request["messages"][1]["content"])
     assert shown == {"question": "What is 2+2?", "reference": 4, "answer": "four"}
 

@@ -25,7 +25,14 @@ from invrl.types import (
 )
 
 
-@pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [1, 0, 1, 0],
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+    ],
+)
 async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version(
     steps: list[int],
 ) -> None:

@@ -194,7 +194,13 @@ def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(
     assert one.step < one.optimizer
 
 
-@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "item"),
+    [
+        ("bfloat16", 2),
+        ("float32", 4),
+    ],
+)
 def test_checkpoint_written_during_training_counts_on_the_ranks_that_write(
     model: Path, dtype: str, item: int
 ) -> None:
@@ -318,13 +324,12 @@ def test_recomputed_activations_are_not_counted(
         routed_experts=120,
         rest=20,
     )
-    assert (dense.total, experts.total) == (100, 200)
+    assert dense.total == 100
+    assert experts.total == 200
     chunk = [dense, dense, dense, experts]
     recomputation = Recomputation.of(options)
-    assert (recomputation.kept(chunk), recomputation.backward(chunk)) == (
-        kept,
-        backward,
-    )
+    assert recomputation.kept(chunk) == kept
+    assert recomputation.backward(chunk) == backward
 
 
 def test_recomputation_options_change_the_estimate(model: Path) -> None:
@@ -348,7 +353,11 @@ def test_recomputation_options_change_the_estimate(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "kept", "in_pass"),
-    [("device", 1.0, 0.0), ("cpu", 0.0, 1.0), ("cpu_by_layer", 0.0, None)],
+    [
+        ("device", 1.0, 0.0),
+        ("cpu", 0.0, 1.0),
+        ("cpu_by_layer", 0.0, None),
+    ],
 )
 def test_reference_counts_on_the_device_of_its_placement(
     model: Path, placement: str, kept: float, in_pass: float | None

@@ -91,9 +91,11 @@ def assembled(text: str) -> dict[str, Any]:
         match told["type"]:
             case "message_start":
                 message = told["message"]
-                assert (message["content"], message["stop_reason"]) == ([], None)
+                assert message["content"] == []
+                assert message["stop_reason"] is None
             case "content_block_start":
-                assert (open_block, told["index"]) == (None, len(message["content"]))
+                assert open_block is None
+                assert told["index"] == len(message["content"])
                 open_block = told["index"]
                 message["content"].append(told["content_block"])
                 texts.append("")
@@ -210,9 +212,11 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     assert first["role"] == "assistant"
     assert first["model"] == "tiny"
     assert first["stop_reason"] == "tool_use"
-    assert (thought["thinking"], text["text"]) == ("multiply", "Let me see.")
+    assert thought["thinking"] == "multiply"
+    assert text["text"] == "Let me see."
     assert thought["signature"]
-    assert (call["name"], call["input"]) == ("calc", {"x": "12*13"})
+    assert call["name"] == "calc"
+    assert call["input"] == {"x": "12*13"}
     [turn] = gateway.turns(session)
     assert first["id"] == f"msg_{turn.id}"
     history = [ASK, {"role": "assistant", "content": first["content"]}]
@@ -372,15 +376,9 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
     [session] = await gateway.open()
     says(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
-    assert (
-        cut["stop_reason"],
-        cut["stop_sequence"],
-        cut["usage"]["output_tokens"],
-    ) == (
-        "max_tokens",
-        None,
-        3,
-    )
+    assert cut["stop_reason"] == "max_tokens"
+    assert cut["stop_sequence"] is None
+    assert cut["usage"]["output_tokens"] == 3
     ids = renderer.encode("one two three STOP")
     monkeypatch.setattr(
         gateway.engine, "_reply", lambda *_: (ids, {"type": "stop", "matched": "STOP"})
@@ -638,7 +636,8 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     assert [(card["type"], card["id"]) for card in found.json()["data"]] == [
         ("model", "tiny")
     ]
-    assert (found.json()["has_more"], found.json()["first_id"]) == (False, "tiny")
+    assert found.json()["has_more"] is False
+    assert found.json()["first_id"] == "tiny"
     assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
     one = await gateway.http.get(base + "/models/tiny", headers=version)
     assert one.json() == found.json()["data"][0]
@@ -696,11 +695,9 @@ async def test_an_endpoint_has_an_anthropic_client(
     )
     monkeypatch.setitem(sys.modules, "anthropic", made)
     client = endpoint.anthropic()
-    assert (client["base_url"], client["api_key"], client["timeout"]) == (
-        f"{gateway.url}/s/{session.key}",
-        session.key,
-        9.0,
-    )
+    assert client["base_url"] == f"{gateway.url}/s/{session.key}"
+    assert client["api_key"] == session.key
+    assert client["timeout"] == 9.0
 
 
 CLIENT_TOOLS = [
@@ -756,11 +753,9 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
         )
         assert shown in prompt
         [block] = first["content"]
-        assert (block["type"], block["name"], block["input"]) == (
-            "tool_use",
-            tool["name"],
-            arguments,
-        )
+        assert block["type"] == "tool_use"
+        assert block["name"] == tool["name"]
+        assert block["input"] == arguments
         result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
         reply = {"role": "assistant", "content": first["content"]}
         await ask(

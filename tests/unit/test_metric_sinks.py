@@ -59,7 +59,10 @@ def test_jsonl_sink_writes_each_step_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     sink.step(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
     (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
-    assert (row["step"], row["a"], row["bad"], row["worse"]) == (1, 0.5, None, None)
+    assert row["step"] == 1
+    assert row["a"] == 0.5
+    assert row["bad"] is None
+    assert row["worse"] is None
     sink.close()
     JsonlSink(tmp_path / "m.jsonl").step(2, {"a": 1.0})
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
@@ -124,8 +127,11 @@ class Collecting(Sink):
     """Takes rows once `go` is set; `at` says which call raises."""
 
     def __init__(self, at: str = "") -> None:
-        self.at, self.rows, self.closed = at, [], False
-        self.go, self.busy = threading.Event(), threading.Event()
+        self.at = at
+        self.rows = []
+        self.closed = False
+        self.go = threading.Event()
+        self.busy = threading.Event()
 
     def opened(self) -> Collecting:
         self._meet("open")
@@ -168,7 +174,8 @@ def test_a_threaded_sink_gets_every_row_in_order(
     sinks.step(2, row)
     inner.go.set()
     sinks.close()
-    assert (inner.rows, inner.closed) == ([(1, {"a": 1.0}), (2, {"a": 2.0})], True)
+    assert inner.rows == [(1, {"a": 1.0}), (2, {"a": 2.0})]
+    assert inner.closed is True
     assert errors() == []
 
 

@@ -44,7 +44,15 @@ def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("shape", [(24, 64), (32,), (8, 16, 4), (8, 3)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (24, 64),
+        (32,),
+        (8, 16, 4),
+        (8, 3),
+    ],
+)
 def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:

@@ -31,7 +31,10 @@ def test_last_query_that_sees_a_token_is_its_last_descendant(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("share", [True, False])
-@given(data=rows(), max_tokens=st.sampled_from([1, 5, 12, 1000]))
+@given(
+    data=rows(),
+    max_tokens=st.sampled_from([1, 5, 12, 1000]),
+)
 @settings(max_examples=60, deadline=None)
 def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     layout: str, share: bool, data: list[Row], max_tokens: int
@@ -60,7 +63,11 @@ def test_each_wanted_token_is_predicted_from_exactly_its_own_history(
     }
 
 
-@given(data=rows(), max_tokens=st.sampled_from([5, 1000]), more=st.integers(0, 4))
+@given(
+    data=rows(),
+    max_tokens=st.sampled_from([5, 1000]),
+    more=st.integers(0, 4),
+)
 def test_packed_token_counts_the_rows_that_share_it(
     data: list[Row], max_tokens: int, more: int
 ) -> None:
@@ -96,7 +103,11 @@ def test_a_shared_prefix_is_computed_once(data: list[Row]) -> None:
     assert len(apart.tokens_P) == max(1, sum(row.num_computed for row in data))
 
 
-@given(data=rows(), max_tokens=st.integers(1, 20), share=st.booleans())
+@given(
+    data=rows(),
+    max_tokens=st.integers(1, 20),
+    share=st.booleans(),
+)
 def test_micro_batches_are_bounded_and_there_is_at_least_one(
     data: list[Row], max_tokens: int, share: bool
 ) -> None:
@@ -172,7 +183,11 @@ def batches(draw: st.DrawFn) -> TrainBatch:
     return batch_of(samples)
 
 
-@given(batch=batches(), ranks=st.integers(1, 4), steps=st.integers(1, 4))
+@given(
+    batch=batches(),
+    ranks=st.integers(1, 4),
+    steps=st.integers(1, 4),
+)
 @settings(deadline=None)
 def test_shards_hold_every_trained_row_once_and_mini_batches_do_not_depend_on_ranks(
     batch: TrainBatch, ranks: int, steps: int

@@ -123,7 +123,8 @@ def test_turns_go_on_exactly_behind_calls_as_they_are_parsed(
 ):
     made = renderer(tmp_path, template)
     finding = check_calls(made, choose_parsers("auto", "auto", made), stream=stream)
-    assert (finding.outcome, finding.reason) == ("exact", "")
+    assert finding.outcome == "exact"
+    assert finding.reason == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])

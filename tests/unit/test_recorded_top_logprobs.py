@@ -119,7 +119,12 @@ async def test_client_gets_the_number_of_top_logprobs_it_requested(
 
 
 @pytest.mark.parametrize(
-    ("purpose", "recorded"), [("train", 0), ("eval", K), ("serve", K)]
+    ("purpose", "recorded"),
+    [
+        ("train", 0),
+        ("eval", K),
+        ("serve", K),
+    ],
 )
 async def test_top_logprobs_are_requested_only_for_trained_sessions(
     tmp_path: Path,

@@ -221,7 +221,8 @@ async def test_each_undelivered_reply_goes_to_only_one_request(
     """Also while the first of the askers is still being told it."""
     [session] = await gateway.open()
     await lose_answers(gateway, session, monkeypatch, 3)
-    sending, may_end = asyncio.Event(), asyncio.Event()
+    sending = asyncio.Event()
+    may_end = asyncio.Event()
     whole = ClientConnection.end
 
     async def slowly(self: ClientConnection, data: bytes) -> bool:

@@ -94,7 +94,9 @@ async def test_a_chain_of_previous_responses_is_one_branch(
     first = await create(
         model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"}
     )
-    assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
+    assert first.status == "completed"
+    assert first.output_text == "156."
+    assert first.error is None
     assert first.metadata == {"a": "b"}
     assert first.instructions == "Be brief."
     assert first.tools == []
@@ -424,7 +426,8 @@ async def test_namespaced_functions_are_known_by_both_names(
     extra = {"client_metadata": {"thread": "x"}}
     first = await create(input="Hi", extra_body=extra, **settings)
     [call] = [item.model_dump(exclude_unset=True) for item in first.output]
-    assert (call["name"], call["namespace"]) == ("calc", "agents")
+    assert call["name"] == "calc"
+    assert call["namespace"] == "agents"
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
     await create(
         input=[{"role": "user", "content": "Hi"}, call, output],
@@ -490,20 +493,14 @@ async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
     assert "start: begin_patch" in prompt
     assert "local_shell" in prompt
     patch, shell = first.output
-    assert (patch.type, patch.name, patch.input) == (
-        "custom_tool_call",
-        "apply_patch",
-        PATCH,
-    )
-    assert (shell.type, shell.action.command) == (
-        "local_shell_call",
-        ["bash", "-lc", "ls"],
-    )
-    assert (shell.action.timeout_ms, shell.action.env, shell.status) == (
-        1000,
-        {},
-        "completed",
-    )
+    assert patch.type == "custom_tool_call"
+    assert patch.name == "apply_patch"
+    assert patch.input == PATCH
+    assert shell.type == "local_shell_call"
+    assert shell.action.command == ["bash", "-lc", "ls"]
+    assert shell.action.timeout_ms == 1000
+    assert shell.action.env == {}
+    assert shell.status == "completed"
     sent_back = [
         item.model_dump(mode="json", exclude_none=True) for item in first.output
     ]
@@ -540,8 +537,10 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
     settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}]}
     first = await create(input="Add x", **settings)
     patch, shell = first.output
-    assert (patch.type, json.loads(patch.input)) == ("custom_tool_call", {"patch": "x"})
-    assert (shell.type, shell.action.command) == ("local_shell_call", [])
+    assert patch.type == "custom_tool_call"
+    assert json.loads(patch.input) == {"patch": "x"}
+    assert shell.type == "local_shell_call"
+    assert shell.action.command == []
     items = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
     results = [
         {

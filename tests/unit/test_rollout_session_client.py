@@ -116,7 +116,8 @@ class Clock:
     """The client's time, which passes in its pauses alone."""
 
     def __init__(self):
-        self.now, self.pauses = 0.0, []
+        self.now = 0.0
+        self.pauses = []
 
     def monotonic(self):
         return self.now
@@ -198,12 +199,19 @@ async def test_refused_session_opening_is_not_retried(gateway):
     ]
     with pytest.raises(SessionError, match="bad key") as caught:
         await gateway.client.open(LEASE)
-    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert caught.value.status == 401
+    assert caught.value.code == "invalid_api_key"
     assert len(gateway.requests) == 1
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"sessions": [session(0, 0)]}, {"sessions": [{"id": "x"}, 5]}, [1]]
+    "body",
+    [
+        {},
+        {"sessions": [session(0, 0)]},
+        {"sessions": [{"id": "x"}, 5]},
+        [1],
+    ],
 )
 async def test_malformed_gateway_reply_is_an_error(gateway, body):
     gateway.answers = [(201, body, {})]

@@ -105,7 +105,12 @@ def test_invalid_expert_report_is_not_recorded(encoded: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)]
+    ("count", "dtype"),
+    [
+        (8, np.uint8),
+        (255, np.uint8),
+        (256, np.uint16),
+    ],
 )
 def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
     assert experts_dtype(count) == dtype
@@ -114,7 +119,11 @@ def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
 
 @pytest.mark.parametrize(
     ("family", "count", "chosen"),
-    [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)],
+    [
+        ("qwen3_moe", 4, 2),
+        ("glm4_moe", 8, 4),
+        ("deepseek_v3", 8, 3),
+    ],
 )
 def test_expert_shape_is_read_from_the_model(
     tmp_path: Path, family: str, count: int, chosen: int

@@ -310,11 +310,14 @@ def test_engine_on_a_shared_gpu_leaves_a_fifth_of_the_memory_by_default() -> Non
         return sglang_args.sglang_parser().parse_args(flags)
 
     shared = of_run({}, shares_gpu=True)
-    assert (shared.enable_memory_saver, shared.mem_fraction_static) == (True, 0.8)
+    assert shared.enable_memory_saver is True
+    assert shared.mem_fraction_static == 0.8
     chosen = of_run({"mem-fraction-static": "0.7"}, shares_gpu=True)
-    assert (chosen.enable_memory_saver, chosen.mem_fraction_static) == (True, 0.7)
+    assert chosen.enable_memory_saver is True
+    assert chosen.mem_fraction_static == 0.7
     alone = of_run({}, shares_gpu=False)
-    assert (alone.enable_memory_saver, alone.mem_fraction_static) == (False, None)
+    assert alone.enable_memory_saver is False
+    assert alone.mem_fraction_static is None
     with pytest.raises(ConfigError, match="use --colocate"):
         sglang_flags({"enable-memory-saver": True})
 

@@ -65,7 +65,8 @@ def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
     )
     read = reply_message(join_deltas([parser.push(said), *parser.finish()]))
     [call] = read.tool_calls
-    assert (call.name, call.arguments) == ("calc", '{"a": "é", "b": [1]}')
+    assert call.name == "calc"
+    assert call.arguments == '{"a": "é", "b": [1]}'
     assert read.content.strip() == "Let me see."
 
 

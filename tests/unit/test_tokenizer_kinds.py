@@ -253,7 +253,8 @@ async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
 def test_a_saved_model_keeps_its_template_for_tools(tmp_path: Path):
     from invrl.train.hf_export import copy_other_files
 
-    source, copy = tmp_path / "source", tmp_path / "copy"
+    source = tmp_path / "source"
+    copy = tmp_path / "copy"
     (source / "additional_chat_templates").mkdir(parents=True)
     copy.mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")

@@ -54,7 +54,8 @@ def test_each_turn_has_the_record_of_its_own_tokens() -> None:
     row = row_of_turns(("a", 2, 3, True), ("b", 1, 2, False), ("c", 0, 2, True))
     batch = batch_of(row)
     first, last = trained_turns(batch, [record_of(batch, 0)])
-    assert (first.turn_id, last.turn_id) == ("a", "c")
+    assert first.turn_id == "a"
+    assert last.turn_id == "c"
     assert first.trained_N.tolist() == [True, True, True]
     assert first.advantages_N.tolist() == [2, 3, 4]
     assert (first.logprobs_N * -8).tolist() == [2, 3, 4]

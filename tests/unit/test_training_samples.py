@@ -171,7 +171,8 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
         [0, 2, 2, 0, 2],
         [0, 0, 0, 0, 2],
     ]
-    assert (made.batch_id, made.version) == (4, 7)
+    assert made.batch_id == 4
+    assert made.version == 7
     assert made.trained.tokens == 6
     assert all(row_T.dtype == np.float32 for row_T in made.advantages)
 
@@ -240,7 +241,12 @@ def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)]
+    "wrong",
+    [
+        np.zeros(3),
+        np.array([np.nan, 0.0]),
+        np.float64(0.0),
+    ],
 )
 def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))

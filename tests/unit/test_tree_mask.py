@@ -88,7 +88,11 @@ def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
     return tree_mask.mask.mask_mod(none, none, query_Q, torch.arange(num_keys)[None, :])
 
 
-@given(data=rows(), ranks=st.integers(1, 3), window=st.sampled_from([None, 1, 3]))
+@given(
+    data=rows(),
+    ranks=st.integers(1, 3),
+    window=st.sampled_from([None, 1, 3]),
+)
 @settings(max_examples=60, deadline=None)
 def test_mask_shows_each_query_the_keys_of_its_block(
     data: list[Row], ranks: int, window: int | None

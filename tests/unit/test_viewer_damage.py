@@ -103,7 +103,12 @@ def test_dead_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "endings", [("", "-wal"), ("", "-wal", "-shm")], ids=["log", "log and its index"]
+    "endings",
+    [
+        ("", "-wal"),
+        ("", "-wal", "-shm"),
+    ],
+    ids=["log", "log and its index"],
 )
 def test_copy_of_a_killed_run_is_read_completely(
     tmp_path: Path, endings: tuple[str, ...]

@@ -137,7 +137,8 @@ def test_viewer_shows_the_top_tokens_of_each_position(
     assert candidates["ids"][1] == [0, 1]
     assert candidates["logprobs"][1] == [0.0, -1.0]
     assert candidates["texts"]["19"] == "<19>"
-    assert (candidates["recorded"], candidates["shown"]) == (30, 20)
+    assert candidates["recorded"] == 30
+    assert candidates["shown"] == 20
     other = turn_tokens(run, f"{without}/0", full=False)
     assert other
     assert other["sampled"]["candidates"] is None
@@ -213,7 +214,8 @@ def test_run_is_live_while_its_folder_is_locked(tmp_path: Path) -> None:
     with recorded.folder.held("train"):
         overview = run.overview()
         assert overview["state"] == "running"
-        assert (overview["phase"], overview["phase_since"]) == ("rollout", 9.5)
+        assert overview["phase"] == "rollout"
+        assert overview["phase_since"] == 9.5
         assert timeline_page(run, 0.0)["now"] == {
             "phase": "rollout",
             "step": 4,

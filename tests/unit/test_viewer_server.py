@@ -121,13 +121,15 @@ def test_viewer_needs_its_key_and_every_response_has_security_headers(
         )
 
     status, headers, _ = served.ask(f"/?key={served.key}")
-    assert (status, headers["location"]) == (303, "./")
+    assert status == 303
+    assert headers["location"] == "./"
     cookie = headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert served.ask("/api/runs", Cookie=cookie.partition(";")[0])[0] == 200
     status, headers, _ = served.ask(f"/api/runs?key={served.key}&a=b")
-    assert (status, headers["location"]) == (303, "./runs?a=b")
+    assert status == 303
+    assert headers["location"] == "./runs?a=b"
 
     status, headers, _ = served.ask("/api/runs", Authorization=f"Bearer {served.key}")
     policy = headers["content-security-policy"]
@@ -245,7 +247,8 @@ def test_taken_viewer_port_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as error:
             bind("127.0.0.1", port)
-    assert (error.value.field, error.value.value) == ("--port", str(port))
+    assert error.value.field == "--port"
+    assert error.value.value == str(port)
     with pytest.raises(ConfigError) as error:
         bind("203.0.113.7", 0)
     assert error.value.field == "--host"

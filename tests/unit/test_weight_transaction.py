@@ -152,7 +152,9 @@ def three() -> list[Receiver]:
 async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -> None:
     update = await transaction(three).run(WeightVersion(1))
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
+        assert engine.weights == "1"
+        assert engine.version == 1
+        assert engine.paused is False
         assert engine.calls == [
             "check",
             "pause",
@@ -240,7 +242,9 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     assert raised.value.engine == "engine-0"
     assert raised.value.unrestored == ()
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
+        assert engine.weights == "1"
+        assert engine.version == 1
+        assert engine.paused is False
         assert not engine.traffic_on_mixed
     update = await updates.run(WeightVersion(2))  # and the next one works
     assert update.version == 2
@@ -261,7 +265,9 @@ async def test_failure_of_the_last_engine_ends_the_update(
     ) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-0", "engine-1")
-    assert (three[2].weights, three[2].version, three[2].paused) == ("1", 1, False)
+    assert three[2].weights == "1"
+    assert three[2].version == 1
+    assert three[2].paused is False
 
 
 def wrong_layout() -> None:
@@ -379,7 +385,9 @@ class TestBringUp:
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
         await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert (newcomer.weights, newcomer.version, newcomer.paused) == ("2", 2, False)
+        assert newcomer.weights == "2"
+        assert newcomer.version == 2
+        assert newcomer.paused is False
         assert newcomer.calls == [
             "check",
             "pause",
@@ -615,7 +623,9 @@ class TestRolling:
         ] * 2
         # Until the fleet has ended it, it serves the version that it held before,
         # whole.
-        assert (lost.weights, lost.version, lost.paused) == ("1", 1, False)
+        assert lost.weights == "1"
+        assert lost.version == 1
+        assert lost.paused is False
         assert not lost.traffic_on_mixed
         three[0].fail = three[1].fail = {}
         assert (await updates.run(WeightVersion(3))).version == 3
@@ -808,12 +818,10 @@ async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) ->
     assert updates.phase == ""
     update = await updates.run(WeightVersion(2))
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
-            "2",
-            2,
-            False,
-            False,
-        )
+        assert engine.weights == "2"
+        assert engine.version == 2
+        assert engine.paused is False
+        assert engine.asleep is False
         assert engine.calls == [
             "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
         ]  # fmt: skip
@@ -890,15 +898,14 @@ async def test_an_update_that_fails_wakes_the_engines_with_the_old_version(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ()
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
-            "1",
-            1,
-            False,
-            False,
-        )
+        assert engine.weights == "1"
+        assert engine.version == 1
+        assert engine.paused is False
+        assert engine.asleep is False
     await updates.suspend()
     update = await updates.run(WeightVersion(3))
-    assert (update.lost_engines, three[0].version) == ({}, 3)
+    assert update.lost_engines == {}
+    assert three[0].version == 3
 
 
 async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(
@@ -949,4 +956,6 @@ async def test_new_engine_does_not_join_while_others_sleep(
     assert not joined.is_set()
     await updates.run(WeightVersion(2))
     await coming
-    assert (joined.is_set(), newcomer.version, newcomer.asleep) == (True, 2, False)
+    assert joined.is_set()
+    assert newcomer.version == 2
+    assert newcomer.asleep is False
