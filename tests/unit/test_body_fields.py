@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from running_gateway import ASK, MORE, Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import joined_messages
@@ -20,8 +20,6 @@ from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, TurnRequest
 
@@ -51,21 +49,11 @@ def parsed(name: str, **fields: Any) -> TurnRequest:
     return dialect.parse(raw, retry=False).turn
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(tmp_path, model, renderer, parsers, max_new_tokens=256) as made:
         yield made
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from running_buffer import Outbox, running_buffer
+from stored_rollouts import summary_of
 
 from invrl.errors import BufferStateError, DeadlineError, RunStoreError
 from invrl.metrics import resolve
@@ -15,7 +17,6 @@ from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
     GroupLease,
-    RolloutSummary,
     Task,
     WeightVersion,
 )
@@ -25,29 +26,12 @@ def finish(
     lease: GroupLease, outbox: Outbox, *, equal: bool = False, newest: int = 0
 ) -> None:
     for member in lease.members:
-        outbox.rows.append(
-            RolloutSummary(
-                session_id=f"{lease.group_id}.{member.index}.{member.attempt}",
-                task_id=lease.task.id,
-                group_id=lease.group_id,
-                index=member.index,
-                attempt=member.attempt,
-                reward=0.0 if equal else float(member.index),
-                num_turns=1,
-                prompt_tokens=1,
-                cached_tokens=0,
-                later_prompt_tokens=0,
-                later_cached_tokens=0,
-                sampled_tokens=1,
-                trained_tokens=1,
-                truncated=False,
-                oldest_version=WeightVersion(newest),
-                newest_version=WeightVersion(newest),
-                forks=0,
-                started_at=0.0,
-                finished_at=1.0,
-            )
+        summary = summary_of(
+            lease, index=member.index, attempt=member.attempt, version=newest
         )
+        if equal:
+            summary = replace(summary, reward=0.0)
+        outbox.rows.append(summary)
 
 
 def one() -> Iterator[Task]:

@@ -10,10 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import Running, eventually, running
-from tiny_model import make_tiny_model
 from tool_replies import CALC, PARSERS, SHELL, say
 
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import MatchLevel
 from invrl.types import FailedRollout, RolloutSummary
@@ -21,16 +19,6 @@ from invrl.types import FailedRollout, RolloutSummary
 ASK = {"role": "user", "content": "What is 12*13?"}
 ONE = 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": "x"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>\n{"name": "shell", "arguments": {"cmd": "ls"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 import invrl
 from invrl.cli import flags
@@ -29,11 +28,6 @@ from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
 TRAIN_ONLY = {"train", "algorithm", "buffer", "weight_sync"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

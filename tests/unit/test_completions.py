@@ -10,10 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
@@ -22,21 +20,11 @@ HEAD = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "<|im_end|>\n<|im_start|>user\nSure? 🙂<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(tmp_path, model, renderer, parsers) as made:
         yield made
 

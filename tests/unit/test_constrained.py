@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import xgrammar
 from running_gateway import ASK, Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
@@ -21,7 +20,6 @@ from invrl.reasons import FailureReason
 from invrl.types import FailedRollout, RolloutSummary
 
 END = 2
-PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -47,16 +45,6 @@ FORCED: dict[str, dict[str, Any]] = {
 every_way = pytest.mark.parametrize("way", list(FORCED))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer, request: pytest.FixtureRequest
@@ -65,10 +53,6 @@ async def gateway(
     settings = {"max_new_tokens": 256, "constrained": request.param}
     async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
         yield made
-
-
-def say(gateway: Running, renderer: Renderer, text: str) -> None:
-    gateway.engine.script = lambda _: [*renderer.encode(text), END]
 
 
 def grammar_of(gateway: Running) -> set[str]:

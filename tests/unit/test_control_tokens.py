@@ -25,16 +25,6 @@ ASK = Message("user", "What is the weather?")
 CALL = Message("assistant", tool_calls=(ToolCall("call-1", "calc", '{"a": 1}'),))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 def with_text(text: str, place: str) -> Prompt:
     """A conversation that has the text in one of the places where clients send text."""
     arguments = json.dumps({"a": text})

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.datasets.config import DataConfig
 from invrl.datasets.dataset import Dataset, ModelText, load_dataset
@@ -22,11 +21,6 @@ ASK = {"role": "user", "content": "2+2?"}
 
 def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def dataset(

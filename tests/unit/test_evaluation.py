@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 
+import handmade_rollouts
 import msgspec
 import numpy as np
 import pytest
@@ -34,28 +36,11 @@ from invrl.run.resolved_config import load_resolved
 from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
 
 
-def summary(session, reward):
-    return RolloutSummary(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=1,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=1,
-        trained_tokens=1,
-        truncated=False,
-        oldest_version=0,  # type: ignore[arg-type]
-        newest_version=0,  # type: ignore[arg-type]
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
+def summary(session: Session, reward: float) -> RolloutSummary:
+    of_session = handmade_rollouts.summary(
+        session.id, session.group_id, session.index, reward
     )
+    return replace(of_session, task_id=session.task_id, attempt=session.attempt)
 
 
 class Stage:

@@ -14,7 +14,6 @@ import pytest
 from recorded_run import RecordedRun, record_run
 from running_gateway import Running, running
 from stored_rollouts import database_rows
-from tiny_model import make_tiny_model
 from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.buffer.training_samples import rows_of as training_rows
@@ -22,7 +21,6 @@ from invrl.cli import main as cli
 from invrl.datasets.config import Kind
 from invrl.datasets.rows import load_rows
 from invrl.datasets.samples import RowTokenizer
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.row_checksums import delivered_item
@@ -32,16 +30,6 @@ from invrl.types import Session, TrainSample, Turn
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}
 TOOLS = [CALC, SHELL]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running_gateway import ENV_KEY, Running, running
+from running_gateway import ENV_KEY, Running
 from small_buffer import failure, make, summary, tasks, through_bytes
 
 from invrl.algorithms.advantages import advantage_function
@@ -31,7 +31,6 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, IdenticalFailuresError
-from invrl.gateway.rendering.renderer import Renderer
 from invrl.metrics import resolve as resolved
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import rollout_metrics
@@ -42,14 +41,6 @@ from invrl.run.config import resolve
 from invrl.run.failed_rollouts import command_for_failures
 from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Task
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
 
 
 def failing(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loop_parts import EmptyBatches, FixedSteps, Notes
+from loop_parts import EmptyBatches, FixedSteps, Notes, assemble_nothing, sync_at_once
 from small_buffer import failure, lease_all, summary, tasks
 
 from invrl.buffer.buffer_actor import BufferActor
@@ -41,8 +41,6 @@ from invrl.types import (
     Session,
     TakenBatch,
     Task,
-    TrainBatch,
-    WeightUpdate,
     WeightVersion,
 )
 
@@ -225,30 +223,18 @@ async def test_run_ended_by_the_filter_saves_its_last_model_once(
     buffer = FiltersOut(batches)
     written = list[int]()
 
-    async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
-
     async def save(step: int, snapshot: bytes) -> None:
         written.append(step)
 
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
     learner = Learner(
         trainer=FixedSteps([1] * 9),
-        sync=sync,
+        sync=sync_at_once,
         save=save,
         schedule=SaveSchedule(steps=interval),
     )
-    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    parts = Parts(
+        buffer=buffer, assemble=assemble_nothing, observer=observer, learner=learner
+    )
     assert await run_loop(parts, done=0, num_steps=9) == batches
     assert written == saved
     (note,) = observer.notes

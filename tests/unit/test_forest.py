@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from handmade_rollouts import turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from invrl.gateway.types import (
     Tool,
     ToolCall,
 )
-from invrl.types import Turn, VersionSpan, WeightVersion
+from invrl.types import Turn
 
 SYSTEM = Message("system", "s")
 ASK = Message("user", "q")
@@ -41,26 +42,14 @@ def node(
     parent: Node | None = None,
     tools: tuple[Tool, ...] = (),
 ) -> Node:
-    turn = Turn(
-        id=name,
-        session_id="s",
-        parent_id=parent.turn.id if parent else None,
-        context_ids_T=np.array([1, 2], np.int32),
-        sampled_ids_T=np.array([3], np.int32),
-        logprobs_T=np.array([-1], np.float32),
-        spans=(VersionSpan(version=WeightVersion(0), start=0, end=1),),
-        finish_reason="stop",
-        request_digest="",
-        delivered=True,
-        temperature=1.0,
-        prompt_tokens=2,
-        cached_tokens=0,
-        fork_reason="",
-        started_at=0.0,
-        finished_at=0.0,
-    )
+    parent_id = parent.turn.id if parent else None
+    sampled_turn = turn(name, parent_id, [1, 2], [3])
     return Node(
-        turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools
+        turn=sampled_turn,
+        parent=parent,
+        messages=tuple(messages),
+        closed=True,
+        tools=tools,
     )
 
 
@@ -487,10 +476,11 @@ def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
 
     forest = Forest()
     okay = Message("assistant", "okay")
-    for turn in range(1, 4):  # the reply says the same in every turn
-        forest.add(
-            node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay])
-        )
+    history: list[Message] = []
+    for number in range(1, 4):  # the reply says the same in every turn
+        messages = [system(40 + number), ASK, *history, okay]
+        forest.add(node(str(number), messages))
+        history += [okay, MORE]
     match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
     assert changed(match) == (
         ForkReason.CONTEXT_EDITED,
@@ -511,17 +501,13 @@ def test_departing_request_is_compared_once_with_each_message(
     forest = Forest()
     turns = 40
     history: list[Message] = []
-    for turn in range(turns):
-        poll = Message(
-            "assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),)
-        )
-        forest.add(
-            node(str(turn), [Message("system", f"time {turn}"), ASK, *history, poll])
-        )
-        history += [
-            poll,
-            Message("tool", "not yet", tool_call_id=poll.tool_calls[0].id),
-        ]
+    for number in range(turns):
+        call = ToolCall(f"call-{number}", "poll", "{}")
+        poll = Message("assistant", tool_calls=(call,))
+        system = Message("system", f"time {number}")
+        forest.add(node(str(number), [system, ASK, *history, poll]))
+        result = Message("tool", "not yet", tool_call_id=call.id)
+        history += [poll, result]
     sent = [Message("system", "time now"), ASK, *history]
     first = forest.match(sent)
     digested: list[int] = []

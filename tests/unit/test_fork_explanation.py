@@ -4,13 +4,14 @@ recording."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
-import numpy as np
+from handmade_rollouts import turn
 
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
-from invrl.types import Turn, VersionSpan, WeightVersion
+from invrl.types import Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks
 
 SYSTEM = Message("system", "You add.")
@@ -51,28 +52,16 @@ class Session:
         if parent is None:
             messages = tuple(request)
         name = f"t-{len(self.recorded)}"
-        turn = Turn(
-            id=name,
-            session_id="s",
-            parent_id=parent.turn.id if parent else None,
-            context_ids_T=np.array(ids, np.int32),
-            sampled_ids_T=np.array([7], np.int32),
-            logprobs_T=np.array([-1], np.float32),
-            spans=(VersionSpan(version=WeightVersion(0), start=0, end=1),),
-            finish_reason="stop",
-            request_digest="",
-            delivered=True,
-            temperature=1.0,
-            prompt_tokens=2,
-            cached_tokens=0,
+        parent_id = parent.turn.id if parent else None
+        recorded_turn = replace(
+            turn(name, parent_id, ids, [7]),
             fork_reason=reason.value if reason else "",
-            started_at=0.0,
             finished_at=float(len(self.recorded)),
         )
         all_messages = (*messages, reply)
         self.forest.add(
             Node(
-                turn=turn,
+                turn=recorded_turn,
                 parent=parent,
                 messages=all_messages,
                 closed=True,
@@ -80,7 +69,11 @@ class Session:
             )
         )
         self.recorded.append(
-            (turn, msgspec.json.encode(all_messages), msgspec.json.encode(list(tools)))
+            (
+                recorded_turn,
+                msgspec.json.encode(all_messages),
+                msgspec.json.encode(list(tools)),
+            )
         )
         return name
 

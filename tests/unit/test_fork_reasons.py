@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from running_gateway import ASK, MORE, running
-from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
@@ -103,11 +102,6 @@ CHANGED = {
     },
 }
 """By reason: what the second request's turn shows of it."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize("reason", ForkReason)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -16,20 +15,9 @@ from running_gateway import (
     MORE,
     Running,
     eventually,
-    running,
 )
 
 from invrl.gateway.rendering.renderer import Renderer
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as gateway:
-        yield gateway
 
 
 async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(

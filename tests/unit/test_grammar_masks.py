@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade_rollouts import rollout, turn
-from tiny_model import make_tiny_model
 from training_rows import training_rows
 from transformers import AutoTokenizer
 
@@ -26,11 +25,6 @@ DIGITS = json.dumps({"ebnf": 'root ::= [0-9] [0-9]? "!"'})
 SCHEMA = json.dumps(
     {"json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 22]}}}'}
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

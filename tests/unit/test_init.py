@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
 from invrl.cli.checks import machine
@@ -19,11 +18,6 @@ from invrl.cli.flags import parse_flags
 from invrl.run.config import resolve
 
 TEMPLATE = Path(__file__).parents[2] / "rollout_fns" / "your_task"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

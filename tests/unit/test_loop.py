@@ -7,7 +7,14 @@ import threading
 
 import numpy as np
 import pytest
-from loop_parts import EmptyBatches, FixedSteps, Notes
+from loop_parts import (
+    EmptyBatches,
+    FixedSteps,
+    Notes,
+    assemble_nothing,
+    save_nothing,
+    sync_at_once,
+)
 from small_buffer import summary
 
 from invrl.metrics import resolve
@@ -42,23 +49,12 @@ async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         synced.append(version)
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
+        return await sync_at_once(version)
 
-    async def save(step: int, snapshot: bytes) -> None: ...
-
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
-    learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save)
-    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save_nothing)
+    parts = Parts(
+        buffer=buffer, assemble=assemble_nothing, observer=observer, learner=learner
+    )
     await run_loop(parts, done=0, num_steps=len(steps))
     silent = [at for at, made in enumerate(steps, start=1) if made == 0]
     assert [note.split(":")[0] for note in observer.notes] == [
@@ -109,17 +105,6 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
     """Two replies to each task in the first step, one in the others."""
     observer = Notes()
 
-    async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
-
-    async def save(step: int, snapshot: bytes) -> None: ...
-
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
         samples: list[TrainSample] = []
         for number, group in enumerate(taken.groups):
@@ -133,7 +118,9 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
             advantages=(np.zeros(2, np.float32),) * len(samples),
         )
 
-    learner = Learner(trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync, save=save)
+    learner = Learner(
+        trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync_at_once, save=save_nothing
+    )
     parts = Parts(
         buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner
     )
@@ -175,14 +162,12 @@ async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
 
 
 async def test_a_resumed_run_goes_on_with_the_step_after_its_checkpoint() -> None:
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
     observer = Notes()
     parts = Parts(
-        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=None
+        buffer=EmptyBatches(),
+        assemble=assemble_nothing,
+        observer=observer,
+        learner=None,
     )
     assert await run_loop(parts, done=2, num_steps=4) == 4
     assert list(observer.rows) == [3, 4]
@@ -217,21 +202,10 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         clock.now += 10.0
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
+        return await sync_at_once(version)
 
     async def save(step: int, snapshot: bytes) -> None:
         saved.append(step)
-
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
 
     observer = Notes()
     learner = Learner(
@@ -245,7 +219,10 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
         ),
     )
     parts = Parts(
-        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=learner
+        buffer=EmptyBatches(),
+        assemble=assemble_nothing,
+        observer=observer,
+        learner=learner,
     )
     await run_loop(parts, done=0, num_steps=5)
     assert saved == expected

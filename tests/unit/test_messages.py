@@ -14,8 +14,8 @@ import httpx
 import pytest
 from pydantic_core import from_json
 from running_gateway import Running, running
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types import Session
@@ -38,18 +38,11 @@ TWO = (
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path, model, renderer, parsers=parsers, max_new_tokens=200
     ) as made:
         yield made
-
-
-def says(gateway: Running, renderer: Renderer, *replies: str) -> None:
-    """The engine's next replies, each ended by the end-of-turn token; the last one
-    stays."""
-    left = [[*renderer.encode(text), 2] for text in replies]
-    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
 async def post(
@@ -166,7 +159,7 @@ async def test_message_start_reports_the_cached_tokens(
     """Nobody knows that before the first token: while it is long in coming there are
     pings alone."""
     async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
-        says(gateway, renderer, "It is 156.", "Yes.")
+        say(gateway, renderer, "It is 156.", "Yes.")
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK])
         gateway.engine.holds = lambda _: True
@@ -193,7 +186,7 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     [session] = await gateway.open()
-    says(
+    say(
         gateway,
         renderer,
         "<think>multiply</think>Let me see." + CALL,
@@ -259,7 +252,7 @@ async def test_text_after_a_call_is_returned_and_can_be_sent_back(
     stream: bool,
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
+    say(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
     options = {"tools": [CALC], "stream": stream}
     first = await ask(gateway, session, [ASK], **options)
     texts = [block["text"] for block in first["content"] if block["type"] == "text"]
@@ -306,7 +299,7 @@ async def test_streamed_message_equals_the_whole_message(
             answers = []
             for stream in (False, True):
                 [session] = await gateway.open()
-                says(gateway, renderer, reply)
+                say(gateway, renderer, reply)
                 thinks = {"thinking": thinking} if thinking else {}
                 answer = await ask(
                     gateway, session, [ASK], tools=[CALC], stream=stream, **thinks
@@ -343,7 +336,7 @@ async def test_usage_and_count_tokens_equal_the_recorded_tokens(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "<think>hm</think>Yes.")
+    say(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
     for turn in range(3):
         asked = {
@@ -374,7 +367,7 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
     monkeypatch: pytest.MonkeyPatch,
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "one two three STOP four")
+    say(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
     assert cut["stop_reason"] == "max_tokens"
     assert cut["stop_sequence"] is None
@@ -410,7 +403,7 @@ async def test_message_parameters_reach_the_engine(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open(purpose="serve")
-    says(gateway, renderer, '{"x": 1}')
+    say(gateway, renderer, '{"x": 1}')
     await ask(
         gateway,
         session,
@@ -442,7 +435,7 @@ async def test_message_parameters_reach_the_engine(
         await ask(gateway, session, [ASK], tools=[CALC], tool_choice=choice)
         params = gateway.engine.requests[-1]["sampling_params"]
         assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
-    says(gateway, renderer, TWO)
+    say(gateway, renderer, TWO)
     one = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):
         answer = await ask(
@@ -514,7 +507,7 @@ async def test_truncated_call_shows_its_readable_arguments(
     ] == [{}] * 7
     assert bytes(_input('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
     [session] = await gateway.open()
-    says(gateway, renderer, CALL[: CALL.index("13") + 1])
+    say(gateway, renderer, CALL[: CALL.index("13") + 1])
     message = await ask(
         gateway, session, [ASK], tools=[CALC], stream=True, max_tokens=40
     )
@@ -525,7 +518,7 @@ async def test_broken_stream_ends_with_an_error_event(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "Hello")
+    say(gateway, renderer, "Hello")
     gateway.engine.abort_next = True
     answer = await post(gateway, session, messages=[ASK], stream=True)
     *_, last = answer.text.strip().split("\n\n")
@@ -734,7 +727,7 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
     shown: str,
 ):
     call = {"name": tool["name"], "arguments": arguments}
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path,
         model,
@@ -743,7 +736,7 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
         context_length=4096,
         max_new_tokens=200,
     ) as gateway:
-        says(
+        say(
             gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done."
         )
         [session] = await gateway.open()

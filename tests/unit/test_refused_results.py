@@ -14,12 +14,11 @@ import pytest
 from aiohttp import web
 from dispatcher_parts import HeldPool, Leases, Opener
 from local_worker import worker_at
-from running_gateway import ENV_KEY, Running, running
+from running_gateway import ENV_KEY, Running
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.errors import ConfigError, SessionError
-from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
@@ -41,14 +40,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
 
 
 def components(count: int, length: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ equal bytes for a retry."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -29,16 +28,6 @@ BODIES = {
     "/responses": {"input": "What is 12*13?"},
     "/messages": {"messages": [ASK], "max_tokens": 40},
 }
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as gateway:
-        yield gateway
 
 
 async def post(

@@ -11,10 +11,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 from running_gateway import Running, eventually, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
@@ -30,21 +28,11 @@ CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": %d}}\n</tool_call>'
 THOUGHT = "<think>12 plus 13</think>"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path,
         model,
@@ -54,12 +42,6 @@ async def gateway(
         max_new_tokens=512,
     ) as made:
         yield made
-
-
-def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
-    """The engine's replies, in order; the last one again and again."""
-    left = [[*renderer.encode(text), END] for text in texts]
-    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
 
 
 def check_exact(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -52,14 +51,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
 
 
 async def chat(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES
@@ -24,11 +23,6 @@ TOOL = Tool(
     description="Adds “a”.",
     parameters='{"type": "object", "properties": {}}',
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:

@@ -6,16 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from invrl.store import tokenizer_folder
 from invrl.store.tokenizer_folder import TOKENIZER_NAME, copy_tokenizer, token_reader
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_a_copied_run_folder_shows_text_without_the_model(
