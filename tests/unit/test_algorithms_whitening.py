@@ -126,7 +126,10 @@ def test_whitened_equal_advantages_are_exactly_zero(over: WhitenedOver) -> None:
 
 
 def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
-    rows: list[Row] = [([1.0, 9.0], [True, False], "a"), ([3.0], [True], "b")]
+    rows: list[Row] = [
+        ([1.0, 9.0], [True, False], "a"),
+        ([3.0], [True], "b"),
+    ]
     assert whitened(rows, "none") == [[1.0, 9.0], [3.0]]
     first, second = whitened(rows, "tokens")
     assert first[1] == 0.0
@@ -134,7 +137,10 @@ def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
 
 
 def test_floor_bounds_the_deviation_of_whitening() -> None:
-    rows: list[Row] = [([1.0], [True], "a"), ([1.01], [True], "b")]
+    rows: list[Row] = [
+        ([1.0], [True], "a"),
+        ([1.01], [True], "b"),
+    ]
     assert whitened(rows, "tokens", std_floor=0.5) == [
         pytest.approx([-0.01]),
         pytest.approx([0.01]),

@@ -17,7 +17,12 @@ CHANGE = {
 def turn(
     name: str, parent: str | None, reason: str = "", changed: dict | None = None
 ) -> dict:
-    return {"id": name, "parent_id": parent, "fork_reason": reason, "changed": changed}
+    return {
+        "id": name,
+        "parent_id": parent,
+        "fork_reason": reason,
+        "changed": changed,
+    }
 
 
 def in_turn(turns: list[dict]) -> list[dict]:

@@ -121,7 +121,11 @@ def test_time_shares_exclude_the_first_and_the_last_step() -> None:
 
     def row(time: float, rollout: float, train: float, sync: float) -> dict[str, float]:
         phases = {"time/rollout_s": rollout, "time/train_s": train, "time/sync_s": sync}
-        return {"time": time, "time/step_s": rollout + train + sync + 0.5, **phases}
+        return {
+            "time": time,
+            "time/step_s": rollout + train + sync + 0.5,
+            **phases,
+        }
 
     evaluation = {"time": 60.0, "eval/sampled/accuracy": 0.5}
     rows = [

@@ -37,7 +37,10 @@ every_dialect = pytest.mark.parametrize("name", list(DIALECTS))
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
     for name in ("calc", "shell")
 ]
@@ -187,9 +190,20 @@ def test_litellm_message_can_be_sent_back_whole():
         "reasoning_content": "So",
         "thinking_blocks": [{"type": "thinking", "thinking": "So"}],
     }
-    unset = {"function_call": None, "audio": None, "images": None, "annotations": []}
+    unset = {
+        "function_call": None,
+        "audio": None,
+        "images": None,
+        "annotations": [],
+    }
     known = {"provider_specific_fields": {"refusal": None}, "tool_calls": None}
-    reply = {"role": "assistant", "content": "Hi", **extra, **unset, **known}
+    reply = {
+        "role": "assistant",
+        "content": "Hi",
+        **extra,
+        **unset,
+        **known,
+    }
     turn = parsed("chat", messages=[ASK, reply, MORE])
     assert turn.messages[1].reasoning == "So"
     assert set(turn.ignored) == {

@@ -181,7 +181,11 @@ class TestOutcomesAfterTheSnapshot:
     def test_rollouts_in_flight_at_a_snapshot_are_leased_again(
         self, saved: BufferSnapshot
     ) -> None:
-        assert self.leased(saved)[:3] == [("g1", 1, 0), ("g2", 0, 0), ("g2", 1, 0)]
+        assert self.leased(saved)[:3] == [
+            ("g1", 1, 0),
+            ("g2", 0, 0),
+            ("g2", 1, 0),
+        ]
 
     def test_rollout_sampled_under_the_checkpoints_weights_counts_after_a_restore(
         self, saved: BufferSnapshot

@@ -83,7 +83,11 @@ class ToldTasks:
         )
 
     def state(self) -> dict[str, object]:
-        return {"picks": self.picks, "solved": self.solved, "told": self.told}
+        return {
+            "picks": self.picks,
+            "solved": self.solved,
+            "told": self.told,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.picks = state["picks"]

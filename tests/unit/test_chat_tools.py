@@ -165,7 +165,10 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
 ):
     say(gateway, renderer, ONE)
     named = {"type": "function", "function": {"name": "calc"}}
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+    }
     asked = [
         {"tools": [CALC], "tool_choice": "required"},
         {"tools": [CALC], "tool_choice": named},

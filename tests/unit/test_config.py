@@ -458,7 +458,12 @@ def test_passed_through_values_keep_their_written_type() -> None:
     ]
     (source,) = parse_flags(arguments)
     assert source.tables == {
-        "sglang": {"a": 1, "b": -0.5, "c": True, "d": True},
+        "sglang": {
+            "a": 1,
+            "b": -0.5,
+            "c": True,
+            "d": True,
+        },
         "router": {"e": "x-y", "f": "007"},
     }
 

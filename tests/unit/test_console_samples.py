@@ -68,9 +68,18 @@ def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
 
 def test_a_rollout_of_several_rows_is_one_reply() -> None:
     """Branches and turns count with their rollout: what it said altogether."""
-    one = (row("a", [9], [1]), row("a", [9, 1, 3], [2]))
-    same = (row("b", [8], [1]), row("b", [8, 1, 3], [2]))
-    other = (row("c", [8], [1]), row("c", [8, 1, 3], [4]))
+    one = (
+        row("a", [9], [1]),
+        row("a", [9, 1, 3], [2]),
+    )
+    same = (
+        row("b", [8], [1]),
+        row("b", [8, 1, 3], [2]),
+    )
+    other = (
+        row("c", [8], [1]),
+        row("c", [8, 1, 3], [4]),
+    )
     assert distinct(*one) == distinct(*one, *same) == 1
     assert distinct(*one, *same, *other) == 2
     assert distinct(row("a", [9], [1]), row("a", [9], [2])) == 1

@@ -25,14 +25,23 @@ PARAMETERS = {
     "properties": {"a": {"type": "integer"}},
     "required": ["a"],
 }
-CALC = {"type": "function", "function": {"name": "calc", "parameters": PARAMETERS}}
-SHELL = {"type": "function", "function": {"name": "shell", "parameters": PARAMETERS}}
+CALC = {
+    "type": "function",
+    "function": {"name": "calc", "parameters": PARAMETERS},
+}
+SHELL = {
+    "type": "function",
+    "function": {"name": "shell", "parameters": PARAMETERS},
+}
 SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}},
     "required": ["sum"],
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "sum", "schema": SCHEMA},
+}
 CALL = '<tool_call>\n{"name":"%s", "arguments":{"a": 12}}\n</tool_call>'
 FORCED: dict[str, dict[str, Any]] = {
     "tool_choice=required": {"tools": [CALC, SHELL], "tool_choice": "required"},

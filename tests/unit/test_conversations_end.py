@@ -70,7 +70,12 @@ async def all_let_go() -> None:
 
 
 async def ask(gateway: Running, session: Session, *, stream: bool, n: int = 1) -> int:
-    body = {"model": "tiny", "messages": [ASK], "stream": stream, "n": n}
+    body = {
+        "model": "tiny",
+        "messages": [ASK],
+        "stream": stream,
+        "n": n,
+    }
     url = session.base_url + "/chat/completions"
     return (await gateway.http.post(url, json=body)).status_code
 

@@ -236,7 +236,10 @@ def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
     """Both are right; the second is 90 tokens long, with a limit of 100 and a buffer of
     20: it loses 0.5."""
     one, two = members("g", [1.0, 1.0])
-    group = [replace(one, sampled_tokens=10), replace(two, sampled_tokens=90)]
+    group = [
+        replace(one, sampled_tokens=10),
+        replace(two, sampled_tokens=90),
+    ]
     batch = built(group, advantage="dr_grpo", overlong_buffer=20)
     assert firsts(batch) == [0.25, -0.25]
     assert [sample.reward for sample in batch.samples] == [1.0, 1.0]

@@ -27,7 +27,10 @@ CALL = {
 }
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -48,7 +51,14 @@ def test_every_reply_of_a_conversation_is_trained() -> None:
 
 def test_reply_of_weight_0_is_context() -> None:
     assert trained(
-        row(messages=[USER, {**FOUR, "weight": 0}, MORE, {**SIX, "weight": 1}])
+        row(
+            messages=[
+                USER,
+                {**FOUR, "weight": 0},
+                MORE,
+                {**SIX, "weight": 1},
+            ]
+        )
     ) == [["6"]]
 
 
@@ -65,7 +75,10 @@ def test_a_completion_is_trained_and_its_prompt_is_context() -> None:
 
 
 def test_calls_and_tools_of_a_row_are_read_like_in_the_gateway() -> None:
-    as_object = {**CALL, "function": {"name": "add", "arguments": {"a": 2}}}
+    as_object = {
+        **CALL,
+        "function": {"name": "add", "arguments": {"a": 2}},
+    }
     result = {"role": "tool", "content": "4", "tool_call_id": "c1"}
     replies = []
     for call in (CALL, as_object):

@@ -871,7 +871,10 @@ async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) 
     )
     for version in (4, 5):
         await updater.update(WeightVersion(version))
-    assert announced == [(4, [0, 0, 0]), (5, [4, 4, 4])]
+    assert announced == [
+        (4, [0, 0, 0]),
+        (5, [4, 4, 4]),
+    ]
 
 
 async def test_an_engine_that_comes_back_while_the_router_is_away_waits_for_it(

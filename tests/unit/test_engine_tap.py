@@ -9,7 +9,12 @@ from collections import deque
 import pytest
 from engine_tap import EngineTap, _Reader, read_generation
 
-REQUEST = {"rid": "turn-1", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
+REQUEST = {
+    "rid": "turn-1",
+    "input_ids": [5, 6],
+    "sampling_params": {},
+    "stream": True,
+}
 
 
 def event(ids: list[int], total: int, finish: dict | None, label: str = "3") -> bytes:

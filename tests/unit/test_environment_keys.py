@@ -21,7 +21,11 @@ KEYS = {
 
 def told_by(program: str) -> dict:
     """What a fresh process with both keys says, as JSON."""
-    environment = {**os.environ, **KEYS, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        **KEYS,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", textwrap.dedent(program)]
     return json.loads(
         subprocess.run(command, env=environment, capture_output=True, check=True).stdout

@@ -323,7 +323,10 @@ def test_evaluation_is_read_back_from_json_unchanged():
         failures={"timeout": 2},
     )
     evaluation = Evaluation(
-        scores={"hard/sampled": once, "greedy": score(1.0, mode="greedy")}
+        scores={
+            "hard/sampled": once,
+            "greedy": score(1.0, mode="greedy"),
+        }
     )
     again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
     assert again == evaluation

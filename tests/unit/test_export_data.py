@@ -261,7 +261,11 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
 def test_pair_comes_from_the_group_with_the_largest_reward_difference(
     run: RecordedRun,
 ) -> None:
-    rewards = {"a": (0.5, 0.0), "a@1": (1.0, 0.0), "a@2": (1.0, 0.5)}
+    rewards = {
+        "a": (0.5, 0.0),
+        "a@1": (1.0, 0.0),
+        "a@2": (1.0, 0.5),
+    }
     for step, (name, of_group) in enumerate(rewards.items(), start=1):
         for index, reward in enumerate(of_group):
             run.add(name, f"{name} {index}", reward, index=index, step=step)
@@ -441,7 +445,11 @@ async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
         gateway, session, [{"role": "system", "content": "Be brief."}, ASK], tools=TOOLS
     )
     [call] = messages[-1]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
+    result = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": "156",
+    }
     messages = await ask(gateway, session, [*messages, result], tools=TOOLS)
     await ask(gateway, session, [*messages, MORE], tools=TOOLS)
     await gateway.finish(session)

@@ -174,7 +174,10 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
     assert again[-1].group_id == "g0"
-    assert again[-1].members == (M(index=0, attempt=1), M(index=1, attempt=1))
+    assert again[-1].members == (
+        M(index=0, attempt=1),
+        M(index=1, attempt=1),
+    )
     held.error = RuntimeError("the buffer is gone")
     with pytest.raises(RuntimeError, match="the buffer is gone"):
         await asyncio.wait_for(offers.guard(asyncio.Event().wait()), 60)

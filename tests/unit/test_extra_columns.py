@@ -218,7 +218,10 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
         shared.id: {"weight": 3.0},
         right.id: {"weight": 7.0},
     }
-    last = {"reward": 1.0, "token_numbers": {right.id: {"process_reward": right_T}}}
+    last = {
+        "reward": 1.0,
+        "token_numbers": {right.id: {"process_reward": right_T}},
+    }
     answer = await gateway.env(f"/sessions/{session.id}/finish", last)
     assert answer.status_code == 200, answer.text
     [(_, outcome)] = gateway.store.outbox_after(0)
@@ -917,7 +920,10 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
     batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=members),))
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
-    rollouts = [rollout([a, b], of=members[0]), rollout([a], of=members[1])]
+    rollouts = [
+        rollout([a, b], of=members[0]),
+        rollout([a], of=members[1]),
+    ]
     function = advantage_function(f"{__name__}:by_length")
     made = build_batch(batch, rollouts, function, 1e-4)
     assert [row_T.tolist() for row_T in made.advantages] == [[0, 1, 0, -7], [0, 2]]

@@ -58,7 +58,11 @@ REQUESTS = {
         [{"role": "user", "content": "so far: ..."}, SAID, MORE],
         {},
     ),
-    ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
+    ForkReason.TOOLS_CHANGED: (
+        [ASK],
+        [ASK, SAID, MORE],
+        {"tools": [CALC]},
+    ),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
     ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
 }
@@ -169,7 +173,10 @@ async def test_fork_explanation_survives_a_restart(
     async with running(
         tmp_path, model, renderer, Parsers(tool_calls="qwen25")
     ) as gateway:
-        again = {"messages": [{"role": "user", "content": "again"}], "model": "tiny"}
+        again = {
+            "messages": [{"role": "user", "content": "again"}],
+            "model": "tiny",
+        }
         assert (
             await gateway.env("/v1/chat/completions", again, key=session.key)
         ).status_code == 200

@@ -102,7 +102,10 @@ async def test_a_request_that_cannot_be_recorded_is_to_come_again(
         url = f"{session.base_url}/chat/completions"
         headers = {"authorization": f"Bearer {session.key}"}
         body = {"model": "tiny", "messages": [ASK], "max_tokens": 8}
-        opening = {"task_id": "t", "members": [{"index": 0, "attempt": 0}]}
+        opening = {
+            "task_id": "t",
+            "members": [{"index": 0, "attempt": 0}],
+        }
 
         async def call(number: int) -> httpx.Response:
             return await gateway.http.post(url, json=body, headers=headers)

@@ -41,7 +41,10 @@ CHECKS = (
     "ignored_auth",
 )
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALL = {
     "id": "c1",

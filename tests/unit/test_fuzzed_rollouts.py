@@ -144,7 +144,13 @@ def returned(r: random.Random) -> object:
     value = r.choice(REWARDS if r.random() < 0.5 else REWARDS[:6])(r)
     if r.random() < 0.6:
         return value
-    usual = [{}, {"a": 1}, {"a": r.choice(REWARDS)(r)}, {3: 0.5}, {"\ud800": 1.0}]
+    usual = [
+        {},
+        {"a": 1},
+        {"a": r.choice(REWARDS)(r)},
+        {3: 0.5},
+        {"\ud800": 1.0},
+    ]
     parts = r.choice([*usual, [1.0], None, BadMapping(a=1), {"x" * 5000: "no"}])
     value = RolloutResult(reward=value) if r.random() < 0.1 else value  # type: ignore[arg-type]
     return RolloutResult(

@@ -80,7 +80,11 @@ async def test_retry_after_a_restart_gets_the_recorded_turn(
     life: Life, renderer: Renderer
 ):
     stop = renderer._tokenizer.encode("abc STOP")
-    asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
+    asked = {
+        "stop": "STOP",
+        "logprobs": True,
+        "max_tokens": len(stop),
+    }
     async with life.again() as gateway:
         gateway.engine.script = lambda _: stop
         [session] = await gateway.open(purpose="serve")
@@ -182,7 +186,11 @@ async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit
     async with life.again(max_open_sessions=2) as gateway:
         sessions = await gateway.open(members=2)
     async with life.again(max_open_sessions=2) as gateway:
-        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "members": [{"index": 0}],
+        }
         assert (await gateway.env("/sessions", body)).status_code == 429
     async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
@@ -238,7 +246,11 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         for session in (child, done, gone, grandchild):
             await ask(gateway, session, [ASK])
         first, second = [turn.id for turn in gateway.turns(parent)]
-        own = {"reward": 3.0, "turn": first, "components": {"x": 1.0}}
+        own = {
+            "reward": 3.0,
+            "turn": first,
+            "components": {"x": 1.0},
+        }
         for body in (own, {"reward": -2.0, "branch": second}):
             await gateway.env(f"/sessions/{parent.id}/reward", body, key=parent.key)
         await gateway.finish(done, reward=5.0)

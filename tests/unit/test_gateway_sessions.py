@@ -31,7 +31,10 @@ from invrl.types import (
     Turn,
 )
 
-MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
+MEMBERS = [
+    GroupMember(index=0, attempt=0),
+    GroupMember(index=1, attempt=2),
+]
 
 
 def registry(max_open: int = 8) -> SessionRegistry:
@@ -334,7 +337,10 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
         (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
         for one in trained
         if isinstance(one, RolloutSummary)
-    ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]
+    ] == [
+        (19, 9, ()),
+        (10, 9, ("title", "summary", "retitled")),
+    ]
 
 
 def test_abandoned_and_aborted_turns_do_not_count_for_the_main_conversation():

@@ -24,7 +24,10 @@ ASK = {"role": "user", "content": "What is 12*13?"}
 CALC = {
     "name": "calc",
     "description": "Calculates",
-    "input_schema": {"type": "object", "properties": {"x": {"type": "string"}}},
+    "input_schema": {
+        "type": "object",
+        "properties": {"x": {"type": "string"}},
+    },
 }
 THINK = {"type": "enabled", "budget_tokens": 1024}
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "12*13"}}\n</tool_call>'
@@ -52,7 +55,11 @@ async def post(
     url = session.base_url.removesuffix("/v1") + "/v1/messages" + path
     headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
     headers["x-stainless-retry-count"] = str(retries)
-    body = {"model": "tiny", **({} if path else {"max_tokens": 200}), **body}
+    body = {
+        "model": "tiny",
+        **({} if path else {"max_tokens": 200}),
+        **body,
+    }
     return await gateway.http.post(url, json=body, headers=headers)
 
 
@@ -165,7 +172,12 @@ async def test_message_start_reports_the_cached_tokens(
         gateway.engine.holds = lambda _: True
         history = [ASK, {"role": "assistant", "content": first["content"]}, ASK]
         url = session.base_url + "/messages"
-        body = {"model": "tiny", "max_tokens": 9, "messages": history, "stream": True}
+        body = {
+            "model": "tiny",
+            "max_tokens": 9,
+            "messages": history,
+            "stream": True,
+        }
         told = ""
         async with gateway.http.stream("POST", url, json=body) as answer:
             async for text in answer.aiter_text():
@@ -417,7 +429,10 @@ async def test_message_parameters_reach_the_engine(
     assert params["temperature"] == 0.25
     assert params["top_p"] == 0.5
     assert params["top_k"] == 7
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+    }
     form = {"type": "json_schema", "schema": schema}
     for body in (
         {"output_format": form},
@@ -465,7 +480,10 @@ async def test_message_blocks_reach_the_chat_template_as_text(
         {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
         for text in ("a", "b")
     ]
-    said = [{"type": "redacted_thinking", "data": "?"}, {"type": "text", "text": "c"}]
+    said = [
+        {"type": "redacted_thinking", "data": "?"},
+        {"type": "text", "text": "c"},
+    ]
     messages = [
         {"role": "user", "content": parts},
         {"role": "user", "content": "more"},
@@ -583,10 +601,19 @@ _BAD: dict[str, dict[str, Any]] = {
     "no schema": {"tools": [{"name": "x"}]},
     "schema": {"tools": [{"name": "x", "input_schema": []}]},
     "same tools": {"tools": [CALC, CALC]},
-    "choice": {"tools": [CALC], "tool_choice": {"type": "x"}},
+    "choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "x"},
+    },
     "text choice": {"tools": [CALC], "tool_choice": "auto"},
-    "unnamed choice": {"tools": [CALC], "tool_choice": {"type": "tool"}},
-    "unknown choice": {"tools": [CALC], "tool_choice": {"type": "tool", "name": "x"}},
+    "unnamed choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "tool"},
+    },
+    "unknown choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "tool", "name": "x"},
+    },
     "choice without tools": {"tool_choice": {"type": "any"}},
     "thinking": {"thinking": {"type": "deep"}},
     "budget": {"thinking": {"type": "enabled", "budget_tokens": "many"}},
@@ -749,7 +776,11 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
         assert block["type"] == "tool_use"
         assert block["name"] == tool["name"]
         assert block["input"] == arguments
-        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": block["id"],
+            "content": "a b",
+        }
         reply = {"role": "assistant", "content": first["content"]}
         await ask(
             gateway,

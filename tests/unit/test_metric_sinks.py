@@ -174,7 +174,10 @@ def test_a_threaded_sink_gets_every_row_in_order(
     sinks.step(2, row)
     inner.go.set()
     sinks.close()
-    assert inner.rows == [(1, {"a": 1.0}), (2, {"a": 2.0})]
+    assert inner.rows == [
+        (1, {"a": 1.0}),
+        (2, {"a": 2.0}),
+    ]
     assert inner.closed is True
     assert errors() == []
 

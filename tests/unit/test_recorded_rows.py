@@ -85,7 +85,10 @@ def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
     thinking = (
         False if model == "qwen3" else None
     )  # otherwise it writes a thought, which was not sampled
-    turns = (((ASK,), "156", said("156")), ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")))
+    turns = (
+        ((ASK,), "156", said("156")),
+        ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")),
+    )
     row = restore(renderer, branch_of(renderer, *turns[:1], thinking=thinking))
     assert row.fidelity is Fidelity.SAME_TOKENS
     row = restore(renderer, branch_of(renderer, *turns, thinking=thinking))

@@ -278,7 +278,10 @@ async def test_gateway_refuses_a_reward_that_would_overflow(
     gateway: Running, route: str, reward: float
 ) -> None:
     [session] = await gateway.open()
-    bodies = [{"reward": reward}, {"reward": 1.0, "components": {"a": reward}}]
+    bodies = [
+        {"reward": reward},
+        {"reward": 1.0, "components": {"a": reward}},
+    ]
     for body in bodies:
         answer = await gateway.http.post(
             f"{gateway.url}/sessions/{session.id}/{route}",

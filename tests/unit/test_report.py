@@ -135,10 +135,18 @@ RUNS: dict[str, Sequence[MetricsRow]] = {
         held_out(12, {"sampled": 1.0, "greedy": 1.0}),
     ],
     "one step": climb(1),
-    "one step, evaluated": [held_out(0, BOTH), *climb(1), held_out(1, BOTH)],
+    "one step, evaluated": [
+        held_out(0, BOTH),
+        *climb(1),
+        held_out(1, BOTH),
+    ],
     "two steps": climb(2),
     "evaluated only": [held_out(0, BOTH)],
-    "many sets": [held_out(0, MANY), *climb(30), held_out(30, MANY)],
+    "many sets": [
+        held_out(0, MANY),
+        *climb(30),
+        held_out(30, MANY),
+    ],
     "long names": [held_out(0, LONG), *climb(3)],
     "equal rewards": [rewards(step, 1.0, 0.0, 1.0, 1.0) for step in range(1, 20)],
     "equal large rewards": [

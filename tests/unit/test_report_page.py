@@ -177,7 +177,13 @@ def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
 
 def test_changed_settings_are_shown_with_their_default() -> None:
     config = resolve(
-        Source(name="test", tables={"run": {"num_steps": 7}, "train": {"lr": 1e-3}})
+        Source(
+            name="test",
+            tables={
+                "run": {"num_steps": 7},
+                "train": {"lr": 1e-3},
+            },
+        )
     )
     changed = {row.name: (row.value, row.default) for row in _changed_settings(config)}
     assert changed == {"run.num_steps": ("7", "100"), "train.lr": ("0.001", "1e-06")}

@@ -40,7 +40,12 @@ async def post(
     **changes: object,
 ) -> httpx.Response:
     """As a client sends it that knows nothing of the official clients' headers."""
-    body = {"model": "tiny", "stream": stream, **BODIES[path], **changes}
+    body = {
+        "model": "tiny",
+        "stream": stream,
+        **BODIES[path],
+        **changes,
+    }
     url = f"{gateway.url}/s/{session.key}/v1{path}"
     return await gateway.http.post(url, json=body, headers=headers)
 

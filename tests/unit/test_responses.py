@@ -21,7 +21,10 @@ TOOL = {
     "type": "function",
     "name": "calc",
     "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "parameters": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+    },
     "strict": False,
 }
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": %d}}\n</tool_call>'
@@ -135,7 +138,12 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     items: list = [{"role": "user", "content": "12+13?"}]
 
     async def ask() -> Response:
-        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": False}
+        settings = {
+            "model": "tiny",
+            "input": items,
+            "tools": [TOOL],
+            "store": False,
+        }
         if not stream:
             return await client.responses.create(**settings)
         async with client.responses.stream(**settings) as events:
@@ -221,7 +229,12 @@ async def test_items_referred_to_by_id_are_one_branch(
     items: list = [{"role": "user", "content": "12+13?"}]
 
     async def ask() -> Response:
-        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": True}
+        settings = {
+            "model": "tiny",
+            "input": items,
+            "tools": [TOOL],
+            "store": True,
+        }
         if not stream:
             return await client.responses.create(**settings)
         async with client.responses.stream(**settings) as events:
@@ -410,7 +423,11 @@ async def test_namespaced_functions_are_known_by_both_names(
     [call] = [item.model_dump(exclude_unset=True) for item in first.output]
     assert call["name"] == "calc"
     assert call["namespace"] == "agents"
-    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+    output = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": "1",
+    }
     await create(
         input=[{"role": "user", "content": "Hi"}, call, output],
         extra_body=extra,
@@ -516,7 +533,10 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
     )
     [session] = await gateway.open()
     create = gateway.client(session).responses.create
-    settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}]}
+    settings = {
+        "model": "tiny",
+        "tools": [APPLY, {"type": "local_shell"}],
+    }
     first = await create(input="Add x", **settings)
     patch, shell = first.output
     assert patch.type == "custom_tool_call"
@@ -572,7 +592,12 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
     assert cut.max_output_tokens == 3
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     form = {
-        "format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+        "format": {
+            "type": "json_schema",
+            "name": "x",
+            "schema": schema,
+            "strict": True,
+        }
     }
     shaped = await create(
         model="tiny", input="Count", text=form, reasoning={"effort": "none"}

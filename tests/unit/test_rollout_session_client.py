@@ -26,7 +26,10 @@ from invrl.types import (
 LEASE = GroupLease(
     group_id="g",
     task=Task(id="t", payload={"secret": 1}),
-    members=(GroupMember(index=0, attempt=0), GroupMember(index=3, attempt=2)),
+    members=(
+        GroupMember(index=0, attempt=0),
+        GroupMember(index=3, attempt=2),
+    ),
 )
 
 
@@ -153,7 +156,10 @@ async def test_opening_a_session_sends_the_lease_with_the_environment_key(gatewa
             {
                 "task_id": "t",
                 "group_id": "g",
-                "members": [{"index": 0, "attempt": 0}, {"index": 3, "attempt": 2}],
+                "members": [
+                    {"index": 0, "attempt": 0},
+                    {"index": 3, "attempt": 2},
+                ],
                 "purpose": "eval",
                 "sampling": {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512},
             },
@@ -258,7 +264,10 @@ FAILED = FailedRollout(
 
 
 async def test_abort_survives_a_restart_of_the_gateway(gateway):
-    gateway.answers = [(503, {}, {}), (200, FAILED, {})]
+    gateway.answers = [
+        (503, {}, {}),
+        (200, FAILED, {}),
+    ]
     assert (
         await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000)
         == FAILED

@@ -357,7 +357,10 @@ WORKER = {
 def test_gateway_metrics_are_exported_per_worker() -> None:
     answer = {
         "sessions": {"open": 3, "finished": 9},
-        "workers": {"0": WORKER, "1": {**WORKER, "starts": 1}},
+        "workers": {
+            "0": WORKER,
+            "1": {**WORKER, "starts": 1},
+        },
     }
     exporter = RunExporter()
     exporter.attach({"gateway": lambda: sources.gateway_numbers(answer)})

@@ -63,7 +63,10 @@ def test_safetensors_header_equals_the_reference_implementations(
     tmp_path: Path,
 ) -> None:
     """Its writer orders tensors by dtype and name; here they come in that order."""
-    given = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    given = {
+        "a": torch.ones(3),
+        "b": torch.zeros(2, 2),
+    }
     write(tmp_path / "ours", given)
     save_file(given, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

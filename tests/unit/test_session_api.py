@@ -268,7 +268,11 @@ async def test_session_limits_can_only_be_lowered(
         [session] = await gateway.open(limits={"max_turns": 4})
         assert session.limits.max_turns == 4
         assert session.limits.max_concurrent_calls == 3
-        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "members": [{"index": 0}],
+        }
         for limits in (
             {"max_turns": 6},
             {"timeout_s": 4000},
@@ -709,7 +713,10 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
     ) as gateway:
         store = LeaseStore(tmp_path / "run.db")
         task = Task(id="t7", payload={"question": "6*7?"}, label="42", split="train")
-        members = (GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2))
+        members = (
+            GroupMember(index=0, attempt=0),
+            GroupMember(index=1, attempt=2),
+        )
         assert (await post(gateway, "/tasks/lease", {})).json() == {
             "lease": None,
             "ended": False,
@@ -733,7 +740,10 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
                 "label": "42",
                 "split": "train",
             },
-            "members": [{"index": 0, "attempt": 0}, {"index": 1, "attempt": 2}],
+            "members": [
+                {"index": 0, "attempt": 0},
+                {"index": 1, "attempt": 2},
+            ],
             "model": "tiny",
             "lease_timeout_s": 60.0,
         }
@@ -842,7 +852,11 @@ async def test_lease_request_after_the_end_of_a_run_is_answered_with_the_end(
             "lease": None,
             "ended": True,
         }
-        late = {"task_id": "t7", "group_id": "g2", "members": [{"index": 0}]}
+        late = {
+            "task_id": "t7",
+            "group_id": "g2",
+            "members": [{"index": 0}],
+        }
         assert code(await post(gateway, "/sessions", late)) == (410, "run_ended")
 
         async def ended() -> bool:
@@ -1035,7 +1049,11 @@ async def test_session_api_replies_have_their_openapi_types(gateway: Running):
     good, bad = await gateway.open(members=2)
     await chat(gateway, good)
     turn = gateway.turns(good)[0].id
-    body = {"reward": 1.0, "turn": turn, "components": {"a": 1.0}}
+    body = {
+        "reward": 1.0,
+        "turn": turn,
+        "components": {"a": 1.0},
+    }
     Rewarded.model_validate(
         (await post(gateway, f"/sessions/{good.id}/reward", body)).json()
     )

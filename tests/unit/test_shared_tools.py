@@ -44,7 +44,12 @@ async def talk(
 ) -> None:
     url = f"{gateway.url}/s/{session.key}/v1/chat/completions"
     for _ in range(turns):
-        body = {"model": "tiny", "messages": history, "tools": OFFERED, "max_tokens": 4}
+        body = {
+            "model": "tiny",
+            "messages": history,
+            "tools": OFFERED,
+            "max_tokens": 4,
+        }
         answer = await gateway.http.post(url, json=body)
         assert answer.status_code == 200, answer.text
         history += [answer.json()["choices"][0]["message"], ASK]

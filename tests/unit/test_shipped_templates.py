@@ -66,7 +66,12 @@ def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
 
 def test_chatml_tools_is_plain_chatml_without_tools(model: Path):
     renderer = load_renderer(str(model), 512, chat_template="chatml-tools")
-    messages = (Message("system", "Be brief."), ASK, Message("assistant", "Hi"), ASK)
+    messages = (
+        Message("system", "Be brief."),
+        ASK,
+        Message("assistant", "Hi"),
+        ASK,
+    )
     user = "<|im_start|>user\nx<|im_end|>\n"
     head = f"<|im_start|>system\nBe brief.<|im_end|>\n{user}"
     assert shown(renderer, *messages) == (

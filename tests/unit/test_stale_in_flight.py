@@ -257,7 +257,10 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
     await say(gateway, first, then=True)
     await say(gateway, second, then=True)
     found = gateway.store.sampled_so_far(["g"])
-    assert found == [sampled(0, 5, group="g"), sampled(1, 4, group="g")]
+    assert found == [
+        sampled(0, 5, group="g"),
+        sampled(1, 4, group="g"),
+    ]
     for session, expected in zip((first, second), found, strict=True):
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)

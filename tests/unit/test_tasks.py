@@ -72,7 +72,13 @@ def test_a_task_keeps_its_row_and_label(task_file):
     config = from_file(path, task_id_key="uid", task_label_key="gold")
     task = next(load_tasks(config, "train", 0))
     assert task == Task(
-        id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2]
+        id="5",
+        payload={
+            "uid": 5,
+            "gold": [1, 2],
+            "q": "a\u2028b",
+        },
+        label=[1, 2],
     )
 
 

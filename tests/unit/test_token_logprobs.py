@@ -323,7 +323,11 @@ def shard_results(
 def test_sharded_vocabulary_gives_the_logprobs_of_the_whole(tmp_path: Path) -> None:
     """Every rank has the same log-probs; gradients of hidden states add up, those of
     the weight are rows of the whole one's. In one shard a mask removes every token."""
-    shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
+    shards = [
+        slice(0, 3),
+        slice(3, 26),
+        slice(26, VOCABULARY),
+    ]
     problems = [
         Problem.random(
             awkward_micro_batch(num_candidates=number),

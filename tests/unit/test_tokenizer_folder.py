@@ -65,7 +65,13 @@ def test_id_outside_of_the_vocabulary_has_a_name(model: Path, tmp_path: Path) ->
 
 
 def test_byte_level_tokens_are_the_bytes_that_they_stand_for(tmp_path: Path) -> None:
-    vocabulary = {"Ġhi": 0, "Ċ": 1, "Ã": 2, "©": 3, "Ã©": 4}
+    vocabulary = {
+        "Ġhi": 0,
+        "Ċ": 1,
+        "Ã": 2,
+        "©": 3,
+        "Ã©": 4,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ã", "©")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

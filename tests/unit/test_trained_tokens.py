@@ -175,7 +175,11 @@ def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(
     }
     np.savez(tokens_path(tmp_path, 1), **arrays)
     np.savez(
-        tokens_path(tmp_path, 2), **{**arrays, "turn_ids": np.array([{"a": 1}], object)}
+        tokens_path(tmp_path, 2),
+        **{
+            **arrays,
+            "turn_ids": np.array([{"a": 1}], object),
+        },
     )
     for step in (1, 2):
         with pytest.raises(RunStoreError, match="damaged"):

@@ -455,7 +455,10 @@ def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None
         child_rewards={"kid": 0.0},
         child_reward_from={"kid": "g.1"},
     )
-    rollouts = [rollout([main_turn], of=first), rollout([child_turn], of=second)]
+    rollouts = [
+        rollout([main_turn], of=first),
+        rollout([child_turn], of=second),
+    ]
     batch = batch_of_group(rollouts)
     [group] = batch.groups
     by_level = build_batch(batch, rollouts, dr_grpo, 1e-4)

@@ -41,7 +41,11 @@ def test_spans_of_the_last_event_replace_those_from_labels():
     versions = VersionTracker()
     versions.add("3", 2, None)
     versions.add("4", 3, None)
-    told = [EngineSpan("3", 0, 4), EngineSpan("3", 4, 4), EngineSpan("4", 4, 9)]
+    told = [
+        EngineSpan("3", 0, 4),
+        EngineSpan("3", 4, 4),
+        EngineSpan("4", 4, 9),
+    ]
     versions.add("4", 2, told)
     assert listed(versions) == [3, 3, 3, 3, 4, 4, 4]
     assert versions.certain

@@ -472,7 +472,13 @@ async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_tu
     updates.canary_prompts = [[1, 2, 3], [4, 5], [6, 7]]
     for version in range(1, 6):
         await updates.run(WeightVersion(version))
-    expected = [[[1, 2, 3], [4, 5], [6, 7]], [[6, 7]], [[1, 2, 3]], [[4, 5]], [[6, 7]]]
+    expected = [
+        [[1, 2, 3], [4, 5], [6, 7]],
+        [[6, 7]],
+        [[1, 2, 3]],
+        [[4, 5]],
+        [[6, 7]],
+    ]
     assert three[0].asked == three[1].asked == expected
     assert cast("Sender", updates.sender).asked == expected
     await updates.bring_up(newcomer, Joined(three, newcomer))
@@ -485,7 +491,11 @@ async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(
     """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
     newcomer = three.pop()
     updates = transaction(three)
-    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    updates.canary_prompts = [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     await updates.run(WeightVersion(1))
     three[1].gap_of_prompt = {7: 0.06}
     update = await updates.run(WeightVersion(2))
@@ -504,7 +514,11 @@ async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(
     three: list[Receiver],
 ) -> None:
     updates = transaction(three)
-    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    updates.canary_prompts = [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     await updates.run(WeightVersion(1))
     three[1].gap = 0.06
     with pytest.raises(CanaryError, match="engine-1"):
