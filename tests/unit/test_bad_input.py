@@ -158,11 +158,11 @@ def test_model_id_of_a_hub_is_recognized_and_explained(
         "prepare-model": ["--from-folder", given, "--out", "out"],
     }
     assert cli.main([command, *flags[command]]) == 2
-    told = capsys.readouterr().err
-    assert repr(given) in told
-    assert "no such folder" in told
-    assert ("the id of a model on a hub" in told) is is_hub_id
-    assert (f"hf download {given} --local-dir FOLDER" in told) is is_hub_id
+    error_text = capsys.readouterr().err
+    assert repr(given) in error_text
+    assert "no such folder" in error_text
+    assert ("the id of a model on a hub" in error_text) is is_hub_id
+    assert (f"hf download {given} --local-dir FOLDER" in error_text) is is_hub_id
 
 
 def test_error_names_the_downloaded_folder_of_a_hub_model(

@@ -28,8 +28,8 @@ def turn(
 def in_turn(turns: list[dict]) -> list[dict]:
     """Each begins after the one before has ended."""
     return [
-        {**one, "started_at": 2.0 * at, "finished_at": 2.0 * at + 1.0}
-        for at, one in enumerate(turns)
+        {**turn_row, "started_at": 2.0 * at, "finished_at": 2.0 * at + 1.0}
+        for at, turn_row in enumerate(turns)
     ]
 
 

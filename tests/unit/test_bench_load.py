@@ -50,10 +50,10 @@ async def test_fake_engine_of_the_bench_replies_whole_and_streamed(
     whole = await client.generate(request)
     assert time.monotonic() - started >= 5 * engine.pace_s
     chunks, result = await collect(client.stream(request))
-    for one in (whole, result):
-        assert one.ids_T.tolist() == [11, 12, 13, 11, 12]
-        assert one.logprobs_T.tolist() == pytest.approx(
-            [fixed_logprob(id) for id in one.ids_T.tolist()]
+    for reply in (whole, result):
+        assert reply.ids_T.tolist() == [11, 12, 13, 11, 12]
+        assert reply.logprobs_T.tolist() == pytest.approx(
+            [fixed_logprob(id) for id in reply.ids_T.tolist()]
         )
     assert whole.prompt_tokens == 2
     assert whole.finish_reason == "length"

@@ -266,6 +266,6 @@ def test_trainer_bench_refuses_bad_arguments(
         "MODEL": str(make_tiny_model(tmp_path / "model")),
         "EMPTY": str(tmp_path),
     }
-    given = [folders.get(argument, argument) for argument in arguments]
-    assert main(["bench", *given]) == 2
+    command_line = [folders.get(argument, argument) for argument in arguments]
+    assert main(["bench", *command_line]) == 2
     assert reason in capsys.readouterr().err

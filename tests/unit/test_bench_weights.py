@@ -379,8 +379,10 @@ def test_weight_bench_refuses_bad_arguments(
 ) -> None:
     monkeypatch.setattr("invrl.cli.commands.bench.count_gpus", lambda: 0)
     model = str(make_tiny_model(tmp_path / "model"))
-    given = [model if argument == "MODEL" else argument for argument in arguments]
-    assert main(["bench", "weights", *given]) == 2
+    command_line = [
+        model if argument == "MODEL" else argument for argument in arguments
+    ]
+    assert main(["bench", "weights", *command_line]) == 2
     assert reason in capsys.readouterr().err
 
 

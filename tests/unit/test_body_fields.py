@@ -57,8 +57,10 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     parsers = PARSERS
-    async with running(tmp_path, model, renderer, parsers, max_new_tokens=256) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, parsers, max_new_tokens=256
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 @every_dialect
@@ -392,8 +394,8 @@ def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyP
     texts = [f"[{at}]" for at in range(500)]
     request = parsed(name, **assistant_parts(name, texts))
     reply = request.messages[1]
-    told = [call.arguments for call in reply.tool_calls] or [reply.content]
-    assert "".join(told) == "".join(texts)
+    joined = [call.arguments for call in reply.tool_calls] or [reply.content]
+    assert "".join(joined) == "".join(texts)
     assert reply.content == (
         {"chat": "x" * 500, "responses": ""}.get(name, "".join(texts))
     )
@@ -422,14 +424,14 @@ def test_consecutive_chat_messages_are_joined_into_one_reply_by_their_calls(
         "function": {"name": "calc", "arguments": "{}"},
     }
     parts = []
-    for each in sent:
-        text = each.removeprefix("+")
+    for sent_message in sent:
+        text = sent_message.removeprefix("+")
         part: dict[str, Any] = {"role": "assistant", "content": text}
-        if text != each:
+        if text != sent_message:
             part["tool_calls"] = [call]
         parts.append(part)
     request = parsed("chat", messages=[ASK, *parts, ASK])
     assert [message.content for message in request.messages[1:-1]] == joined
     assert sum(len(message.tool_calls) for message in request.messages) == sum(
-        "+" in one for one in sent
+        "+" in sent_text for sent_text in sent
     )

@@ -302,15 +302,15 @@ class BufferMachine(RuleBasedStateMachine):
         earlier = {
             place: max(0, place.attempt - 1) for place in sampled if place.attempt
         }
-        told = [
+        reports = [
             (Place(place.group_id, place.index, attempt), 0)
             for place, attempt in earlier.items()
         ]
-        told += sampled.items()
+        reports += sampled.items()
         stale_before = self.buffer.events.dropped["stale"]
         self.buffer.note_sampled(
             SampledSoFar(place=place, oldest_version=WeightVersion(oldest))
-            for place, oldest in told
+            for place, oldest in reports
         )
         assert self.buffer.events.dropped["stale"] == stale_before + len(too_old)
         self.every_place_moves_forward_and_ends_once()
@@ -441,11 +441,13 @@ class BufferMachine(RuleBasedStateMachine):
     def the_source_is_told_of_every_group_once_and_of_no_open_one(self) -> None:
         if not self.is_told:
             return
-        told = {str(group_id): dropped for group_id, _, _, dropped in self.source.told}
-        assert len(told) == len(self.source.told), "told twice"
+        dropped_by_group = {
+            str(group_id): dropped for group_id, _, _, dropped in self.source.told
+        }
+        assert len(dropped_by_group) == len(self.source.told), "told twice"
         open_groups = {group.group_id for group in self.buffer.wait_report().in_flight}
         leased = {place.group_id for place in self.last}
-        assert set(told) == leased - open_groups
+        assert set(dropped_by_group) == leased - open_groups
         ready_or_later = (
             RolloutState.GROUPED,
             RolloutState.TAKEN,
@@ -453,7 +455,7 @@ class BufferMachine(RuleBasedStateMachine):
         )
         for place, entry in self.last.items():
             if entry.state in ready_or_later:
-                assert told[place.group_id] == ""
+                assert dropped_by_group[place.group_id] == ""
         for _, task_id, _, _ in self.source.told:
             assert str(task_id) in {f"t{n}" for n in range(5)}, (
                 "the source's own id, not t1@2"
@@ -548,7 +550,11 @@ def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
                 )
             batch = buffer.take()
         assert batch is not None, f"step {version}: {buffer}"
-        ages += [version - r.oldest_version for g in batch.groups for r in g.rollouts_G]
+        ages += [
+            version - rollout.oldest_version
+            for g in batch.groups
+            for rollout in g.rollouts_G
+        ]
         buffer.trained(batch.batch_id)
         buffer.advance(WeightVersion(version + 1))
     assert max(ages) <= staleness

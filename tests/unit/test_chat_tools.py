@@ -26,8 +26,10 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     settings = {"max_new_tokens": 256, "constrained": "skip"}
-    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, PARSERS, **settings
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **options):
@@ -186,7 +188,10 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
             model="tiny", messages=[ASK], **options
         )
     sent = [request["sampling_params"] for request in gateway.engine.requests]
-    assert all('"calc' in each["ebnf"] or "calc" in each["ebnf"] for each in sent[:2])
+    assert all(
+        '"calc' in sampling_params["ebnf"] or "calc" in sampling_params["ebnf"]
+        for sampling_params in sent[:2]
+    )
     assert json.loads(sent[2]["json_schema"]) == schema
     assert json.loads(sent[3]["json_schema"]) == {"type": "object"}
     assert all(turn.constrained for turn in gateway.turns(session))
@@ -225,13 +230,13 @@ async def test_retried_stream_repeats_the_first_stream(
     [session] = await gateway.open()
     client = gateway.client(session)
     options = {"stream": True, "tools": [CALC, SHELL]}
-    told = [
+    streams = [
         await ask(
             client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options
         )
         for retry in ("0", "1")
     ]
-    assert told[0] == told[1]
+    assert streams[0] == streams[1]
     assert len(gateway.turns(session)) == 1
 
 
@@ -274,10 +279,10 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(
     if stream:
         texts = ["", "", ""]
         usage = None
-        made = await client.chat.completions.create(
+        completion = await client.chat.completions.create(
             **options, stream=True, stream_options={"include_usage": True}
         )
-        async for chunk in made:
+        async for chunk in completion:
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""

@@ -169,9 +169,9 @@ def test_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None
     again = load_batch(batch_path(tmp_path, 1))
     for field in ("batch_id", "version", "trained"):
         assert getattr(again, field) == getattr(batch, field)
-    for one, other in zip(batch.samples, again.samples, strict=True):
+    for sample, other in zip(batch.samples, again.samples, strict=True):
         for field in TrainSample.__slots__:
-            mine = getattr(one, field)
+            mine = getattr(sample, field)
             read = getattr(other, field)
             if isinstance(mine, np.ndarray):
                 assert mine.dtype == read.dtype

@@ -25,8 +25,8 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     parsers = PARSERS
-    async with running(tmp_path, model, renderer, parsers) as made:
-        yield made
+    async with running(tmp_path, model, renderer, parsers) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def spelled(renderer: Renderer, text: str) -> list[int]:
@@ -136,11 +136,13 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     pieces = [event.choices[0] for event in events if event.choices]
     assert "".join(piece.text for piece in pieces) == "Hi 漢<think>🙂"
     assert [piece.finish_reason for piece in pieces][-2:] == [None, "stop"]
-    told = [piece.logprobs for piece in pieces if piece.logprobs]
+    streamed_logprobs = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [each for one in told for each in getattr(one, name)] == getattr(
-            shown, name
-        )
+        assert [
+            value
+            for piece_logprobs in streamed_logprobs
+            for value in getattr(piece_logprobs, name)
+        ] == getattr(shown, name)
     assert events[-1].usage.completion_tokens == len(reply)
     assert {turn.parent_id for turn in gateway.turns(session)} == {None}
 

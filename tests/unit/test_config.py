@@ -62,13 +62,13 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
             value = False
         else:
             literal = get_origin(leaf.field.annotation) is Literal
-            given = (
+            shown_value = (
                 get_args(leaf.field.annotation)[-1]
                 if literal
                 else other[getattr(leaf.field.annotation, "__name__", "str")]
             )
-            arguments = [leaf.flag, given]
-            value = given
+            arguments = [leaf.flag, shown_value]
+            value = shown_value
         (source,) = parse_flags(arguments)
         assert source.tables == {leaf.table: {leaf.key: value}}
 
@@ -599,10 +599,10 @@ def test_run_prints_settings_without_effect_at_its_start(
     )
     monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
     run_incarnation(config, make_run_folder(config))
-    told = [
+    notes = [
         line
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("note: ")
     ]
-    assert len(told) == (1 if not flags else 0)
-    assert all("the clip" in line and "--num-minibatches" in line for line in told)
+    assert len(notes) == (1 if not flags else 0)
+    assert all("the clip" in line and "--num-minibatches" in line for line in notes)

@@ -46,7 +46,7 @@ def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
 
 
 def batch(*rows: TrainSample) -> TrainBatch:
-    advantages = tuple(np.zeros(len(one.tokens_T), np.float32) for one in rows)
+    advantages = tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in rows)
     return TrainBatch(
         batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages
     )
@@ -68,7 +68,7 @@ def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
 
 def test_a_rollout_of_several_rows_is_one_reply() -> None:
     """Branches and turns count with their rollout: what it said altogether."""
-    one = (
+    rows_of_rollout = (
         row("a", [9], [1]),
         row("a", [9, 1, 3], [2]),
     )
@@ -80,8 +80,8 @@ def test_a_rollout_of_several_rows_is_one_reply() -> None:
         row("c", [8], [1]),
         row("c", [8, 1, 3], [4]),
     )
-    assert distinct(*one) == distinct(*one, *same) == 1
-    assert distinct(*one, *same, *other) == 2
+    assert distinct(*rows_of_rollout) == distinct(*rows_of_rollout, *same) == 1
+    assert distinct(*rows_of_rollout, *same, *other) == 2
     assert distinct(row("a", [9], [1]), row("a", [9], [2])) == 1
     assert (
         distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
@@ -156,14 +156,14 @@ def _rollouts(of: TakenBatch) -> list[RolloutSummary]:
 
 
 async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     class Observer(Notes):
         def note(self, text: str) -> None:
-            told.append(text)
+            lines.append(text)
 
         def step(self, step: int, values: object) -> None:
-            told.append(f"step {step}")
+            lines.append(f"step {step}")
 
     def assemble(step: int, of_step: TakenBatch) -> TrainBatch:
         return batch()
@@ -179,7 +179,7 @@ async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
         show_samples=show,
     )
     await run_loop(parts, done=0, num_steps=2)
-    assert told == [
+    assert lines == [
         "step 1",
         "sample 1 of step 1",
         "sample 2 of step 1",

@@ -60,8 +60,10 @@ async def gateway(
 ) -> AsyncIterator[Running]:
     """`request.param`: --constrained."""
     settings = {"max_new_tokens": 256, "constrained": request.param}
-    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, PARSERS, **settings
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def grammar_of(gateway: Running) -> set[str]:
@@ -81,8 +83,8 @@ async def test_constrained_free_samples_without_a_grammar_and_trains_the_turn(
 ):
     say(gateway, renderer, "I would rather not.")
     [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
-    for each in (session, evaluated):
-        answer = await gateway.client(each).chat.completions.create(
+    for asking_session in (session, evaluated):
+        answer = await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]
         )
         assert answer.choices[0].message.content == "I would rather not."
@@ -159,8 +161,8 @@ async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
 ):
     say(gateway, renderer, CALL % "calc")
     [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
-    for each in (session, evaluated):
-        await gateway.client(each).chat.completions.create(
+    for asking_session in (session, evaluated):
+        await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]
         )
     params = gateway.engine.requests[0]["sampling_params"]
@@ -206,7 +208,7 @@ def accepts(model: Path, ebnf: str, text: str) -> bool:
 
 
 def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
-    functions = [each["function"] for each in shown]
+    functions = [tool["function"] for tool in shown]
     return tuple(
         Tool(name=function["name"], parameters=json.dumps(function["parameters"]))
         for function in functions
@@ -216,7 +218,7 @@ def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])
 def test_response_format_applies_to_the_final_message_only(model: Path, parser: str):
     parsers = Parsers(tool_calls=parser)
-    made = parsers.constraint(
+    constraint = parsers.constraint(
         tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA)
     )
     calls = {
@@ -225,7 +227,7 @@ def test_response_format_applies_to_the_final_message_only(model: Path, parser: 
         "llama3": '<|python_tag|>{"name":"calc", "arguments":{"a": 12}}',
         "mistral": '[TOOL_CALLS] [{"name":"calc", "arguments":{"a": 12}}]',
     }
-    ebnf = str(made["ebnf"])
+    ebnf = str(constraint["ebnf"])
     assert accepts(model, ebnf, '{"sum": 156}')
     assert accepts(model, ebnf, calls[parser])
     assert not accepts(model, ebnf, "It is 156.")
@@ -244,11 +246,11 @@ def test_response_format_without_calls_is_the_schema():
 
 def test_required_call_precedes_the_response_format(model: Path):
     choice = ToolChoice(mode="required")
-    made = PARSERS.constraint(
+    constraint = PARSERS.constraint(
         tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA)
     )
-    assert accepts(model, str(made["ebnf"]), CALL % "calc")
-    assert not accepts(model, str(made["ebnf"]), '{"sum": 156}')
+    assert accepts(model, str(constraint["ebnf"]), CALL % "calc")
+    assert not accepts(model, str(constraint["ebnf"]), '{"sum": 156}')
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
@@ -262,7 +264,7 @@ async def test_only_allowed_tools_may_be_called(
     async def names(mode: str, *allowed: str) -> list[str]:
         if dialect == "chat":
             listed = [
-                {"type": "function", "function": {"name": each}} for each in allowed
+                {"type": "function", "function": {"name": tool}} for tool in allowed
             ]
             choice: Any = {
                 "type": "allowed_tools",
@@ -275,11 +277,11 @@ async def test_only_allowed_tools_may_be_called(
                 call.function.name
                 for call in answer.choices[0].message.tool_calls or []
             ]
-        listed = [{"type": "function", "name": each} for each in allowed]
+        listed = [{"type": "function", "name": tool} for tool in allowed]
         choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
         flat: list[Any] = [
-            {"type": "function", "strict": False, **each["function"]}
-            for each in (CALC, SHELL)
+            {"type": "function", "strict": False, **tool["function"]}
+            for tool in (CALC, SHELL)
         ]
         answer = await client.responses.create(
             model="tiny", input=[ASK], tools=flat, tool_choice=choice

@@ -66,10 +66,10 @@ def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) 
     num_tokens = len(micro_batch.tokens_P)
     padded = shares_of(micro_batch, ranks, multiple)[0].micro_batch
     attended = visible(padded)
-    for expected, found in zip(
+    for expected, seen_places in zip(
         visible(micro_batch), attended[:num_tokens], strict=True
     ):
-        assert (found == expected).all()
+        assert (seen_places == expected).all()
     for places in attended[num_tokens:]:
         assert places.min() >= num_tokens
     assert padded.rows is micro_batch.rows
@@ -106,15 +106,15 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
         allowed_N=masks,
     )
     (micro_batch,) = pack([row], max_tokens=100, share_prefixes=True)
-    found: dict[int, int] = {}
+    grammar_by_target: dict[int, int] = {}
     for share in shares_of(micro_batch, 2):
         own, _ = share.own_projections()
         for row_of_logits, allowed_W in zip(
             own.restricted_M, own.allowed_MW, strict=True
         ):
             [token] = own.targets_N[own.projection_N == row_of_logits]
-            found[int(token)] = int(allowed_W[0])
-    assert found == {1: 1, 3: 3, 5: 5, 7: 7}
+            grammar_by_target[int(token)] = int(allowed_W[0])
+    assert grammar_by_target == {1: 1, 3: 3, 5: 5, 7: 7}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

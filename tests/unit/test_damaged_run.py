@@ -89,9 +89,9 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
     newer = write(checkpoints, 8)
     assert files_of(newer) == EVERY_FILE
     damage(newer.path / name)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    [line] = notes
     assert "checkpoint of step 8 is damaged" in line
     assert "Steps 5 to 8 are lost" in line
     if name != MANIFEST_NAME:
@@ -99,8 +99,8 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
     assert "step-000008.damaged" in line
     assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [4]
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    assert len(told) == 1
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    assert len(notes) == 1
 
 
 def make_newer(checkpoint: Checkpoint) -> None:
@@ -133,9 +133,9 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
     older = write(checkpoints, 4)
     newer = write(checkpoints, 8)
     make_newer(newer)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    [line] = notes
     assert (
         "manifest.json: it is of format 2, and this version of invrl reads formats up to 1"
         in line
@@ -146,7 +146,7 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
         DamagedFileError,
         match=r"step-000004/manifest.json: it is of format 2.*Fix: use the",
     ):
-        checkpoints.newest_whole(told.append, NO_MODEL)
+        checkpoints.newest_whole(notes.append, NO_MODEL)
     assert older.path.is_dir(), "the version that wrote it finds it"
 
 
@@ -170,15 +170,15 @@ def test_checkpoint_of_another_model_is_put_aside_for_the_previous_one(
     checkpoints = Checkpoints(tmp_path / "run")
     older = save_config(checkpoints, 4, dtype="float32", eos_token_id=7)
     save_config(checkpoints, 8, **changes)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, model) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, model) == older
+    [line] = notes
     assert re.search(
         f"step 8 cannot be used: config.json: it is of another model: {reason}", line
     )
     write_config(model, num_hidden_layers=5)
     with pytest.raises(DamagedFileError, match="another model: num_hidden_layers is 2"):
-        checkpoints.newest_whole(told.append, model)
+        checkpoints.newest_whole(notes.append, model)
     assert older.path.is_dir(), "the right model finds it"
 
 

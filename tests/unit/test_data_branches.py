@@ -144,12 +144,14 @@ def test_each_reply_follows_the_prompt_that_the_gateway_would_send(
     for name, prompt in CORPUS.items():
         places = replies_of(prompt)
         try:
-            made = branches(renderer, Dialogue(prompt=prompt, trained=places))
+            dialogue_branches = branches(
+                renderer, Dialogue(prompt=prompt, trained=places)
+            )
         except UnusableRowError:
             refused.add((model, name))
             continue
         stretches = 0
-        for branch in made:
+        for branch in dialogue_branches:
             starts = [at for at in range(len(branch.trained_T)) if _begins(branch, at)]
             place = places[stretches]
             first = renderer.render_first(
@@ -229,12 +231,12 @@ def test_tokens_outside_of_the_templates_marks_are_not_trained(
     assert marked.count("Well") == 1
     (folder / "chat_template.jinja").write_text(marked)
     renderer = load_renderer(str(folder), NO_LIMIT)
-    made = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
+    dialogue_branches = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
     assert [
         shown(renderer, branch).count("assistant\nWell: [[Yes.<|im_end|>]]")
-        for branch in made
+        for branch in dialogue_branches
     ] == [1, 1]
-    assert "Well: Yes.<|im_end|>" in shown(renderer, made[1]), (
+    assert "Well: Yes.<|im_end|>" in shown(renderer, dialogue_branches[1]), (
         "the first reply is context of the second"
     )
 

@@ -284,9 +284,9 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 def receiver(fleet: Fleet, name: str) -> FakeReceiver:
-    found = fleet.engines[name].receiver
-    assert isinstance(found, FakeReceiver)
-    return found
+    weight_receiver = fleet.engines[name].receiver
+    assert isinstance(weight_receiver, FakeReceiver)
+    return weight_receiver
 
 
 async def test_call_that_moves_weights_has_the_deadline_of_its_phase(

@@ -232,14 +232,14 @@ def test_python_snippets_compile_and_their_imports_exist(snippet: Snippet) -> No
         module = node.module or ""
         if module.split(".")[0] not in ("invrl", "rollout_fns"):
             continue
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
         for alias in node.names:
             is_submodule = (
                 importlib.util.find_spec(f"{module}.{alias.name}")
-                if hasattr(found, "__path__")
+                if hasattr(imported, "__path__")
                 else None
             )
-            assert hasattr(found, alias.name) or is_submodule, (
+            assert hasattr(imported, alias.name) or is_submodule, (
                 f"{snippet.place}: {module}.{alias.name}"
             )
 
@@ -375,7 +375,9 @@ def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
 
 def test_filter_and_task_source_examples_of_the_docs_work() -> None:
     filters, source = (
-        one for one in of_language("python") if one.page == "docs/extend/tasks.md"
+        python_snippet
+        for python_snippet in of_language("python")
+        if python_snippet.page == "docs/extend/tasks.md"
     )
     module: dict[str, Any] = {}
     for snippet in (filters, source):

@@ -81,11 +81,11 @@ def test_tap_of_a_broken_stream_has_its_whole_events():
     parts = [EVENTS[0], EVENTS[1][:30]]
     tap, waiting = read(chunked(parts), 16)
     assert tap.generations == []
-    one = read_generation(waiting[0])
-    assert one.ids == [7, 8]
-    assert one.spans == []
-    assert one.finish == ""
-    assert one.earlier_labels == [3, 3]
+    generation = read_generation(waiting[0])
+    assert generation.ids == [7, 8]
+    assert generation.spans == []
+    assert generation.finish == ""
+    assert generation.earlier_labels == [3, 3]
 
 
 def test_each_tapped_token_has_the_version_label_of_the_previous_event():
@@ -95,8 +95,8 @@ def test_each_tapped_token_has_the_version_label_of_the_previous_event():
         event([6], 5, None, "4"),
     ]
     _, waiting = read(chunked(parts), 64)
-    one = read_generation(waiting[0])
-    assert one.earlier_labels == [3, 3, 3, 3, 4]
+    generation = read_generation(waiting[0])
+    assert generation.earlier_labels == [3, 3, 3, 3, 4]
 
 
 def test_tap_does_not_read_http2():

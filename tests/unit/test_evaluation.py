@@ -53,7 +53,7 @@ class Stage:
         self.running = self.most = 0
 
     async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
-        made = [
+        sessions = [
             Session(
                 id=f"{lease.group_id}/{m.index}/{m.attempt}",
                 key="k",
@@ -67,8 +67,8 @@ class Stage:
             )
             for m in lease.members
         ]
-        self.opened.extend(made)
-        return made
+        self.opened.extend(sessions)
+        return sessions
 
     async def abort(self, session, reason, detail):
         raise AssertionError("nothing to abort here")
@@ -369,16 +369,16 @@ def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
         eval_sets=sets,
         eval_tasks=2,
     )
-    found = load_eval_sets(config, 0)
-    assert list(found) == ["small", "calc-2"]
-    assert [task.id for task in found["small"]] == ["q0", "q1"]
-    assert [task.split for task in found["calc-2"]] == ["eval", "eval"]
+    loaded = load_eval_sets(config, 0)
+    assert list(loaded) == ["small", "calc-2"]
+    assert [task.id for task in loaded["small"]] == ["q0", "q1"]
+    assert [task.split for task in loaded["calc-2"]] == ["eval", "eval"]
     assert (
         len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"])
         == 3
     )
     unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
-    assert unnamed == {"": found["calc-2"]}
+    assert unnamed == {"": loaded["calc-2"]}
 
 
 def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(

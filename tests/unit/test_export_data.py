@@ -411,8 +411,8 @@ async def gateway(
         "constrained": "skip",
         "store_path": str(run.folder.store_path),
     }
-    async with running(folder, model, renderer, PARSERS, **changes) as made:
-        yield made
+    async with running(folder, model, renderer, PARSERS, **changes) as gateway_of_run:
+        yield gateway_of_run
 
 
 async def ask(

@@ -43,14 +43,14 @@ def test_leases_are_taken_once_and_in_order_by_any_process(tmp_path: Path) -> No
     stores = [LeaseStore(tmp_path / "run.sqlite") for _ in range(3)]
     assert stores[0].take(1.0) is None
     offered = [lease(f"g{n}") for n in range(30)]
-    for one in offered:
-        stores[0].offer(one)
+    for offered_lease in offered:
+        stores[0].offer(offered_lease)
     assert [store.take(1.0) for store in stores] == offered[:3]
     with ThreadPoolExecutor(6) as threads:
         taken = list(threads.map(lambda n: stores[n % 3].take(1.0), range(30)))
-    assert sorted(str(one) for one in taken if one) == sorted(
-        str(one) for one in offered[3:]
-    )
+    assert sorted(
+        str(offered_lease) for offered_lease in taken if offered_lease
+    ) == sorted(str(offered_lease) for offered_lease in offered[3:])
     assert taken.count(None) == 3
 
 
@@ -158,12 +158,12 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     taken = []
 
     def take() -> bool:
-        if (one := store.take(time.time())) is not None:
-            taken.append(one)
+        if (taken_lease := store.take(time.time())) is not None:
+            taken.append(taken_lease)
         return len(taken) == 2
 
     await until(take)  # as many as the bound of staleness admits
-    assert [one.group_id for one in taken] == ["g0", "g1"]
+    assert [taken_lease.group_id for taken_lease in taken] == ["g0", "g1"]
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
     clock.step(7200.0)  # the driver was stopped: nobody could open a session

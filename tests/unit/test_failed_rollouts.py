@@ -85,8 +85,12 @@ def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> 
     assert values["rollouts_counted/timeout"] == 1
     assert values["finished_reward_mean"] == 0.25
     assert resolved(rollout_metrics(batch))["failed_share/timeout"] == 0.5
-    told = [entry for entry in entries if entry.failure is FailureReason.TIMEOUT]
-    assert [str(one.state) for one in told] == ["finished"]
+    timeout_entries = [
+        entry for entry in entries if entry.failure is FailureReason.TIMEOUT
+    ]
+    assert [str(timeout_entry.state) for timeout_entry in timeout_entries] == [
+        "finished"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -327,8 +331,8 @@ async def test_refusals_by_the_gateway_have_the_reason_of_the_exhausted_limit(
 
 
 def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
-    one = failure(f"g{number}", 0)
-    return replace(one, reason=FailureReason.BAD_RETURN, detail=text)
+    failed_rollout = failure(f"g{number}", 0)
+    return replace(failed_rollout, reason=FailureReason.BAD_RETURN, detail=text)
 
 
 async def actor_after(
@@ -493,14 +497,17 @@ def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_c
     None
 ):
     reporter = FailureReporter(limits(128, at_start=32))
-    one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
-    assert reporter.texts(one) == [
+    single_report = FailureReport(
+        failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK}
+    )
+    assert reporter.texts(single_report) == [
         "warning: the first rollout that failed (exception):\n    KeyError: 'awnser'\n"
         '    at my_agent.py:9, in rollout: return float(task.payload["awnser"])'
     ]
-    assert reporter.texts(one) == [], "once"
+    assert reporter.texts(single_report) == [], "once"
     two = replace(
-        one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"}
+        single_report,
+        firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"},
     )
     (text,) = reporter.texts(two)
     assert (
@@ -530,8 +537,8 @@ def at_start(buffer: GroupBuffer) -> None:
 def broken(
     group: str, index: int, attempt: int = 0, reason: str = "exception"
 ) -> FailedRollout:
-    one = failure(group, index, attempt)
-    return replace(one, reason=FailureReason(reason), detail=TRACEBACK)
+    failed_rollout = failure(group, index, attempt)
+    return replace(failed_rollout, reason=FailureReason(reason), detail=TRACEBACK)
 
 
 def leased(buffer: GroupBuffer) -> None:

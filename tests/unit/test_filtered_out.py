@@ -129,11 +129,11 @@ def test_error_in_a_group_filter_is_reported_at_once_with_its_line() -> None:
 
     buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
     finish(buffer, *[(0.0, 1.0)] * 6)
-    told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
+    texts = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
         buffer.failure_report()
     )
-    assert len(told) == 1
-    first, error, place = told[0].splitlines()
+    assert len(texts) == 1
+    first, error, place = texts[0].splitlines()
     assert first == "warning: the group filter failed, and its groups are dropped:"
     assert error == "    KeyError: 'kep'"
     assert "test_filtered_out.py:" in place

@@ -246,11 +246,11 @@ def test_a_flip_anywhere_in_a_configuration_is_refused_or_harmless(tmp_path: Pat
         path.write_bytes(content)
         flipped(path, place, chance.randrange(8))
         try:
-            found = load_resolved(path)
+            loaded = load_resolved(path)
         except ConfigError:
             refused += 1
             continue
-        assert found == wanted, content[place - 40 : place + 10]
+        assert loaded == wanted, content[place - 40 : place + 10]
     assert refused > _FLIPS / 2
 
 

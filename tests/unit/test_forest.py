@@ -286,20 +286,24 @@ def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel)
         path = node(str(at), added, path)
         forest.add(path)
         said += added
-        found = forest.match([*said, MORE])
-        assert found.node == path
-        assert found.depth == len(said)
-        assert found.fork is None
+        match = forest.match([*said, MORE])
+        assert match.node == path
+        assert match.depth == len(said)
+        assert match.fork is None
     renamed = [
-        replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "")
-        for each in said
+        replace(
+            message,
+            tool_call_id="x" + message.tool_call_id if message.tool_call_id else "",
+        )
+        for message in said
     ]
     calls = [
-        tuple(replace(call, id="x" + call.id) for call in each.tool_calls)
-        for each in said
+        tuple(replace(call, id="x" + call.id) for call in message.tool_calls)
+        for message in said
     ]
     renamed = [
-        replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)
+        replace(message, tool_calls=own)
+        for message, own in zip(renamed, calls, strict=True)
     ]
     assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)
 
@@ -619,12 +623,12 @@ def test_advice_names_a_higher_match_level_only_where_it_helps(level: MatchLevel
             assert match.fork is None
             continue
         assert match.fork is ForkReason.HISTORY_EDITED
-        told = advice(match.fork, match.change)
+        text = advice(match.fork, match.change)
         if needed is None:
-            assert told == ADVICE[match.fork]
-            assert "--match-level" not in told
+            assert text == ADVICE[match.fork]
+            assert "--match-level" not in text
         else:
-            assert f"--match-level {needed.name.lower()} " in told
+            assert f"--match-level {needed.name.lower()} " in text
 
 
 def test_changed_tools_are_shown():

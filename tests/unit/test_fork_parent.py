@@ -56,16 +56,18 @@ def parent(tmp_path: Path) -> Iterator[ForkParent]:
 
 @pytest.fixture
 def fork(parent: ForkParent, tmp_path: Path) -> Iterator[Fork]:
-    made: list[ServerProcess] = []
+    servers: list[ServerProcess] = []
 
     def fork(what: str, *arguments: str, **options: Any) -> ServerProcess:
         command = [*PYTHON_MODULE, MODULE, what, *arguments]
-        log = tmp_path / f"echo-{len(made)}.log"
-        made.append(ServerProcess("echo", command, log=log, parent=parent, **options))
-        return made[-1]
+        log = tmp_path / f"echo-{len(servers)}.log"
+        servers.append(
+            ServerProcess("echo", command, log=log, parent=parent, **options)
+        )
+        return servers[-1]
 
     yield fork
-    for server in made:
+    for server in servers:
         server.stop()
 
 

@@ -211,12 +211,12 @@ async def test_generated_requests_are_answered_as_openapi_says(
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            told, _ = await asyncio.wait_for(run.communicate(), 540)
+            printed, _ = await asyncio.wait_for(run.communicate(), 540)
         finally:
             if run.returncode is None:
                 run.kill()
         store.close()
-        assert run.returncode == 0, told.decode()[-6000:]
+        assert run.returncode == 0, printed.decode()[-6000:]
         accepted = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
         assert len(accepted) == sum(len(path) for path in schema["paths"].values())
         assert all(
@@ -234,12 +234,12 @@ def spoiled(draw: st.DrawFn, value: Any, odds: int) -> Any:
     if draw(st.integers(1, odds)) == 1:
         return draw(JSON)
     if isinstance(value, list):
-        kept = [spoiled(draw, each, odds) for each in value]
+        kept = [spoiled(draw, item, odds) for item in value]
         return (
             kept * draw(st.integers(0, 3)) if draw(st.integers(1, odds)) == 1 else kept
         )
     if isinstance(value, dict):
-        kept = {name: spoiled(draw, each, odds) for name, each in value.items()}
+        kept = {name: spoiled(draw, item, odds) for name, item in value.items()}
         if kept and draw(st.integers(1, odds)) == 1:
             kept.pop(draw(st.sampled_from(sorted(kept))))
         if draw(st.integers(1, odds)) == 1:
@@ -303,8 +303,10 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers=parsers) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, parsers=parsers
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_shape(
@@ -336,8 +338,8 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
         seen[path, answer.status_code < 300] += 1
         if answer.status_code >= 300:
             assert 400 <= answer.status_code < 500, (path, raw, answer.text)
-            told = answer.json()
-            assert set(told) == (
+            answer_body = answer.json()
+            assert set(answer_body) == (
                 {"type", "error", "request_id"} if "messages" in path else {"error"}
             )
             fields = (
@@ -345,7 +347,7 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
                 if "messages" in path
                 else {"message", "type", "param", "code"}
             )
-            assert set(told["error"]) == fields
+            assert set(answer_body["error"]) == fields
         elif answer.headers["content-type"] == "application/json":
             answer.json()
         else:

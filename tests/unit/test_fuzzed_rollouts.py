@@ -344,15 +344,15 @@ def turns_of(session: Session, r: random.Random, version: int) -> list[Turn]:
 def trajectories(turns: list[Turn]) -> tuple[Trajectory, ...]:
     by_id = {turn.id: turn for turn in turns}
     parents = {turn.parent_id for turn in turns}
-    found: list[Trajectory] = []
+    paths: list[Trajectory] = []
     for leaf in turns:
         if leaf.id in parents:
             continue
         path = [leaf]
         while path[0].parent_id is not None:
             path.insert(0, by_id[path[0].parent_id])
-        found.append(Trajectory(turns=tuple(path)))
-    return tuple(found)
+        paths.append(Trajectory(turns=tuple(path)))
+    return tuple(paths)
 
 
 class Loop:

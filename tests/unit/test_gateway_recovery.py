@@ -102,15 +102,17 @@ async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life
         stream = await ask(
             gateway, session, [ASK], retry=retry, stream=True, logprobs=True
         )
-        found = [event async for event in stream]
-        text = "".join(event.choices[0].delta.content or "" for event in found)
+        streamed_events = [event async for event in stream]
+        text = "".join(
+            event.choices[0].delta.content or "" for event in streamed_events
+        )
         logprobs = [
             t.logprob
-            for e in found
+            for e in streamed_events
             if e.choices[0].logprobs
             for t in e.choices[0].logprobs.content
         ]
-        return found[0].id, text, logprobs
+        return streamed_events[0].id, text, logprobs
 
     async with life.again() as gateway:
         [session] = await gateway.open()
@@ -340,22 +342,22 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
             )
         assert answer.json()["state"] == "finished"
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        found = {
+        turns_by_id = {
             o.session_id: o
             for _, o in gateway.store.outbox_after(0)
             if isinstance(o, RolloutSummary)
         }
-        assert {name: o.reward for name, o in found.items()} == {
+        assert {name: o.reward for name, o in turns_by_id.items()} == {
             judged.id: 0.5,
             stored.id: 0.25,
         }
-        assert found[judged.id].turn_rewards == {turn: 2.0}
+        assert turns_by_id[judged.id].turn_rewards == {turn: 2.0}
         assert (await gateway.env("/metrics")).json()["sessions"] == {
             "unrewarded": 1,
             "finished": 2,
         }
     async with life.again(reward_deadline_s=3000.0) as gateway:
-        assert await gateway.finish(judged, reward=9.0) == found[judged.id]
+        assert await gateway.finish(judged, reward=9.0) == turns_by_id[judged.id]
 
 
 async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life: Life):
@@ -373,7 +375,7 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
     async with life.again(leases=True) as gateway:
         [session] = await gateway.open(request_id="one")
     async with life.again(leases=True) as gateway:
-        assert [one.key for one in await gateway.open(request_id="one")] == [
+        assert [opened.key for opened in await gateway.open(request_id="one")] == [
             session.key
         ]
         refused = await gateway.env(

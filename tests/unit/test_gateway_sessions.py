@@ -57,7 +57,7 @@ def test_a_key_opens_its_own_session_only():
     assert first.session.key != second.session.key
     assert len(first.session.key) >= 4 + 32
     assert first.session.base_url == f"http://host:1/s/{first.session.key}/v1"
-    assert [r.session.attempt for r in (first, second)] == [0, 2]
+    assert [record.session.attempt for record in (first, second)] == [0, 2]
     assert book.by_key([first.session.key]) is first
     assert book.by_key([first.session.key] * 2) is first
     for keys in (

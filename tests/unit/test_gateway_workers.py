@@ -48,10 +48,10 @@ async def test_any_worker_serves_any_session(workers: Workers):
             session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key
         )
         assert [card.id for card in (await bearer.models.list()).data] == ["tiny"]
-        made = await bearer.responses.create(model="tiny", input="Hi")
+        response = await bearer.responses.create(model="tiny", input="Hi")
         assert (
-            await bearer.responses.retrieve(made.id)
-        ).output_text == made.output_text
+            await bearer.responses.retrieve(response.id)
+        ).output_text == response.output_text
         other = workers.at[1 - owner]
         assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)

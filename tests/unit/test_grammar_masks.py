@@ -109,12 +109,12 @@ def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
 
 def test_logits_are_shared_only_between_equal_masks() -> None:
     """Equal tokens, chosen freely, under one grammar, and under another."""
-    one = b"\xff\x00"
+    mask = b"\xff\x00"
     other = b"\x0f\x00"
     data = [
         row([1, 2, 3]),
-        row([1, 2, 3], (one, None)),
-        row([1, 2, 3], (one, one)),
+        row([1, 2, 3], (mask, None)),
+        row([1, 2, 3], (mask, mask)),
         row([1, 2, 3], (other, None)),
     ]
     [packed] = pack(data, max_tokens=100, share_prefixes=True)
@@ -155,6 +155,6 @@ def test_sample_without_grammars_loads_no_tokenizer() -> None:
         attempt=0,
         turn_ids=("t",),
     )
-    [made] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
-    assert made.wanted_N.tolist() == [1, 2]
-    assert made.allowed_N == ()
+    [masked_row] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
+    assert masked_row.wanted_N.tolist() == [1, 2]
+    assert masked_row.allowed_N == ()

@@ -45,11 +45,11 @@ def silent_after(
     watch: SilenceWatch, clock: Clock, seconds: float, *, step_s: float = 1.0
 ) -> list[int]:
     """What the last of several looks finds."""
-    found: list[int] = []
+    silent: list[int] = []
     for _ in range(round(seconds / step_s)):
         clock.now += step_s
-        found = watch.silent()
-    return found
+        silent = watch.silent()
+    return silent
 
 
 def test_heartbeat_page_also_holds_the_end_of_the_run(page: HeartbeatPage):

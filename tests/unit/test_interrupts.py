@@ -88,14 +88,14 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    made: list[Program] = []
+    programs: list[Program] = []
 
     def start(*arguments: str, **more: object) -> Program:
-        made.append(Program(*arguments, **more))  # type: ignore[arg-type]
-        return made[-1]
+        programs.append(Program(*arguments, **more))  # type: ignore[arg-type]
+        return programs[-1]
 
     yield start
-    for program in made:
+    for program in programs:
         program.kill()
         program.communicate()
 

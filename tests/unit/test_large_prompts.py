@@ -106,12 +106,12 @@ def body(*messages: object) -> dict[str, object]:
 
 
 def call(arguments: str) -> dict[str, object]:
-    made = {
+    tool_call = {
         "id": "call-1",
         "type": "function",
         "function": {"name": "a", "arguments": arguments},
     }
-    return {"role": "assistant", "content": "", "tool_calls": [made]}
+    return {"role": "assistant", "content": "", "tool_calls": [tool_call]}
 
 
 def tool(number: int, parameters: object) -> dict[str, object]:
@@ -336,9 +336,9 @@ async def test_requests_wait_for_a_large_request_of_their_own_session_only(
         if sum(len(message.content) for message in messages) >= len(LARGE):
             begun.set()
             assert may_end.wait(60)
-        found = match(self, messages, tools)
+        result = match(self, messages, tools)
         matching.remove(self)
-        return found
+        return result
 
     monkeypatch.setattr(Forest, "match", slow)
     async with running(tmp_path, model, renderer, context_length=60_000) as gateway:

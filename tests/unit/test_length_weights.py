@@ -143,8 +143,8 @@ def test_largest_scale_gives_a_lone_short_rollout_weight_0(size: int) -> None:
 def row(
     group: str, rollout: str, num_tokens: int, *, is_trained: bool = True
 ) -> TrainSample:
-    made = row_of_turns(("t", 3, num_tokens, is_trained))
-    return replace(made, group_id=group, rollout_id=rollout)
+    sample = row_of_turns(("t", 3, num_tokens, is_trained))
+    return replace(sample, group_id=group, rollout_id=rollout)
 
 
 def test_length_of_a_rollout_is_over_all_its_rows() -> None:

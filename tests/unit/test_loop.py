@@ -56,7 +56,9 @@ async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version
         buffer=buffer, assemble=assemble_nothing, observer=observer, learner=learner
     )
     await run_loop(parts, done=0, num_steps=len(steps))
-    silent = [at for at, made in enumerate(steps, start=1) if made == 0]
+    silent = [
+        at for at, optimizer_steps in enumerate(steps, start=1) if optimizer_steps == 0
+    ]
     assert [note.split(":")[0] for note in observer.notes] == [
         f"step {step}" for step in silent
     ]
@@ -125,12 +127,12 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
         buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner
     )
     await run_loop(parts, done=0, num_steps=6)
-    told = [
+    notes = [
         note.partition(":")[0]
         for note in observer.notes
         if "no weight was changed" in note
     ]
-    assert told == ["step 2", "step 3", "step 4"]
+    assert notes == ["step 2", "step 3", "step 4"]
     [collapsed] = [note for note in observer.notes if "collapsed" in note]
     assert collapsed.startswith("step 4: the policy has collapsed: since step 2")
     assert observer.notes[-1] == collapsed

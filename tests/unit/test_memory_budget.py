@@ -116,20 +116,20 @@ def test_a_critic_is_a_second_model_without_the_projection(
 
 
 def test_ranks_divide_the_memory_of_shared_state(model: Path) -> None:
-    one = estimated(model)
+    one_rank = estimated(model)
     replicas = estimated(model, data_parallel_size=4)
-    assert replicas.optimizer == one.optimizer / 4
-    assert replicas.weights == one.weights
+    assert replicas.optimizer == one_rank.optimizer / 4
+    assert replicas.weights == one_rank.weights
     assert (
         estimated(
             model, data_parallel_size=4, use_distributed_optimizer=False
         ).optimizer
-        == one.optimizer
+        == one_rank.optimizer
     )
     tensor = estimated(model, tensor_model_parallel_size=2)
-    assert tensor.weights == one.weights / 2
-    assert tensor.optimizer == one.optimizer / 2
-    assert tensor.step < one.step
+    assert tensor.weights == one_rank.weights / 2
+    assert tensor.optimizer == one_rank.optimizer / 2
+    assert tensor.step < one_rank.step
 
 
 def test_only_expert_parallel_ranks_divide_the_experts(tmp_path: Path) -> None:
@@ -173,25 +173,27 @@ def test_grouped_expert_gradients_need_one_buffer_per_layer(
 def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     """A micro-batch then has as many tokens for each of them. (qwen3: two heads of
     keys, 16 wide.)"""
-    one = estimated(model, max_tokens_per_microbatch=1000)
+    one_rank = estimated(model, max_tokens_per_microbatch=1000)
     context = estimated(model, max_tokens_per_microbatch=1000, context_parallel_size=4)
-    assert context.weights == one.weights
-    assert context.optimizer == one.optimizer / 4
+    assert context.weights == one_rank.weights
+    assert context.optimizer == one_rank.optimizer / 4
     more_keys = 4 * 2 * (2 * 16) * 3 * 1000
     layers_and_backward = 2 + 1
-    assert context.step - one.step == pytest.approx(more_keys * layers_and_backward)
+    assert context.step - one_rank.step == pytest.approx(
+        more_keys * layers_and_backward
+    )
 
 
 def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(
     model: Path,
 ) -> None:
     """Each of several replicas then holds the whole optimizer's state once."""
-    one = estimated(model, max_tokens_per_microbatch=1)
+    estimate = estimated(model, max_tokens_per_microbatch=1)
     assert (
         estimated(model, data_parallel_size=2, max_tokens_per_microbatch=1).step
-        == one.optimizer
+        == estimate.optimizer
     )
-    assert one.step < one.optimizer
+    assert estimate.step < estimate.optimizer
 
 
 @pytest.mark.parametrize(
@@ -233,9 +235,9 @@ def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(
     model: Path,
 ) -> None:
     replicas = {"data_parallel_size": 2, "max_tokens_per_microbatch": 1}
-    one = estimated(model, max_tokens_per_microbatch=1)
+    estimate = estimated(model, max_tokens_per_microbatch=1)
     copying = estimated(model, copies_checkpoints=True, **replicas)
-    assert copying.step == one.step
+    assert copying.step == estimate.step
     assert copying.step + copying.copy > estimated(model, **replicas).step
 
 
@@ -536,5 +538,7 @@ def test_estimate_on_a_gpu_counts_only_inputs_of_kernels(tmp_path: Path) -> None
     mlp = 2 * inner + inner  # gate and up, and what they give
     numbers = hidden + norms + mixed + attention + mlp  # and the layer's input
     in_float32 = 2 + heads  # the norms' rows, and the logarithms of attention's sums
-    found = LayerActivations.of(read_hf_config(folder), 0, 2, on_cuda=True).total
-    assert found == 2 * numbers + 4 * in_float32
+    activation_bytes = LayerActivations.of(
+        read_hf_config(folder), 0, 2, on_cuda=True
+    ).total
+    assert activation_bytes == 2 * numbers + 4 * in_float32

@@ -44,8 +44,8 @@ async def gateway(
     parsers = PARSERS
     async with running(
         tmp_path, model, renderer, parsers=parsers, max_new_tokens=200
-    ) as made:
-        yield made
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def post(
@@ -85,23 +85,23 @@ def assembled(text: str) -> dict[str, Any]:
     ended = False
     for event in text.strip().split("\n\n"):
         name, _, data = event.partition("\n")
-        told = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {told['type']}"
+        event_data = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event_data['type']}"
         assert not ended
-        match told["type"]:
+        match event_data["type"]:
             case "message_start":
-                message = told["message"]
+                message = event_data["message"]
                 assert message["content"] == []
                 assert message["stop_reason"] is None
             case "content_block_start":
                 assert open_block is None
-                assert told["index"] == len(message["content"])
-                open_block = told["index"]
-                message["content"].append(told["content_block"])
+                assert event_data["index"] == len(message["content"])
+                open_block = event_data["index"]
+                message["content"].append(event_data["content_block"])
                 texts.append("")
             case "content_block_delta":
-                block = message["content"][told["index"]]
-                delta = told["delta"]
+                block = message["content"][event_data["index"]]
+                delta = event_data["delta"]
                 match delta["type"]:
                     case "text_delta":
                         block["text"] += delta["text"]
@@ -110,21 +110,21 @@ def assembled(text: str) -> dict[str, Any]:
                     case "signature_delta":
                         block["signature"] = delta["signature"]
                     case "input_json_delta":
-                        texts[told["index"]] += delta["partial_json"]
+                        texts[event_data["index"]] += delta["partial_json"]
             case "content_block_stop":
-                assert open_block == told["index"]
+                assert open_block == event_data["index"]
                 open_block = None
             case "message_delta":
                 assert open_block is None
-                message |= told["delta"]
+                message |= event_data["delta"]
                 begun = {
                     **message["usage"],
-                    "output_tokens": told["usage"]["output_tokens"],
+                    "output_tokens": event_data["usage"]["output_tokens"],
                 }
                 assert (
-                    begun == told["usage"]
+                    begun == event_data["usage"]
                 )  # the prompt is counted alike before and after
-                message["usage"] |= told["usage"]
+                message["usage"] |= event_data["usage"]
             case "message_stop":
                 ended = True
             case other:
@@ -178,13 +178,13 @@ async def test_message_start_reports_the_cached_tokens(
             "messages": history,
             "stream": True,
         }
-        told = ""
+        history_text = ""
         async with gateway.http.stream("POST", url, json=body) as answer:
             async for text in answer.aiter_text():
-                told += text
-                if told.count("event: ping") > 2:
+                history_text += text
+                if history_text.count("event: ping") > 2:
                     gateway.engine.holds = lambda _: False
-        before, _, after = told.partition("event: message_start")
+        before, _, after = history_text.partition("event: message_start")
         assert before.count("event: ping") > 2
         assert set(before.split("\n\n")) == {'event: ping\ndata: {"type":"ping"}', ""}
         usage = assembled("event: message_start" + after)["usage"]
@@ -451,10 +451,15 @@ async def test_message_parameters_reach_the_engine(
         params = gateway.engine.requests[-1]["sampling_params"]
         assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
     say(gateway, renderer, TWO)
-    one = {"type": "auto", "disable_parallel_tool_use": True}
+    single_call = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):
         answer = await ask(
-            gateway, session, [ASK], tools=[CALC], tool_choice=one, stream=stream
+            gateway,
+            session,
+            [ASK],
+            tools=[CALC],
+            tool_choice=single_call,
+            stream=stream,
         )
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         answer = await ask(
@@ -652,15 +657,15 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     [session] = await gateway.open(purpose="serve")
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
-    found = await gateway.http.get(base + "/models", headers=version)
-    assert [(card["type"], card["id"]) for card in found.json()["data"]] == [
+    models = await gateway.http.get(base + "/models", headers=version)
+    assert [(card["type"], card["id"]) for card in models.json()["data"]] == [
         ("model", "tiny")
     ]
-    assert found.json()["has_more"] is False
-    assert found.json()["first_id"] == "tiny"
+    assert models.json()["has_more"] is False
+    assert models.json()["first_id"] == "tiny"
     assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
-    one = await gateway.http.get(base + "/models/tiny", headers=version)
-    assert one.json() == found.json()["data"][0]
+    single_model = await gateway.http.get(base + "/models/tiny", headers=version)
+    assert single_model.json() == models.json()["data"][0]
     body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
     http = gateway.http
     open_url = gateway.url + "/v1/messages"
@@ -710,10 +715,10 @@ async def test_an_endpoint_has_an_anthropic_client(
     monkeypatch.setitem(sys.modules, "anthropic", None)
     with pytest.raises(ImportError, match="pip install anthropic"):
         endpoint.anthropic()
-    made = SimpleNamespace(
+    anthropic_module = SimpleNamespace(
         AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient
     )
-    monkeypatch.setitem(sys.modules, "anthropic", made)
+    monkeypatch.setitem(sys.modules, "anthropic", anthropic_module)
     client = endpoint.anthropic()
     assert client["base_url"] == f"{gateway.url}/s/{session.key}"
     assert client["api_key"] == session.key

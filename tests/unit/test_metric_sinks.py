@@ -157,9 +157,9 @@ def errors(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
     with caplog.at_level(logging.ERROR):
         # asyncio's are of what an earlier test left to the garbage collector
         yield lambda: [
-            f"{r.message} {r.exc_text or ''}"
-            for r in caplog.records
-            if r.name != "asyncio"
+            f"{record.message} {record.exc_text or ''}"
+            for record in caplog.records
+            if record.name != "asyncio"
         ]
 
 
@@ -229,10 +229,10 @@ print("closed")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
-    told = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
+    warning = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
-    assert first.startswith(told)
+    assert first.startswith(warning)
     assert last == "closed"
     assert "Hanging" in done.stderr
 
@@ -495,8 +495,8 @@ def test_failing_sink_is_reported_on_the_console(
     observer = RunObserver([Full()])
     observer.step(1, {})
     observer.step(2, {})
-    told = "warning: Full logs nothing from now on: no space left (logs/driver.log has the rest)\n"
-    assert capsys.readouterr().out == told
+    warning = "warning: Full logs nothing from now on: no space left (logs/driver.log has the rest)\n"
+    assert capsys.readouterr().out == warning
 
 
 def test_trackers_are_checked_before_a_run_starts() -> None:

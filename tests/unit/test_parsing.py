@@ -162,17 +162,17 @@ def parsed(
     )
     at = 0
     turn = 0
-    told = []
+    pieces_of_stream = []
     while at < len(text):
         size = pieces[turn % len(pieces)] if pieces else len(text)
-        told.append(parser.push(text[at : at + size]))
+        pieces_of_stream.append(parser.push(text[at : at + size]))
         at, turn = at + size, turn + 1
-    told += parser.finish()
-    middle = len(told) // 2  # who comes late is told the first ones as one
-    assert join_deltas([join_deltas(told[:middle]), *told[middle:]]) == join_deltas(
-        told
-    )
-    return reply_message(join_deltas(told))
+    pieces_of_stream += parser.finish()
+    middle = len(pieces_of_stream) // 2  # who comes late is told the first ones as one
+    assert join_deltas(
+        [join_deltas(pieces_of_stream[:middle]), *pieces_of_stream[middle:]]
+    ) == join_deltas(pieces_of_stream)
+    return reply_message(join_deltas(pieces_of_stream))
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
@@ -374,8 +374,8 @@ def test_parsing_time_of_long_arguments_is_linear(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FunctionCallParser, "parse_stream_chunk", counted)
     call = ("get_weather", {"city": "x" * 20_000})
-    [made] = parsed("qwen25", SPELLED["qwen25"][1]([call]), [4]).tool_calls
-    assert json.loads(made.arguments) == call[1]
+    [parsed_call] = parsed("qwen25", SPELLED["qwen25"][1]([call]), [4]).tool_calls
+    assert json.loads(parsed_call.arguments) == call[1]
     assert sum(read) < 30 * 20_000  # and not 20,000 / 4 times half of it
 
 
@@ -385,11 +385,11 @@ def test_stream_emits_calls_and_text_in_order():
         TOOLS, ToolChoice(), parallel=True, prompt_text="", stream=True
     )
     deltas = [parser.push(f"One{call}two{call}three"), *parser.finish()]
-    told = [
+    events = [
         [delta.content, *(call.name for call in delta.calls if call.name)]
         for delta in deltas
     ]
-    assert told == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
+    assert events == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
 
 
 @pytest.mark.parametrize("spelling", SPELLED)

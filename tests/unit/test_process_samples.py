@@ -75,12 +75,12 @@ def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
 
 
 def test_schedulers_of_an_engine_count_together() -> None:
-    one = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
+    load = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
     other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
-    assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(
+    assert decode_load(b'{"loads": [' + load + b"]}") == EngineLoad(
         running=3, waiting=1, kv_use=0.5
     )
-    both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
+    both = decode_load(b'{"loads": [' + load + b"," + other + b"]}")
     assert both.running == 4
     assert both.waiting == 1
     assert both.tokens_per_s == 7.0

@@ -227,8 +227,8 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     gateway, url = refusing
     gone = (401, refusal("no such session"))
     gateway.answers = {"finish": gone, "abort": gone}
-    given = assignment()
-    (outcome,) = (await worker_at(url, good).run(given)).outcomes
+    work = assignment()
+    (outcome,) = (await worker_at(url, good).run(work)).outcomes
     assert isinstance(outcome, UnreportedRollout)
     assert outcome.group_id == "g"
     assert outcome.index == 3
@@ -242,11 +242,11 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
             return (outcome,)
 
     recorded = asyncio.Event()
-    told: list[object] = []
+    outcomes: list[object] = []
 
     class Buffered(Leases):
         async def record(self, outcome: object) -> None:
-            told.append(outcome)
+            outcomes.append(outcome)
             recorded.set()
 
     buffer = Buffered(groups=1, size=1)
@@ -254,7 +254,7 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     dispatcher.start()
     await asyncio.wait_for(dispatcher.guard(recorded.wait()), 120)
     await dispatcher.stop()
-    assert told == [outcome]
+    assert outcomes == [outcome]
 
 
 async def test_failing_gateway_ends_the_run(

@@ -200,9 +200,11 @@ def test_template_without_an_end_token_keeps_its_text_after_a_reply(renderer: Re
             + "assistant: " * add_generation_prompt
         )
 
-    made = with_template(renderer, plain)
-    assert made.end_of_turn_id is None
-    tail = made.render_tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
+    plain_renderer = with_template(renderer, plain)
+    assert plain_renderer.end_of_turn_id is None
+    tail = plain_renderer.render_tail(
+        chat(ASK, Message("assistant", "4"), MORE), 2, [9]
+    )
     assert tail.ids == renderer._tokenizer.encode(
         f"\n\nuser: {MORE.content}\n\nassistant: "
     )

@@ -169,15 +169,17 @@ ABOVE = Titles(
 
 def texts(figure: Figure) -> list[Text]:
     """All that are drawn; a tick beyond the axes has a text that is not."""
-    found = [text for text in figure.findobj(Text) if text.get_text().strip()]
+    shown_texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
     for panel in figure.axes:
         for axis in (panel.xaxis, panel.yaxis):
             low, high = sorted(axis.get_view_interval())
             for tick in axis.get_major_ticks():
                 if not low <= tick.get_loc() <= high or not tick.label1.get_visible():
-                    found = [text for text in found if text is not tick.label1]
-                found = [text for text in found if text is not tick.label2]
-    return found
+                    shown_texts = [
+                        text for text in shown_texts if text is not tick.label1
+                    ]
+                shown_texts = [text for text in shown_texts if text is not tick.label2]
+    return shown_texts
 
 
 def long_titles(folder: Path) -> Titles:

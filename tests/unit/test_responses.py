@@ -43,8 +43,8 @@ async def gateway(
         parsers=parsers,
         context_length=4096,
         max_new_tokens=512,
-    ) as made:
-        yield made
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def check_exact(
@@ -314,12 +314,12 @@ async def test_response_can_be_read_again_by_its_id(
     )
     cut = await client.responses.create(input="More?", max_output_tokens=1, **settings)
     bearer = gateway.client(session, base_url=f"{gateway.url}/v1", api_key=session.key)
-    for made, asker in ((first, client), (second, bearer), (cut, client)):
+    for response, asker in ((first, client), (second, bearer), (cut, client)):
         again = await asker.responses.retrieve(
-            made.id, include=["message.output_text.logprobs"]
+            response.id, include=["message.output_text.logprobs"]
         )
         unrecorded = {"max_output_tokens", "tools"}
-        assert again.model_dump(exclude=unrecorded) == made.model_dump(
+        assert again.model_dump(exclude=unrecorded) == response.model_dump(
             exclude=unrecorded
         )
         assert [(tool.name, tool.parameters) for tool in again.tools] == [
@@ -385,17 +385,19 @@ async def test_response_stream_equals_the_whole_response_in_order(
     final = events[-1].response
     for at, item in enumerate(final.output):
         own = [event for event in events if getattr(event, "output_index", None) == at]
-        told = "".join(event.delta for event in own if event.type.endswith(".delta"))
-        assert told == (
+        streamed_text = "".join(
+            event.delta for event in own if event.type.endswith(".delta")
+        )
+        assert streamed_text == (
             item.arguments if item.type == "function_call" else item.content[0].text
         )
         assert own[-1].item == item
     [turn] = gateway.turns(session)
     shown = final.output[1].content[0].logprobs
-    assert [each.logprob for each in shown] == pytest.approx(
+    assert [token.logprob for token in shown] == pytest.approx(
         turn.logprobs_T.tolist()[: len(shown)], abs=1e-6
     )
-    assert "".join(each.token for each in shown).startswith(THOUGHT + "Hello ")
+    assert "".join(token.token for token in shown).startswith(THOUGHT + "Hello ")
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
@@ -781,8 +783,8 @@ async def test_empty_and_truncated_replies_can_be_sent_back(
 
 
 async def test_a_response_of_another_session_is_not_found(gateway: Running):
-    one, other = await gateway.open(2)
-    first = await gateway.client(one).responses.create(model="tiny", input="secret")
+    own, other = await gateway.open(2)
+    first = await gateway.client(own).responses.create(model="tiny", input="secret")
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client(other).responses.create(
             model="tiny", input="x", previous_response_id=first.id

@@ -220,8 +220,9 @@ async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
     )
     await until(lambda: len(pool.calls) == 3 and not dispatcher.running)
     await dispatcher.stop()
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        told.count("all turns constrained: the client sends tool_choice=required") == 1
+        printed.count("all turns constrained: the client sends tool_choice=required")
+        == 1
     )
-    assert told.startswith("warning: rollout g1/0 trains nothing")
+    assert printed.startswith("warning: rollout g1/0 trains nothing")

@@ -86,8 +86,8 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"hash-a", 1.0)])
-    for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
-        writer.add_turn(made, b"[]")
+    for written_turn in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
+        writer.add_turn(written_turn, b"[]")
     writer.mark_delivered("1")
     writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     rollout = reader.rollout("a")
@@ -96,7 +96,7 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     assert paths == [["1", "2"], ["1", "3"]]
     assert same(rollout.trajectories[0].turns[1], turn("2", parent="1"))
     assert rollout.trajectories[0].turns[0].delivered
-    assert [r.summary.session_id for r in reader.rollouts(["a"])] == ["a"]
+    assert [stored.summary.session_id for stored in reader.rollouts(["a"])] == ["a"]
     writer.close()
 
 
@@ -165,10 +165,10 @@ def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     waiting = [writer.add_turn(turn(name), b"[]") for name in ("2", "3")]
-    assert not any(one.done() for one in waiting)
+    assert not any(written.done() for written in waiting)
     blocker.execute("ROLLBACK")
-    for one in (*waiting, writer.add_turn(turn("4"), b"[]")):
-        one.result(60)
+    for written in (*waiting, writer.add_turn(turn("4"), b"[]")):
+        written.result(60)
     assert [t.id for t in reader.turns("a")] == ["1", "2", "3", "4"]
     writer.close()
 
@@ -327,15 +327,17 @@ def test_equal_tools_are_stored_once(tmp_path: Path):
         [stored_session("a", b"a", 0.0), stored_session("b", b"b", 0.0)]
     ).result(60)
     for number in range(60):
-        made = turn(str(number), session_id="ab"[number % 2])
-        writer.add_turn(made, b"[]", own[number % 3]).result(60)
+        written_turn = turn(str(number), session_id="ab"[number % 2])
+        writer.add_turn(written_turn, b"[]", own[number % 3]).result(60)
     writer.add_turn(turn("none"), b"[]").result(60)
     writer.close()
     store = RunStore(path)
-    told = {
-        one.id: tools for name in "ab" for one, _, tools in store.recorded_turns(name)
+    tools_by_turn = {
+        recorded.id: tools
+        for name in "ab"
+        for recorded, _, tools in store.recorded_turns(name)
     }
-    assert told == {str(number): own[number % 3] for number in range(60)} | {
+    assert tools_by_turn == {str(number): own[number % 3] for number in range(60)} | {
         "none": b"[]"
     }
     with contextlib.closing(sqlite3.connect(path)) as db:

@@ -251,8 +251,8 @@ def test_unknown_step_or_task_is_refused_with_the_existing_ones(
     for step in (1, 2, 3):
         run.add("sum-of-two", "x", 0.5, step=step)
     run.add("held", "x", 0.5, step=0, purpose="eval")
-    told = refused(run, capsys, "--step", "7")
-    assert "the run has trained steps 1 to 3 and was evaluated after step 0" in told
+    refusal = refused(run, capsys, "--step", "7")
+    assert "the run has trained steps 1 to 3 and was evaluated after step 0" in refusal
     assert "did you mean sum-of-two?" in refused(run, capsys, "--task", "sum-of-tow")
     assert "evaluation after step 0" in shown(run, capsys, "--step", "0")
     assert "evaluation after step 0" in shown(run, capsys, "--eval")

@@ -69,11 +69,11 @@ def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     ]
     assert len({seed, *others}) == 1 + 7
     drawn = [sampling_seed(0, SESSION, PROMPT, nth) for nth in range(4000)]
-    assert all(0 <= one < 2**31 for one in drawn)
+    assert all(0 <= drawn_seed < 2**31 for drawn_seed in drawn)
     assert len(set(drawn)) == 4000
     for bit in range(31):
         # 4000 fair coins: 6 standard deviations are 190
-        assert abs(sum(one >> bit & 1 for one in drawn) - 2000) < 190
+        assert abs(sum(drawn_seed >> bit & 1 for drawn_seed in drawn) - 2000) < 190
 
 
 async def test_the_gateway_sends_a_seed_with_each_generation(
@@ -111,7 +111,7 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
         [served] = await gateway.open(purpose="serve")
         of_first = await seeds(first)
         assert len(set(of_first)) == 3
-        assert all(isinstance(one, int) for one in of_first)
+        assert all(isinstance(sent_seed, int) for sent_seed in of_first)
         assert not set(await seeds(second)) & set(of_first)
         assert (
             await seeds(replaced, seed=9) == of_first

@@ -499,7 +499,7 @@ async def test_children_train_with_their_parent_under_their_own_rewards(
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
     rows = training_rows(gateway.store.rollout(parent.id))
     assert [(row.rollout_id, row.reward) for row in rows] == [
-        (parent.id, r) for r in (1.0, 1.0, -2.0, -2.0)
+        (parent.id, reward) for reward in (1.0, 1.0, -2.0, -2.0)
     ]
     late = await post(gateway, f"/sessions/{judged.id}/reward", {"reward": 0.0})
     assert code(late) == (409, "session_closed")
@@ -531,14 +531,14 @@ async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
 ):
     """Whoever reads the store (the driver, for a group that was dropped) sees a session
     before the gateway's event loop has heard of the commit, and may abort it."""
-    told = Future[None]()
+    opened = Future[None]()
     commit = RunStoreWriter.open_sessions
     add = Turns.open
     all_turns: list[Turns] = []
 
     def held(writer: RunStoreWriter, *parts: Any, **options: Any) -> Future[None]:
         commit(writer, *parts, **options).result(60)
-        return told
+        return opened
 
     def seen(turns: Turns, record: SessionRecord) -> None:
         all_turns.append(turns)
@@ -550,7 +550,7 @@ async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
     await eventually(lambda: len(gateway.store.open_sessions("g")) == 1)
     [stored] = gateway.store.open_sessions("g")
     await post(gateway, f"/sessions/{stored.id}/abort", {})
-    told.set_result(None)
+    opened.set_result(None)
     [session] = await opening
     assert session.id == stored.id
     assert (await gateway.env("/metrics")).json()["sessions"] == {
@@ -580,7 +580,7 @@ async def test_call_in_flight_does_not_change_a_finished_rollout(gateway: Runnin
     )
     assert isinstance(summary, RolloutSummary)
     ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(one, openai.AuthenticationError) for one in ended)
+    assert all(isinstance(result, openai.AuthenticationError) for result in ended)
     assert summary.reward == 0.5 or reward.status_code == 200
     rollout = gateway.store.rollout(session.id)
     assert rollout.summary == summary
@@ -811,15 +811,15 @@ async def test_session_opening_returns_the_model_name(gateway: Running):
         "sessions"
     ]
     assert child["parent_id"] == session["id"]
-    for one in (session, child):
+    for opened in (session, child):
         client = openai.AsyncOpenAI(
-            base_url=one["base_url"], api_key=one["key"], max_retries=0
+            base_url=opened["base_url"], api_key=opened["key"], max_retries=0
         )
-        assert one["model"] in [model.id async for model in client.models.list()]
+        assert opened["model"] in [model.id async for model in client.models.list()]
         answer = await client.chat.completions.create(
-            model=one["model"], messages=[ASK]
+            model=opened["model"], messages=[ASK]
         )
-        assert answer.model == one["model"]
+        assert answer.model == opened["model"]
     assert (await gateway.env(own)).json()["model"] == session["model"] == "tiny"
 
 
@@ -867,9 +867,9 @@ async def test_lease_request_after_the_end_of_a_run_is_answered_with_the_end(
         async with asyncio.timeout(60):
             while not await ended():
                 await asyncio.sleep(0.01)
-        for one in (session, child):
+        for open_session in (session, child):
             with pytest.raises(openai.APIStatusError) as refused:
-                await chat(gateway, one)
+                await chat(gateway, open_session)
             assert code(refused.value.response) == (410, "run_ended")
         own = f"/sessions/{session.id}"
         assert code(await post(gateway, own + "/reward", {"reward": 1.0})) == (
@@ -1021,19 +1021,19 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(
         for verb in verbs
         if path != "/health"
     }
-    one = "/sessions/{session_id}"
+    session_path = "/sessions/{session_id}"
     assert routes == {
-        ("post", f"{one}/{verb}")
+        ("post", f"{session_path}/{verb}")
         for verb in ("reward", "numbers", "finish", "abort", "children", "heartbeat")
     } | {
         ("post", "/tasks/lease"),
         ("post", "/sessions"),
-        ("get", one),
+        ("get", session_path),
         ("get", "/metrics"),
     }
     for verb, path in routes:
         operation = schema["paths"][path][verb]
-        good = "201" if path in ("/sessions", f"{one}/children") else "200"
+        good = "201" if path in ("/sessions", f"{session_path}/children") else "200"
         assert set(operation["responses"]) - {"202"} == {good, "4XX"}
         assert operation["responses"][good]["content"]["application/json"]["schema"]
         assert operation["security"]

@@ -223,23 +223,26 @@ def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
                 continue
             walked += 1
             name = spelling.removeprefix("--")
-            given = answer(flags, name, valid_value(action))
-            if isinstance(given, ConfigError):
-                assert given.field.endswith(name)
-                if given.reason == "invrl sets this itself":
-                    assert given.fix in owned.values()
+            given_options = answer(flags, name, valid_value(action))
+            if isinstance(given_options, ConfigError):
+                assert given_options.field.endswith(name)
+                if given_options.reason == "invrl sets this itself":
+                    assert given_options.fix in owned.values()
                 else:
                     assert flags is sglang_flags
-                    assert (given.reason, given.fix) in SGLANG_REFUSED.values()
+                    assert (
+                        given_options.reason,
+                        given_options.fix,
+                    ) in SGLANG_REFUSED.values()
                 refused += 1
                 continue
-            read = vars(parser().parse_args(given))[action.dest]
+            read = vars(parser().parse_args(given_options))[action.dest]
             if action.nargs == 0:
                 assert read is not spelling.startswith("--no-"), spelling
                 off = vars(parser().parse_args(flags({name: "false"})))[action.dest]
                 assert bool(off) is spelling.startswith("--no-"), spelling
             else:
-                assert given[0] == spelling
+                assert given_options[0] == spelling
                 assert read != action.default or read in (
                     3,
                     [3],

@@ -256,12 +256,12 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
     gateway.engine.version = 6
     await say(gateway, first, then=True)
     await say(gateway, second, then=True)
-    found = gateway.store.sampled_so_far(["g"])
-    assert found == [
+    sampled_groups = gateway.store.sampled_so_far(["g"])
+    assert sampled_groups == [
         sampled(0, 5, group="g"),
         sampled(1, 4, group="g"),
     ]
-    for session, expected in zip((first, second), found, strict=True):
+    for session, expected in zip((first, second), sampled_groups, strict=True):
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
         assert summary.oldest_version == expected.oldest_version

@@ -54,14 +54,14 @@ def test_slow_tests_count_only_where_they_run() -> None:
 def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
     report = tmp_path / "0.xml"
     report.write_text(REPORT)
-    found = summary(read_reports([report]))
-    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
-    assert found["slow_tests"] == 1
-    assert found["seconds_by_file"] == {
+    totals = summary(read_reports([report]))
+    assert totals["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
+    assert totals["slow_tests"] == 1
+    assert totals["seconds_by_file"] == {
         "tests/e2e/test_b.py": {"quick": 4.5, "slow": 0.0},
         "tests/unit/test_a.py": {"quick": 1.5, "slow": 2.0},
     }
-    assert next(iter(found["slowest"])) == "tests/e2e/test_b.py::test_three"
+    assert next(iter(totals["slowest"])) == "tests/e2e/test_b.py::test_three"
 
 
 def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:

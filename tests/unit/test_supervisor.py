@@ -63,25 +63,25 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start(
         body: str, *, restarts: int = 0, heartbeat_s: float = 10_000.0, before: str = ""
     ) -> subprocess.Popen[str]:
         """`body`: of the driver. `before`: what the supervisor's process does first."""
         folder = make_run_folder(config(tmp_path, "run"))
-        given = [str(folder.path), str(restarts), DRIVER + body, str(heartbeat_s)]
-        made.append(
+        arguments = [str(folder.path), str(restarts), DRIVER + body, str(heartbeat_s)]
+        processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", before + SUPERVISOR, *given],
+                [sys.executable, "-c", before + SUPERVISOR, *arguments],
                 env=os.environ | {"PYTHONPATH": str(ROOT)}, process_group=0, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
-        return made[-1]
+        return processes[-1]
 
     yield start
-    for process in made:
+    for process in processes:
         process.kill()
         process.communicate()
 

@@ -132,14 +132,16 @@ def test_token_record_file_is_read_back_unchanged(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "trained_tokens").iterdir()] == [
         "step-00000012.npz"
     ]
-    found = read_trained_tokens(tmp_path / "trained_tokens", 12)
-    assert list(found) == ["a", "b/ü", "c"]
+    records = read_trained_tokens(tmp_path / "trained_tokens", 12)
+    assert list(records) == ["a", "b/ü", "c"]
     for turn in written:
         for name in ("trained_N", "advantages_N", "logprobs_N"):
             np.testing.assert_array_equal(
-                getattr(found[turn.turn_id], name), getattr(turn, name)
+                getattr(records[turn.turn_id], name), getattr(turn, name)
             )
-            assert getattr(found[turn.turn_id], name).dtype == getattr(turn, name).dtype
+            assert (
+                getattr(records[turn.turn_id], name).dtype == getattr(turn, name).dtype
+            )
 
 
 def test_step_without_turns_or_file_has_no_token_records(tmp_path: Path) -> None:

@@ -169,10 +169,10 @@ def test_flex_attention_equals_one_call_per_block(
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     share = shares_of(forest(), ranks)[-1]
     expected = forward_and_backward(calls_of(share, window), share, CPU, torch.float32)
-    found = forward_and_backward(
+    measured = forward_and_backward(
         TreeMask.of(share, window, CPU), share, CPU, torch.float32
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(measured, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -328,9 +328,9 @@ def test_compiled_kernel_equals_the_float32_calls_within_rounding(
         expected = forward_and_backward(
             calls_of(share, window), share, CPU, torch.float32
         )
-        found = forward_and_backward(
+        measured = forward_and_backward(
             TreeMask.of(share, window, target), share, target, dtype
         )
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(measured, expected, strict=True):
             error = (ours.cpu().float() - theirs).norm() / theirs.norm()
             assert error < tolerance

@@ -41,12 +41,12 @@ def test_spans_of_the_last_event_replace_those_from_labels():
     versions = VersionTracker()
     versions.add("3", 2, None)
     versions.add("4", 3, None)
-    told = [
+    spans = [
         EngineSpan("3", 0, 4),
         EngineSpan("3", 4, 4),
         EngineSpan("4", 4, 9),
     ]
-    versions.add("4", 2, told)
+    versions.add("4", 2, spans)
     assert listed(versions) == [3, 3, 3, 3, 4, 4, 4]
     assert versions.certain
 
@@ -73,7 +73,10 @@ def test_recorded_version_is_never_newer_than_the_weights(seed: int):
             sent = len(truth)
             recorded = listed(versions)
             assert len(recorded) == sent
-            assert all(one <= true for one, true in zip(recorded, truth, strict=False))
+            assert all(
+                recorded_version <= true
+                for recorded_version, true in zip(recorded, truth, strict=False)
+            )
 
 
 @pytest.mark.parametrize(

@@ -50,16 +50,16 @@ print(len(session_ids(run)), run.index_state.error)
 
 def contents(folder: Path) -> dict[str, tuple[str, int, int]]:
     """Of every file: a hash of what it holds, its mode, and when it was changed."""
-    found: dict[str, tuple[str, int, int]] = {}
+    entries: dict[str, tuple[str, int, int]] = {}
     for path in sorted(folder.rglob("*")):
         facts = path.stat()
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        found[str(path.relative_to(folder))] = (
+        entries[str(path.relative_to(folder))] = (
             digest,
             facts.st_mode,
             facts.st_mtime_ns,
         )
-    return found
+    return entries
 
 
 def read_elsewhere(folder: Path, cache: Path) -> str:
@@ -252,8 +252,8 @@ def test_ten_thousand_metrics_are_read_and_found(tmp_path: Path) -> None:
     recorded.folder.metrics_path.write_text("".join(lines))
     run = view_of(closed(recorded), tmp_path / "cache")
     assert len(metric_names_page([run], "")["names"]) == 10_000
-    [found] = metric_names_page([run], "m/9999")["names"]
-    assert found == {"name": "m/9999", "runs": ["run"], "count": 20, "last": 9999.0}
+    [name] = metric_names_page([run], "m/9999")["names"]
+    assert name == {"name": "m/9999", "runs": ["run"], "count": 20, "last": 9999.0}
 
 
 def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:

@@ -56,10 +56,10 @@ class Served:
         )
         assert self.process.stdout
         line = self.process.stdout.readline()
-        found = re.search(r"http://(127\.0\.0\.1):(\d+)/\?key=(\S+)", line)
-        assert found, line + self.process.communicate()[1]
-        self.port = int(found[2])
-        self.key = found[3]
+        address = re.search(r"http://(127\.0\.0\.1):(\d+)/\?key=(\S+)", line)
+        assert address, line + self.process.communicate()[1]
+        self.port = int(address[2])
+        self.key = address[3]
 
     def ask(
         self, path: str, *, method: str = "GET", **headers: str
@@ -179,9 +179,9 @@ def test_viewer_errors_name_field_value_reason_and_fix(served: Served) -> None:
         ("/api/runs/run/turns/none/tokens", 404, ""),
         ("/api/none", 404, ""),
     ):
-        found, _, body = served.ask(path, Authorization=right)
+        status_code, _, body = served.ask(path, Authorization=right)
         error = json.loads(body)["error"]
-        assert (found, error["field"]) == (status, field), path
+        assert (status_code, error["field"]) == (status, field), path
         assert error["message"]
         assert error["fix"]
 
