@@ -144,6 +144,13 @@ def boom() -> None:
     raise WeightSyncError("boom")
 
 
+def assert_serves(engine: Receiver, version: int) -> None:
+    """It has this version's weights, under its number, and takes traffic."""
+    assert engine.weights == str(version)
+    assert engine.version == version
+    assert engine.paused is False
+
+
 @pytest.fixture
 def three() -> list[Receiver]:
     return [Receiver(f"engine-{at}") for at in range(3)]
@@ -152,18 +159,8 @@ def three() -> list[Receiver]:
 async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -> None:
     update = await transaction(three).run(WeightVersion(1))
     for engine in three:
-        assert engine.weights == "1"
-        assert engine.version == 1
-        assert engine.paused is False
-        assert engine.calls == [
-            "check",
-            "pause",
-            "load",
-            "checksums",
-            "commit",
-            "resume",
-            "logprobs",
-        ]
+        assert_serves(engine, 1)
+        assert engine.calls == list(PHASES)
     assert set(update.seconds) == {
         "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "trainer_canary",
         "paused",
@@ -178,8 +175,9 @@ def fail_in(
     deadlines: dict[object, asyncio.Timeout] = {}
 
     def timeout(seconds: float) -> asyncio.Timeout:
-        deadlines[asyncio.current_task()] = made = asyncio.timeout(seconds)
-        return made
+        deadline = asyncio.timeout(seconds)
+        deadlines[asyncio.current_task()] = deadline
+        return deadline
 
     for module in (weight_sync, fleet_update):
         monkeypatch.setattr(
@@ -219,9 +217,8 @@ async def test_engine_that_fails_alone_is_dropped_and_the_update_continues(
     update = await updates.run(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert update.lost_engines["engine-1"]
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
-        ("2", 2, False)
-    ] * 2
+    for engine in (three[0], three[2]):
+        assert_serves(engine, 2)
     assert not any(engine.traffic_on_mixed for engine in three)
     # It is not called again: neither restored nor resumed nor asked for a canary.
     assert three[1].calls[-1] == phase
@@ -242,9 +239,7 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     assert raised.value.engine == "engine-0"
     assert raised.value.unrestored == ()
     for engine in three:
-        assert engine.weights == "1"
-        assert engine.version == 1
-        assert engine.paused is False
+        assert_serves(engine, 1)
         assert not engine.traffic_on_mixed
     update = await updates.run(WeightVersion(2))  # and the next one works
     assert update.version == 2
@@ -265,9 +260,7 @@ async def test_failure_of_the_last_engine_ends_the_update(
     ) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-0", "engine-1")
-    assert three[2].weights == "1"
-    assert three[2].version == 1
-    assert three[2].paused is False
+    assert_serves(three[2], 1)
 
 
 def wrong_layout() -> None:
@@ -302,9 +295,8 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-1",)
     assert three[1].paused
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
-        ("1", 1, False)
-    ] * 2
+    for engine in (three[0], three[2]):
+        assert_serves(engine, 1)
 
 
 async def test_failed_restore_is_found_by_the_checksum(three: list[Receiver]) -> None:
@@ -385,18 +377,8 @@ class TestBringUp:
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
         await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert newcomer.weights == "2"
-        assert newcomer.version == 2
-        assert newcomer.paused is False
-        assert newcomer.calls == [
-            "check",
-            "pause",
-            "load",
-            "checksums",
-            "commit",
-            "resume",
-            "logprobs",
-        ]
+        assert_serves(newcomer, 2)
+        assert newcomer.calls == list(PHASES)
         assert three[-1] is newcomer
 
     async def test_new_engine_cannot_join_before_the_first_version(
@@ -447,9 +429,8 @@ async def test_engine_that_fails_after_the_commit_is_lost_and_the_update_continu
     three[0].fail = {phase: boom}
     update = await transaction(three).run(WeightVersion(1))
     assert update.lost_engines == {"engine-0": "boom"}
-    assert [(e.weights, e.version, e.paused) for e in three[1:]] == [
-        ("1", 1, False)
-    ] * 2
+    for engine in three[1:]:
+        assert_serves(engine, 1)
 
 
 async def test_loss_of_all_engines_after_the_commit_is_an_error(
@@ -632,14 +613,11 @@ class TestRolling:
         update = await updates.run(WeightVersion(2))
         lost = three.pop(index)
         assert list(update.lost_engines) == [lost.name]
-        assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False)
-        ] * 2
+        for engine in three:
+            assert_serves(engine, 2)
         # Until the fleet has ended it, it serves the version that it held before,
         # whole.
-        assert lost.weights == "1"
-        assert lost.version == 1
-        assert lost.paused is False
+        assert_serves(lost, 1)
         assert not lost.traffic_on_mixed
         three[0].fail = three[1].fail = {}
         assert (await updates.run(WeightVersion(3))).version == 3
@@ -687,9 +665,8 @@ class TestRolling:
         assert update.lost_engines == {
             lost.name: f"{lost.name} was lost after the commit: boom"
         }
-        assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False)
-        ] * 2
+        for engine in three:
+            assert_serves(engine, 2)
 
     async def test_rolling_update_of_a_bad_model_stops_at_the_first_engine_and_restores_its_weights(
         self, three: list[Receiver]
@@ -832,9 +809,7 @@ async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) ->
     assert updates.phase == ""
     update = await updates.run(WeightVersion(2))
     for engine in three:
-        assert engine.weights == "2"
-        assert engine.version == 2
-        assert engine.paused is False
+        assert_serves(engine, 2)
         assert engine.asleep is False
         assert engine.calls == [
             "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
@@ -912,9 +887,7 @@ async def test_an_update_that_fails_wakes_the_engines_with_the_old_version(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ()
     for engine in three:
-        assert engine.weights == "1"
-        assert engine.version == 1
-        assert engine.paused is False
+        assert_serves(engine, 1)
         assert engine.asleep is False
     await updates.suspend()
     update = await updates.run(WeightVersion(3))
