@@ -3,11 +3,8 @@ outcome, outbox row."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import sqlite3
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -184,9 +181,3 @@ def taken_batch(groups: int = 4, members: int = 8) -> TakenBatch:
         group = Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts)
         taken_groups.append(group)
     return TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(taken_groups))
-
-
-def database_rows(path: Path) -> list[str]:
-    """Every table and row of a SQLite file, as SQL."""
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        return list(db.iterdump())

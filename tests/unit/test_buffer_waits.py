@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from running_buffer import Outbox, running_buffer
+from small_buffer import Outbox, running_buffer
 from stored_rollouts import summary_of
 
 from invrl.errors import BufferStateError, DeadlineError, RunStoreError

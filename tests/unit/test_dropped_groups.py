@@ -16,9 +16,8 @@ import openai
 import pytest
 from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 from fake_workers import FakeWorker, assignment, given, reasons, started_pool
-from running_buffer import Outbox, running_buffer
 from running_gateway import ASK, ENV_KEY, Running, eventually, running
-from small_buffer import failed, finished
+from small_buffer import Outbox, failed, finished, running_buffer
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer

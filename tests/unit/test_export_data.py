@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_run import RecordedRun, record_run
+from recorded_run import RecordedRun, database_rows, record_run
 from running_gateway import Running, running
-from stored_rollouts import database_rows
 from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.buffer.training_samples import rows_of as training_rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_rows import row_of_turns
+from training_rows import row_of_turns
 
 from invrl.algorithms.length_weights import (
     LENGTH_SLOPE,

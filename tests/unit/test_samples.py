@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded_run import RecordedRun, record_run
-from stored_rollouts import database_rows
+from recorded_run import RecordedRun, database_rows, record_run
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall

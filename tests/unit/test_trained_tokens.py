@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_rows import row_of_turns
+from training_rows import row_of_turns
 
 from invrl.errors import RunStoreError
 from invrl.interfaces import TokenRecord
