@@ -243,9 +243,8 @@ async def test_calls_that_need_no_body_take_none(gateway: Running):
     assert (ended.status_code, ended.json()["reason"]) == (200, "aborted"), ended.text
     rewarded = await call(child_of, "reward")
     assert rewarded.json()["error"]["param"] == "reward"
-    form = {
-        "content-type": "application/x-www-form-urlencoded"
-    }  # what curl sends with -d
+    # what curl sends with -d
+    form = {"content-type": "application/x-www-form-urlencoded"}
     rewarded = await gateway.http.post(
         f"{gateway.url}/sessions/{child_of.id}/reward",
         content=b'{"reward": 0.5}',

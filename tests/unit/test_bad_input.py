@@ -75,9 +75,8 @@ def refused(
     def run(
         *flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE
     ) -> dict[str, str]:
-        children = set(
-            psutil.Process().children()
-        )  # not theirs: other tests' engines may start some
+        # not theirs: other tests' engines may start some
+        children = set(psutil.Process().children())
         before = sorted(runs.rglob("*"))
         given = [
             "train",

@@ -137,9 +137,8 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
     """2,000 at each route, on kept connections, while a session is open that none of
     them is of."""
     [session] = await gateway.open()
-    prefix = session.key[
-        :-8
-    ]  # the guesses share all but the last 8 characters with a real key
+    # the guesses share all but the last 8 characters with a real key
+    prefix = session.key[:-8]
     guessed = 0
     async with aiohttp.ClientSession() as http:
 

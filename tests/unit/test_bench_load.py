@@ -66,9 +66,8 @@ def test_arrivals_are_a_poisson_process_of_the_set_rate() -> None:
     assert np.all(gaps > 0)
     assert due_s[-1] < 100
     assert len(due_s) == pytest.approx(20_000, rel=0.03)
-    assert gaps.std() == pytest.approx(
-        gaps.mean(), rel=0.03
-    )  # as in an exponential distribution
+    # as in an exponential distribution
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.03)
     assert arrivals(rate=200, seconds=1, seed=3) == due_s[due_s < 1].tolist()
 
 
@@ -78,9 +77,8 @@ async def test_delay_of_the_load_generator_counts_as_latency_and_turns_stay_in_o
     async def ask(session: int, turn: int) -> float:
         asked.append((session, turn))
         if len(asked) == 1:
-            time.sleep(
-                0.05
-            )  # stops this whole process: what is due meanwhile leaves late
+            # stops this whole process: what is due meanwhile leaves late
+            time.sleep(0.05)
         return time.perf_counter()
 
     measured = await open_loop(ask, SCRIPT, due_s=[0.0, 0.001, 0.002])

@@ -239,9 +239,8 @@ def test_body_with_thousands_of_unknown_names_is_refused(
     assert refused.value.status == 400
     assert refused.value.code == "too_many_fields"
     assert parsed(name, **{"q" * 1_000_000: 1}).ignored == ("q" * 64,)
-    assert (
-        not compared
-    )  # each comparison takes 50 us, and a long name's in proportion to its length
+    # each comparison takes 50 us, and a long name's in proportion to its length
+    assert not compared
 
 
 def test_number_of_recorded_client_fields_is_bounded():

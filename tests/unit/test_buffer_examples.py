@@ -232,9 +232,8 @@ def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
     metrics = values(buffer)
     assert metrics["groups_dropped/zero_variance"] == 1
     assert metrics["rollouts_dropped/zero_variance"] == 2
-    assert (
-        metrics["finished_reward_mean"] == 0.5
-    )  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    assert metrics["finished_reward_mean"] == 0.5
 
 
 def raising(group: Group) -> str | None:

@@ -108,9 +108,8 @@ async def test_constrained_free_parses_the_calls_that_the_model_makes(
             model="tiny", messages=[ASK], **FORCED[way]
         )
         [call] = answer.choices[0].message.tool_calls or []
-        assert (
-            call.function.name == "shell"
-        )  # another than the named one: the client judges it
+        # another than the named one: the client judges it
+        assert call.function.name == "shell"
 
 
 @every_way
@@ -291,9 +290,8 @@ async def test_only_allowed_tools_may_be_called(
     say(gateway, renderer, CALL % "shell")
     assert await names("auto", "shell") == ["shell"]
     assert await names("auto", "calc", "shell") == ["shell"]
-    assert (
-        await names("auto", "calc") == []
-    )  # not offered: what looks like a call of it is text
+    # not offered: what looks like a call of it is text
+    assert await names("auto", "calc") == []
     prompts = [request["input_ids"] for request in gateway.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2]  # which shows both tools
     assert "shell" in renderer.decode(prompts[0])

@@ -129,11 +129,8 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
         lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index]),
     )
     opened = cuda_memory.open_memory(received)
-    assert place_of(opened) == (
-        8192,
-        1000,
-        0,
-    )  # this process numbers the GPUs otherwise
+    # this process numbers the GPUs otherwise
+    assert place_of(opened) == (8192, 1000, 0)
     assert driver.opened == [(0, 8192)]
     del opened
     assert driver.opened == []

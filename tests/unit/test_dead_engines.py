@@ -442,9 +442,8 @@ async def test_engine_is_restarted_a_limited_number_of_times(
 ) -> None:
     await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            FakeReceiver, "check", FakeReceiver.commit
-        )  # raises: it takes no such arguments
+        # raises: it takes no such arguments
+        patch.setattr(FakeReceiver, "check", FakeReceiver.commit)
         fleet.evict("engine-1", "it died")
         await eventually(fleet._replacements["engine-1"].done)
     assert len(FakeServer.made) == 5
@@ -635,9 +634,8 @@ async def test_failed_start_of_one_engine_stops_all_engines(
     starting = asyncio.create_task(second.start())
     await eventually(lambda: len(FakeServer.made) == 23)
 
-    FakeServer.made[
-        10
-    ].stopped = True  # its process has died: the wait for it fails, the others' go on
+    # its process has died: the wait for it fails, the others' go on
+    FakeServer.made[10].stopped = True
     with pytest.raises(ServerError, match="engine-7 ended"):
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])

@@ -91,9 +91,8 @@ def test_engine_on_the_previous_version_reads_only_deltas(
     for version in range(1, 4):
         staged = stage(folders, version)
         if version > 1:
-            Path(chain(staged)[0], WEIGHTS_NAME).unlink(
-                missing_ok=True
-            )  # nobody needs it who is up to date
+            # nobody needs it who is up to date
+            Path(chain(staged)[0], WEIGHTS_NAME).unlink(missing_ok=True)
         load_chain(chain(staged), LAYOUT, held)
         assert checksums(held) == staged.checksums == checksums(tensors(version))
 
@@ -116,9 +115,8 @@ def test_engine_that_is_behind_or_ahead_reaches_the_version(
     behind = tensors(1)
     load_chain(chain(third), LAYOUT, behind)
     assert checksums(behind) == third.checksums
-    load_chain(
-        chain(second), LAYOUT, behind
-    )  # an update that failed after it had loaded
+    # an update that failed after it had loaded
+    load_chain(chain(second), LAYOUT, behind)
     assert checksums(behind) == second.checksums
     assert names(first) == names(third)[:1]
 

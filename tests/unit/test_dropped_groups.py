@@ -96,9 +96,8 @@ def test_running_stale_group_is_reported_and_an_ended_group_is_not() -> None:
     buffer.advance(WeightVersion(1))
     assert buffer.unwanted() == ()
     buffer.lease()
-    buffer.record(
-        finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1)
-    )  # begun under version 0
+    # begun under version 0
+    buffer.record(finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1))
     assert buffer.unwanted() == (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 
 
@@ -113,9 +112,8 @@ async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closin
         assert await waiting == (INCOMPLETE_G0,)
         at_the_end = asyncio.create_task(actor.unwanted())
         await asyncio.sleep(0)
-    assert (
-        await asyncio.wait_for(at_the_end, 15.0) == ()
-    )  # it would wait for 20 s otherwise
+    # it would wait for 20 s otherwise
+    assert await asyncio.wait_for(at_the_end, 15.0) == ()
 
 
 # ----------------------------------------------------------------- the dispatcher
@@ -197,9 +195,8 @@ async def test_waiting_rollouts_of_a_dropped_group_never_run():
     pool = DroppingPool()
     opener.may_end.set()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
-    await until(
-        lambda: len(pool.running) == 3 and len(opener.opened) == 4
-    )  # the fourth waits
+    # the fourth waits
+    await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)
     buffer.dropped.put_nowait(DroppedGroup(group_id="g1", reason=DropReason.STALE))
     await until(lambda: ("g2/0",) in pool.running)
     assert opener.aborted == dict.fromkeys(
@@ -587,9 +584,8 @@ async def test_group_dropped_while_it_is_offered_is_withdrawn(
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: "g0" in offers._dropped and not offers._drops)
     may_offer.set()
-    await until(
-        lambda: buffer.asked > 1
-    )  # until then an environment may take it, which cannot open it
+    # until then an environment may take it, which cannot open it
+    await until(lambda: buffer.asked > 1)
     assert (await leased(gateway))["group_id"] == "g1"
     await offers.stop()
 

@@ -547,9 +547,8 @@ async def test_exported_rows_train_only_sampled_and_delivered_tokens(
     ]
     say(gateway, renderer, "156.", "A title")
     messages = await ask(gateway, session, shots)
-    await ask(
-        gateway, session, [{"role": "user", "content": "A title for it?"}]
-    )  # auxiliary
+    # auxiliary
+    await ask(gateway, session, [{"role": "user", "content": "A title for it?"}])
     say(gateway, renderer, "Yes.")
     await ask(gateway, session, [*messages, MORE])
     await gateway.finish(session)

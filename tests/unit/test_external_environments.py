@@ -141,9 +141,8 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     )
     held = Held(buffer)
     store = LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient(
-        "http://no-gateway", env_key="k"
-    )  # nothing is opened at one here
+    # nothing is opened at one here
+    sessions = SessionClient("http://no-gateway", env_key="k")
     clock = SteppedClock()
     offers = ExternalDispatcher(
         held,  # type: ignore[arg-type]

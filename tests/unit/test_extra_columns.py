@@ -248,9 +248,8 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
     zeros_T = [0.0] * len(left.sampled_ids_T)
     assert trained(first_row, "process_reward") == steps_T + zeros_T
     assert trained(first_row, "weight") == [3.0] * len(steps_T) + [1.0] * len(zeros_T)
-    assert (
-        trained(second_row, "process_reward") == right_T
-    )  # the shared turn is trained in the first row
+    # the shared turn is trained in the first row
+    assert trained(second_row, "process_reward") == right_T
     assert trained(second_row, "weight") == [7.0] * len(right_T)
     for row in (first_row, second_row):
         for column_T in row.columns.values():

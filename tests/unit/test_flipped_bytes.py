@@ -122,9 +122,8 @@ def test_a_flip_anywhere_in_a_store_is_found_or_harmless(store: Path, tmp_path: 
     assert [len(part) for part in expected] == [8, 8]
     chance = random.Random(28)
     content = store.read_bytes()
-    used = [
-        place for place, byte in enumerate(content) if byte
-    ]  # most of a small store is empty
+    # most of a small store is empty
+    used = [place for place, byte in enumerate(content) if byte]
     verdicts: dict[str, int] = {}
     silent: list[int] = []
     for number in range(_FLIPS):

@@ -524,9 +524,8 @@ def test_departing_request_is_compared_once_with_each_message(
     again = forest.match(sent)
     assert changed(again) == changed(first)
     assert again.fork is ForkReason.CONTEXT_EDITED
-    passes = (
-        len(MatchLevel) + 3
-    )  # whole conversations, of any tools, message by message; some to spare
+    # whole conversations, of any tools, message by message; some to spare
+    passes = len(MatchLevel) + 3
     assert sum(digested) <= passes * len(sent)
 
 

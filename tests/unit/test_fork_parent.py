@@ -184,9 +184,8 @@ def test_driver_uses_the_parent_that_its_supervisor_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = EarlyParent(MODULE, log=tmp_path / "parent.log")
-    inherited = os.dup(
-        early.descriptor
-    )  # as in a driver, to which the descriptor is passed
+    # as in a driver, to which the descriptor is passed
+    inherited = os.dup(early.descriptor)
     early.opened_in_child()
     (name,) = early.environment
     monkeypatch.setenv(name, f"{MODULE}={inherited}")

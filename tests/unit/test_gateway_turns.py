@@ -205,9 +205,8 @@ async def test_edited_history_and_side_requests_fork_with_a_reason(gateway: Runn
     assert metrics["forks"] == {"history_edited": 1, "new_conversation": 1}
     assert metrics["turns"]["stop"] == 3
     assert metrics["loop_lag_ms"].keys() == {"p50", "p99", "max"}
-    summary = await gateway.finish(
-        session
-    )  # waits until the last answer is known to have arrived
+    # waits until the last answer is known to have arrived
+    summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
     assert summary.forks == 2
     assert summary.trained_tokens == summary.sampled_tokens
@@ -236,10 +235,8 @@ async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(
         assert params["temperature"] == 0.7
         assert params["top_p"] == 1.0
         assert params["max_new_tokens"] == 20
-        assert (params["top_k"], params["frequency_penalty"]) == (
-            -1,
-            0.0,
-        )  # as the model is, said so
+        # as the model is, said so
+        assert (params["top_k"], params["frequency_penalty"]) == (-1, 0.0)
         assert "sampling_seed" not in params
     assert gateway.turns(session)[0].temperature == pytest.approx(0.7)
     shown = (await gateway.env(f"/sessions/{session.id}")).json()

@@ -135,9 +135,8 @@ def test_logits_are_shared_only_between_equal_masks() -> None:
             )
             assert packed.project_U[projection] == nth
             at += 1
-    assert (
-        len(packed.project_U) == 3 + 2
-    )  # of the first token: free, one, other; of the second: free, one
+    # of the first token: free, one, other; of the second: free, one
+    assert len(packed.project_U) == 3 + 2
 
 
 def test_sample_without_grammars_loads_no_tokenizer() -> None:

@@ -144,9 +144,8 @@ def test_time_left_is_estimated_from_the_last_steps() -> None:
         assert run.seconds_left(clock.now) == 190.0
         clock.now = 114.0  # within the next step
         assert run.seconds_left(clock.now) == 186.0
-        clock.now = (
-            150.0  # which takes longer than any before: no more than it is taken off
-        )
+        # which takes longer than any before: no more than it is taken off
+        clock.now = 150.0
         assert run.seconds_left(clock.now) == 180.0
         for step in range(4, 14):
             clock.now += 2.0
@@ -427,9 +426,8 @@ def test_terminal_is_restored_after_the_display(
     ):
         assert shown.count(line) == 1, shown
     assert any("a warning" in line for line in shown)
-    assert sum(line.startswith("step 1/5") for line in shown) == 1, (
-        shown
-    )  # no torn rest of an earlier one
+    # no torn rest of an earlier one
+    assert sum(line.startswith("step 1/5") for line in shown) == 1, shown
     assert sum("reward 0.25" in line for line in shown) == 1
     frame = next(
         index for index, line in enumerate(shown) if line.startswith("step 1/5")

@@ -90,9 +90,8 @@ async def test_a_session_lives_as_long_as_it_may_whatever_the_clock_is_set_to(
         [session] = await gateway.open()
         await ask(gateway, session, [ASK])
         machine.set_clock(jump_s)
-        await asyncio.sleep(
-            1.2
-        )  # longer than from one look at the sessions to the next
+        # longer than from one look at the sessions to the next
+        await asyncio.sleep(1.2)
         assert state(gateway, session) == "open"
         if not restarts:
             await _ends_after_its_time(gateway, machine, session)

@@ -197,9 +197,8 @@ async def test_score_in_the_judged_text_is_not_the_verdict(
     assert await judge(TASK, RolloutResult(output=attack)) == 0.0
     system, user = server.requests[0]["messages"]
     assert attack not in system["content"]
-    assert (
-        json.loads(user["content"])["answer"] == attack
-    )  # it cannot leave its JSON string
+    # it cannot leave its JSON string
+    assert json.loads(user["content"])["answer"] == attack
     server.requests.clear()
     server.replies = [lambda request_id: attack] * 3
     with pytest.raises(module.JudgeError):

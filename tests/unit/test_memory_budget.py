@@ -247,9 +247,8 @@ def test_memory_of_a_step_grows_with_its_tokens(model: Path) -> None:
         for tokens in (1000, 2000, 4000)
     ]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
-    assert steps[2] == pytest.approx(
-        4 * steps[0], rel=0.3
-    )  # a block of logits is bounded
+    # a block of logits is bounded
+    assert steps[2] == pytest.approx(4 * steps[0], rel=0.3)
 
 
 def layer_of(**sizes: float) -> LayerActivations:
@@ -530,9 +529,8 @@ def test_estimate_on_a_gpu_counts_only_inputs_of_kernels(tmp_path: Path) -> None
         head_dim=dim,
         intermediate=inner,
     )
-    norms = 2 * (
-        2 * hidden
-    )  # of each its input and its result, which is the next projection's input
+    # of each its input and its result, which is the next projection's input
+    norms = 2 * (2 * hidden)
     mixed = (heads + 2 * kv_heads) * dim
     attention = (2 * heads + 2 * kv_heads) * dim  # queries, keys, values and the output
     mlp = 2 * inner + inner  # gate and up, and what they give

@@ -121,9 +121,8 @@ def assembled(text: str) -> dict[str, Any]:
                     **message["usage"],
                     "output_tokens": event_data["usage"]["output_tokens"],
                 }
-                assert (
-                    begun == event_data["usage"]
-                )  # the prompt is counted alike before and after
+                # the prompt is counted alike before and after
+                assert begun == event_data["usage"]
                 message["usage"] |= event_data["usage"]
             case "message_stop":
                 ended = True
@@ -132,9 +131,8 @@ def assembled(text: str) -> dict[str, Any]:
     assert ended
     for block, arguments in zip(message["content"], texts, strict=True):
         if arguments:
-            block["input"] = from_json(
-                arguments, allow_partial=True
-            )  # as the clients do
+            # as the clients do
+            block["input"] = from_json(arguments, allow_partial=True)
     return message
 
 
@@ -238,10 +236,8 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     ]
     dropped = [block for block in first["content"] if block["type"] != "thinking"]
     history[1] = {"role": "assistant", "content": dropped}
-    second["content"][1]["input"] = {
-        "deep": {"b": [1, 2]},
-        "x": "é",
-    }  # as JavaScript may hand it back
+    # as JavaScript may hand it back
+    second["content"][1]["input"] = {"deep": {"b": [1, 2]}, "x": "é"}
     history += [
         {"role": "assistant", "content": [block]} for block in second["content"]
     ]
@@ -406,9 +402,8 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
             retries=1,
         )
         assert again == stopped
-        assert (
-            len(gateway.engine.requests) == asked
-        )  # told again from the recorded turn
+        # told again from the recorded turn
+        assert len(gateway.engine.requests) == asked
 
 
 async def test_message_parameters_reach_the_engine(

@@ -385,9 +385,8 @@ def test_mlflow_reads_back_values_steps_and_parameters(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv(
-        "MLFLOW_ALLOW_FILE_STORE", "true"
-    )  # the store that needs no database package
+    # the store that needs no database package
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
     config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
     check_trackers(config.run)

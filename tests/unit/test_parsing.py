@@ -257,9 +257,8 @@ def test_text_that_calls_no_known_tool_is_content(
     )
     whole, streamed = (parsed(parser, reply + rest, sizes_) for sizes_ in ((), pieces))
     for message in (whole, streamed):
-        begun = len(message.tool_calls) > len(
-            made
-        )  # only a stream tells a call before it is whole
+        # only a stream tells a call before it is whole
+        begun = len(message.tool_calls) > len(made)
         assert not (begun and message is whole)
         assert [
             (c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]
@@ -431,9 +430,8 @@ def test_thinking_is_separated_whole_and_streamed(
         message = parsed(parsers, shown, sizes_, prompt=prompt)
         assert message.reasoning.strip() == thought.strip()
         assert message.content.strip() == text.strip()
-        assert not message.content.startswith(
-            "\n"
-        )  # also behind thinking that is empty
+        # also behind thinking that is empty
+        assert not message.content.startswith("\n")
         assert [
             (call.name, json.loads(call.arguments)) for call in message.tool_calls
         ] == made

@@ -82,9 +82,8 @@ def said(text: str) -> Message:
 )
 def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
     renderer = renderer_of(model)
-    thinking = (
-        False if model == "qwen3" else None
-    )  # otherwise it writes a thought, which was not sampled
+    # otherwise it writes a thought, which was not sampled
+    thinking = False if model == "qwen3" else None
     turns = (
         ((ASK,), "156", said("156")),
         ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")),

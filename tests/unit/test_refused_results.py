@@ -326,9 +326,8 @@ async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(
 
     details: list[str] = []
     store = LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient(
-        "http://no-gateway", env_key="k"
-    )  # nothing is opened at one here
+    # nothing is opened at one here
+    sessions = SessionClient("http://no-gateway", env_key="k")
     offers = ExternalDispatcher(
         Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0
     )  # type: ignore[arg-type]

@@ -181,11 +181,8 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     items.append({"role": "user", "content": "Thanks. 1+2?"})
     third = await ask()
     assert third.output_text == "A second."
-    kinds = [
-        "function_call",
-        "message",
-        "function_call",
-    ]  # a stream tells them as they come
+    # a stream tells them as they come
+    kinds = ["function_call", "message", "function_call"]
     assert [item.type for item in third.output] == (
         kinds if stream else sorted(kinds, reverse=True)
     )

@@ -175,9 +175,8 @@ async def test_opening_a_session_waits_for_retry_after(gateway, clock):
     ]
     assert len(await gateway.client.open(LEASE)) == 2
     assert clock.pauses == [7.5, 0.1]
-    assert (
-        len({body["request_id"] for _, _, body in gateway.requests}) == 1
-    )  # a retry can be told from a new one
+    # a retry can be told from a new one
+    assert len({body["request_id"] for _, _, body in gateway.requests}) == 1
     assert len(gateway.requests) == 3
 
 

@@ -177,9 +177,8 @@ def test_long_write_ahead_log_is_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
-    monkeypatch.setattr(
-        run_store_writer, "_CHECKPOINT_EVERY", 200
-    )  # once, when nothing more is written
+    # once, when nothing more is written
+    monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     for number in range(200):
@@ -199,9 +198,8 @@ def test_long_reader_does_not_block_writers(
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
     for number in range(100):
-        writer.add_turn(turn(str(number)), b"[]").result(
-            20
-        )  # of the 30 s that a connection waits
+        # of the 30 s that a connection waits
+        writer.add_turn(turn(str(number)), b"[]").result(20)
     reader.close()
     writer.close()
 

@@ -203,9 +203,8 @@ def test_control_characters_of_the_model_never_reach_the_terminal(
     out = shown(run, capsys, "--full")
     assert {c for c in out if not c.isprintable()} <= {"\n", "\t"}
     assert r"\x1b]0;title\x07\x1b[2Jred\r\x9bK\u202egnirts\u2028" in out
-    assert (
-        "    line two\n" in out
-    )  # not at the margin, where it could be taken for another message
+    # not at the margin, where it could be taken for another message
+    assert "    line two\n" in out
     assert r"<think>hidden\x1b</think>" in out
     assert r'run\x1b[1m({"a": "\x08"})' in out
     assert {c for c in shown(run, capsys, "--json") if not c.isprintable()} <= {"\n"}

@@ -46,9 +46,8 @@ def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
 
 def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     seed = sampling_seed(0, SESSION, PROMPT, 1)
-    assert (
-        seed == 1584714016
-    )  # pinned: a run that is resumed by a later version must go on as it began
+    # pinned: a run that is resumed by a later version must go on as it began
+    assert seed == 1584714016
     assert (
         sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1)
         == seed
@@ -113,9 +112,8 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
         assert len(set(of_first)) == 3
         assert all(isinstance(sent_seed, int) for sent_seed in of_first)
         assert not set(await seeds(second)) & set(of_first)
-        assert (
-            await seeds(replaced, seed=9) == of_first
-        )  # the same place; training does not ask the client
+        # the same place; training does not ask the client
+        assert await seeds(replaced, seed=9) == of_first
         assert await seeds(served, seed=9) == [9, 9, 9]
         [reordered] = await gateway.open()
         for message in (MORE, ASK):  # as requests that were sent at once may arrive

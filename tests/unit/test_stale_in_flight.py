@@ -87,9 +87,8 @@ def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
     assert buffer.unwanted() == G1_IS_STALE
     assert buffer.events.dropped == {"stale": 1}
     assert buffer.suspects() == []
-    buffer.note_sampled(
-        [sampled(0, 0)]
-    )  # said once more, by a look that had begun before
+    # said once more, by a look that had begun before
+    buffer.note_sampled([sampled(0, 0)])
     assert buffer.events.dropped == {"stale": 1}
 
 
@@ -229,9 +228,8 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
         await say(gateway, session)
     assert gateway.store.sampled_so_far(["g"]) == []
 
-    await say(
-        gateway, second, response_format={"type": "json_object"}
-    )  # constrained: not trained
+    # constrained: not trained
+    await say(gateway, second, response_format={"type": "json_object"})
     gateway.engine.holds = lambda count: count > 3
     chat = gateway.client(first).chat.completions
     stream = await chat.create(model="tiny", messages=[ASK], stream=True)

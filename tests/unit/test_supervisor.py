@@ -403,9 +403,8 @@ def test_interrupt_does_not_wait_for_a_call_that_ignores_signals(
     start: Start, kind: signal.Signals
 ) -> None:
     process = start(LEAVES + BLOCKED, restarts=3)
-    [pid, up] = sorted(
-        says(process) for _ in range(2)
-    )  # a daemon speaks when it gets to it
+    # a daemon speaks when it gets to it
+    [pid, up] = sorted(says(process) for _ in range(2))
     assert up == "up"
     process.send_signal(kind)
     code, out, err = end(process)

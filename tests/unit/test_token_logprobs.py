@@ -217,9 +217,8 @@ def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
     (micro_batch,) = pack([row, row], max_tokens=10, share_prefixes=True)
     logits_V = torch.tensor([6.0, 0.0, 0.0]).bfloat16()
     hidden_UH = torch.ones(1, 1).bfloat16()
-    weight_VH = (
-        logits_V[:, None].clone().requires_grad_()
-    )  # whose gradient is then that of the logits
+    # whose gradient is then that of the logits
+    weight_VH = logits_V[:, None].clone().requires_grad_()
     logprobs_N, _, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
     logprobs_N.sum().backward()
     assert weight_VH.grad is not None

@@ -188,9 +188,8 @@ async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_sho
             await client.chat.completions.create(
                 **chat, logprobs=True, top_logprobs=top
             )
-    await client.responses.create(
-        model="tiny", input="Hi", top_logprobs=2
-    )  # log-probs are not included
+    # log-probs are not included
+    await client.responses.create(model="tiny", input="Hi", top_logprobs=2)
     await recorded(gateway, session, top=0)
 
 

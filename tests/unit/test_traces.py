@@ -380,9 +380,8 @@ def test_dead_collector_does_not_hold_up_requests(silent: bool) -> None:
         parent = SpanPlace(TRACE_ID, PARENT_ID)
         for _ in range(40_000):  # more than the queue holds
             traces.past_span("batch", parent, start=1.0, end=2.0, attributes={})
-        assert (
-            time.monotonic() - began < 60
-        )  # one wait for an answer would take 5 s for each 512
+        # one wait for an answer would take 5 s for each 512
+        assert time.monotonic() - began < 60
         began = time.monotonic()
         traces.close(deadline_s=1.0)
         assert time.monotonic() - began < 5

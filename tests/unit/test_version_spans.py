@@ -65,9 +65,8 @@ def test_recorded_version_is_never_newer_than_the_weights(seed: int):
     for _ in range(200):
         truth.append(version)
         if source.random() < 0.05:
-            version += source.randint(
-                1, 2
-            )  # what is not sent yet will have the new label
+            # what is not sent yet will have the new label
+            version += source.randint(1, 2)
         if source.random() < 0.5:
             versions.add(str(version), len(truth) - sent, None)
             sent = len(truth)

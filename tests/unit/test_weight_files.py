@@ -410,9 +410,8 @@ def test_fetch_of_a_trickling_head_ends_at_its_deadline(
             except OSError:
                 return
 
-    ends_the_test = threading.Timer(
-        60, released.set
-    )  # without the fix, by another error
+    # without the fix, by another error
+    ends_the_test = threading.Timer(60, released.set)
     ends_the_test.start()
     try:
         refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)

@@ -685,9 +685,8 @@ class TestRolling:
         assert [engine.calls for engine in three[1:]] == [["check"]] * 2
         assert not any(engine.traffic_on_mixed for engine in three)
         newcomer = Receiver("engine-3")
-        await updates.bring_up(
-            newcomer, Joined(three, newcomer)
-        )  # the fleet's version is the old one
+        # the fleet's version is the old one
+        await updates.bring_up(newcomer, Joined(three, newcomer))
         assert newcomer.version == 1
 
     async def test_engine_that_cannot_be_rolled_back_is_named(
