@@ -37,10 +37,13 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code],
-                env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
-        )  # fmt: skip
+        )
         return processes[-1]
 
     yield start

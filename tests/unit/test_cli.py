@@ -44,10 +44,21 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def train(model: Path, tmp_path: Path, *more: str) -> int:
     return cli.main(
-        ["train", "--model-path", str(model), "--run-root", str(tmp_path), "--run-name", "r",
-         "--task-source-path", "rollout_fns.calculator:task_source",
-         "--rollout-function-path", "rollout_fns.calculator:rollout", *more]
-    )  # fmt: skip
+        [
+            "train",
+            "--model-path",
+            str(model),
+            "--run-root",
+            str(tmp_path),
+            "--run-name",
+            "r",
+            "--task-source-path",
+            "rollout_fns.calculator:task_source",
+            "--rollout-function-path",
+            "rollout_fns.calculator:rollout",
+            *more,
+        ]
+    )
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,10 +133,18 @@ def test_help_of_train_begins_with_the_settings_of_a_first_run(
         r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE
     )
     assert flags_in_order[:11] == [
-        "--config", "--model-path", "--rollout-function-path", "--task-file", "--reward-function-path",
-        "--num-steps", "--rollout-batch-size", "--n-samples-per-prompt", "--max-new-tokens", "--lr",
+        "--config",
+        "--model-path",
+        "--rollout-function-path",
+        "--task-file",
+        "--reward-function-path",
+        "--num-steps",
+        "--rollout-batch-size",
+        "--n-samples-per-prompt",
+        "--max-new-tokens",
+        "--lr",
         "--run-name",
-    ]  # fmt: skip
+    ]
     assert len(flags_in_order) == len(set(flags_in_order)), "each setting has one entry"
 
 
@@ -198,8 +217,12 @@ def test_bad_input_prints_one_block_and_exits_with_2(
     assert part in err
     assert "Traceback" not in err
     assert [line.split(":")[0].strip() for line in err.splitlines()] == [
-        "invrl", "where", "value", "reason", "fix",
-    ]  # fmt: skip
+        "invrl",
+        "where",
+        "value",
+        "reason",
+        "fix",
+    ]
 
 
 def test_show_config_prints_the_resolved_settings(

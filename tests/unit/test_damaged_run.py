@@ -120,9 +120,14 @@ def save_config(checkpoints: Checkpoints, step: int, **changes: object) -> Check
 
 def write_config(folder: Path, **changes: object) -> None:
     architecture = {
-        "model_type": "llama", "vocab_size": 8, "num_hidden_layers": 2, "hidden_size": 8,
-        "intermediate_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 8,
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 8,
+    }
     (folder / "config.json").write_text(json.dumps({**architecture, **changes}))
 
 
@@ -230,8 +235,10 @@ def test_damaged_checkpoint_is_not_removed_by_keep(tmp_path: Path) -> None:
     checkpoints.newest_whole(lambda _: None, NO_MODEL)
     write(checkpoints, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000002", "step-000004", "step-000004.damaged",
-    ]  # fmt: skip
+        "step-000002",
+        "step-000004",
+        "step-000004.damaged",
+    ]
 
 
 def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(
@@ -256,11 +263,20 @@ def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(
 def snapshot(*, incarnation: int, outbox_seq: int = 0) -> bytes:
     return msgspec.json.encode(
         BufferSnapshot(
-            version=WeightVersion(3), trained=WeightVersion(4), groups_leased=0, batches_taken=4,
-            in_flight=(), ready=(), counts={}, dropped={}, failed={}, sequence=7,
-            incarnation=incarnation, outbox_seq=outbox_seq,
+            version=WeightVersion(3),
+            trained=WeightVersion(4),
+            groups_leased=0,
+            batches_taken=4,
+            in_flight=(),
+            ready=(),
+            counts={},
+            dropped={},
+            failed={},
+            sequence=7,
+            incarnation=incarnation,
+            outbox_seq=outbox_seq,
         )
-    )  # fmt: skip
+    )
 
 
 def store(path: Path, incarnations: int = 1, rows: int = 400) -> Path:

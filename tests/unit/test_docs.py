@@ -386,9 +386,13 @@ def test_filter_and_task_source_examples_of_the_docs_work() -> None:
     def ended(task_id: str, num_solved: int) -> GroupOutcome:
         rewards_G = (1.0,) * num_solved + (0.0,) * (4 - num_solved)
         return GroupOutcome(
-            task_id=task_id, group_id="g", version=WeightVersion(0), rewards_G=rewards_G,
-            num_solved=num_solved, complete=True,
-        )  # fmt: skip
+            task_id=task_id,
+            group_id="g",
+            version=WeightVersion(0),
+            rewards_G=rewards_G,
+            num_solved=num_solved,
+            complete=True,
+        )
 
     group = Group(id="g", task_id="t", rollouts_G=())
     for solved, verdict in (

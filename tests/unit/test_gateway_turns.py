@@ -528,8 +528,12 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(
     assert unknown.value.code == "model_not_found"
     assert [m.id for m in (await client.models.list()).data] == ["tiny"]
     assert (await client.models.retrieve("tiny")).model_dump() == {
-        "id": "tiny", "object": "model", "created": 0, "owned_by": "invrl", "max_model_len": 1024
-    }  # fmt: skip
+        "id": "tiny",
+        "object": "model",
+        "created": 0,
+        "owned_by": "invrl",
+        "max_model_len": 1024,
+    }
     for name in ("gpt-9", "tiny/b"):
         with pytest.raises(openai.NotFoundError, match=name) as unknown:
             await client.models.retrieve(name)

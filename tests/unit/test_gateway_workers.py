@@ -325,6 +325,14 @@ async def test_dead_owning_worker_is_a_503_that_clients_retry(
 
 def test_owning_worker_is_read_from_the_name_of_a_session_or_key():
     place = WorkerPlace(number=1, urls=("a", "b"))
-    assert [place.owner(name) for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")] == [
-        1, 0, None, None, None, None,
-    ]  # fmt: skip
+    assert [
+        place.owner(name)
+        for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")
+    ] == [
+        1,
+        0,
+        None,
+        None,
+        None,
+        None,
+    ]

@@ -169,8 +169,11 @@ def module_of(requirement: str) -> str:
     """The module that a distribution is imported as."""
     name = re.split(r"[=<>\[]", requirement)[0]
     other_names = {
-        "pillow": "PIL", "pyzmq": "zmq", "python-multipart": "multipart", "apache-tvm-ffi": "tvm_ffi",
-    }  # fmt: skip
+        "pillow": "PIL",
+        "pyzmq": "zmq",
+        "python-multipart": "multipart",
+        "apache-tvm-ffi": "tvm_ffi",
+    }
     return other_names.get(name, name.replace("-", "_"))
 
 

@@ -65,9 +65,13 @@ class Program(subprocess.Popen[str]):
         root = Path(__file__).parents[2]
         super().__init__(
             [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": str(root)}, process_group=0,
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True,
-        )  # fmt: skip
+            env=os.environ | {"PYTHONPATH": str(root)},
+            process_group=0,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
 
     def says(self, line: str) -> None:
         assert self.stdout is not None

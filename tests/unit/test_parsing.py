@@ -278,8 +278,13 @@ ODD = {
     ],
     "hermes": ["42", "[1]", "[" * 100_000],
 }
-ODD = {name: [SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each) for each in odd]
-       for name, odd in ODD.items()}  # fmt: skip
+ODD = {
+    name: [
+        SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each)
+        for each in odd
+    ]
+    for name, odd in ODD.items()
+}
 ODD |= {
     "mistral": ["[TOOL_CALLS] [1]", "[TOOL_CALLS] " + "[" * 100_000],
     "llama3": [

@@ -153,8 +153,11 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
 
     first = await ask()
     assert [item.type for item in first.output] == [
-        "reasoning", "message", "function_call", "function_call"
-    ]  # fmt: skip
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
     reasoning, message, *called = [item.model_dump() for item in first.output]
     assert reasoning["content"][0]["text"] == "12 plus 13"
     assert message["content"][0]["text"] == "Let me see."

@@ -15,9 +15,16 @@ from invrl.host.sglang_on_cpu import seeded_noise
 from invrl.types import Sampling, Session
 
 SESSION = Session(
-    id="random", key="random", base_url="random", task_id="t", group_id="g7", index=3, attempt=0,
-    purpose="train", sampling=Sampling(),
-)  # fmt: skip
+    id="random",
+    key="random",
+    base_url="random",
+    task_id="t",
+    group_id="g7",
+    index=3,
+    attempt=0,
+    purpose="train",
+    sampling=Sampling(),
+)
 PROMPT = bytes(range(16))
 
 

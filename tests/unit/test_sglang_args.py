@@ -45,8 +45,11 @@ def test_sglang_values_become_flags() -> None:
         "--disable-radix-cache",
     ]
     assert router_flags({"log-level": "info", "max_payload_size": "10"}) == [
-        "--log-level", "info", "--max-payload-size", "10"
-    ]  # fmt: skip
+        "--log-level",
+        "info",
+        "--max-payload-size",
+        "10",
+    ]
     assert sglang_flags({"disable_radix_cache": "false"}) == []
     assert router_flags({"request_id_headers": "a b"}) == [
         "--request-id-headers",

@@ -74,10 +74,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", before + SUPERVISOR, *arguments],
-                env=os.environ | {"PYTHONPATH": str(ROOT)}, process_group=0, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                process_group=0,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
         return processes[-1]
 
     yield start

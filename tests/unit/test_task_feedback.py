@@ -147,9 +147,17 @@ def test_the_reward_that_counts_as_solved_is_a_setting() -> None:
     lease_all(buffer)
     finish(buffer, "g0", -1.0, 0.2, 0.25, 1.0)
     assert source.outcomes[0].success_rate == 0.5
-    assert GroupOutcome(
-        task_id="t", group_id="g", version=WeightVersion(0), rewards_G=(), num_solved=0, complete=False
-    ).success_rate is None  # fmt: skip
+    assert (
+        GroupOutcome(
+            task_id="t",
+            group_id="g",
+            version=WeightVersion(0),
+            rewards_G=(),
+            num_solved=0,
+            complete=False,
+        ).success_rate
+        is None
+    )
 
 
 def test_repeated_task_is_reported_under_the_sources_own_id() -> None:

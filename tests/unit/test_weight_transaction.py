@@ -162,9 +162,17 @@ async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -
         assert_serves(engine, 1)
         assert engine.calls == list(PHASES)
     assert set(update.seconds) == {
-        "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "trainer_canary",
+        "newcomers",
+        "stage",
+        "prepare",
+        "pause",
+        "load",
+        "commit",
+        "resume",
+        "canary",
+        "trainer_canary",
         "paused",
-    }  # fmt: skip
+    }
     assert update.lost_engines == {}
 
 
@@ -719,8 +727,10 @@ class TestRolling:
         with pytest.raises(CanaryError, match="engine-1"):
             await updates.run(WeightVersion(2))
         assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False), ("2", 2, False), ("1", 1, False)
-        ]  # fmt: skip
+            ("2", 2, False),
+            ("2", 2, False),
+            ("1", 1, False),
+        ]
 
     @pytest.mark.parametrize(
         "phase", ["pause", "load", "checksums", "commit", "resume"]
@@ -811,8 +821,16 @@ async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) ->
         assert_serves(engine, 2)
         assert engine.asleep is False
         assert engine.calls == [
-            "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
-        ]  # fmt: skip
+            "pause",
+            "sleep",
+            "check",
+            "load",
+            "checksums",
+            "commit",
+            "wake",
+            "resume",
+            "logprobs",
+        ]
     assert {"pause", "sleep", "wake", "paused"} <= update.seconds.keys()
     await updates.run(WeightVersion(3))
     assert three[0].calls[-7:] == [
