@@ -82,7 +82,8 @@ async def test_constrained_free_samples_without_a_grammar_and_trains_the_turn(
     gateway: Running, renderer: Renderer, way: str
 ):
     say(gateway, renderer, "I would rather not.")
-    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
+    [session] = await gateway.open()
+    [evaluated] = await gateway.open(purpose="eval")
     for asking_session in (session, evaluated):
         answer = await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]
@@ -159,7 +160,8 @@ async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
     gateway: Running, renderer: Renderer, way: str
 ):
     say(gateway, renderer, CALL % "calc")
-    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
+    [session] = await gateway.open()
+    [evaluated] = await gateway.open(purpose="eval")
     for asking_session in (session, evaluated):
         await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]

@@ -106,9 +106,8 @@ def test_labelled_row_carries_its_label_as_a_number(
         {"desirable": 0.0},
     ]
     alone = dataset(tmp_path, model, rows, objective="kto", data_batch_size=1)
-    assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), (
-        "kto compares rows"
-    )
+    assert alone.step(1).batch.samples == (), "kto compares rows"
+    assert alone.step(1).skipped == 1, "kto compares rows"
 
 
 def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -> None:

@@ -265,7 +265,8 @@ async def test_an_item_of_another_session_cannot_be_referred_to(
     gateway: Running, renderer: Renderer
 ):
     say(gateway, renderer, "A secret." + CALL % 1)
-    [session], [other] = await gateway.open(), await gateway.open()
+    [session] = await gateway.open()
+    [other] = await gateway.open()
     answer = await gateway.client(session).responses.create(
         model="tiny", input="Hi", tools=[TOOL]
     )
@@ -299,7 +300,8 @@ async def test_response_can_be_read_again_by_its_id(
     gateway: Running, renderer: Renderer
 ):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
-    [session], [other] = await gateway.open(), await gateway.open()
+    [session] = await gateway.open()
+    [other] = await gateway.open()
     client = gateway.client(session)
     settings = {"model": "tiny", "instructions": "Be brief.", "tools": [TOOL]}
     settings["include"] = ["message.output_text.logprobs"]

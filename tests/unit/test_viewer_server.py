@@ -181,7 +181,8 @@ def test_viewer_errors_name_field_value_reason_and_fix(served: Served) -> None:
     ):
         status_code, _, body = served.ask(path, Authorization=right)
         error = json.loads(body)["error"]
-        assert (status_code, error["field"]) == (status, field), path
+        assert status_code == status, path
+        assert error["field"] == field, path
         assert error["message"]
         assert error["fix"]
 
