@@ -298,8 +298,7 @@ class _Logs:
                 (line for line in text.splitlines() if _TELLING.search(line)), ""
             )
             if line:
-                self.found = line[:400]
-                self.found_at = time.monotonic()
+                self.found, self.found_at = line[:400], time.monotonic()
                 return
 
 
