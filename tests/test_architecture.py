@@ -397,6 +397,7 @@ def test_test_file_names_are_unique() -> None:
 
 
 def test_no_test_file_is_imported_by_another() -> None:
+    """The files of tests/integration are not held to it yet."""
     test_files = list(ROOT.glob("tests/**/test_*.py"))
     names = {path.stem for path in test_files}
 
