@@ -164,3 +164,24 @@ async def eventually(condition, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def edited_conversation(
+    gateway: Running, session: Session, *, stream: bool
+) -> None:
+    """Three turns, then one that replaces the second question."""
+    client = gateway.client(session)
+    messages: list = [ASK]
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model="tiny", messages=messages, stream=stream
+        )
+        text = ""
+        if stream:
+            async for event in answer:
+                text += event.choices[0].delta.content or "" if event.choices else ""
+        else:
+            text = answer.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, MORE]
+    other = [*messages[:2], {"role": "user", "content": "another question"}]
+    await client.chat.completions.create(model="tiny", messages=other)

@@ -368,10 +368,8 @@ class ScriptedViewer:
         }
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, query = (
-            urlsplit(request.path).path,
-            parse_qs(urlsplit(request.path).query),
-        )
+        path = urlsplit(request.path).path
+        query = parse_qs(urlsplit(request.path).query)
         if path == "/api/events":
             self._stream(request)
         elif path == "/data/manifest.js":
@@ -450,7 +448,8 @@ class ScriptedViewer:
             }
         if kind in ("rollouts", "facets"):
             rows = self._passing(query)
-            offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
+            offset = int(query.get("offset", 0))
+            limit = int(query.get("limit", 50))
             found = {
                 "total": len(rows),
                 "rows": rows[offset : offset + limit],

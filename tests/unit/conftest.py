@@ -1,11 +1,16 @@
-"""What unit tests share: a tiny model, its renderer, and a gateway on a fake engine."""
+"""What unit tests share: a tiny model, its renderer, and gateways on a fake engine: one
+alone, one of two workers, and one that ends and starts again."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
+from fakes import FakeEngine, random_reply
+from gateway_lives import Life
+from gateway_workers import Workers
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
@@ -29,3 +34,27 @@ async def gateway(
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as gateway_on_fake_engine:
         yield gateway_on_fake_engine
+
+
+@pytest.fixture
+async def workers(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Workers]:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
+        two_workers = Workers(engine, http, tmp_path)
+        try:
+            for number in range(2):
+                await two_workers.start(
+                    number, model, renderer, max_body_bytes=20_000, max_open_sessions=6
+                )
+            yield two_workers
+        finally:
+            await two_workers.stop()
+
+
+@pytest.fixture
+def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
+    return Life(tmp_path, model, renderer, sampling_seed=7)

@@ -107,7 +107,7 @@ def reference_loss(
     has a gradient, by row, token, and -1 for the sampled one or the number of a
     candidate."""
     losses: list[float] = []
-    for r, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         bound = quantile_of(
             [token.entropy for token in row], config.simko_entropy_quantile
         )
@@ -115,7 +115,7 @@ def reference_loss(
             still = token.current[token.sampled]
             before = token.rollout if config.old_logprobs == "engine" else token.old
             old = before[token.sampled]
-            ratio = math.exp(still + moved.get((r, t, -1), 0.0) - old)
+            ratio = math.exp(still + moved.get((row_index, t, -1), 0.0) - old)
             a = token.advantage
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
                 p = still
@@ -134,7 +134,9 @@ def reference_loss(
                     stopped = math.exp(still - old) / math.exp(
                         token.current[candidate] - before[candidate]
                     )
-                    logprob = token.current[candidate] + moved.get((r, t, k), 0.0)
+                    logprob = token.current[candidate] + moved.get(
+                        (row_index, t, k), 0.0
+                    )
                     of_candidate = math.exp(logprob - before[candidate])
                     own += (
                         config.simko_alpha
@@ -242,7 +244,12 @@ widths = st.integers(1, VOCABULARY)
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -251,11 +258,11 @@ def test_loss_and_gradient_equal_float64_loops(
     middle = reference_loss(rows, config, {})
     assert outputs.loss.item() == pytest.approx(middle, rel=1e-9, abs=1e-9)
     n = 0
-    for r, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         for t, token in enumerate(row):
             for k in range(-1, len(token.candidates)):
-                above = reference_loss(rows, config, {(r, t, k): STEP})
-                below = reference_loss(rows, config, {(r, t, k): -STEP})
+                above = reference_loss(rows, config, {(row_index, t, k): STEP})
+                below = reference_loss(rows, config, {(row_index, t, k): -STEP})
                 if abs((above - middle) - (middle - below)) > 1e-3 * STEP:
                     continue  # on a bound of the clip
                 measured = gradient_N[n] if k < 0 else of_top_NK[n, k]
@@ -267,7 +274,12 @@ def test_loss_and_gradient_equal_float64_loops(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_float32_is_near_float64_and_finite(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -280,7 +292,11 @@ def test_float32_is_near_float64_and_finite(
 
 
 @settings(max_examples=100, deadline=None)
-@given(width=widths, seed=st.integers(0, 10**6), name=st.sampled_from(["tv", "kl"]))
+@given(
+    width=widths,
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["tv", "kl"]),
+)
 def test_divergence_over_more_top_tokens_is_not_smaller(
     width: int, seed: int, name: str
 ) -> None:

@@ -88,9 +88,9 @@ async def test_close_waits_for_a_ledger_write_and_loses_nothing(tmp_path: Path) 
     held.let_through.set()
     await asyncio.wait_for(asyncio.gather(training, closing), 120)
     kept = read_ledger(path)
-    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+    assert [row.entry.sequence for row in kept] == list(range(len(kept)))
     check_lineage(kept, ended=True)
-    assert [str(one.entry.state) for one in kept][-2:] == ["trained", "trained"]
+    assert [str(row.entry.state) for row in kept][-2:] == ["trained", "trained"]
 
 
 async def test_cancelled_call_leaves_the_ledger_write_whole(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_cancelled_call_leaves_the_ledger_write_whole(tmp_path: Path) -> N
     await asyncio.wait_for(actor.close(), 120)
     kept = read_ledger(path)
     check_lineage(kept, ended=True)
-    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+    assert [row.entry.sequence for row in kept] == list(range(len(kept)))
 
 
 async def test_buffer_may_be_closed_twice_and_before_its_start(tmp_path: Path) -> None:
@@ -155,7 +155,8 @@ class Failing:
     """A connection that says that the disk is full."""
 
     def __init__(self, db: sqlite3.Connection, fails: Callable[[str], bool]) -> None:
-        self._db, self._fails = db, fails
+        self._db = db
+        self._fails = fails
 
     def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
         if self._fails(sql):

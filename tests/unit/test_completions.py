@@ -10,10 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
@@ -22,23 +20,13 @@ HEAD = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "<|im_end|>\n<|im_start|>user\nSure? 🙂<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers) as made:
-        yield made
+    parsers = PARSERS
+    async with running(tmp_path, model, renderer, parsers) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def spelled(renderer: Renderer, text: str) -> list[int]:
@@ -148,11 +136,13 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     pieces = [event.choices[0] for event in events if event.choices]
     assert "".join(piece.text for piece in pieces) == "Hi 漢<think>🙂"
     assert [piece.finish_reason for piece in pieces][-2:] == [None, "stop"]
-    told = [piece.logprobs for piece in pieces if piece.logprobs]
+    streamed_logprobs = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [each for one in told for each in getattr(one, name)] == getattr(
-            shown, name
-        )
+        assert [
+            value
+            for piece_logprobs in streamed_logprobs
+            for value in getattr(piece_logprobs, name)
+        ] == getattr(shown, name)
     assert events[-1].usage.completion_tokens == len(reply)
     assert {turn.parent_id for turn in gateway.turns(session)} == {None}
 

@@ -284,9 +284,9 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 
 def receiver(fleet: Fleet, name: str) -> FakeReceiver:
-    found = fleet.engines[name].receiver
-    assert isinstance(found, FakeReceiver)
-    return found
+    weight_receiver = fleet.engines[name].receiver
+    assert isinstance(weight_receiver, FakeReceiver)
+    return weight_receiver
 
 
 async def test_call_that_moves_weights_has_the_deadline_of_its_phase(
@@ -315,10 +315,8 @@ async def test_update_continues_without_waiting_for_a_lost_engine(
     await updater.update(WeightVersion(3))
     FakeServer.may_be_ready.set()
     await eventually(lambda: len(fleet.engines) == 3)
-    assert (
-        receiver(fleet, "engine-1").weights,
-        receiver(fleet, "engine-1").version,
-    ) == ("3", 3)
+    assert receiver(fleet, "engine-1").weights == "3"
+    assert receiver(fleet, "engine-1").version == 3
     assert fleet.evicted == {}
     await eventually(
         lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
@@ -338,10 +336,12 @@ async def test_engine_that_starts_while_weights_are_staged_takes_part_in_the_upd
     fleet.evict("engine-1", "it died")
     await eventually(lambda: "engine-1" in fleet.engines)
     newcomer = receiver(fleet, "engine-1")
-    assert (newcomer.weights, newcomer.version) == ("1", 1)
+    assert newcomer.weights == "1"
+    assert newcomer.version == 1
     FakeReceiver.trainer.hold.set()
     await update
-    assert (newcomer.weights, newcomer.version) == ("2", 2)
+    assert newcomer.weights == "2"
+    assert newcomer.version == 2
 
 
 async def newcomer_that_loads(
@@ -442,9 +442,8 @@ async def test_engine_is_restarted_a_limited_number_of_times(
 ) -> None:
     await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            FakeReceiver, "check", FakeReceiver.commit
-        )  # raises: it takes no such arguments
+        # raises: it takes no such arguments
+        patch.setattr(FakeReceiver, "check", FakeReceiver.commit)
         fleet.evict("engine-1", "it died")
         await eventually(fleet._replacements["engine-1"].done)
     assert len(FakeServer.made) == 5
@@ -635,9 +634,8 @@ async def test_failed_start_of_one_engine_stops_all_engines(
     starting = asyncio.create_task(second.start())
     await eventually(lambda: len(FakeServer.made) == 23)
 
-    FakeServer.made[
-        10
-    ].stopped = True  # its process has died: the wait for it fails, the others' go on
+    # its process has died: the wait for it fails, the others' go on
+    FakeServer.made[10].stopped = True
     with pytest.raises(ServerError, match="engine-7 ended"):
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
@@ -770,13 +768,8 @@ async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns
         newcomer = mixed.engines["external-0"]
         assert newcomer is not left
         assert left.server.stopped  # type: ignore[attr-defined]
-        assert (
-            receiver(mixed, "external-0").weights,
-            receiver(mixed, "external-0").version,
-        ) == (
-            str(version),
-            version,
-        )
+        assert receiver(mixed, "external-0").weights == str(version)
+        assert receiver(mixed, "external-0").version == version
         assert newcomer.client.api_key != left.client.api_key
     assert mixed.evicted == {}
 
@@ -876,7 +869,10 @@ async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) 
     )
     for version in (4, 5):
         await updater.update(WeightVersion(version))
-    assert announced == [(4, [0, 0, 0]), (5, [4, 4, 4])]
+    assert announced == [
+        (4, [0, 0, 0]),
+        (5, [4, 4, 4]),
+    ]
 
 
 async def test_an_engine_that_comes_back_while_the_router_is_away_waits_for_it(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from running_gateway import ASK, MORE, running
-from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
@@ -59,7 +58,11 @@ REQUESTS = {
         [{"role": "user", "content": "so far: ..."}, SAID, MORE],
         {},
     ),
-    ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
+    ForkReason.TOOLS_CHANGED: (
+        [ASK],
+        [ASK, SAID, MORE],
+        {"tools": [CALC]},
+    ),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
     ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
 }
@@ -103,11 +106,6 @@ CHANGED = {
     },
 }
 """By reason: what the second request's turn shows of it."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize("reason", ForkReason)
@@ -175,7 +173,10 @@ async def test_fork_explanation_survives_a_restart(
     async with running(
         tmp_path, model, renderer, Parsers(tool_calls="qwen25")
     ) as gateway:
-        again = {"messages": [{"role": "user", "content": "again"}], "model": "tiny"}
+        again = {
+            "messages": [{"role": "user", "content": "again"}],
+            "model": "tiny",
+        }
         assert (
             await gateway.env("/v1/chat/completions", again, key=session.key)
         ).status_code == 200

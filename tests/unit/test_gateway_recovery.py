@@ -4,13 +4,12 @@ answers, old outcomes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
-from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import ASK, MORE, Running, eventually, running
+from gateway_lives import Life, ask
+from running_gateway import ASK, MORE, Running, eventually
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
@@ -26,41 +25,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-class Life:
-    """The same store and key under one gateway after the other."""
-
-    def __init__(
-        self, folder: Path, model: Path, renderer: Renderer, **settings: object
-    ) -> None:
-        self._of, self._settings = (folder, model, renderer), settings
-        self.store = folder / "run.db"
-
-    @contextlib.asynccontextmanager
-    async def again(self, **changes: object):
-        async with running(*self._of, **(self._settings | changes)) as gateway:
-            yield gateway
-
-
-@pytest.fixture
-def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
-    return Life(tmp_path, model, renderer, sampling_seed=7)
-
-
-async def ask(
-    gateway: Running,
-    session: Session,
-    messages: list,
-    *,
-    retry: bool | None = None,
-    **more,
-):
-    """`retry`: what the client says of its request; None: its first try."""
-    client = gateway.client(session, base_url=f"{gateway.url}/s/{session.key}/v1")
-    if retry is not None:
-        more["extra_headers"] = {"x-stainless-retry-count": str(int(retry))}
-    return await client.chat.completions.create(model="tiny", messages=messages, **more)
 
 
 def reply(answer) -> dict:
@@ -116,7 +80,11 @@ async def test_retry_after_a_restart_gets_the_recorded_turn(
     life: Life, renderer: Renderer
 ):
     stop = renderer._tokenizer.encode("abc STOP")
-    asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
+    asked = {
+        "stop": "STOP",
+        "logprobs": True,
+        "max_tokens": len(stop),
+    }
     async with life.again() as gateway:
         gateway.engine.script = lambda _: stop
         [session] = await gateway.open(purpose="serve")
@@ -134,15 +102,17 @@ async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life
         stream = await ask(
             gateway, session, [ASK], retry=retry, stream=True, logprobs=True
         )
-        found = [event async for event in stream]
-        text = "".join(event.choices[0].delta.content or "" for event in found)
+        streamed_events = [event async for event in stream]
+        text = "".join(
+            event.choices[0].delta.content or "" for event in streamed_events
+        )
         logprobs = [
             t.logprob
-            for e in found
+            for e in streamed_events
             if e.choices[0].logprobs
             for t in e.choices[0].logprobs.content
         ]
-        return found[0].id, text, logprobs
+        return streamed_events[0].id, text, logprobs
 
     async with life.again() as gateway:
         [session] = await gateway.open()
@@ -218,7 +188,11 @@ async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit
     async with life.again(max_open_sessions=2) as gateway:
         sessions = await gateway.open(members=2)
     async with life.again(max_open_sessions=2) as gateway:
-        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "members": [{"index": 0}],
+        }
         assert (await gateway.env("/sessions", body)).status_code == 429
     async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
@@ -274,7 +248,11 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         for session in (child, done, gone, grandchild):
             await ask(gateway, session, [ASK])
         first, second = [turn.id for turn in gateway.turns(parent)]
-        own = {"reward": 3.0, "turn": first, "components": {"x": 1.0}}
+        own = {
+            "reward": 3.0,
+            "turn": first,
+            "components": {"x": 1.0},
+        }
         for body in (own, {"reward": -2.0, "branch": second}):
             await gateway.env(f"/sessions/{parent.id}/reward", body, key=parent.key)
         await gateway.finish(done, reward=5.0)
@@ -355,7 +333,8 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
     db.close()
     async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
-        assert (answer.status_code, answer.json()["deadline"]) == (202, deadline)
+        assert answer.status_code == 202
+        assert answer.json()["deadline"] == deadline
         turn = gateway.turns(judged)[0].id
         for body in ({"reward": 2.0, "turn": turn}, {"reward": 0.5}):
             answer = await gateway.env(
@@ -363,22 +342,22 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
             )
         assert answer.json()["state"] == "finished"
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        found = {
+        turns_by_id = {
             o.session_id: o
             for _, o in gateway.store.outbox_after(0)
             if isinstance(o, RolloutSummary)
         }
-        assert {name: o.reward for name, o in found.items()} == {
+        assert {name: o.reward for name, o in turns_by_id.items()} == {
             judged.id: 0.5,
             stored.id: 0.25,
         }
-        assert found[judged.id].turn_rewards == {turn: 2.0}
+        assert turns_by_id[judged.id].turn_rewards == {turn: 2.0}
         assert (await gateway.env("/metrics")).json()["sessions"] == {
             "unrewarded": 1,
             "finished": 2,
         }
     async with life.again(reward_deadline_s=3000.0) as gateway:
-        assert await gateway.finish(judged, reward=9.0) == found[judged.id]
+        assert await gateway.finish(judged, reward=9.0) == turns_by_id[judged.id]
 
 
 async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life: Life):
@@ -396,7 +375,7 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
     async with life.again(leases=True) as gateway:
         [session] = await gateway.open(request_id="one")
     async with life.again(leases=True) as gateway:
-        assert [one.key for one in await gateway.open(request_id="one")] == [
+        assert [opened.key for opened in await gateway.open(request_id="one")] == [
             session.key
         ]
         refused = await gateway.env(
@@ -408,10 +387,8 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
                 "request_id": "two",
             },
         )
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            409,
-            "not_leased",
-        )
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "not_leased"
         assert store.taken() == []
     store.close()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
@@ -16,20 +15,9 @@ from running_gateway import (
     MORE,
     Running,
     eventually,
-    running,
 )
 
 from invrl.gateway.rendering.renderer import Renderer
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as gateway:
-        yield gateway
 
 
 async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(
@@ -61,7 +49,8 @@ async def test_a_generation_that_breaks_off_is_not_begun_again(gateway: Running)
             pass
     assert len(gateway.engine.requests) == 1
     [turn] = gateway.turns(session)
-    assert (turn.finish_reason, len(turn.sampled_ids_T)) == ("abort", 3)
+    assert turn.finish_reason == "abort"
+    assert len(turn.sampled_ids_T) == 3
 
 
 async def test_what_was_aborted_is_never_continued(

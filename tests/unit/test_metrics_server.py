@@ -182,7 +182,8 @@ def test_scrape_of_an_engine_without_metrics_names_the_setting() -> None:
         upstreams = {"engine-0": url, "router": url}
         with serving(None, lambda: upstreams) as server:
             status, text = get(server, "/metrics/engine-0")
-            assert (status, "--sglang-enable-metrics" in text) == (502, True)
+            assert status == 502
+            assert "--sglang-enable-metrics" in text
             assert get(server, "/metrics/router") == (502, "router answered 404\n")
 
 
@@ -354,7 +355,8 @@ def test_who_asks_for_loopback_is_answered(host: str) -> None:
 def test_a_site_whose_name_points_here_is_refused(host: str, path: str) -> None:
     with serving() as server:
         status, text = get(server, path, headers={"Host": host})
-        assert (status, "invrl_" in text) == (421, False)
+        assert status == 421
+        assert "invrl_" not in text
 
 
 def test_a_server_for_other_machines_is_asked_by_any_name() -> None:

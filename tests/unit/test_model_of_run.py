@@ -34,7 +34,10 @@ def configuration(model: Path, reference: str = "") -> Config:
         "reference_model_path": reference,
         "critic_model_path": reference,
     }
-    tables = {"model": settings, "algorithm": {"kl_coef": 0.1, "advantage": "gae"}}
+    tables = {
+        "model": settings,
+        "algorithm": {"kl_coef": 0.1, "advantage": "gae"},
+    }
     return resolve(Source(name="test", tables=tables))
 
 

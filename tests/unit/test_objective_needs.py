@@ -193,4 +193,5 @@ def test_critic_lambda_defaults_to_the_policys() -> None:
         AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
     )
     vapo = AlgorithmConfig(algorithm_preset="vapo")
-    assert (vapo.critic_gae_lambda, vapo.gae_length_alpha) == (1.0, 0.05)
+    assert vapo.critic_gae_lambda == 1.0
+    assert vapo.gae_length_alpha == 0.05

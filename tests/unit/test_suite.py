@@ -29,7 +29,8 @@ REPORT = """<testsuites><testsuite>
 
 def test_test_halves_take_equally_long() -> None:
     first, second = halves({"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0})
-    assert (first, second) == (["a", "d"], ["b", "c"])
+    assert first == ["a", "d"]
+    assert second == ["b", "c"]
 
 
 def test_every_file_of_tests_is_in_one_half() -> None:
@@ -53,14 +54,14 @@ def test_slow_tests_count_only_where_they_run() -> None:
 def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
     report = tmp_path / "0.xml"
     report.write_text(REPORT)
-    found = summary(read_reports([report]))
-    assert found["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
-    assert found["slow_tests"] == 1
-    assert found["seconds_by_file"] == {
+    totals = summary(read_reports([report]))
+    assert totals["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
+    assert totals["slow_tests"] == 1
+    assert totals["seconds_by_file"] == {
         "tests/e2e/test_b.py": {"quick": 4.5, "slow": 0.0},
         "tests/unit/test_a.py": {"quick": 1.5, "slow": 2.0},
     }
-    assert next(iter(found["slowest"])) == "tests/e2e/test_b.py::test_three"
+    assert next(iter(totals["slowest"])) == "tests/e2e/test_b.py::test_three"
 
 
 def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
@@ -73,7 +74,8 @@ def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
     assert half.process.wait(timeout=300) == 1
     assert [name.rpartition("::")[2] for name in half.look()] == ["test_wrong"]
     assert half.look() == []
-    assert (half.num_done, half.num_tests) == (2, 2)
+    assert half.num_done == 2
+    assert half.num_tests == 2
     assert half.running.endswith("test_a.py")
     assert half.report.exists()
 
@@ -97,8 +99,12 @@ def test_remaining_time_is_that_of_the_slower_half(
         for parts, name in ((["a"], "first"), (["test_3.py", "test_4.py"], "second"))
     )
     assert "min left" not in progress_line([first, second], 60.0)
-    first.num_tests, first.num_done, first.files_done = 100, 75, {"a/test_1.py"}
-    second.num_tests, second.num_done, second.files_done = 100, 50, {"test_3.py"}
+    first.num_tests = 100
+    first.num_done = 75
+    first.files_done = {"a/test_1.py"}
+    second.num_tests = 100
+    second.num_done = 50
+    second.files_done = {"test_3.py"}
     second.failed = ["test_x"]
     line = progress_line([first, second], 605.0)
     assert line.startswith("[10:05] 125 of 200 tests done, 1 failed, about 10 min left")

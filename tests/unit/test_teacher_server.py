@@ -154,7 +154,11 @@ async def test_each_trained_token_gets_its_teacher_logprob(
     batch = batch_of(([5, 6, 7, 8, 9, 10], [2, 4]), ([1, 2, 3], [1, 2]), ([4, 5], []))
     scored = await teacher_at(server.url).score(batch)
     columns = [sample.columns["teacher"].tolist() for sample in scored.samples]
-    expected = [[0, 0, -0.07, 0, -0.09, 0], [0, -0.02, -0.03], [0, 0]]
+    expected = [
+        [0, 0, -0.07, 0, -0.09, 0],
+        [0, -0.02, -0.03],
+        [0, 0],
+    ]
     for column, values in zip(columns, expected, strict=True):
         assert column == pytest.approx(values)
     sent = sorted(server.requests, key=lambda body: len(body["input_ids"]))

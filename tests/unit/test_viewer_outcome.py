@@ -39,7 +39,8 @@ def test_the_gain_that_the_run_measured_is_told_with_its_interval(
 ) -> None:
     run = record_run(tmp_path)
     run.folder.report_path.mkdir(exist_ok=True)
-    before, after = evaluation(0.2), evaluation(0.9)
+    before = evaluation(0.2)
+    after = evaluation(0.9)
     console = Console()
     held_out = HeldOutEvaluations(resolve(), run.folder, None, console)  # type: ignore[arg-type]
     held_out.report_gain(before, after)

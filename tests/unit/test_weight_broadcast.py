@@ -191,7 +191,10 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
         signal.SIGSTOP: "waited 6.0 s for b to answer",
     }[fault]
     assert reason in update.lost_engines["b"]
-    assert fleet.trainer.offers[1:] == [(2, ["a", "b", "c"]), (2, ["a", "c"])]
+    assert fleet.trainer.offers[1:] == [
+        (2, ["a", "b", "c"]),
+        (2, ["a", "c"]),
+    ]
     assert await fleet.held() == 2 * [fleet.trainer.checksums()]
 
     # It comes back under its name, as another process, and gets the version that the
@@ -205,7 +208,10 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     assert await fleet.held() == [fleet.trainer.checksums()]
     fleet.engines = [*others, newcomer]
     await fleet.update(3)
-    assert fleet.trainer.offers[3:] == [(2, ["b"]), (3, ["a", "c", "b"])]
+    assert fleet.trainer.offers[3:] == [
+        (2, ["b"]),
+        (3, ["a", "c", "b"]),
+    ]
     assert await fleet.held() == 3 * [fleet.trainer.checksums()]
 
 

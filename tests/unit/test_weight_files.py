@@ -43,15 +43,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(version: int) -> Tensors:
-    made: Tensors = {}
+    values_by_name: Tensors = {}
     for spec in LAYOUT:
         values = torch.linspace(0.5, 1.0, spec.shape[0]).view(
             -1, *[1] * (len(spec.shape) - 1)
         )
-        made[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(
+        values_by_name[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(
             getattr(torch, spec.dtype)
         )
-    return made
+    return values_by_name
 
 
 def checksums(held: Tensors) -> dict[str, str]:
@@ -410,9 +410,8 @@ def test_fetch_of_a_trickling_head_ends_at_its_deadline(
             except OSError:
                 return
 
-    ends_the_test = threading.Timer(
-        60, released.set
-    )  # without the fix, by another error
+    # without the fix, by another error
+    ends_the_test = threading.Timer(60, released.set)
     ends_the_test.start()
     try:
         refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)

@@ -118,7 +118,10 @@ def more_than_asked(event: dict) -> dict:
     )(event)
 
 
-GOOD_TOP = [[-1.0, 7, None], [-2.0, 8, None]]
+GOOD_TOP = [
+    [-1.0, 7, None],
+    [-2.0, 8, None],
+]
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "id beyond the vocabulary": (
         token(512),
