@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,8 +27,15 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 RECORD = TESTS / "suite.json"
-TOGETHER = ("tests/e2e",)
-"""Folders whose files share a run, which each half would have to make for itself."""
+TOGETHER = (
+    ("learned",),
+    ("tiny_fleet", "router_client", "smg_router", "engine_parent"),
+    ("ray_session",),
+    ("pool",),
+)
+"""Fixtures of a session that take long to start (a run, an engine, a Ray, trainer
+ranks), each of which one half shall start alone. A file goes with the first of them
+that it names."""
 _UNKNOWN_S = 5.0
 """Of a file that no record has."""
 _NUM_RECORDED = 50
@@ -48,17 +56,22 @@ class Result:
     """It has the mark `slow`, so only `--all` runs it."""
 
 
-def halves(seconds_by_part: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """The parts, the longest first, each in the half that is shorter so far."""
-    parts: tuple[list[str], list[str]] = ([], [])
+Part = tuple[str, ...]
+"""Files that stay in one half."""
+
+
+def halves(seconds_by_part: Mapping[Part, float]) -> tuple[list[str], list[str]]:
+    """The files of the parts, the longest part first, each in the half that is shorter
+    so far."""
+    files: tuple[list[str], list[str]] = ([], [])
     seconds = [0.0, 0.0]
     for part in sorted(
-        seconds_by_part, key=lambda name: (-seconds_by_part[name], name)
+        seconds_by_part, key=lambda part: (-seconds_by_part[part], part)
     ):
         shorter = seconds.index(min(seconds))
-        parts[shorter].append(part)
+        files[shorter].extend(part)
         seconds[shorter] += seconds_by_part[part]
-    return parts
+    return files
 
 
 def _seconds_by_file(
@@ -72,21 +85,29 @@ def _seconds_by_file(
 
 def parts_of_suite(
     recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool
-) -> dict[str, float]:
-    """Seconds of every file of tests that there is, or of a folder whose files stay
-    together."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+) -> dict[Part, float]:
+    """Seconds of every file of tests that there is; files that share a fixture are one
+    part."""
+    files_by_part: defaultdict[object, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         file = path.relative_to(TESTS.parent).as_posix()
-        part = next(
-            (folder for folder in TOGETHER if file.startswith(f"{folder}/")), file
-        )
-        known = recorded.get(file)
-        if known is None:
-            seconds[part] += _UNKNOWN_S
-        else:
-            seconds[part] += known["quick"] + (known["slow"] if with_slow else 0.0)
-    return dict(seconds)
+        fixtures = ()
+        if path.parent.name != "unit":  # unit tests start none of them
+            fixtures = shared_fixtures(path.read_text(encoding="utf-8"))
+        files_by_part[fixtures or file].append(file)
+    seconds = _seconds_by_file(recorded, with_slow=with_slow)
+    return {
+        tuple(files): sum(seconds.get(file, _UNKNOWN_S) for file in files)
+        for files in files_by_part.values()
+    }
+
+
+def shared_fixtures(source: str) -> tuple[str, ...]:
+    """Those of `TOGETHER` that decide where a file of tests goes; none for most."""
+    for fixtures in TOGETHER:
+        if re.search(rf"\b({'|'.join(fixtures)})(: |\")", source):
+            return fixtures
+    return ()
 
 
 def read_reports(reports: Sequence[Path]) -> list[Result]:
@@ -153,7 +174,7 @@ def _commit() -> str:
 def _recorded() -> dict[str, Mapping[str, float]]:
     if not RECORD.exists():
         return {}
-    return json.loads(RECORD.read_text())["seconds_by_file"]
+    return json.loads(RECORD.read_text(encoding="utf-8"))["seconds_by_file"]
 
 
 def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
@@ -173,19 +194,17 @@ class Half:
 
     def __init__(
         self,
-        parts: Sequence[str],
+        files: Sequence[str],
         *,
         with_slow: bool,
         folder: Path,
         name: str,
         seconds_by_file: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Starts it. `parts`: its files and folders. `seconds_by_file`: how long each
-        took before."""
+        """Starts it with these files. `seconds_by_file`: how long each took
+        before."""
         self._seconds_by_file = {
-            file: seconds
-            for file, seconds in seconds_by_file.items()
-            if any(file == part or file.startswith(f"{part}/") for part in parts)
+            file: seconds for file, seconds in seconds_by_file.items() if file in files
         }
         self.report = folder / f"{name}.xml"
         self.output = folder / f"{name}.txt"
@@ -208,7 +227,7 @@ class Half:
                     *choice,
                     "--junitxml",
                     str(self.report),
-                    *parts,
+                    *files,
                 ],
                 cwd=TESTS.parent,
                 env={**os.environ, _PROGRESS_VARIABLE: str(self._progress)},
@@ -260,13 +279,13 @@ def run(*, with_slow: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         running = [
             Half(
-                sorted(part),
+                sorted(files),
                 with_slow=with_slow,
                 folder=Path(folder),
                 name=f"half-{number}",
                 seconds_by_file=_seconds_by_file(_recorded(), with_slow=with_slow),
             )
-            for number, part in enumerate(halves(parts))
+            for number, files in enumerate(halves(parts))
         ]
         printed_at = began
         while any(half.process.poll() is None for half in running):

@@ -23,7 +23,6 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 ENV_KEY = "env-0123456789abcdef"
 
 
-SESSIONS = 200
 GROUP = 8
 TURNS = 5
 

@@ -14,6 +14,7 @@ from suite import (
     parts_of_suite,
     progress_line,
     read_reports,
+    shared_fixtures,
     summary,
 )
 
@@ -28,26 +29,43 @@ REPORT = """<testsuites><testsuite>
 
 
 def test_test_halves_take_equally_long() -> None:
-    first, second = halves({"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0})
-    assert (first, second) == (["a", "d"], ["b", "c"])
+    first, second = halves({("a",): 5.0, ("b", "e"): 4.0, ("c",): 3.0, ("d",): 2.0})
+    assert (first, second) == (["a", "d"], ["b", "e", "c"])
 
 
 def test_every_file_of_tests_is_in_one_half() -> None:
-    parts = [
-        *halves(parts_of_suite({}, with_slow=True))[0],
-        *halves(parts_of_suite({}, with_slow=True))[1],
-    ]
-    for path in TESTS.rglob("test_*.py"):
-        file = path.relative_to(TESTS.parent).as_posix()
-        assert (
-            sum(file == part or file.startswith(f"{part}/") for part in parts) == 1
-        ), file
+    first, second = halves(parts_of_suite({}, with_slow=True))
+    assert sorted(first + second) == sorted(
+        path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")
+    )
+
+
+def test_files_that_share_an_engine_or_a_run_are_in_one_half() -> None:
+    parts = parts_of_suite({}, with_slow=True)
+    [engine] = [part for part in parts if "tests/integration/test_engine.py" in part]
+    assert {
+        "tests/contract/test_generate_protocol.py",
+        "tests/integration/test_forked_engines.py",
+        "tests/integration/test_router.py",
+    } < set(engine)
+    [run] = [part for part in parts if "tests/e2e/test_loop_learns.py" in part]
+    assert "tests/e2e/test_view.py" in run
+    assert "tests/e2e/test_faults.py" not in run
+
+
+def test_fixture_of_a_file_is_one_that_it_asks_for() -> None:
+    assert shared_fixtures("def test_a(pool: RankPool, ray_session: None):") == (
+        "ray_session",
+    )
+    assert shared_fixtures('pytestmark = pytest.mark.usefixtures("ray_session")')
+    assert not shared_fixtures("a pool of workers; learned = 3")
 
 
 def test_slow_tests_count_only_where_they_run() -> None:
     recorded = {"tests/unit/test_suite.py": {"quick": 1.0, "slow": 10.0}}
-    assert parts_of_suite(recorded, with_slow=False)["tests/unit/test_suite.py"] == 1.0
-    assert parts_of_suite(recorded, with_slow=True)["tests/unit/test_suite.py"] == 11.0
+    part = ("tests/unit/test_suite.py",)
+    assert parts_of_suite(recorded, with_slow=False)[part] == 1.0
+    assert parts_of_suite(recorded, with_slow=True)[part] == 11.0
 
 
 def test_a_report_is_summed_up_by_file(tmp_path: Path) -> None:
@@ -93,8 +111,11 @@ def test_remaining_time_is_that_of_the_slower_half(
         "test_4.py": 100.0,
     }
     first, second = (
-        Half(parts, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds)
-        for parts, name in ((["a"], "first"), (["test_3.py", "test_4.py"], "second"))
+        Half(files, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds)
+        for files, name in (
+            (["a/test_1.py", "a/test_2.py"], "first"),
+            (["test_3.py", "test_4.py"], "second"),
+        )
     )
     assert "min left" not in progress_line([first, second], 60.0)
     first.num_tests, first.num_done, first.files_done = 100, 75, {"a/test_1.py"}
