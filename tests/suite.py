@@ -1,8 +1,9 @@
-"""The test suite as `launch/test.sh` runs it: two halves side by side that take equally
+"""The test suite as `launch/test.sh` runs it: workers side by side that take equally
 long, what they do meanwhile, and what they came to.
 
 python tests/suite.py        the quick tests
-python tests/suite.py --all  all tests; writes `tests/suite.json`, from which the halves are balanced
+python tests/suite.py --all  all tests; writes `tests/suite.json`, by which the workers' shares are balanced
+python tests/suite.py --workers N  with so many workers
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ TOGETHER = (
     ("pool",),
 )
 """Fixtures of a session that take long to start (a run, an engine, a Ray, trainer
-ranks), each of which one half shall start alone. A file goes with the first of them
+ranks), each of which one worker shall start alone. A file goes with the first of them
 that it names."""
+NUM_WORKERS = 3
+"""For two cores: many tests wait, for a process that starts or a time that passes."""
 _UNKNOWN_S = 5.0
 """Of a file that no record has."""
 _NUM_RECORDED = 50
 _NUM_PRINTED = 20
 _PROGRESS_S = 20.0
 _PROGRESS_VARIABLE = "INVRL_SUITE_PROGRESS"
-"""In the environment of a half: the file that its progress goes to."""
+"""In the environment of a worker: the file that its progress goes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +60,22 @@ class Result:
 
 
 Part = tuple[str, ...]
-"""Files that stay in one half."""
+"""Files that one worker shall run."""
 
 
-def halves(seconds_by_part: Mapping[Part, float]) -> tuple[list[str], list[str]]:
-    """The files of the parts, the longest part first, each in the half that is shorter
-    so far."""
-    files: tuple[list[str], list[str]] = ([], [])
-    seconds = [0.0, 0.0]
+def shares(
+    seconds_by_part: Mapping[Part, float], num_workers: int = NUM_WORKERS
+) -> list[list[str]]:
+    """Each worker's files. The longest part comes first, and each goes to the worker
+    that has least to do so far."""
+    files: list[list[str]] = [[] for _ in range(num_workers)]
+    seconds = [0.0] * num_workers
     for part in sorted(
         seconds_by_part, key=lambda part: (-seconds_by_part[part], part)
     ):
-        shorter = seconds.index(min(seconds))
-        files[shorter].extend(part)
-        seconds[shorter] += seconds_by_part[part]
+        shortest = seconds.index(min(seconds))
+        files[shortest].extend(part)
+        seconds[shortest] += seconds_by_part[part]
     return files
 
 
@@ -188,9 +193,9 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
     print(f"{states} at {found['commit']} in {took_s / 60:.1f} minutes")
 
 
-class Half:
-    """One of the two processes. With this module as a plugin it writes what it does
-    into a file."""
+class Worker:
+    """A process of pytest. With this module as a plugin it writes what it does into a
+    file."""
 
     def __init__(
         self,
@@ -216,6 +221,9 @@ class Half:
             str(TESTS.parent / "launch/run_contained.py"),
             sys.executable,
         ]
+        environment = {**os.environ, _PROGRESS_VARIABLE: str(self._progress)}
+        # Else each of the hundreds of processes that tests start compiles our modules.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
@@ -230,7 +238,7 @@ class Half:
                     *files,
                 ],
                 cwd=TESTS.parent,
-                env={**os.environ, _PROGRESS_VARIABLE: str(self._progress)},
+                env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -272,60 +280,59 @@ class Half:
         return done / whole if whole else 0.0
 
 
-def run(*, with_slow: bool) -> int:
-    """Runs both halves and prints what happens. Returns the exit code."""
+def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
+    """Runs all workers and prints what happens. Returns the exit code."""
     began = time.monotonic()
     parts = parts_of_suite(_recorded(), with_slow=with_slow)
     with tempfile.TemporaryDirectory() as folder:
-        running = [
-            Half(
+        workers = [
+            Worker(
                 sorted(files),
                 with_slow=with_slow,
                 folder=Path(folder),
-                name=f"half-{number}",
+                name=f"worker-{number}",
                 seconds_by_file=_seconds_by_file(_recorded(), with_slow=with_slow),
             )
-            for number, files in enumerate(halves(parts))
+            for number, files in enumerate(shares(parts, num_workers))
         ]
         printed_at = began
-        while any(half.process.poll() is None for half in running):
+        while any(worker.process.poll() is None for worker in workers):
             time.sleep(0.5)
-            for name in [name for half in running for name in half.look()]:
+            for name in [name for worker in workers for name in worker.look()]:
                 print(f"failed: {name}", flush=True)
             if time.monotonic() - printed_at > _PROGRESS_S:
                 printed_at = time.monotonic()
-                print(progress_line(running, printed_at - began), flush=True)
-        for half in running:
-            half.look()
-            if half.process.returncode:
-                print(half.output.read_text(encoding="utf-8", errors="replace"))
-        found = summary(
-            read_reports([half.report for half in running if half.report.exists()])
-        )
+                print(progress_line(workers, printed_at - began), flush=True)
+        for worker in workers:
+            worker.look()
+            if worker.process.returncode:
+                print(worker.output.read_text(encoding="utf-8", errors="replace"))
+        reports = [worker.report for worker in workers if worker.report.exists()]
+        found = summary(read_reports(reports))
         if with_slow:
             RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         _print_summary(found, took_s=time.monotonic() - began)
-        return int(any(half.process.returncode for half in running))
+        return int(any(worker.process.returncode for worker in workers))
 
 
-def progress_line(running: Sequence[Half], took_s: float) -> str:
-    """Minutes since the start, how far the halves are, what they run, and how long the
-    slower one will take if it goes on as it did."""
-    done = sum(half.num_done for half in running)
-    of_all = sum(half.num_tests for half in running)
-    slower_share = min(half.share_done() for half in running)
+def progress_line(workers: Sequence[Worker], took_s: float) -> str:
+    """Minutes since the start, how far the workers are, what they run, and how long the
+    slowest one will take if it goes on as it did."""
+    done = sum(worker.num_done for worker in workers)
+    of_all = sum(worker.num_tests for worker in workers)
+    least_share = min(worker.share_done() for worker in workers)
     left = ""
-    if slower_share > 0.02:
-        left = f", about {took_s * (1 / slower_share - 1) / 60:.0f} min left"
-    files = " and ".join(
-        half.running for half in running if half.process.poll() is None
+    if least_share > 0.02:
+        left = f", about {took_s * (1 / least_share - 1) / 60:.0f} min left"
+    files = ", ".join(
+        worker.running for worker in workers if worker.process.poll() is None
     )
-    num_failed = sum(len(half.failed) for half in running)
+    num_failed = sum(len(worker.failed) for worker in workers)
     minutes, seconds = divmod(int(took_s), 60)
     return f"[{minutes:2}:{seconds:02}] {done} of {of_all} tests done, {num_failed} failed{left}; now {files}"
 
 
-# --------------------------------------------------- in a half, as a plugin of pytest
+# ------------------------------------------------- in a worker, as a plugin of pytest
 
 
 def _say(event: str) -> None:
@@ -358,7 +365,9 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    return run(with_slow=parser.parse_args(arguments).all)
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS)
+    given = parser.parse_args(arguments)
+    return run(with_slow=given.all, num_workers=given.workers)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
+from invrl.host.fork_parent import ForkParent
 from invrl.host.process import family_of, still_running
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
@@ -37,7 +38,7 @@ CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
 
 @pytest.fixture(scope="module")
 async def shared(
-    tmp_path_factory: pytest.TempPathFactory,
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Parts]:
     model = make_tiny_model(
         tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_embeddings=True
@@ -56,6 +57,7 @@ async def shared(
         tmp_path_factory.mktemp("fleet2"),
         sglang={"max-running-requests": "16"},
         heartbeat_timeout_s=12.0,
+        parent=engine_parent,
     )
     await fleet.start()
     await fleet.admit()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
+from running_gateway import PromptServer
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
@@ -116,7 +117,7 @@ async def stack(
         config = uvicorn.Config(
             app, port=settings.gateway_port, log_level="warning", **served
         )
-        server = uvicorn.Server(config)
+        server = PromptServer(config)
         serving = asyncio.create_task(server.serve())
         try:
             async with asyncio.timeout(60):

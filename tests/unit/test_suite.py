@@ -1,7 +1,8 @@
-"""The halves of the test suite, and what its reports come to."""
+"""The shares of the test suite, and what its reports come to."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +10,12 @@ import pytest
 import suite
 from suite import (
     TESTS,
-    Half,
-    halves,
+    Worker,
     parts_of_suite,
     progress_line,
     read_reports,
     shared_fixtures,
+    shares,
     summary,
 )
 
@@ -28,19 +29,20 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_test_halves_take_equally_long() -> None:
-    first, second = halves({("a",): 5.0, ("b", "e"): 4.0, ("c",): 3.0, ("d",): 2.0})
-    assert (first, second) == (["a", "d"], ["b", "e", "c"])
+def test_shares_of_the_workers_take_equally_long() -> None:
+    parts = {("a",): 5.0, ("b", "e"): 4.0, ("c",): 3.0, ("d",): 2.0}
+    assert shares(parts, 2) == [["a", "d"], ["b", "e", "c"]]
+    assert shares(parts, 3) == [["a"], ["b", "e"], ["c", "d"]]
 
 
-def test_every_file_of_tests_is_in_one_half() -> None:
-    first, second = halves(parts_of_suite({}, with_slow=True))
-    assert sorted(first + second) == sorted(
+def test_every_file_of_tests_is_in_one_share() -> None:
+    all_shares = shares(parts_of_suite({}, with_slow=True))
+    assert sorted(itertools.chain(*all_shares)) == sorted(
         path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")
     )
 
 
-def test_files_that_share_an_engine_or_a_run_are_in_one_half() -> None:
+def test_files_that_share_an_engine_or_a_run_are_in_one_share() -> None:
     parts = parts_of_suite({}, with_slow=True)
     [engine] = [part for part in parts if "tests/integration/test_engine.py" in part]
     assert {
@@ -85,18 +87,17 @@ def test_progress_names_failures_and_what_runs(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "def test_right(): pass\ndef test_wrong(): assert False\n", encoding="utf-8"
     )
-    half = Half(
-        [str(tmp_path / "test_a.py")], with_slow=True, folder=tmp_path, name="half-0"
-    )
-    assert half.process.wait(timeout=300) == 1
-    assert [name.rpartition("::")[2] for name in half.look()] == ["test_wrong"]
-    assert half.look() == []
-    assert (half.num_done, half.num_tests) == (2, 2)
-    assert half.running.endswith("test_a.py")
-    assert half.report.exists()
+    files = [str(tmp_path / "test_a.py")]
+    worker = Worker(files, with_slow=True, folder=tmp_path, name="worker-0")
+    assert worker.process.wait(timeout=300) == 1
+    assert [name.rpartition("::")[2] for name in worker.look()] == ["test_wrong"]
+    assert worker.look() == []
+    assert (worker.num_done, worker.num_tests) == (2, 2)
+    assert worker.running.endswith("test_a.py")
+    assert worker.report.exists()
 
 
-def test_remaining_time_is_that_of_the_slower_half(
+def test_remaining_time_is_that_of_the_slowest_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
@@ -111,7 +112,9 @@ def test_remaining_time_is_that_of_the_slower_half(
         "test_4.py": 100.0,
     }
     first, second = (
-        Half(files, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds)
+        Worker(
+            files, with_slow=True, folder=tmp_path, name=name, seconds_by_file=seconds
+        )
         for files, name in (
             (["a/test_1.py", "a/test_2.py"], "first"),
             (["test_3.py", "test_4.py"], "second"),
