@@ -39,7 +39,7 @@ ranks), each of which one worker shall start alone. A file goes with the first o
 that it names."""
 NUM_WORKERS = 3
 """For two cores: many tests wait, for a process that starts or a time that passes."""
-_UNKNOWN_S = 5.0
+_UNKNOWN_S = 2.0
 """Of a file that no record has."""
 _NUM_RECORDED = 50
 _NUM_PRINTED = 20
