@@ -1,9 +1,10 @@
-"""What unit tests share: a tiny model, its renderer, and gateways on a fake engine: one
-alone, one of two workers, and one that ends and starts again."""
+"""What unit tests share: a tiny model, its renderer, gateways on a fake engine (one
+alone, one of two workers, and one that ends and starts again), and the process that
+forks loaders of weights."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -14,8 +15,10 @@ from gateway_workers import Workers
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
+from invrl.bench.loader_server import LOADER_MODULE
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.host.fork_parent import ForkParent
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,12 @@ async def workers(
 @pytest.fixture
 def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
     return Life(tmp_path, model, renderer, sampling_seed=7)
+
+
+@pytest.fixture(scope="session")
+def loader_parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkParent]:
+    """Imports torch once for all loaders of the session."""
+    log = tmp_path_factory.mktemp("loaders") / "loader-parent.log"
+    parent = ForkParent(LOADER_MODULE, log=log)
+    yield parent
+    parent.stop()

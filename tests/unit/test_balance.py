@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
 from invrl.train.bins import even_bins, fill_bins
@@ -82,7 +83,7 @@ def test_every_row_is_in_exactly_one_bin_within_its_capacity(
         assert len(bins) <= 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_quick(range(3)))
 def test_ten_thousand_long_tailed_rows_fill_their_bins(seed: int) -> None:
     lengths = long_tailed(np.random.default_rng(seed), 10_000)
     capacity = 16_384
@@ -189,7 +190,7 @@ def micro_batch_costs(rows: list[Row], max_tokens: int) -> list[float]:
 @pytest.mark.parametrize(
     "system", [0, 500], ids=["no system prompt", "a system prompt"]
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first_quick(range(3)))
 def test_micro_batches_have_equal_cost(seed: int, system: int) -> None:
     """Of full ones, the last would have the rest: the slowest would take 1.26 times the
     mean."""

@@ -86,7 +86,7 @@ async def go_away(gateway: Running, session: Session, stream: bool) -> None:
     """The client disconnects in the middle of the answer."""
     gateway.engine.holds = lambda count: count > 20
     before = len(gateway.engine.cancelled)
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(verify=False) as http:
         body = {"model": "tiny", "messages": [ASK], "stream": stream}
         call = asyncio.create_task(
             http.post(session.base_url + "/chat/completions", json=body)

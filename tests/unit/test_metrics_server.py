@@ -68,7 +68,9 @@ def engine(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 
     server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield f"http://{LOOPBACK}:{server.server_port}/metrics/"
     finally:

@@ -55,7 +55,7 @@ def wait():
     sys.stdin.readline()
 
 """
-SILENT_S = 10.0
+SILENT_S = 6.0
 """Where silence is meant to be noticed: longer than a starved machine leaves a driver
 without a turn."""
 Start = Callable[..., subprocess.Popen[str]]
@@ -271,7 +271,7 @@ say("done")"""
     assert code == 0
     assert out == "done\n"
     assert (
-        "the driver has not answered for 10 s (run.heartbeat_timeout_s), so it counts as dead"
+        "the driver has not answered for 6 s (run.heartbeat_timeout_s), so it counts as dead"
         in err
     )
 
@@ -292,7 +292,7 @@ os.kill(os.getpid(), signal.SIGSTOP)"""
 
 @pytest.mark.slow
 def test_driver_with_a_blocked_event_loop_is_alive(start: Start) -> None:
-    assert end(start("time.sleep(15); say('done')", heartbeat_s=SILENT_S)) == (
+    assert end(start("time.sleep(10); say('done')", heartbeat_s=SILENT_S)) == (
         0,
         "done\n",
         "",

@@ -80,7 +80,11 @@ class TeacherServer:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=self._http.serve_forever,
+            kwargs={"poll_interval": 0.01},
+            daemon=True,
+        ).start()
 
     def stop(self) -> None:
         self._http.shutdown()

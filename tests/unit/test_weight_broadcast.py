@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from slow_cases import first_quick
 from invrl.bench.loader_server import LoaderServer
 from invrl.engines.weight_receiver import BroadcastReceiver
 from invrl.errors import WeightSyncError
+from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.types import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights import broadcast, broadcast_loads
@@ -72,11 +73,12 @@ class Trainer:
 class Fleet:
     """Loaders, each a process of its own, and the transaction over them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: ForkParent) -> None:
         self.trainer = Trainer()
         self.engines: list[BroadcastReceiver] = []
         self.servers: dict[str, LoaderServer] = {}
         self._folder = folder
+        self._parent = parent
         self._stack = AsyncExitStack()
         self._loads = BroadcastLoads(self.trainer, timeout_s=TIMEOUT_S)
         self.transaction = WeightTransaction(
@@ -95,8 +97,9 @@ class Fleet:
         for name in names:
             folder = self._folder / name
             folder.mkdir(exist_ok=True)
-            self.servers[name] = LoaderServer(LAYOUT, folder)
-            self._stack.callback(self.servers[name].stop)
+            server = LoaderServer(LAYOUT, folder, parent=self._parent)
+            self.servers[name] = server
+            self._stack.callback(server.stop)
         for name in names:
             self.servers[name].wait_ready(deadline_s=120)
             client = await self._stack.enter_async_context(self.servers[name].client())
@@ -120,8 +123,8 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path)
+async def fleet(tmp_path: Path, loader_parent: ForkParent) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path, loader_parent)
     try:
         yield fleet
     finally:
@@ -184,7 +187,8 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     try:
         update = await fleet.update(2)
     finally:
-        os.kill(victim, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
     assert list(update.lost_engines) == ["b"]
     reason = {
         signal.SIGKILL: "the loader",

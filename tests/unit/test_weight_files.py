@@ -285,7 +285,9 @@ def bad_server(parent: Path, answer: Answer) -> Iterator[FileSource]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield FileSource(url=f"http://127.0.0.1:{server.server_port}", key="a-secret")
