@@ -326,25 +326,44 @@ class Forest:
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
-            if not node.raw:
-                continue
-            text = self._text_of(
-                node, decode
-            )  # of each node, because those of its children begin with it
-            if isinstance(prompt, str):
-                size = len(text)
-                begins = prompt.startswith(text)
-            else:
-                sampled = tuple(node.turn.sampled_ids_T.tolist())
-                size = node.turn.prompt_tokens + len(sampled)
-                same_end = (
-                    prompt[size - len(sampled) : size] == sampled
-                )  # a cheap test first
-                begins = same_end and prompt[:size] == tuple(node.ids())
-            if begins and size > longest_size:
+            size = self._covered(prompt, node, decode) if node.raw else 0
+            if size > longest_size:
                 longest = node
                 longest_size = size
         return longest, longest_size
+
+    def interrupted_text(
+        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
+    ) -> int:
+        """How much of a prompt without a template is the text, or the ids, of a turn
+        that was cancelled; 0 if it begins with none. To be called after
+        `match_text`."""
+        return max(
+            (
+                self._covered(prompt, node, decode)
+                for node in self._interrupted[-_MAX_CANDIDATES:]
+                if node.raw and node.turn.finish_reason == "abort"
+            ),
+            default=0,
+        )
+
+    def _covered(
+        self,
+        prompt: str | tuple[int, ...],
+        node: Node,
+        decode: Callable[[Sequence[int]], str],
+    ) -> int:
+        """The size of the node's whole text, or ids, if the prompt begins with it; 0 if
+        not."""
+        text = self._text_of(
+            node, decode
+        )  # of each node, because those of its children begin with it
+        if isinstance(prompt, str):
+            return len(text) if prompt.startswith(text) else 0
+        sampled = tuple(node.turn.sampled_ids_T.tolist())
+        size = node.turn.prompt_tokens + len(sampled)
+        same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
+        return size if same_end and prompt[:size] == tuple(node.ids()) else 0
 
     def _text_of(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
         """The whole text of a node's path. Its parent's must have been asked for
