@@ -97,9 +97,9 @@ class _ClientTool(CallKind):
     streams_text = False
     description: str
     schema: bytes
-    fields: type[msgspec.Struct]
+    fields: ClassVar[type[msgspec.Struct]]
     """Of the arguments."""
-    empty: Fields
+    empty: ClassVar[Fields]
     """The body without arguments."""
 
     def body(self, arguments: str) -> Fields:
@@ -230,7 +230,7 @@ class _ApplyPatch(_ClientTool):
 
 FUNCTION = CallKind()
 CUSTOM = _Custom()
-CLIENT_TOOLS = {
+CLIENT_TOOLS: Mapping[str, _ClientTool] = {
     kind.tool_name: kind for kind in (_LocalShell(), _Shell(), _ApplyPatch())
 }
 """By the type of the tool, which is its name."""

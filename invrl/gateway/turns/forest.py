@@ -51,7 +51,6 @@ class Match:
     change: Change | None = None
     """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last
     altered reply came back."""
-
     kept: Node | None = None
     """The turn whose interrupted reply the request keeps, and why it forks."""
 
@@ -514,8 +513,7 @@ class Forest:
         index = self._any_tools
         candidates = self._interrupted[-_MAX_CANDIDATES:]
         answered = index.answered.get(before)
-        is_known = self._delivered is not None and answered is not None
-        if is_known and answered.turn.id not in self._delivered:
+        if answered is not None and self._is_undelivered(answered):
             candidates.append(answered)
         for node in reversed(candidates):
             if not _begins(messages[position], node.messages[-1]):
@@ -525,6 +523,9 @@ class Forest:
             if digests(compared, index.level, tools=node.tools)[-1] == before:
                 return node
         return None
+
+    def _is_undelivered(self, node: Node) -> bool:
+        return self._delivered is not None and node.turn.id not in self._delivered
 
     def _similar_replies(self, reply: Message, tools: Sequence[Tool]) -> list[Node]:
         """The latest turns with a reply like this one."""
