@@ -154,13 +154,14 @@ class RunStoreWriter:
         experts_TLK: RoutedExperts | None = None,
         top: TopLogprobs | None = None,
         trace: SpanPlace | None = None,
+        stop: str = "",
     ) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply
         last. `tools`: JSON of the tools that its conversation was rendered with. Equal
         tools are stored once, in `tool_lists`, and the turn's row has their digest:
         agents send the same 50 KB with every request. `experts_TLK` and `top`: as in
         `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's
-        span."""
+        span. `stop`: the client's stop string that ended the reply."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -191,6 +192,9 @@ class RunStoreWriter:
         if trace is not None:
             add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
             statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
+        if stop:
+            add_stop = "INSERT INTO matched_stops VALUES (?,?)"
+            statements.append((add_stop, (turn.id, stop)))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:

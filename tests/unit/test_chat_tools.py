@@ -300,9 +300,146 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(
     )
 
 
+PATCH = {
+    "type": "custom",
+    "custom": {
+        "name": "patch",
+        "description": "Edits files.",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": "start: begin_patch"},
+        },
+    },
+}
+PATCH_TEXT = '*** Begin Patch\n+x = "1"'
+
+
+def patch_format(text_format: dict) -> dict:
+    custom = {"name": "patch", "format": text_format}
+    return {"tools": [{"type": "custom", "custom": custom}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_custom_tools_of_chat_are_shown_as_functions(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    called = json.dumps({"name": "patch", "arguments": {"input": PATCH_TEXT}})
+    other = json.dumps({"name": "calc", "arguments": {"a": 1}})
+    calls = f"<tool_call>\n{called}\n</tool_call>\n<tool_call>\n{other}\n</tool_call>"
+    say(gateway, renderer, calls, "Done.")
+    [session] = await gateway.open()
+    body = {"model": "tiny", "tools": [PATCH, CALC], "stream": stream}
+
+    async def ask_raw(messages: list) -> list[dict]:
+        answer = await gateway.env(
+            "/v1/chat/completions", {**body, "messages": messages}, key=session.key
+        )
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]["message"].get("tool_calls", [])
+        calls: list[dict] = []
+        for line in answer.text.splitlines():
+            if not line.startswith("data: {"):
+                continue
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            for part in choice["delta"].get("tool_calls", []):
+                if part["index"] == len(calls):
+                    calls.append({"custom": {"input": ""}, "function": {}, **part})
+                elif "custom" in part:
+                    calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+        return calls
+
+    question = {"role": "user", "content": "Add x"}
+    patch, calc = await ask_raw([question])
+    assert (patch["type"], patch["custom"]) == (
+        "custom",
+        {"name": "patch", "input": PATCH_TEXT},
+    )
+    assert (calc["type"], calc["function"]["name"]) == ("function", "calc")
+    prompt = renderer.decode(gateway.engine.requests[0]["input_ids"])
+    assert "start: begin_patch" in prompt
+    sent = [
+        {"id": patch["id"], "type": "custom", "custom": patch["custom"]},
+        {
+            "id": calc["id"],
+            "type": "function",
+            "function": {"name": "calc", "arguments": '{"a": 1}'},
+        },
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in sent
+    ]
+    await ask_raw([question, {"role": "assistant", "tool_calls": sent}, *results])
+    path_is_whole(gateway, session)
+    first, second = gateway.turns(session)
+    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    matches = (await gateway.env("/metrics")).json()["matches"]
+    assert set(matches) <= {"exact", "canonical"}
+
+
+async def test_a_custom_tool_of_chat_can_be_required(
+    gateway: Running, renderer: Renderer
+):
+    say(gateway, renderer, "x")
+    [session] = await gateway.open(purpose="serve")
+    create = gateway.client(session).chat.completions.create
+    named = {"type": "custom", "custom": {"name": "patch"}}
+    allowed = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [named]},
+    }
+    for choice in (named, allowed):
+        await create(
+            model="tiny", messages=[ASK], tools=[CALC, PATCH], tool_choice=choice
+        )
+    assert [turn.constrained for turn in gateway.turns(session)] == [True, True]
+
+
+@pytest.mark.parametrize("place", ["same message", "behind the result"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_beside_a_call_may_come_back_as_a_message_of_its_own(
+    gateway: Running, renderer: Renderer, stream: bool, place: str
+):
+    """The model's own tokens are kept, and the text is not rendered again."""
+    say(gateway, renderer, ONE, "It is 156.", "Bye.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    first, _ = await ask(client, [ASK], stream=stream, tools=[CALC])
+    calls = {"role": "assistant", "tool_calls": first["tool_calls"]}
+    text = {"role": "assistant", "content": first["content"]}
+    assert text["content"].strip() == "Sure."
+    [call] = first["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
+    history = [ASK, calls, text, result]
+    if place == "behind the result":
+        history = [ASK, calls, result, text]
+    second, _ = await ask(client, history, stream=stream, tools=[CALC])
+    more = {"role": "user", "content": "Thanks"}
+    history = [*history, {"role": "assistant", "content": second["content"]}, more]
+    await ask(client, history, stream=stream, tools=[CALC])
+    path_is_whole(gateway, session)
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+    prompt = renderer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert prompt.count("Sure.") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
+        (patch_format({"type": "json"}), "tools[0].custom.format.type"),
+        (
+            patch_format(
+                {"type": "grammar", "grammar": {"syntax": "ebnf", "definition": "x"}}
+            ),
+            "tools[0].custom.format.grammar.syntax",
+        ),
+        (
+            patch_format({"type": "grammar", "grammar": {"syntax": "lark"}}),
+            "tools[0].custom.format.grammar.definition",
+        ),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
         ({"tools": [CALC, CALC]}, "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import Running, running
+from running_gateway import Running, eventually, running
 from tool_replies import PARSERS
 
 from invrl.gateway.rendering.renderer import Renderer
@@ -86,6 +86,32 @@ async def test_stop_string_repeated_by_the_prompt_is_part_of_the_path(
     turns = gateway.turns(session)
     assert turns[1].parent_id == turns[0].id
     assert turns[1].context_ids_T.tolist() == renderer.encode(" 5")
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_prompt_that_keeps_a_cancelled_reply_is_named(
+    gateway: Running, renderer: Renderer, *, as_ids: bool
+):
+    sampled = spelled(renderer, "the user asks")
+    gateway.engine.script = lambda _: [*sampled, END]
+    gateway.engine.holds = lambda count: count > 5
+    [session] = await gateway.open()
+    create = gateway.client(session).completions.create
+    stream = await create(model="tiny", prompt=HEAD, max_tokens=60, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    await eventually(
+        lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"]
+    )
+    gateway.engine.holds = lambda count: False
+    [cancelled] = gateway.turns(session)
+    kept = [*renderer.encode(HEAD), *cancelled.sampled_ids_T.tolist()]
+    more = [*kept, *renderer.encode(MORE)]
+    prompt = more if as_ids else renderer.decode(kept) + MORE
+    await create(model="tiny", prompt=prompt, max_tokens=60)
+    turn = gateway.turns(session)[1]
+    assert (turn.parent_id, turn.fork_reason) == (None, "interrupted_reply")
 
 
 async def test_completions_accept_prompts_of_ids(gateway: Running, renderer: Renderer):

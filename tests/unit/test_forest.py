@@ -696,6 +696,121 @@ def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
     )
 
 
+SAID = replace(CALLS, content="")
+"""The calls of a reply without the text beside them."""
+RENAMED = Message(
+    "assistant",
+    tool_calls=tuple(
+        replace(call, id=f"own-{place}") for place, call in enumerate(CALLS.tool_calls)
+    ),
+)
+RENAMED_RESULTS = [
+    replace(result, tool_call_id=f"own-{place}") for place, result in enumerate(RESULTS)
+]
+
+
+@pytest.mark.parametrize("text", ["sure", "sure\n\nb", " sure b"])
+@pytest.mark.parametrize(
+    ("calls", "results"), [(SAID, RESULTS), (RENAMED, RENAMED_RESULTS)]
+)
+def test_text_moved_from_a_call_into_a_later_reply_continues_the_recording(
+    text: str, calls: Message, results: list[Message]
+):
+    """The text is not rendered a second time: the model's own tokens have it."""
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    match = forest.match([ASK, calls, *results, Message("assistant", "sure")])
+    assert (match.node, match.fork, match.level) == (
+        first,
+        None,
+        MatchLevel.REWRITTEN,
+    )
+    assert match.new == tuple(RESULTS)
+    assert changed(match)[1:] == (1, "content", "sure", "")
+    second = node("2", [*match.new, REPLY_2], first)
+    forest.add(second)
+    ending = [REPLY_2] if text == "sure" else []
+    later = forest.match(
+        [ASK, calls, *results, Message("assistant", text), *ending, MORE]
+    )
+    assert (later.node, later.fork, later.new) == (second, None, (MORE,))
+
+
+def test_a_reply_that_repeats_the_text_beside_a_call_is_its_own():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    second = node("2", [*RESULTS, Message("assistant", "sure, it is 4")], first)
+    forest.add(first)
+    forest.add(second)
+    sent = [ASK, SAID, *RESULTS, Message("assistant", "sure, it is 4"), MORE]
+    assert forest.match(sent).node is second
+
+
+def test_text_sent_on_as_the_users_stays_the_users():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    users = Message("user", "sure")
+    match = forest.match([ASK, SAID, *RESULTS, users])
+    assert (match.node, match.fork, match.new) == (first, None, (*RESULTS, users))
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_moved_text_that_forks_is_not_called_an_edit(role: str):
+    strict = Forest(MatchLevel.WITHOUT_REASONING)
+    strict.add(node("1", [ASK, CALLS]))
+    match = strict.match([ASK, SAID, *RESULTS, Message(role, "sure")])
+    assert match.fork is ForkReason.TEXT_MOVED
+    assert "--match-level rewritten" in advice(match.fork, match.change)
+    dropped = strict.match([ASK, SAID, *RESULTS, Message(role, "else")])
+    assert dropped.fork is ForkReason.HISTORY_EDITED
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    forest.add(node("2", [*RESULTS, REPLY_2], first))
+    altered = Message("assistant", "Thought: sure\nb")
+    match = forest.match([ASK, SAID, *RESULTS, altered, MORE])
+    assert (match.node, match.fork) == (first, ForkReason.TEXT_MOVED)
+    assert advice(match.fork, match.change) == ADVICE[ForkReason.TEXT_MOVED]
+
+
+def test_a_kept_interrupted_reply_is_named():
+    """It was cancelled, was out of tokens, or reached the client in part."""
+    whole = Message("assistant", "The answer is four")
+    kept = [Message("assistant", "The answer is four"), Message("assistant", "The ans")]
+
+    def ended(name: str, finish_reason: str) -> Node:
+        of_turn = node(name, [ASK, whole])
+        turn = replace(of_turn.turn, finish_reason=finish_reason)
+        return replace(of_turn, turn=turn)
+
+    cancelled = ended("a", "abort")
+    forest = Forest(delivered=set())
+    forest.add_cancelled(cancelled)
+    assert forest.match([ASK]).fork is None
+    for reply in kept:
+        match = forest.match([ASK, reply, MORE])
+        assert (match.node, match.fork, match.kept) == (
+            None,
+            ForkReason.INTERRUPTED_REPLY,
+            cancelled,
+        )
+    cut = ended("b", "length")
+    forest = Forest(delivered={"b"})
+    forest.add(cut)
+    assert forest.match([ASK, kept[0], MORE]).node is cut
+    assert forest.match([ASK, kept[1], MORE]).kept is cut
+    for delivered, reason in (
+        (set[str](), ForkReason.INTERRUPTED_REPLY),
+        ({"c"}, ForkReason.HISTORY_EDITED),
+        (None, ForkReason.HISTORY_EDITED),
+    ):
+        forest = Forest(delivered=delivered)
+        forest.add(ended("c", "stop"))
+        assert forest.match([ASK, kept[1], MORE]).fork is reason
+
+
 def test_another_agents_system_prompt_is_a_handoff():
     triage = Message("system", "You triage requests of customers.")
     expert = Message("system", "As an expert on refunds, decide whether one is due.")

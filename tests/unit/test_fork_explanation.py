@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import pytest
 from handmade_rollouts import turn
 
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
-from invrl.types import Turn
-from invrl.viewer.fork_explanation import Explanation, explain_forks
+from invrl.types import FinishReason, Turn
+from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 
 SYSTEM = Message("system", "You add.")
 ASK = Message("user", "1+1")
@@ -208,6 +209,30 @@ def test_a_template_that_renders_the_history_differently_is_compared_by_tokens()
     assert change
     assert change.sent == "1-9-3-7-8"
     assert "check-template" in explanation.advice
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "ending"),
+    [("abort", "was cancelled"), ("length", "ran out of tokens")],
+)
+def test_a_kept_interrupted_reply_is_named_with_how_it_ended(
+    finish_reason: FinishReason, ending: str
+) -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    turn, messages, tools = session.recorded[0]
+    turn = replace(turn, finish_reason=finish_reason)
+    session.recorded[0] = (turn, messages, tools)
+    kept = [SYSTEM, ASK, Message("assistant", "2 it"), MORE]
+    name = session.say(kept, REPLY_2, fork=ForkReason.INTERRUPTED_REPLY)
+    found = session.explained(name)
+    assert found.what == (
+        "Message 3 is an interrupted reply that the agent keeps (its first 4 of 7"
+        f" characters): the reply {ending}"
+    )
+    assert (found.from_turn, found.shared) == ("t-0", 2)
+    assert kept_reply(turn) == f"The agent keeps the reply before it, which {ending}"
+    assert kept_reply(replace(turn, finish_reason="stop")) == ""
 
 
 def test_damaged_turns_are_left_out() -> None:

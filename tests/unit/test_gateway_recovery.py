@@ -146,6 +146,46 @@ async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(
         assert summary.trained_tokens == len(whole.sampled_ids_T)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_reply_of_a_cancelled_turn_that_the_agent_keeps_is_named(
+    life: Life, *, restarts: bool
+):
+    text = ""
+    async with life.again() as gateway:
+        gateway.engine.holds = lambda count: count > 5
+        [session] = await gateway.open()
+        call = asyncio.create_task(ask(gateway, session, [ASK], stream=True))
+        async for event in await call:
+            text += event.choices[0].delta.content or ""
+            if text.strip():
+                break
+        await call.result().close()
+        await eventually(
+            lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"]
+        )
+        gateway.engine.holds = lambda count: False
+        kept = [ASK, {"role": "assistant", "content": text}, MORE]
+        if not restarts:
+            await ask(gateway, session, kept)
+    async with life.again() as gateway:
+        if restarts:
+            await ask(gateway, session, kept)
+        shown = (await gateway.env(f"/sessions/{session.id}")).json()["turns"][1]
+        assert (shown["fork_reason"], shown["parent_id"]) == ("interrupted_reply", None)
+        assert shown["changed"]["sent"].startswith(text.strip())
+
+
+async def test_reply_out_of_tokens_that_the_agent_keeps_is_named(life: Life):
+    async with life.again() as gateway:
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], max_tokens=3)
+        await ask(gateway, session, [ASK, reply(first), MORE])
+        shown = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+        assert shown[1]["keeps_interrupted_reply"] == shown[0]["id"]
+        assert shown[1]["fork_reason"] == ""
+        assert "keeps_interrupted_reply" not in shown[0]
+
+
 async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_seed_count(
     life: Life,
 ):
@@ -166,6 +206,31 @@ async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_se
         assert (await ask(gateway, session, [ASK], retry=False)).id != first.id
         later = gateway.engine.requests[0]["sampling_params"]["sampling_seed"]
         assert later not in seeds
+
+
+async def test_stop_string_behind_a_reply_is_known_after_a_restart(
+    life: Life, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    """Agents append it, because the API leaves it out. A text with another ending is
+    still an edit."""
+
+    def stopped(*_: object):
+        return renderer.encode("4 STOP"), {"type": "stop", "matched": "STOP"}
+
+    async with life.again() as gateway:
+        monkeypatch.setattr(gateway.engine, "_reply", stopped)
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], stop=["x", "STOP"])
+        text = first.choices[0].message.content
+        assert text == "4 "
+    async with life.again() as gateway:
+        with_stop = {"role": "assistant", "content": text + "STOP"}
+        await ask(gateway, session, [ASK, with_stop, MORE])
+        edited = {"role": "assistant", "content": text + "x"}
+        await ask(gateway, session, [ASK, edited, MORE])
+        asked, continued, forked = gateway.turns(session)
+        assert (continued.parent_id, continued.fork_reason) == (asked.id, "")
+        assert forked.fork_reason == "history_edited"
 
 
 async def test_reply_that_a_client_continues_counts_as_delivered(life: Life):

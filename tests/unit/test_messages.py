@@ -406,6 +406,38 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
         assert len(gateway.engine.requests) == asked
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_beside_a_tool_use_may_come_back_behind_its_result(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    says(
+        gateway,
+        renderer,
+        'Sure.\n<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>',
+        "It is 4.",
+    )
+    [session] = await gateway.open()
+    tools = [{"name": "calc", "input_schema": {"type": "object"}}]
+    first = await ask(gateway, session, [ASK], tools=tools, stream=stream)
+    text, call = first["content"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
+    history = [
+        ASK,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [text]},
+        {"role": "user", "content": "And?"},
+    ]
+    second = await ask(gateway, session, history, tools=tools, stream=stream)
+    history += [{"role": "assistant", "content": second["content"]}, ASK]
+    await ask(gateway, session, history, tools=tools, stream=stream)
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+    prompt = renderer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert prompt.count("Sure.") == 1
+
+
 async def test_message_parameters_reach_the_engine(
     gateway: Running, renderer: Renderer
 ):

@@ -566,6 +566,187 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
 
 
+OPERATION = {"type": "update_file", "path": "a.py", "diff": "@@\n-x\n+y\n"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_shell_and_patch_tools_have_items_of_their_own(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    called = [
+        {"name": "shell", "arguments": {"commands": ["ls", "pwd"]}},
+        {"name": "apply_patch", "arguments": OPERATION},
+    ]
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called
+    )
+    say(gateway, renderer, calls, "Done.")
+    [session] = await gateway.open()
+    tools = [
+        {"type": "shell", "environment": {"type": "local"}},
+        {"type": "apply_patch"},
+    ]
+    body = {"model": "tiny", "tools": tools, "store": False, "stream": stream}
+
+    async def ask(items: list) -> tuple[list[dict], list[dict]]:
+        answer = await gateway.env(
+            "/v1/responses", {**body, "input": items}, key=session.key
+        )
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["output"], []
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in answer.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        return events[-1]["response"]["output"], events
+
+    question = {"role": "user", "content": "Replace x"}
+    output, events = await ask([question])
+    shell, patch = output
+    assert (shell["type"], shell["status"]) == ("shell_call", "completed")
+    assert shell["action"] == {
+        "commands": ["ls", "pwd"],
+        "timeout_ms": None,
+        "max_output_length": None,
+    }
+    assert (patch["type"], patch["status"]) == ("apply_patch_call", "completed")
+    assert patch["operation"] == OPERATION
+    assert "name" not in {**shell, **patch}
+    if stream:
+        done = [event for event in events if event["type"].endswith("command.done")]
+        assert [event["command"] for event in done] == ["ls", "pwd"]
+        assert [event["command_index"] for event in done] == [0, 1]
+        [diff] = [event for event in events if event["type"].endswith("diff.done")]
+        assert (diff["diff"], diff["output_index"]) == (OPERATION["diff"], 1)
+    results = [
+        {
+            "type": "shell_call_output",
+            "call_id": shell["call_id"],
+            "output": [
+                {
+                    "stdout": "a.py\n",
+                    "stderr": "",
+                    "outcome": {"type": "exit", "exit_code": 0},
+                },
+                {"stdout": "", "stderr": "slow", "outcome": {"type": "timeout"}},
+            ],
+        },
+        {
+            "type": "apply_patch_call_output",
+            "call_id": patch["call_id"],
+            "status": "failed",
+            "output": "no x",
+        },
+    ]
+    await ask([question, *output, *results])
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", ""]
+    check_exact(gateway, turns, parents=[None, 0])
+    tail = renderer.decode(turns[1].context_ids_T.tolist())
+    assert "a.py\nexit code 0\nstderr: slow\ntimed out" in tail
+    assert "failed\nno x" in tail
+
+
+async def test_calls_of_shell_and_patch_that_cannot_be_read_are_empty(
+    gateway: Running, renderer: Renderer
+):
+    called = [
+        {"name": "shell", "arguments": {"commands": "ls"}},
+        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
+        {"name": "apply_patch", "arguments": {"patch": "x"}},
+    ]
+    say(
+        gateway,
+        renderer,
+        "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called),
+    )
+    [session] = await gateway.open()
+    body = {
+        "model": "tiny",
+        "tools": [{"type": "shell"}, {"type": "apply_patch"}],
+        "input": "Delete a",
+    }
+    answer = await gateway.env("/v1/responses", body, key=session.key)
+    shell, delete, unread = answer.json()["output"]
+    assert shell["action"]["commands"] == []
+    assert delete["operation"] == {"type": "delete_file", "path": "a"}
+    assert unread["operation"] == {"type": "update_file", "path": "", "diff": ""}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]},
+            "tools[0].environment.type",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "shell_call", "call_id": "c", "action": {"command": "ls"}}
+                ]
+            },
+            "input[0].action",
+        ),
+        (
+            {
+                "input": [
+                    {
+                        "type": "apply_patch_call",
+                        "call_id": "c",
+                        "operation": {"type": "move_file", "path": "x"},
+                    }
+                ]
+            },
+            "input[0].operation",
+        ),
+    ],
+)
+async def test_tools_that_cannot_be_shown_are_refused_by_their_field(
+    gateway: Running, body: dict, param: str
+):
+    [session] = await gateway.open()
+    answer = await gateway.env(
+        "/v1/responses", {"model": "tiny", "input": "x", **body}, key=session.key
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_item_behind_the_result_of_a_call_is_no_edit(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    say(gateway, renderer, "Sure.\n" + CALL % 1, "It is 1.", "Bye.")
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    question = {"role": "user", "content": "1?"}
+
+    async def ask(items: list) -> list[dict]:
+        answer = await create(model="tiny", input=items, tools=[TOOL], stream=stream)
+        if stream:
+            events = [event async for event in answer]
+            answer = events[-1].response
+        return [item.model_dump(mode="json") for item in answer.output]
+
+    text, call = await ask([question])
+    result = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": "1",
+    }
+    items = [question, call, result, text]
+    output = await ask(items)
+    await ask([*items, *output, {"role": "user", "content": "Thanks"}])
+    check_exact(gateway, gateway.turns(session), parents=[None, 0, 1])
+
+
 async def test_a_custom_tool_can_be_required(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "x")
     [session] = await gateway.open(purpose="serve")

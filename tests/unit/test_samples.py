@@ -56,6 +56,19 @@ def test_samples_show_the_last_step_with_prompt_reply_and_reward(
     assert "(the prompt above)\n> model [length: cut]: 5\n" in out
 
 
+def test_samples_name_a_kept_interrupted_reply(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("2+2", ["let me", "four"], 0.25, step=2, ending="length")
+    run.add("1+1", ["let me", "two"], 0.25, step=2)
+    out = shown(run, capsys)
+    kept = (
+        "> model [length: cut]: let me\n-- keeps the interrupted reply:\nuser: Go on."
+    )
+    assert kept in out
+    assert "> model: let me\nuser: Go on." in out
+
+
 def test_samples_of_a_live_run_do_not_change_its_folder(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

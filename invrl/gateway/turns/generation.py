@@ -77,6 +77,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """As in `Rollout.top_logprobs`."""
     trace: SpanPlace | None = None
     """The span of the turn, if this process sends traces."""
+    stop: str = ""
+    """The client's stop string that ended the reply; "" if none did."""
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
@@ -287,16 +289,19 @@ class Generation:
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
+        stop = ""
+        if isinstance(result.matched_stop, str):
+            stop = result.matched_stop
         recorded = Recorded(
-            experts_TLK=result.experts_TLK, top=self._recorded_top(), trace=trace
+            experts_TLK=result.experts_TLK,
+            top=self._recorded_top(),
+            trace=trace,
+            stop=stop,
         )
         with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
             await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
-        stop = ""
-        if isinstance(result.matched_stop, str):
-            stop = result.matched_stop
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
     async def _sample(self) -> GenerateEnd:
