@@ -57,6 +57,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
+        serving.fleet.restart_evicted()
         note(
             f"everything is up behind {serving.fleet.router.program}; what your agent prints: "
             f"{folder.printed_by_agents}"

@@ -21,7 +21,8 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 
 
 async def serve(config: Config, folder: RunFolder) -> None:
-    """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
+    """Serves until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
+    left and none comes back."""
     remove_abandoned()
     keep_tokenizer(config, folder)
     async with AsyncExitStack() as stack:
@@ -44,6 +45,7 @@ async def serve(config: Config, folder: RunFolder) -> None:
             )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
+        serving.fleet.restart_evicted()
         stack.enter_context(metrics.of_serving(serving))
         if metrics.message:
             print(metrics.message, flush=True)

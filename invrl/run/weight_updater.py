@@ -11,7 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from invrl.engines.fleet import Fleet
-from invrl.errors import InvrlError, WeightSyncError
+from invrl.errors import (
+    CanaryError,
+    ChecksumError,
+    InvrlError,
+    LayoutError,
+    WeightSyncError,
+)
 from invrl.interfaces import WeightSender
 from invrl.model_folder import read_tokenizer
 from invrl.run.config import Config
@@ -52,6 +58,7 @@ def create_weight_updater(
         bound=CanaryBound.for_dtypes(
             config.engine.engine_dtype, config.train.train_dtype
         ),
+        until_engine=fleet.until_engine,
         deadline_s=settings.weight_sync_timeout_s,
         drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
         is_rolling=settings.weight_update == "rolling",
@@ -103,20 +110,36 @@ class WeightUpdater:
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises
-        WeightSyncError. Engines that the update loses get no more requests."""
+        WeightSyncError. Engines that the update loses get no more requests. If it loses
+        all of them, it goes on with the first that comes back; raises ServerError if
+        none does."""
         self._announce(version)
-        try:
-            update = await self._transaction.run(version)
-        except WeightSyncError as error:
-            for engine in error.unrestored:
-                self._fleet.evict(engine, str(error))
-            raise
+        update = None
+        while update is None:
+            try:
+                update = await self._transaction.run(version)
+            except WeightSyncError as error:
+                for engine in error.unrestored:
+                    self._fleet.evict(engine, str(error))
+                if not await self._waits_for_engine(error):
+                    raise
+                await self._fleet.until_engine()
+                update = self._transaction.committed_update(version)
         for engine, reason in update.lost_engines.items():
             self._fleet.evict(
                 engine, f"lost in the update to version {version}: {reason}"
             )
         self._fleet.restart_evicted(self._transaction.bring_up)
         return update
+
+    async def _waits_for_engine(self, error: WeightSyncError) -> bool:
+        """Whether the update failed because the last engine died, and may go on once an
+        engine is back. Where GPUs are shared none starts before the update ends."""
+        is_fault = isinstance(error, LayoutError | ChecksumError | CanaryError)
+        if is_fault or self._transaction.committed is None or self._fleet.shares_gpus:
+            return False
+        await self._fleet.evict_silent()
+        return not self._fleet.engines
 
     async def verify(self, wait_s: float) -> Verification:
         """Compares what the engines hold with what was committed, one engine after the

@@ -127,7 +127,7 @@ class Trusting(BaseHTTPRequestHandler):
 @pytest.mark.parametrize("role", FAULTS)
 def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
-    recovers = ("worker", "gateway", "router", "fork parent")
+    recovers = ("worker", "engine", "gateway", "router", "fork parent")
     outcomes = {"supervisor": "resumed", **dict.fromkeys(recovers, "recovered")}
     expected = outcomes.get(role, "restarted")
     assert fault.outcome == expected
