@@ -448,6 +448,7 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         actor=actor,
         batch_timeout_s=config.buffer.batch_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        folder=folder.path,
     )
 
 

@@ -6,12 +6,14 @@ from contextlib import AsyncExitStack, closing
 
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
+from invrl.host.disk_waits import watch_disk
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.wait_lines import tell_waits
 from invrl.rollout.session_client import SessionClient
 from invrl.run.awaited_work import PartsStarting
+from invrl.run.background import in_background
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
 from invrl.run.served_metrics import ServedMetrics
@@ -29,6 +31,7 @@ async def serve(config: Config, folder: RunFolder) -> None:
         stack.enter_context(
             incidents_shown(lambda line: print(for_stdout(line), flush=True))
         )
+        await stack.enter_async_context(in_background(watch_disk(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(
             start_serving(with_long_answers(config), folder)

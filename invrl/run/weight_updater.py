@@ -8,6 +8,7 @@ loads the version that the fleet holds, beside the updates that go on
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from invrl.engines.fleet import Fleet
@@ -18,6 +19,7 @@ from invrl.errors import (
     LayoutError,
     WeightSyncError,
 )
+from invrl.host.disk_waits import until_written
 from invrl.interfaces import WeightSender
 from invrl.model_folder import read_tokenizer
 from invrl.run.config import Config
@@ -42,6 +44,8 @@ def create_weight_updater(
     sender: TrainHandle,
     fleet: Fleet,
     announce: Callable[[WeightVersion], object],
+    *,
+    run_folder: Path,
 ) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in
     `WeightUpdater`."""
@@ -64,7 +68,8 @@ def create_weight_updater(
         is_rolling=settings.weight_update == "rolling",
         load=load,
     )
-    return WeightUpdater(transaction, fleet, announce)
+    folder = Path(settings.weight_folder or run_folder)
+    return WeightUpdater(transaction, fleet, announce, folder=folder)
 
 
 class WeightUpdater:
@@ -75,8 +80,12 @@ class WeightUpdater:
         transaction: WeightTransaction,
         fleet: Fleet,
         announce: Callable[[WeightVersion], object] = lambda _: None,
+        *,
+        folder: Path = Path(),
     ) -> None:
-        """`announce` is called with each version before an engine gets it."""
+        """`announce` is called with each version before an engine gets it. `folder`: on
+        the disk of the weights' files, where there are such."""
+        self._folder = folder
         self._transaction = transaction
         self._fleet = fleet
         self._announce = announce
@@ -117,7 +126,8 @@ class WeightUpdater:
         update = None
         while update is None:
             try:
-                update = await self._transaction.run(version)
+                run = partial(self._transaction.run, version)
+                update = await until_written(self._folder, "the weights' files", run)
             except WeightSyncError as error:
                 for engine in error.unrestored:
                     self._fleet.evict(engine, str(error))
