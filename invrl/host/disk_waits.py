@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from invrl.host.disk import full_disk, is_full, space_left
+from invrl.host.disk import full_disk, is_full, space_left, write_atomically
 from invrl.host.incidents import incidents
 
 T = TypeVar("T")
@@ -83,6 +84,12 @@ async def until_written(folder: Path, what: str, work: Callable[[], Awaitable[T]
             await asyncio.sleep(_POLL_S)
     finally:
         wait.ends()
+
+
+async def write_patiently(path: Path, text: str) -> None:
+    """As `write_atomically`, but waits while the disk is full."""
+    write = partial(asyncio.to_thread, write_atomically, path, text)
+    await until_written(path.parent, path.name, write)
 
 
 async def watch_disk(folder: Path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from invrl import __version__
 from invrl.engines import smg
 from invrl.host import interrupts
-from invrl.host.disk_waits import watch_disk
+from invrl.host.disk_waits import watch_disk, write_patiently
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.wait_lines import tell_waits
@@ -76,7 +76,8 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         )
         evaluation = await first_to_fail(evaluating, serving.watch())
         path = folder.report_path / "eval.json"
-        path.write_bytes(report(config, evaluation.scores.values()))
+        content = report(config, evaluation.scores.values())
+        await write_patiently(path, content.decode())
         print(f"\n{table(evaluation.scores.values())}\n\n{path}", flush=True)
 
 

@@ -15,13 +15,9 @@ batches are renamed. What they did in the ledger counts as lost by itself
 (`buffer/ledger_store.py`). A repeated command says where it starts, because the same
 words may begin a new run, resume one, or do nothing."""
 
-import asyncio
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from invrl.host.disk import write_atomically
-from invrl.host.disk_waits import until_written
 from invrl.run.checkpoint import Checkpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.store_check import check_store, check_store_of
@@ -117,13 +113,6 @@ def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
     if ended_after is None:
         return text
     return f"{text}; the run had ended after step {ended_after}"
-
-
-async def write_finished(folder: RunFolder, last_step: int) -> None:
-    """Notes that the run came to its end. Waits while the disk is full."""
-    path = folder.finished_path
-    write = partial(asyncio.to_thread, write_atomically, path, str(last_step))
-    await until_written(folder.path, path.name, write)
 
 
 def _ended_after(folder: RunFolder) -> int | None:

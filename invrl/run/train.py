@@ -27,7 +27,7 @@ from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk_waits import until_written, watch_disk
+from invrl.host.disk_waits import until_written, watch_disk, write_patiently
 from invrl.host.incidents import incidents_shown
 from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
@@ -63,7 +63,6 @@ from invrl.run.resume import (
     find_start,
     is_finished,
     start_at_zero,
-    write_finished,
 )
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.served_metrics import ServedMetrics
@@ -262,7 +261,7 @@ class _TrainingRun:
                     )
                 raise
             await cluster.buffer.close()
-        await write_finished(self.folder, last_step)
+        await write_patiently(self.folder.finished_path, str(last_step))
 
     async def _load_learner(
         self, cluster: Cluster, stack: AsyncExitStack
@@ -368,9 +367,7 @@ class _TrainingRun:
                 and learner is not None
             ):
                 accuracy_after = await held_out.evaluate(last_step)
-                await asyncio.to_thread(
-                    held_out.report_gain, accuracy_before, accuracy_after
-                )
+                await held_out.report_gain(accuracy_before, accuracy_after)
         if learner is not None:
             await learner.finish_saves()
         checkpoint = self.checkpoints.latest()

@@ -14,7 +14,7 @@ from functools import partial
 from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk_waits import until_written, watch_disk
+from invrl.host.disk_waits import until_written, watch_disk, write_patiently
 from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
@@ -30,7 +30,7 @@ from invrl.run.config import Config
 from invrl.run.data import check_unchanged
 from invrl.run.loop import step_notes, train_values
 from invrl.run.process_samples import sample_memory
-from invrl.run.resume import Start, describe_start, is_finished, write_finished
+from invrl.run.resume import Start, describe_start, is_finished
 from invrl.run.save_schedule import SaveSchedule
 from invrl.run.unsaved_weights import (
     SAVE_AFTER_INTERRUPT_S,
@@ -107,7 +107,7 @@ async def train_on_data(
                 interrupted=isinstance(error, asyncio.CancelledError)
             )
             raise
-    await write_finished(folder, last_step)
+    await write_patiently(folder.finished_path, str(last_step))
 
 
 @dataclass(frozen=True, slots=True)
