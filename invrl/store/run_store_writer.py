@@ -26,7 +26,7 @@ import numpy as np
 
 from invrl.errors import DiskFullError
 from invrl.extra_columns import ExtraNumbers
-from invrl.host.disk import full_disk
+from invrl.host.disk import full_disk, is_full
 from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
 from invrl.store.row_checksums import (
@@ -343,7 +343,7 @@ class RunStoreWriter:
             if db is self._db and _is_busy(error):
                 return False
             if len(batch) == 1:
-                if self._is_full(error):
+                if is_full(error, self._folder):
                     error = self._disk_full()
                 # The traceback holds this frame, the frame the future, and the future
                 # would hold the error.
@@ -356,13 +356,6 @@ class RunStoreWriter:
         for work in batch:
             work.done.set_result(None)
         return True
-
-    def _is_full(self, error: Exception) -> bool:
-        """Whether SQLite found no space. Where its shared index cannot grow, it calls
-        that an I/O error."""
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-        is_io_error = code == sqlite3.SQLITE_IOERR and full_disk(self._folder) != ""
-        return code == sqlite3.SQLITE_FULL or is_io_error
 
     def _disk_full(self) -> DiskFullError:
         """The error for whoever waits for a commit. It is logged once until a commit

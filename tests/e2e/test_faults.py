@@ -129,7 +129,7 @@ class Trusting(BaseHTTPRequestHandler):
 @pytest.mark.parametrize("role", [role for role in FAULTS if role != "supervisor"])
 def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
-    recovers = ("worker", "gateway", "router", "fork parent")
+    recovers = ("worker", "engine", "gateway", "router", "fork parent")
     assert fault.outcome == ("recovered" if role in recovers else "restarted")
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from invrl.engines import engine_restarts
 from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
@@ -100,7 +101,13 @@ class FakeServer:
 
 class FakeClient:
     def __init__(self, *_: object, **__: object) -> None:
-        pass
+        self.is_silent = False
+
+    async def answers(self, *, deadline_s: float) -> bool:
+        return not self.is_silent
+
+    async def weight_version(self) -> str:
+        return "0"
 
     async def close(self) -> None: ...
 
@@ -923,7 +930,7 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
     """At most 2; a run of weeks forgets those of yesterday."""
     now = [0.0]
     monkeypatch.setattr(
-        fleet_module, "RestartLimit", partial(RestartLimit, clock=lambda: now[0])
+        engine_restarts, "RestartLimit", partial(RestartLimit, clock=lambda: now[0])
     )
     await updater.update(WeightVersion(1))
     for hour in range(3):
@@ -931,7 +938,7 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
         for _ in range(2):
             fleet.evict("engine-1", "it died")
             await eventually(lambda: "engine-1" in fleet.engines)
-    assert fleet._restarts == {"engine-1": 6}
+    assert fleet.state().restarts == {"engine-1": 6}
     fleet.evict("engine-1", "it died")
     await eventually(fleet._replacements["engine-1"].done)
     assert "engine-1" not in fleet.engines

@@ -189,6 +189,16 @@ async def test_gateway_that_stays_full_ends_in_a_deadline_error_with_its_message
     assert clock.pauses == [30.0]
 
 
+async def test_a_gateway_whose_disk_is_full_is_waited_for_beyond_the_deadline(
+    gateway, clock
+):
+    full_disk = {"error": {"message": "the disk at / is full", "code": "disk_full"}}
+    refusals = [(503, full_disk, {"Retry-After": "5"})] * 100
+    gateway.answers = [*refusals, (201, OPENED, {})]
+    assert len(await gateway.client.open(LEASE, deadline_s=30.0)) == 2
+    assert sum(clock.pauses) == 500.0
+
+
 async def test_unreachable_gateway_ends_in_a_deadline_error(clock):
     client = SessionClient("http://127.0.0.1:1", deadline_s=30.0)
     with pytest.raises(DeadlineError, match="ConnectError"):

@@ -34,7 +34,7 @@ class Console:
         self.notes.append(text)
 
 
-def test_the_gain_that_the_run_measured_is_told_with_its_interval(
+async def test_the_gain_that_the_run_measured_is_told_with_its_interval(
     tmp_path: Path,
 ) -> None:
     run = record_run(tmp_path)
@@ -43,7 +43,7 @@ def test_the_gain_that_the_run_measured_is_told_with_its_interval(
     after = evaluation(0.9)
     console = Console()
     held_out = HeldOutEvaluations(resolve(), run.folder, None, console)  # type: ignore[arg-type]
-    held_out.report_gain(before, after)
+    await held_out.report_gain(before, after)
     gain = gain_interval(before.scores["greedy"], after.scores["greedy"])
     line = outcome_line(
         state="ended",

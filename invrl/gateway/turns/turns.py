@@ -75,6 +75,8 @@ class Turns:
     recorded_top_logprobs: int = 0
     """How many of the likeliest tokens are recorded in the place of each sampled one,
     in training."""
+    engine_return_s: float = 600.0
+    """How long a generation waits for an engine, if there is none."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that forked, by reason."""
@@ -229,6 +231,7 @@ class Turns:
             renderer=self.renderer,
             parser=self._parser(request, placement.context_ids, proposal.request.rid),
             commit=partial(self._commit, conversation),
+            engine_return_s=self.engine_return_s,
         )
         conversation.start(generation)
         if placement.change is not None:
