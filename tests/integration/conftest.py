@@ -22,6 +22,8 @@ def ray_session() -> Iterator[None]:
             uvloop = "RAY_USE_UVLOOP"
             environment.setenv(uvloop, worker_environment()[uvloop])
             environment.setenv("RAY_process_group_cleanup_enabled", "true")
+            # Ray's own 15 starves them while another worker of the suite computes.
+            environment.setenv("RAY_worker_niceness", "0")
             stack.enter_context(local_ray())
         yield
 

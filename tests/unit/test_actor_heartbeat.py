@@ -120,9 +120,8 @@ async def test_silent_process_that_uses_its_cpu_is_alive(
     async def ask() -> Pulse:
         if asked.times:
             return await asked()
-        while (
-            sum(psutil_process.cpu_times()[:2]) < used + 3.0
-        ):  # of CPU: four times the limit at least
+        # of CPU: four times the limit at least
+        while sum(psutil_process.cpu_times()[:2]) < used + 3.0:
             await asyncio.sleep(0.01)
         heard.set()
         process.send_signal(signal.SIGSTOP)

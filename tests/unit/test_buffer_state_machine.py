@@ -474,9 +474,8 @@ class BufferMachine(RuleBasedStateMachine):
         for group_id, task_id, rewards, _ in complete:
             before = rewards_so_far.setdefault(task_id, [])
             history = self.seen_histories.get(str(group_id))
-            if (
-                history is not None
-            ):  # None: dropped before the filter saw it, stale when it was complete
+            # None: dropped before the filter saw it, stale when it was complete
+            if history is not None:
                 assert history.task_id == task_id
                 assert history.num_groups == len(before)
                 assert [list(past.rewards_G) for past in history.recent] == before[-16:]

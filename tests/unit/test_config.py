@@ -769,9 +769,8 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
-    from invrl.run.cluster import (
-        _gateway_settings,
-    )  # slow to import, and only needed here
+    # slow to import, and only needed here
+    from invrl.run.cluster import _gateway_settings
 
     flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
     flags += "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()

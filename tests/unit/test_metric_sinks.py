@@ -258,9 +258,8 @@ def test_wandb_writes_a_run_that_reads_back(
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 240.0
-    while (
-        len((read := read_wandb(path))[0]) < 2
-    ):  # wandb's own process writes on after `finish` returned
+    # wandb's own process writes on after `finish` returned
+    while len((read := read_wandb(path))[0]) < 2:
         assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
         time.sleep(0.05)
     history, settings = read

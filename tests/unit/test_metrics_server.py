@@ -263,9 +263,8 @@ def test_silent_metrics_clients_hold_no_threads_above_the_limit(
         silent[0].close()
         status = 0
         ends_at = time.monotonic() + 10
-        while (
-            status != 200 and time.monotonic() < ends_at
-        ):  # the thread of a closed connection ends soon
+        # the thread of a closed connection ends soon
+        while status != 200 and time.monotonic() < ends_at:
             with contextlib.suppress(OSError):
                 status, _ = get(server)
         assert status == 200

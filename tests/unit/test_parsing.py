@@ -313,9 +313,8 @@ def test_text_on_which_sglangs_parsers_fail_is_content(
         parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces
     )
     calls = [call.name for call in message.tool_calls]
-    if (
-        "9999" in reply
-    ):  # a whole number that Python does not read: a stream has begun to tell the call
+    # a whole number that Python does not read: a stream has begun to tell the call
+    if "9999" in reply:
         assert calls == ["halt"] * bool(pieces and pieces[0] < len(reply))
     else:
         assert calls == []

@@ -177,9 +177,8 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
 
     def deadly(group: broadcast.WeightGroup, bucket: torch.Tensor):
         sent.append(bucket.numel())
-        if (
-            len(sent) == 2
-        ):  # what is left is more than sockets hold for a process that does not read
+        # what is left is more than sockets hold for a process that does not read
+        if len(sent) == 2:
             os.kill(victim, fault)
         return begin(group, bucket)
 
@@ -230,10 +229,8 @@ async def test_failed_broadcast_leaves_every_engine_on_the_old_version(
     numbers = count()
 
     def failing(group: broadcast.WeightGroup, bucket: torch.Tensor):
-        if next(numbers) in (
-            3,
-            7,
-        ):  # in the middle of the broadcast, and of its repetition
+        # in the middle of the broadcast, and of its repetition
+        if next(numbers) in (3, 7):
             raise RuntimeError("the cable is cut")
         return begin(group, bucket)
 
