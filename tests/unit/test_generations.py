@@ -18,6 +18,7 @@ from running_gateway import (
     MORE,
     Running,
     eventually,
+    running,
 )
 
 from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient

@@ -410,7 +410,7 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
 async def test_text_beside_a_tool_use_may_come_back_behind_its_result(
     gateway: Running, renderer: Renderer, stream: bool
 ):
-    says(
+    say(
         gateway,
         renderer,
         'Sure.\n<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>',
