@@ -4,6 +4,8 @@ in it."""
 from __future__ import annotations
 
 import itertools
+import sqlite3
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -207,3 +209,41 @@ async def running_buffer(
     await actor.start()
     yield actor
     await actor.close()
+
+
+class HeldConnection:
+    """A connection whose first COMMIT waits until it is let through."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.committing = threading.Event()
+        self.let_through = threading.Event()
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if sql == "COMMIT" and not self.let_through.is_set():
+            self.committing.set()
+            assert self.let_through.wait(120), "nobody let the commit through"
+        return self._db.execute(sql, *values)
+
+    def executemany(self, sql: str, rows: object) -> sqlite3.Cursor:
+        return self._db.executemany(sql, rows)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+async def started_on_held_ledger(
+    path: Path,
+) -> tuple[BufferActor, HeldConnection]:
+    """A buffer of groups of two in the store at `path`."""
+    actor = BufferActor(
+        BufferConfig(group_filter="none"),
+        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=path,
+        poll_interval_s=0.0,
+    )
+    held = HeldConnection(actor._ledger._db)
+    actor._ledger._db = held  # type: ignore[assignment]
+    await actor.start()
+    return actor, held

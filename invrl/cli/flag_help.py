@@ -85,8 +85,11 @@ def flag_help(command: str = "train") -> str:
             and setting not in first
         ]
         if others:
-            summary = (section.__doc__ or "").strip().splitlines()[0]
-            lines += ["", *textwrap.wrap(f"[{table}] {summary}", _WIDTH)]
+            summary, _, _ = (section.__doc__ or "").partition("\n\n")
+            lines += [
+                "",
+                *textwrap.wrap(f"[{table}] {' '.join(summary.split())}", _WIDTH),
+            ]
             lines += _setting_entries(others)
     lines += ["", "options of other packages (checked against the installed version):"]
     for package in used.packages:

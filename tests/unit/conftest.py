@@ -12,10 +12,12 @@ import pytest
 from fakes import FakeEngine, random_reply
 from gateway_lives import Life
 from gateway_workers import Workers
+from mortal_fleet import Deaths, mortal_fleet
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
 from invrl.bench.loader_server import LOADER_MODULE
+from invrl.engines.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.host.fork_parent import ForkParent
@@ -70,3 +72,16 @@ def loader_parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkPare
     parent = ForkParent(LOADER_MODULE, log=log)
     yield parent
     parent.stop()
+
+
+@pytest.fixture
+def deaths() -> Deaths:
+    return Deaths()
+
+
+@pytest.fixture
+async def fleet(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, deaths: Deaths
+) -> AsyncIterator[Fleet]:
+    async with mortal_fleet(monkeypatch, tiny_model, tmp_path, deaths) as running_fleet:
+        yield running_fleet

@@ -7,14 +7,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from test_dead_engines import (
+from mortal_fleet import (
     Deaths,
     FakeClient,
     FakeReceiver,
     FakeServer,
-    deaths,  # noqa: F401 (a fixture)
     eventually,
-    fleet,  # noqa: F401 (a fixture)
     receiver,
 )
 
@@ -30,7 +28,7 @@ NAMES = {"engine-0", "engine-1", "engine-2"}
 
 
 @pytest.fixture
-async def updater(fleet: Fleet) -> WeightUpdater:  # noqa: F811
+async def updater(fleet: Fleet) -> WeightUpdater:
     """Every engine holds version 1 and serves."""
     transaction = WeightTransaction(
         FakeReceiver.trainer,
@@ -52,15 +50,15 @@ async def lines() -> AsyncIterator[list[str]]:
         yield shown
 
 
-def kill_all(fleet: Fleet, deaths: Deaths) -> None:  # noqa: F811
+def kill_all(fleet: Fleet, deaths: Deaths) -> None:
     for engine in fleet.engines.values():
         deaths.future(engine.server).set_result("a process of it has ended")
 
 
 async def test_a_fleet_without_engines_waits_for_those_that_start_again(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
-    deaths: Deaths,  # noqa: F811
+    deaths: Deaths,
     lines: list[str],
 ) -> None:
     FakeServer.may_be_ready.clear()
@@ -77,9 +75,9 @@ async def test_a_fleet_without_engines_waits_for_those_that_start_again(
 
 
 async def test_an_update_waits_until_an_engine_is_back_and_reaches_it(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
-    deaths: Deaths,  # noqa: F811
+    deaths: Deaths,
 ) -> None:
     FakeServer.may_be_ready.clear()
     kill_all(fleet, deaths)
@@ -97,7 +95,7 @@ async def test_an_update_waits_until_an_engine_is_back_and_reaches_it(
 
 @pytest.mark.parametrize("phase", ["check", "pause", "load", "commit", "logprobs"])
 async def test_an_update_that_loses_every_engine_goes_on_with_those_that_come_back(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
     phase: str,
 ) -> None:
@@ -122,7 +120,7 @@ async def refuse(prompts: object) -> None:
 
 
 async def test_a_layout_that_does_not_fit_waits_for_nobody(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -136,7 +134,7 @@ async def test_a_layout_that_does_not_fit_waits_for_nobody(
 
 
 async def test_an_update_that_living_engines_refuse_waits_for_nobody(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
 ) -> None:
     for name in fleet.engines:
@@ -147,9 +145,9 @@ async def test_an_update_that_living_engines_refuse_waits_for_nobody(
 
 
 async def test_the_run_ends_once_the_restarts_are_spent(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
-    deaths: Deaths,  # noqa: F811
+    deaths: Deaths,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FakeServer, "wait_ready", broken_start)
@@ -167,9 +165,9 @@ def broken_start(server: FakeServer) -> None:
 
 
 async def test_the_run_ends_when_the_last_engine_misses_the_deadline_of_its_start(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     updater: WeightUpdater,
-    deaths: Deaths,  # noqa: F811
+    deaths: Deaths,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though it might be started once more."""
@@ -185,8 +183,8 @@ def late_start(server: FakeServer) -> None:
 
 
 async def test_where_nobody_sends_weights_an_engine_returns_with_its_model_folder(
-    fleet: Fleet,  # noqa: F811
-    deaths: Deaths,  # noqa: F811
+    fleet: Fleet,
+    deaths: Deaths,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`invrl serve` and `invrl eval`."""
@@ -213,8 +211,8 @@ async def test_where_nobody_sends_weights_an_engine_returns_with_its_model_folde
 
 
 async def test_before_the_first_version_the_death_of_all_engines_ends_the_start(
-    fleet: Fleet,  # noqa: F811
-    deaths: Deaths,  # noqa: F811
+    fleet: Fleet,
+    deaths: Deaths,
 ) -> None:
     kill_all(fleet, deaths)
     await eventually(lambda: not fleet.engines)

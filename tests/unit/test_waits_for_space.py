@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from folder_trainer import FolderTrainer, names
+from small_buffer import started_on_held_ledger
 from stored_rollouts import finish_lease
-from test_buffer_close import started
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
@@ -201,7 +201,7 @@ async def test_the_ledger_waits_for_space_and_has_every_entry_once(
 ) -> None:
     """On a real disk, with the gateway's turns in the same file."""
     path = small_disk / "run.sqlite"
-    actor, held = await started(path)
+    actor, held = await started_on_held_ledger(path)
     held.let_through.set()
     store = RunStoreWriter(path)
     lease = await actor.lease()
