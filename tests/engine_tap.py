@@ -223,9 +223,8 @@ def read_generation(exchange: Exchange) -> Generation:
     stream = bool(body.get("stream"))
     events = []
     if stream:
-        whole = exchange.answer.split(b"\n\n")[
-            :-1
-        ]  # the last one is "", or a part of an event
+        # the last one is "", or a part of an event
+        whole = exchange.answer.split(b"\n\n")[:-1]
         lines = [
             event.removeprefix(b"data: ")
             for event in whole

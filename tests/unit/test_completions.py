@@ -106,9 +106,11 @@ async def test_prompt_that_keeps_a_cancelled_reply_is_named(
     )
     gateway.engine.holds = lambda count: False
     [cancelled] = gateway.turns(session)
-    kept = [*renderer.encode(HEAD), *cancelled.sampled_ids_T.tolist()]
-    more = [*kept, *renderer.encode(MORE)]
-    prompt = more if as_ids else renderer.decode(kept) + MORE
+    sampled_ids = cancelled.sampled_ids_T.tolist()
+    prompt: str | list[int] = HEAD + renderer.decode(sampled_ids, inside=True) + MORE
+    if as_ids:
+        context_ids = cancelled.context_ids_T.tolist()
+        prompt = [*context_ids, *sampled_ids, *renderer.encode(MORE)]
     await create(model="tiny", prompt=prompt, max_tokens=60)
     turn = gateway.turns(session)[1]
     assert (turn.parent_id, turn.fork_reason) == (None, "interrupted_reply")

@@ -171,6 +171,7 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
         renderer,
         Parsers(tool_calls="qwen25"),
         match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
         reply = renderer.encode(REPLIES.get(reason, REPLY))
         gateway.engine.script = lambda _: [*reply, 2]
@@ -220,6 +221,7 @@ async def test_fork_explanation_survives_a_restart(
         renderer,
         Parsers(tool_calls="qwen25"),
         match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
         reply = renderer.encode(REPLIES.get(reason, REPLY))
         gateway.engine.script = lambda _: [*reply, 2]
@@ -236,6 +238,7 @@ async def test_fork_explanation_survives_a_restart(
         renderer,
         Parsers(tool_calls="qwen25"),
         match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
         again = {
             "messages": [{"role": "user", "content": "again"}],

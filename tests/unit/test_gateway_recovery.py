@@ -148,10 +148,12 @@ async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_reply_of_a_cancelled_turn_that_the_agent_keeps_is_named(
-    life: Life, *, restarts: bool
+    life: Life, renderer: Renderer, *, restarts: bool
 ):
     text = ""
     async with life.again() as gateway:
+        said = renderer.encode("The answer is four, as far as I can tell.")
+        gateway.engine.script = lambda _: [*said, 2]
         gateway.engine.holds = lambda count: count > 5
         [session] = await gateway.open()
         call = asyncio.create_task(ask(gateway, session, [ASK], stream=True))
@@ -175,8 +177,12 @@ async def test_reply_of_a_cancelled_turn_that_the_agent_keeps_is_named(
         assert shown["changed"]["sent"].startswith(text.strip())
 
 
-async def test_reply_out_of_tokens_that_the_agent_keeps_is_named(life: Life):
+async def test_reply_out_of_tokens_that_the_agent_keeps_is_named(
+    life: Life, renderer: Renderer
+):
     async with life.again() as gateway:
+        said = renderer.encode("The answer is four, as far as I can tell.")
+        gateway.engine.script = lambda _: [*said, 2]
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK], max_tokens=3)
         await ask(gateway, session, [ASK, reply(first), MORE])
