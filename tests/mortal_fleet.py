@@ -121,6 +121,7 @@ class FakeRouter:
         self.pid = os.getpid()
         self.urls: set[str] = set()
         self.unreachable: set[str] = set()
+        self.metrics_url = "http://router/metrics"
         self.is_away = False
         self.stopped = False
         self.made.append(self)
