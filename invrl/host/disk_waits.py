@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from invrl.host.disk import full_disk, is_full, space_left, write_atomically
 from invrl.host.incidents import incidents
 
 T = TypeVar("T")
+Parameters = ParamSpec("Parameters")
 _POLL_S = 1.0
 _REPEAT_S = 600.0
 """Between two lines about one disk."""
@@ -86,10 +86,25 @@ async def until_written(folder: Path, what: str, work: Callable[[], Awaitable[T]
         wait.ends()
 
 
+async def written_in_thread(
+    folder: Path,
+    what: str,
+    write: Callable[Parameters, T],
+    *args: Parameters.args,
+    **named: Parameters.kwargs,
+) -> T:
+    """The result of `write`, which is called in a thread, and again while the disk of
+    `folder` is full. Raises its other errors."""
+
+    async def try_once() -> T:
+        return await asyncio.to_thread(write, *args, **named)
+
+    return await until_written(folder, what, try_once)
+
+
 async def write_patiently(path: Path, text: str) -> None:
     """As `write_atomically`, but waits while the disk is full."""
-    write = partial(asyncio.to_thread, write_atomically, path, text)
-    await until_written(path.parent, path.name, write)
+    await written_in_thread(path.parent, path.name, write_atomically, path, text)
 
 
 async def watch_disk(folder: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from invrl.errors import UnsendableTaskError
-from invrl.host.disk_waits import until_written
+from invrl.host.disk_waits import written_in_thread
 from invrl.host.lived_time import LivedTime
 from invrl.interfaces import Buffer
 from invrl.reasons import FailureReason
@@ -117,11 +117,8 @@ class ExternalDispatcher(Scheduler):
         **named: Parameters.kwargs,
     ) -> Answer:
         """Calls a method of the leases that writes; waits while the disk is full."""
-
-        async def try_once() -> Answer:
-            return await asyncio.to_thread(write, *args, **named)
-
-        return await until_written(self._leases.folder, "leases of tasks", try_once)
+        folder = self._leases.folder
+        return await written_in_thread(folder, "leases of tasks", write, *args, **named)
 
     async def _end_all(self) -> None:
         await asyncio.to_thread(self._leases.withdraw)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
@@ -148,8 +147,11 @@ async def run_loop(
             return step - 1
 
         with phases.within("assemble"):
-            assembling = partial(asyncio.to_thread, parts.assemble, step, taken)
-            batch = await parts.until_written(assembling)
+            batch = await parts.until_written(
+                lambda step=step, taken=taken: asyncio.to_thread(
+                    parts.assemble, step, taken
+                )
+            )
         if parts.score is not None:
             with phases.within("teacher"):
                 batch = await parts.score(step, batch)

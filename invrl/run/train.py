@@ -27,7 +27,12 @@ from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk_waits import until_written, watch_disk, write_patiently
+from invrl.host.disk_waits import (
+    until_written,
+    watch_disk,
+    write_patiently,
+    written_in_thread,
+)
 from invrl.host.incidents import incidents_shown
 from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
@@ -461,11 +466,8 @@ class _TrainingRun:
     ) -> TrainBatch:
         """Adds the log-probs of the teacher that a server has."""
         scored = await teacher.score(batch)
-
-        async def keep() -> None:
-            await asyncio.to_thread(self._keep, step, scored)
-
-        await until_written(self.folder.path, "what the run saves of its batches", keep)
+        what = "what the run saves of its batches"
+        await written_in_thread(self.folder.path, what, self._keep, step, scored)
         return scored
 
     def _keep(self, step: int, batch: TrainBatch) -> None:

@@ -9,12 +9,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk_waits import until_written, watch_disk, write_patiently
+from invrl.host.disk_waits import watch_disk, write_patiently, written_in_thread
 from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
@@ -178,8 +177,9 @@ class _DataRun:
         with observed_phase(self.observer, "train", step) as parts:
             if self.config.run.save_rollout_data:
                 path = batch_path(self.folder.rollout_data_path, step)
-                saving = partial(asyncio.to_thread, save_batch, path, step_data.batch)
-                await until_written(self.folder.path, path.name, saving)
+                await written_in_thread(
+                    self.folder.path, path.name, save_batch, path, step_data.batch
+                )
             result = await self.trainer.train(step_data.batch)
             parts.update(result.seconds)
         for note in step_notes(step, result):
