@@ -342,6 +342,8 @@ def _say(event: str) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     _say(f"collected {len(session.items)}")
+    # Modules that tests write are theirs: nothing is kept beside them.
+    sys.dont_write_bytecode = True
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -397,7 +397,7 @@ def test_test_file_names_are_unique() -> None:
 
 
 def test_no_test_file_is_imported_by_another() -> None:
-    """The files of tests/integration are not held to it yet."""
+    """The files of tests/integration and tests/e2e are not held to it yet."""
     test_files = list(ROOT.glob("tests/**/test_*.py"))
     names = {path.stem for path in test_files}
 
@@ -412,7 +412,7 @@ def test_no_test_file_is_imported_by_another() -> None:
     faults = (
         f"{place(path, node.lineno)}: {name}"
         for path in sorted(ROOT.glob("tests/**/*.py"))
-        if path.parent.name != "integration"
+        if path.parent.name not in {"integration", "e2e"}
         for node in nodes_of(path)
         for name in sorted(imported_names(node) & names)
     )

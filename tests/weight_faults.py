@@ -601,9 +601,9 @@ async def run_engine_row(
                     pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY)
                 )
             else:
-                os.kill(
-                    pid, signal.SIGKILL if row.fault == "killed" else signal.SIGSTOP
-                )
+                number = signal.SIGKILL if row.fault == "killed" else signal.SIGSTOP
+                with contextlib.suppress(ProcessLookupError):  # struck before
+                    os.kill(pid, number)
 
     async def strike_at(phase: str) -> None:
         if phase == row.phase:

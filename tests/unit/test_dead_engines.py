@@ -686,7 +686,7 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
         for _ in range(2):
             fleet.evict("engine-1", "it died")
             await eventually(lambda: "engine-1" in fleet.engines)
-    assert fleet.state().restarts == {"engine-1": 6}
+    assert fleet._restarts.counts == {"engine-1": 6}
     fleet.evict("engine-1", "it died")
     await eventually(fleet._replacements["engine-1"].done)
     assert "engine-1" not in fleet.engines

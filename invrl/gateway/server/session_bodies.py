@@ -221,6 +221,8 @@ class TurnLine(BaseModel):
     fork_reason: str
     advice: str = ""
     changed: ChangeLine | None = None
+    keeps_interrupted_reply: str = ""
+    """The turn that it continues, if that one was out of tokens."""
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
