@@ -17,7 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    DppoConfig,
+    EntropyConfig,
+    KlConfig,
+    LengthWeightsConfig,
+    RejectionConfig,
+    RejectionGateConfig,
+    SapoConfig,
+)
 from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
 from invrl.algorithms.losses import policy_loss
@@ -115,10 +124,12 @@ def surrogate_of(
     if c.policy_loss == "cispo":
         return -min(max(stopped_ratio, low), high) * a * moving[t]
     if c.policy_loss == "sapo":
-        tau = c.sapo_temperature_positive if a > 0 else c.sapo_temperature_negative
+        assert c.sapo is not None
+        tau = c.sapo.temperature_positive if a > 0 else c.sapo.temperature_negative
         return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
     if c.policy_loss == "rejection_gate":
-        return -a / (1 + math.exp(-c.rejection_gate_sharpness * (ratio - 1)))
+        assert c.rejection_gate is not None
+        return -a / (1 + math.exp(-c.rejection_gate.sharpness * (ratio - 1)))
     if c.policy_loss == "gmpo":
         return -a * row_ratio_of(row, moving, still, old, c)
     if c.policy_loss == "policy_gradient":
@@ -127,11 +138,12 @@ def surrogate_of(
         log_w = bounded(
             sum(still[s] - row.rollout_logprobs[s] for s in range(len(still)))
         )
-        power = c.vespo_power_positive
-        decay = c.vespo_decay_positive
+        assert c.vespo is not None
+        power = c.vespo.power_positive
+        decay = c.vespo.decay_positive
         if a < 0:
-            power = c.vespo_power_negative
-            decay = c.vespo_decay_negative
+            power = c.vespo.power_negative
+            decay = c.vespo.decay_negative
         weight = math.exp(log_w)
         return -(weight**power) * math.exp(decay * (1 - weight)) * a * moving[t]
     p = math.exp(still[t])
@@ -139,7 +151,9 @@ def surrogate_of(
     distance = abs(p - q)
     if c.policy_loss == "dppo_kl":
         distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    masked = distance > c.dppo_threshold and ((a > 0 and p > q) or (a < 0 and p < q))
+    assert c.dppo is not None
+    further = (a > 0 and p > q) or (a < 0 and p < q)
+    masked = distance > c.dppo.threshold and further
     return 0.0 if masked else -ratio * a
 
 
@@ -173,10 +187,12 @@ def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
         level = {"truncated": "token", "sequence_truncated": "sequence"}.get(
             c.correction, "geometric"
         )
-        weight = min(max(by_level[level], c.correction_floor), c.correction_cap)
-    if c.rejection != "none":
-        judged = by_level[c.rejection]
-        if judged < c.rejection_low or (c.rejection_high and judged > c.rejection_high):
+        weight = min(max(by_level[level], c.correction_floor or 0.0), c.correction_cap)
+    if c.rejection is not None:
+        judged = by_level[c.rejection.kind]
+        low = c.rejection.low or 0.0
+        high = c.rejection.high or math.inf
+        if not low <= judged <= high:
             return 0.0
     return weight
 
@@ -218,8 +234,8 @@ def aggregation_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
         "group_mean": 1 / (len({other.group for other in rows}) * in_group),
         "constant": 1 / (rollouts * (c.aggregation_constant or 1)),
     }[c.aggregation]
-    if c.length_weighting == "power":
-        weight *= length_weight(row, rows, c)
+    if c.length_weights is not None:
+        weight *= length_weight(row, rows, c.length_weights)
     return weight
 
 
@@ -232,7 +248,7 @@ def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
     return lengths
 
 
-def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
+def length_weight(row: Row, rows: list[Row], c: LengthWeightsConfig) -> float:
     lengths = lengths_of_group(row.group, rows)
     size = len(lengths)
     mean = sum(lengths.values()) / size
@@ -240,8 +256,7 @@ def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
     deviation = math.sqrt(squares / (size - 1)) if size > 1 else 0.0
     exponentials = {
         rollout: math.exp(
-            (1 + c.length_lambda_scale * (length - mean) / (deviation + 1e-8))
-            ** c.length_lambda
+            (1 + c.scale * (length - mean) / (deviation + 1e-8)) ** c.exponent
         )
         for rollout, length in lengths.items()
     }
@@ -251,15 +266,15 @@ def length_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
 def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]:
     """With the KL that is in the rewards of this and later tokens."""
     advantages = list(row.advantages)
-    if not c.kl_coef or c.kl_in != "reward":
+    if c.kl is None or c.kl.added_to != "reward":
         return advantages
-    bound = c.kl_clamp or math.inf
+    bound = c.kl.clamp or math.inf
     for t in range(len(advantages)):
         for s in range(t, len(advantages)):
             penalty = divergence_of(
-                old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator
+                old[s], row.reference[s], row.rollout_logprobs[s], c.kl.estimator
             )
-            advantages[t] -= c.kl_coef * min(max(penalty, -bound), bound)
+            advantages[t] -= c.kl.coefficient * min(max(penalty, -bound), bound)
     return advantages
 
 
@@ -275,22 +290,23 @@ def reference_loss(
         for t, advantage in enumerate(judged.advantages):
             surrogate = surrogate_of(judged, t, current, row.current, old, c, advantage)
             loss = weight_of(row, t, old, c) * surrogate
-            if c.kl_coef and c.kl_in == "loss":
+            if c.kl is not None and c.kl.added_to == "loss":
                 term = divergence_of(
                     current[t],
                     row.reference[t],
                     row.rollout_logprobs[t],
-                    c.kl_estimator,
+                    c.kl.estimator,
                 )
-                bound = c.kl_clamp or math.inf
-                loss += c.kl_coef * min(max(term, -bound), bound)
-            loss -= c.entropy_coef * row.entropy[t]
+                bound = c.kl.clamp or math.inf
+                loss += c.kl.coefficient * min(max(term, -bound), bound)
+            if c.entropy is not None:
+                loss -= c.entropy.coefficient * row.entropy[t]
             total += aggregation_weight(row, rows, c) * loss
     solved = [
         current for row, current in zip(rows, moving, strict=True) if is_solved(row)
     ]
     num_tokens = sum(map(len, solved))
-    if num_tokens:
+    if num_tokens and c.solved_nll_coef:
         total -= c.solved_nll_coef * math.fsum(map(math.fsum, solved)) / num_tokens
     return total
 
@@ -390,11 +406,12 @@ def length_numbers_of(
     row: Row, rows: list[Row], config: AlgorithmConfig
 ) -> tuple[float, float]:
     """The weight of the row's rollout, and its slope."""
+    settings = config.length_weights or LengthWeightsConfig()
     lengths = lengths_of_group(row.group, rows)
     weights_G, slopes_G = weights_of_group(
         np.array(list(lengths.values()), np.float64),
-        config.length_lambda,
-        config.length_lambda_scale,
+        settings.exponent,
+        settings.scale,
     )
     place = list(lengths).index(row.rollout)
     return float(weights_G[place]), float(slopes_G[place])
@@ -420,6 +437,11 @@ def run(
     )
 
 
+length_weights = st.builds(
+    LengthWeightsConfig,
+    exponent=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
+    scale=st.sampled_from([1 / 9, 0.6]),
+)
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(
@@ -438,31 +460,39 @@ configs = st.builds(
     ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
     eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
     eps_clip_high=st.sampled_from([0.1, 0.28]),
-    dual_clip=st.sampled_from([0.0, 1.3]),
-    sapo_temperature_positive=st.sampled_from([1.0, 2.0]),
-    rejection_gate_sharpness=st.sampled_from([4.0, 10.0]),
-    dppo_threshold=st.sampled_from([0.02, 0.1]),
+    dual_clip=st.sampled_from([None, 1.3]),
+    sapo=st.builds(SapoConfig, temperature_positive=st.sampled_from([1.0, 2.0])),
+    rejection_gate=st.builds(
+        RejectionGateConfig, sharpness=st.sampled_from([4.0, 10.0])
+    ),
+    dppo=st.builds(DppoConfig, threshold=st.sampled_from([0.02, 0.1])),
     correction=st.sampled_from(
         ["none", "truncated", "sequence_truncated", "geometric_truncated"]
     ),
     correction_cap=st.sampled_from([1.1, 2.0]),
-    correction_floor=st.sampled_from([0.0, 0.8]),
-    rejection=st.sampled_from(["none", "token", "sequence", "geometric"]),
-    rejection_low=st.sampled_from([0.0, 0.7]),
-    rejection_high=st.sampled_from([0.0, 1.4]),
+    correction_floor=st.sampled_from([None, 0.8]),
+    rejection=st.none()
+    | st.builds(
+        RejectionConfig,
+        kind=st.sampled_from(["token", "sequence", "geometric"]),
+        low=st.sampled_from([None, 0.7]),
+        high=st.sampled_from([None, 1.4]),
+    ),
     aggregation=st.sampled_from(
         ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
     ),
     aggregation_constant=st.just(7.0),
-    length_weighting=st.sampled_from(["none", "power"]),
-    length_lambda=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
-    length_lambda_scale=st.sampled_from([1 / 9, 0.6]),
-    kl_coef=st.sampled_from([0.0, 0.3]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
-    kl_in=st.sampled_from(["loss", "reward"]),
-    kl_clamp=st.sampled_from([0.0, 0.2]),
-    entropy_coef=st.sampled_from([0.0, 0.05]),
-    solved_nll_coef=st.sampled_from([0.0, 0.1]),
+    length_weights=st.none() | length_weights,
+    kl=st.none()
+    | st.builds(
+        KlConfig,
+        coefficient=st.just(0.3),
+        estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
+        added_to=st.sampled_from(["loss", "reward"]),
+        clamp=st.sampled_from([None, 0.2]),
+    ),
+    entropy=st.none() | st.builds(EntropyConfig, coefficient=st.just(0.05)),
+    solved_nll_coef=st.sampled_from([None, 0.1]),
     old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
 )
 row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -487,21 +517,33 @@ def test_loss_and_gradient_equal_float64_loops(
     at = 0
     for row in rows:
         for _ in row.current:
-            weight = -config.entropy_coef * aggregation_weight(row, rows, config)
+            weight = 0.0
+            if config.entropy is not None:
+                per_token = aggregation_weight(row, rows, config)
+                weight = -config.entropy.coefficient * per_token
             assert of_entropy_N[at].item() == pytest.approx(weight, rel=1e-9)
             at += 1
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+    weights=length_weights,
+)
 def test_the_gradient_of_lambda_equals_finite_differences(
-    lengths: list[int], seed: int, config: AlgorithmConfig
+    lengths: list[int],
+    seed: int,
+    config: AlgorithmConfig,
+    weights: LengthWeightsConfig,
 ) -> None:
     rows = random_rows(lengths, seed)
-    config = config.model_copy(update={"length_weighting": "power"})
+    config = config.model_copy(update={"length_weights": weights})
 
     def at(step: float) -> float:
-        moved = config.model_copy(update={"length_lambda": config.length_lambda + step})
+        changed = weights.model_copy(update={"exponent": weights.exponent + step})
+        moved = config.model_copy(update={"length_weights": changed})
         return reference_loss(rows, [row.current for row in rows], moved)
 
     outputs, _, _ = run(rows, rows, config)
@@ -600,10 +642,8 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     near = replace(rows[1], rollout_logprobs=rows[1].old)
     config = AlgorithmConfig(
         correction="none",
-        rejection="geometric",
-        rejection_low=0.999,
-        rejection_high=1.001,
-        dual_clip=0.0,
+        rejection={"kind": "geometric", "low": 0.999, "high": 1.001},
+        dual_clip=None,
     )
     outputs, gradient_N, _ = run([far, near], [far, near], config)
     _, alone_N, _ = run([near], [near], config)
@@ -618,7 +658,8 @@ def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
     """Above the band of entropies (`adaptive.py`); settings themselves are not
     negative."""
     rows = random_rows([3, 4], 0)
-    config = AlgorithmConfig().model_copy(update={"entropy_coef": -0.05})
+    penalty = EntropyConfig().model_copy(update={"coefficient": -0.05})
+    config = AlgorithmConfig().model_copy(update={"entropy": penalty})
     outputs, _, of_entropy_N = run(rows, rows, config)
     plain, _, _ = run(rows, rows, AlgorithmConfig())
     mean = sum(sum(row.entropy) for row in rows) / 7
@@ -631,7 +672,8 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
     row = replace(one_row(old, old, [1.0] * 4)[0], rollout_logprobs=[-3.0] * 4)
     config = AlgorithmConfig(
-        correction_cap=5.0, rejection="token", rejection_low=0.5, rejection_high=5.0
+        correction_cap=5.0,
+        rejection={"kind": "token", "low": 0.5, "high": 5.0},
     )
     _, gradient_N, _ = run([row], [row], config)
     assert (gradient_N * -4).tolist() == pytest.approx([0.0, 0.6, 4.0, 0.0])
@@ -722,8 +764,7 @@ def test_large_logprob_gap_does_not_overflow_any_loss_axis(
         config = AlgorithmConfig(
             policy_loss=policy_loss_name,
             correction=level,
-            kl_estimator="unbiased",
-            kl_coef=0.1,
+            kl={"estimator": "unbiased", "coefficient": 0.1},
         )
         outputs, gradient_N, _ = run([row], [row], config, torch.float32)
         assert math.isfinite(outputs.loss.item())

@@ -112,7 +112,7 @@ def test_help_of_train_begins_with_the_settings_of_a_first_run(
 ) -> None:
     assert cli.main(["train", "--help"]) == 0
     flags_in_order = re.findall(
-        r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE
+        r"^  (--[a-z0-9.-]+)", capsys.readouterr().out, re.MULTILINE
     )
     assert flags_in_order[:11] == [
         "--config", "--model-path", "--rollout-function-path", "--task-file", "--reward-function-path",
@@ -127,7 +127,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "example" in out or "usage" in out
-    shown = set(re.findall(r"--[a-z0-9-]+", out.partition("sources:")[2]))
+    shown = set(re.findall(r"--[a-z0-9.-]+", out.partition("sources:")[2]))
     own = {
         setting.flag
         for setting in flags.SETTING_FLAGS

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    DpoConfig,
+    IpoConfig,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.mismatched_rows import with_mismatched_rows
 from invrl.algorithms.objectives import (
@@ -93,26 +100,31 @@ def exact_loss(
             for i, row in enumerate(rows)
             if row.group == group and row.numbers["chosen"] == 0
         ]
-        smoothing = config.label_smoothing
         if config.objective == "ipo":
+            assert config.ipo is not None
             gap_c = gaps[chosen] / len(rows[chosen].current_T)
             gap_r = gaps[rejected] / len(rows[rejected].current_T)
-            losses.append((gap_c - gap_r - 0.5 / config.preference_beta) ** 2)
+            losses.append((gap_c - gap_r - 0.5 / config.ipo.beta) ** 2)
             continue
         if config.objective == "orpo":
+            assert config.orpo is not None
             p_c = means[chosen].exp()
             p_r = means[rejected].exp()
             odds_ratio = (p_c / (1 - p_c)) / (p_r / (1 - p_r))
             losses.append(
-                -means[chosen] - config.orpo_lambda * F.logsigmoid(odds_ratio.log())
+                -means[chosen] - config.orpo.weight * F.logsigmoid(odds_ratio.log())
             )
             continue
         if config.objective == "dpo":
-            margin = config.preference_beta * (gaps[chosen] - gaps[rejected])
+            assert config.dpo is not None
+            smoothing = config.dpo.label_smoothing
+            margin = config.dpo.beta * (gaps[chosen] - gaps[rejected])
         else:
+            assert config.simpo is not None
+            smoothing = config.simpo.label_smoothing
             margin = (
-                config.simpo_beta * (means[chosen] - means[rejected])
-                - config.simpo_gamma
+                config.simpo.beta * (means[chosen] - means[rejected])
+                - config.simpo.gamma
             )
         losses.append(
             -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
@@ -123,6 +135,7 @@ def exact_loss(
 def exact_kto(
     rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmConfig
 ) -> torch.Tensor:
+    assert config.kto is not None
     others = [
         gap for row, gap in zip(rows, gaps, strict=True) if row.numbers["mismatched"]
     ]
@@ -132,15 +145,11 @@ def exact_kto(
         if row.numbers["mismatched"]:
             continue
         if row.numbers["desirable"]:
-            weight = config.kto_desirable_weight
-            losses.append(
-                weight - weight * torch.sigmoid(config.preference_beta * (gap - z))
-            )
+            weight = config.kto.desirable_weight
+            losses.append(weight - weight * torch.sigmoid(config.kto.beta * (gap - z)))
         else:
-            weight = config.kto_undesirable_weight
-            losses.append(
-                weight - weight * torch.sigmoid(config.preference_beta * (z - gap))
-            )
+            weight = config.kto.undesirable_weight
+            losses.append(weight - weight * torch.sigmoid(config.kto.beta * (z - gap)))
     return torch.stack(losses).mean()
 
 
@@ -228,15 +237,25 @@ def ours(
     return loss, gradients, resolve(merge(metrics))
 
 
+betas = st.sampled_from([0.01, 0.1, 1.0])
+smoothings = st.sampled_from([0.0, 0.2])
 configs = st.builds(
     AlgorithmConfig,
-    preference_beta=st.sampled_from([0.01, 0.1, 1.0]),
-    label_smoothing=st.sampled_from([0.0, 0.2]),
-    simpo_beta=st.sampled_from([0.5, 2.0]),
-    simpo_gamma=st.sampled_from([0.0, 0.5]),
-    orpo_lambda=st.sampled_from([0.1, 2.0]),
-    kto_desirable_weight=st.sampled_from([1.0, 1.5]),
-    kto_undesirable_weight=st.sampled_from([1.0, 0.5]),
+    dpo=st.builds(DpoConfig, beta=betas, label_smoothing=smoothings),
+    ipo=st.builds(IpoConfig, beta=betas),
+    simpo=st.builds(
+        SimpoConfig,
+        beta=st.sampled_from([0.5, 2.0]),
+        gamma=st.sampled_from([0.0, 0.5]),
+        label_smoothing=smoothings,
+    ),
+    orpo=st.builds(OrpoConfig, weight=st.sampled_from([0.1, 2.0])),
+    kto=st.builds(
+        KtoConfig,
+        beta=betas,
+        desirable_weight=st.sampled_from([1.0, 1.5]),
+        undesirable_weight=st.sampled_from([1.0, 0.5]),
+    ),
 )
 
 
@@ -271,7 +290,7 @@ def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> 
         DrawnRow("a", logprobs_T, logprobs_T, {}),
         DrawnRow("a", logprobs_T, logprobs_T, {}),
     ]
-    config = AlgorithmConfig(objective=name, simpo_gamma=0.0)
+    config = AlgorithmConfig(objective=name, simpo={"gamma": 0.0})
     slopes = []
     for first in (1.0, 0.0):
         labels = [first, 1 - first]
@@ -310,7 +329,7 @@ def test_preference_metrics_are_means_over_pairs() -> None:
         row("a", -4, -2, 0.0),
         row("b", -5, -5, 1.0),
     ]
-    config = AlgorithmConfig(objective="dpo", preference_beta=0.5)
+    config = AlgorithmConfig(objective="dpo", dpo={"beta": 0.5})
     _, _, metrics = ours(rows, config, (1, 3))
     assert metrics["preference_accuracy"] == 0.5
     assert metrics["reward_chosen"] == pytest.approx((0.5 + 0.0) / 2)

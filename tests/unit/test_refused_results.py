@@ -53,7 +53,7 @@ async def gateway(
 
 def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
     """A worker as after `ready`, of this function."""
-    rollout = RolloutConfig(rollout_worker_memory_gb=0)
+    rollout = RolloutConfig(rollout_worker_memory_gb=None)
     worker = RolloutWorker(
         WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
     )
