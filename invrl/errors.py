@@ -11,6 +11,7 @@ InvrlError
 │   └── ActorSilentError   a Ray actor did not answer a call in time
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
+│   ├── NoEngineError      the router has no engine at the moment
 │   └── WrongAnswerError   an engine's answer to a generation cannot be true: the engine is suspect
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
@@ -100,6 +101,10 @@ class ServerError(InvrlError):
 
 class ActorDiedError(ServerError):
     """The process of a Ray actor died before it answered a call."""
+
+
+class NoEngineError(ServerError):
+    """The router has no engine at the moment; nothing has been sampled."""
 
 
 class WrongAnswerError(ServerError):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then format, lint, types and tests, in two processes side by side:
+# Installs what is missing, then format, lint, types and tests, in processes side by side:
 # ./launch/test.sh                        the quick tests
 # ./launch/test.sh --all                  all tests; writes tests/suite.json
 # ./launch/test.sh tests/unit -k buffer   what pytest makes of these arguments

@@ -8,6 +8,7 @@ run, so a test that uses it assumes neither.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -55,6 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.SIGHUP, lambda *_: None
         )  # no program that is started inherits a handler
     config.pluginmanager.register(LeftBehind())
+    gc.disable()  # until everything is imported
+
+
+def pytest_collection_finish() -> None:
+    """The collector leaves out what was imported: to look through that took a second
+    each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,12 +36,13 @@ class Leases:
 class Opener:
     def __init__(self, error=None):
         self.error = error
-        self.opened, self.aborted = [], {}
+        self.opened = []
+        self.aborted = {}
 
     async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
         if self.error:
             raise self.error
-        made = [
+        sessions = [
             Session(
                 id=f"{lease.group_id}/{member.index}",
                 key="k",
@@ -55,8 +56,8 @@ class Opener:
             )
             for member in lease.members
         ]
-        self.opened.extend(made)
-        return made
+        self.opened.extend(sessions)
+        return sessions
 
     async def abort(self, session, reason, detail):
         self.aborted[session.id] = reason
@@ -96,8 +97,8 @@ async def until(condition, seconds=60.0):
 
 
 def started_dispatcher(buffer, opener, pool, concurrency, group_form=False):
-    made = Dispatcher(
+    dispatcher = Dispatcher(
         buffer, opener, pool, concurrency=concurrency, group_form=group_form
     )
-    made.start()
-    return made
+    dispatcher.start()
+    return dispatcher

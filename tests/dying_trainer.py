@@ -75,9 +75,8 @@ async def run_trainer_row(
     left = [path.name for path in (folder / "tmp").iterdir()]
     is_within_request = row.phase == "bucket"
     assert len(left) <= is_within_request, left
-    assert all(name.startswith("invrl-reply-") for name in left), (
-        left
-    )  # an empty folder
+    # an empty folder
+    assert all(name.startswith("invrl-reply-") for name in left), left
     receiver = fleet.engines[0].inner
     held = await receiver.read_back(layout)
     is_named_new = row.phase == "resume"

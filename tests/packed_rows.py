@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from invrl.train.micro_batch import MicroBatch, Row
+from invrl.train.context_share import ContextShare
+from invrl.train.micro_batch import AttentionBlock, MicroBatch, Row
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}
@@ -72,3 +73,27 @@ def batch_of(samples: list[TrainSample]) -> TrainBatch:
         samples=tuple(samples),
         advantages=tuple(s.loss_mask_T.astype(np.float32) for s in samples),
     )
+
+
+def shares_of(
+    micro_batch: MicroBatch, ranks: int, multiple: int = 1
+) -> list[ContextShare]:
+    """The part of a micro-batch that each context-parallel rank computes."""
+    return [
+        ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=multiple)
+        for rank in range(ranks)
+    ]
+
+
+def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
+    """Places that each query sees, in the order of the blocks' queries."""
+    seen: list[set[int]] = []
+    for block in blocks:
+        keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
+        count = block.end - block.start
+        mask_QK = block.mask_QK
+        if mask_QK is None:
+            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
+        assert mask_QK.shape == (count, len(keys_K))
+        seen += [set(keys_K[mask_K].tolist()) for mask_K in mask_QK]
+    return seen

@@ -3,7 +3,9 @@ gateway and buffer would."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,3 +272,9 @@ def record_run(
     ledger = LedgerStore(folder.store_path)
     ledger.begin(parent=0, step=0, sequence=0)
     return RecordedRun(folder, writer, ledger, renderer=renderer)
+
+
+def database_rows(path: Path) -> list[str]:
+    """Every table and row of a SQLite file, as SQL."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return list(db.iterdump())

@@ -26,9 +26,8 @@ _SHELLS = {
 
 
 def calculating(prompt: str) -> str:
-    messages = [found.groups() for found in _MESSAGE.finditer(prompt)][
-        :-1
-    ]  # the last is the reply's head
+    # the last is the reply's head
+    messages = [found.groups() for found in _MESSAGE.finditer(prompt)][:-1]
     if "<|im_start|>" not in prompt:  # a completion
         return "there was a number, and after it another one, and more and more of them came along."
     if "Action Input:" in prompt:

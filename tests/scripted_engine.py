@@ -44,7 +44,8 @@ class ScriptedEngine(FakeEngine):
         token_delay_s: float = 0.0,
     ) -> None:
         super().__init__(self._say, version=version, token_delay_s=token_delay_s)
-        self._text_script, self._model = script, model
+        self._text_script = script
+        self._model = model
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         settings = json.loads((model / "tokenizer_config.json").read_text())
         self.vocab_size = int(

@@ -334,7 +334,11 @@ class ScriptedViewer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/"
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._http.serve_forever,
+            kwargs={"poll_interval": 0.01},
+            daemon=True,
+        )
 
     def __enter__(self) -> ScriptedViewer:
         self._thread.start()
@@ -368,10 +372,8 @@ class ScriptedViewer:
         }
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path, query = (
-            urlsplit(request.path).path,
-            parse_qs(urlsplit(request.path).query),
-        )
+        path = urlsplit(request.path).path
+        query = parse_qs(urlsplit(request.path).query)
         if path == "/api/events":
             self._stream(request)
         elif path == "/data/manifest.js":
@@ -450,7 +452,8 @@ class ScriptedViewer:
             }
         if kind in ("rollouts", "facets"):
             rows = self._passing(query)
-            offset, limit = int(query.get("offset", 0)), int(query.get("limit", 50))
+            offset = int(query.get("offset", 0))
+            limit = int(query.get("limit", 50))
             found = {
                 "total": len(rows),
                 "rows": rows[offset : offset + limit],

@@ -1,17 +1,37 @@
-"""A buffer of small groups, and the outcomes that tests record in it."""
+"""A buffer of small groups, alone or in its actor, and the outcomes that tests record
+in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
+
+from invrl.buffer.buffer_actor import BufferActor, Outcome
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.buffer.ledger import LedgerEntry
+from invrl.buffer.snapshot import BufferSnapshot
 from invrl.interfaces import GroupFilter
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
-from invrl.types import FailedRollout, GroupLease, RolloutSummary, Task, WeightVersion
+from invrl.types import (
+    FailedRollout,
+    GroupLease,
+    Place,
+    RolloutSummary,
+    SampledSoFar,
+    Task,
+    WeightVersion,
+)
 
 
 def summary(
@@ -56,6 +76,28 @@ def failure(group_id: str, index: int, attempt: int = 0) -> FailedRollout:
         attempt=attempt,
         reason=FailureReason.EXCEPTION,
         detail="boom",
+    )
+
+
+def finished(
+    place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5
+) -> RolloutSummary:
+    return summary(
+        place.group_id,
+        place.index,
+        place.attempt,
+        reward=reward,
+        oldest=oldest,
+        newest=newest,
+        tokens=tokens,
+    )
+
+
+def failed(
+    place: Place, reason: FailureReason = FailureReason.TIMEOUT
+) -> FailedRollout:
+    return replace(
+        failure(place.group_id, place.index, place.attempt), reason=reason, detail=""
     )
 
 
@@ -106,3 +148,102 @@ def complete(
         buffer.record(
             summary(group_id, index, reward=float(index), oldest=oldest, newest=newest)
         )
+
+
+def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
+    """A snapshot of the buffer, as it comes back from its file."""
+    snapshot = buffer.snapshot(WeightVersion(trained))
+    return msgspec.json.decode(msgspec.json.encode(snapshot), type=BufferSnapshot)
+
+
+class Outbox:
+    """The run store's outbox in memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[Outcome] = []
+        self.broken = False
+
+    def begin(self, *, parent: int, step: int, sequence: int) -> int:
+        return 1
+
+    def last_outbox_row(self) -> int:
+        return len(self.rows)
+
+    def write(self, entries: Iterable[LedgerEntry], *, to_disk: bool = False) -> None:
+        self.kept = [*getattr(self, "kept", []), *entries]
+
+    def close(self) -> None:
+        pass
+
+    def without_tokens(self, summaries: list[RolloutSummary]) -> dict[str, str]:
+        return {}
+
+    def outbox_after(self, seq: int, limit: int = 1000) -> list[tuple[int, Outcome]]:
+        if self.broken:
+            raise OSError("disk gone")
+        return list(enumerate(self.rows, 1))[seq : seq + limit]
+
+    def sampled_so_far(self, group_ids: list[str]) -> list[SampledSoFar]:
+        return []
+
+
+def endless() -> Iterator[Task]:
+    return (Task(id=f"t{n}", payload={}) for n in itertools.count())
+
+
+@asynccontextmanager
+async def running_buffer(
+    outbox: Outbox, *, batch: int = 2, tasks=endless
+) -> AsyncIterator[BufferActor]:
+    stores = {name: lambda path, **_: outbox for name in ("RunStore", "LedgerStore")}
+    with patch.multiple("invrl.buffer.buffer_actor", **stores):
+        actor = BufferActor(
+            BufferConfig(),
+            RolloutConfig(
+                rollout_batch_size=batch, n_samples_per_prompt=2, rollout_max_attempts=1
+            ),
+            tasks_factory=tasks,
+            run_store_path=Path("unused"),
+            poll_interval_s=0.001,
+        )
+    await actor.start()
+    yield actor
+    await actor.close()
+
+
+class HeldConnection:
+    """A connection whose first COMMIT waits until it is let through."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.committing = threading.Event()
+        self.let_through = threading.Event()
+
+    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+        if sql == "COMMIT" and not self.let_through.is_set():
+            self.committing.set()
+            assert self.let_through.wait(120), "nobody let the commit through"
+        return self._db.execute(sql, *values)
+
+    def executemany(self, sql: str, rows: object) -> sqlite3.Cursor:
+        return self._db.executemany(sql, rows)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._db.close()
+
+
+async def started_on_held_ledger(
+    path: Path,
+) -> tuple[BufferActor, HeldConnection]:
+    """A buffer of groups of two in the store at `path`."""
+    actor = BufferActor(
+        BufferConfig(group_filter="none"),
+        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
+        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
+        run_store_path=path,
+        poll_interval_s=0.0,
+    )
+    held = HeldConnection(actor._ledger._db)
+    actor._ledger._db = held  # type: ignore[assignment]
+    await actor.start()
+    return actor, held

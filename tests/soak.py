@@ -127,12 +127,19 @@ class Soak:
 
     def train_on(self) -> None:
         """Wait until a step has ended that had not ended before."""
-        self._wait_beyond(self._last_step(), _Logs([]))
+        self._wait_beyond(self.last_step(), _Logs([]))
 
-    def inflict(self, role: str, phase: str, kind: str = "kill") -> Fault:
+    def inflict(
+        self,
+        role: str,
+        phase: str,
+        kind: str = "kill",
+        repeated_with: Sequence[str] = (),
+    ) -> Fault:
         """Kill or stop `role` in `phase` and wait until the run has trained a later
-        step. Raises ServerError if the run ends for good, DeadlineError if it stands
-        still."""
+        step. `repeated_with`: flags with which the command is repeated once its
+        supervisor was killed. Raises ServerError if the run ends for good,
+        DeadlineError if it stands still."""
         supervisor = self._running()
         step, victim = self._catch(role, phase, kind)
         began = time.monotonic()
@@ -144,7 +151,7 @@ class Soak:
         )  # the next one takes seconds to begin
         if role == "supervisor" and kind == "kill":
             supervisor.wait(60)
-            self.start()
+            self.start(*repeated_with)
         self._wait_beyond(step, logs)
         if kind == "stop":
             # One that counts as dead has been killed meanwhile: there is nothing left
@@ -156,7 +163,7 @@ class Soak:
             stopped_s = round(time.monotonic() - began, 1)
             with contextlib.suppress(psutil.Error):
                 victim.resume()
-            self._wait_beyond(self._last_step(), logs)
+            self._wait_beyond(self.last_step(), logs)
         seconds = round(time.monotonic() - began, 1)
         same_incarnation = (
             len(read_incarnations(self._folder.store_path)) == incarnations
@@ -185,11 +192,15 @@ class Soak:
         supervisor = self._running()
         supervisor.send_signal(signal.SIGINT)
         supervisor.wait(180)  # it ends itself within 120
-        steps = self._last_step() + 2
+        steps = self.last_step() + 2
         self.start("--num-steps", str(steps))
-        if self._running().wait(_PROGRESS_S) != 0:
-            raise ServerError(f"the run failed in the end, see {self._folder.path}")
+        self.wait_for_end()
         return steps
+
+    def wait_for_end(self) -> None:
+        """Until the run has made its last step. Raises ServerError if it fails."""
+        if self._supervisor is None or self._supervisor.wait(_PROGRESS_S) != 0:
+            raise ServerError(f"the run failed in the end, see {self._folder.path}")
 
     def stop(self) -> None:
         if self._supervisor is not None and self._supervisor.poll() is None:
@@ -208,11 +219,11 @@ class Soak:
         process is looked up before the phase begins, because a phase may be shorter
         than looking."""
         deadline = time.monotonic() + _CATCH_S + _PROGRESS_S
-        last = self._last_step()
+        last = self.last_step()
         while time.monotonic() < deadline:
             self._running()
             if (
-                self._last_step() <= last
+                self.last_step() <= last
             ):  # the run has come up and trained since the last fault
                 time.sleep(0.2)
                 continue
@@ -250,7 +261,7 @@ class Soak:
         except (OSError, ValueError):
             return {}
 
-    def _last_step(self) -> int:
+    def last_step(self) -> int:
         """Of the steps that ended; a new incarnation forgets those it makes again."""
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
             return int(
@@ -262,7 +273,7 @@ class Soak:
 
     def _wait_beyond(self, step: int, logs: _Logs) -> None:
         deadline = time.monotonic() + _PROGRESS_S
-        while self._last_step() <= step:
+        while self.last_step() <= step:
             self._running()
             if time.monotonic() > deadline:
                 raise DeadlineError(f"a step after {step}", _PROGRESS_S)

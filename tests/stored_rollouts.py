@@ -11,10 +11,14 @@ import numpy as np
 from invrl.store.rows import StoredSession
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
+    Group,
     GroupLease,
+    GroupMember,
     RolloutSummary,
     Sampling,
     Session,
+    TakenBatch,
+    Task,
     Turn,
     VersionSpan,
     WeightVersion,
@@ -109,3 +113,71 @@ def _turn(
         started_at=0.0,
         finished_at=1.0,
     )
+
+
+def open_session(name: str, index: int = 0) -> Session:
+    return Session(
+        id=name,
+        key="isk-secret-" + name,
+        base_url="http://x",
+        task_id="t",
+        group_id="g",
+        index=index,
+        attempt=0,
+        purpose="train",
+        sampling=Sampling(),
+    )
+
+
+def stored_session(
+    name: str, key_hash: bytes, opened_at: float, index: int = 0
+) -> StoredSession:
+    return StoredSession(
+        session=open_session(name, index), key_hash=key_hash, opened_at=opened_at
+    )
+
+
+def turn(
+    name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3
+) -> Turn:
+    """A turn whose fields all differ from their defaults, sampled by two versions."""
+    return Turn(
+        id=name,
+        session_id=session_id,
+        parent_id=parent,
+        context_ids_T=np.arange(5, dtype=np.int32),
+        sampled_ids_T=np.arange(sampled, dtype=np.int32) + 100_000,
+        logprobs_T=np.linspace(-3, -1e-7, sampled, dtype=np.float32),
+        spans=(
+            VersionSpan(version=WeightVersion(3), start=0, end=1),
+            VersionSpan(version=WeightVersion(4), start=1, end=sampled),
+        ),
+        finish_reason="stop",
+        request_digest="d",
+        delivered=False,
+        temperature=0.7,
+        prompt_tokens=5,
+        cached_tokens=2,
+        fork_reason="",
+        started_at=1.25,
+        finished_at=2.5,
+    )
+
+
+def taken_batch(groups: int = 4, members: int = 8) -> TakenBatch:
+    """A batch of groups in which each rollout's reward is its index."""
+    taken_groups = []
+    for number in range(groups):
+        places = tuple(GroupMember(index=index, attempt=0) for index in range(members))
+        lease = GroupLease(
+            group_id=f"g{number}",
+            task=Task(id=f"task-{number}", payload={}),
+            members=places,
+        )
+        rollouts = tuple(
+            summary_of(lease, index=index, attempt=0, version=0)
+            for index in range(members)
+        )
+        group = Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts)
+        taken_groups.append(group)
+    return TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(taken_groups))

@@ -1,8 +1,9 @@
-"""The test suite as `launch/test.sh` runs it: two halves side by side that take equally
+"""The test suite as `launch/test.sh` runs it: workers side by side that take equally
 long, what they do meanwhile, and what they came to.
 
 python tests/suite.py        the quick tests
-python tests/suite.py --all  all tests; writes `tests/suite.json`, from which the halves are balanced
+python tests/suite.py --all  all tests; writes `tests/suite.json`, by which the workers' shares are balanced
+python tests/suite.py --workers N  with so many workers
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,15 +28,24 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 RECORD = TESTS / "suite.json"
-TOGETHER = ("tests/e2e",)
-"""Folders whose files share a run, which each half would have to make for itself."""
-_UNKNOWN_S = 5.0
+TOGETHER = (
+    ("learned",),
+    ("tiny_fleet", "router_client", "smg_router", "engine_parent"),
+    ("ray_session",),
+    ("pool",),
+)
+"""Fixtures of a session that take long to start (a run, an engine, a Ray, trainer
+ranks), each of which one worker shall start alone. A file goes with the first of them
+that it names."""
+NUM_WORKERS = 3
+"""For two cores: many tests wait, for a process that starts or a time that passes."""
+_UNKNOWN_S = 2.0
 """Of a file that no record has."""
 _NUM_RECORDED = 50
 _NUM_PRINTED = 20
 _PROGRESS_S = 20.0
 _PROGRESS_VARIABLE = "INVRL_SUITE_PROGRESS"
-"""In the environment of a half: the file that its progress goes to."""
+"""In the environment of a worker: the file that its progress goes to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +59,24 @@ class Result:
     """It has the mark `slow`, so only `--all` runs it."""
 
 
-def halves(seconds_by_part: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """The parts, the longest first, each in the half that is shorter so far."""
-    parts: tuple[list[str], list[str]] = ([], [])
-    seconds = [0.0, 0.0]
+Part = tuple[str, ...]
+"""Files that one worker shall run."""
+
+
+def shares(
+    seconds_by_part: Mapping[Part, float], num_workers: int = NUM_WORKERS
+) -> list[list[str]]:
+    """Each worker's files. The longest part comes first, and each goes to the worker
+    that has least to do so far."""
+    files: list[list[str]] = [[] for _ in range(num_workers)]
+    seconds = [0.0] * num_workers
     for part in sorted(
-        seconds_by_part, key=lambda name: (-seconds_by_part[name], name)
+        seconds_by_part, key=lambda part: (-seconds_by_part[part], part)
     ):
-        shorter = seconds.index(min(seconds))
-        parts[shorter].append(part)
-        seconds[shorter] += seconds_by_part[part]
-    return parts
+        shortest = seconds.index(min(seconds))
+        files[shortest].extend(part)
+        seconds[shortest] += seconds_by_part[part]
+    return files
 
 
 def _seconds_by_file(
@@ -72,21 +90,29 @@ def _seconds_by_file(
 
 def parts_of_suite(
     recorded: Mapping[str, Mapping[str, float]], *, with_slow: bool
-) -> dict[str, float]:
-    """Seconds of every file of tests that there is, or of a folder whose files stay
-    together."""
-    seconds: defaultdict[str, float] = defaultdict(float)
+) -> dict[Part, float]:
+    """Seconds of every file of tests that there is; files that share a fixture are one
+    part."""
+    files_by_part: defaultdict[object, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         file = path.relative_to(TESTS.parent).as_posix()
-        part = next(
-            (folder for folder in TOGETHER if file.startswith(f"{folder}/")), file
-        )
-        known = recorded.get(file)
-        if known is None:
-            seconds[part] += _UNKNOWN_S
-        else:
-            seconds[part] += known["quick"] + (known["slow"] if with_slow else 0.0)
-    return dict(seconds)
+        fixtures = ()
+        if path.parent.name != "unit":  # unit tests start none of them
+            fixtures = shared_fixtures(path.read_text(encoding="utf-8"))
+        files_by_part[fixtures or file].append(file)
+    seconds = _seconds_by_file(recorded, with_slow=with_slow)
+    return {
+        tuple(files): sum(seconds.get(file, _UNKNOWN_S) for file in files)
+        for files in files_by_part.values()
+    }
+
+
+def shared_fixtures(source: str) -> tuple[str, ...]:
+    """Those of `TOGETHER` that decide where a file of tests goes; none for most."""
+    for fixtures in TOGETHER:
+        if re.search(rf"\b({'|'.join(fixtures)})(: |\")", source):
+            return fixtures
+    return ()
 
 
 def read_reports(reports: Sequence[Path]) -> list[Result]:
@@ -153,7 +179,7 @@ def _commit() -> str:
 def _recorded() -> dict[str, Mapping[str, float]]:
     if not RECORD.exists():
         return {}
-    return json.loads(RECORD.read_text())["seconds_by_file"]
+    return json.loads(RECORD.read_text(encoding="utf-8"))["seconds_by_file"]
 
 
 def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
@@ -167,25 +193,23 @@ def _print_summary(found: Mapping[str, Any], *, took_s: float) -> None:
     print(f"{states} at {found['commit']} in {took_s / 60:.1f} minutes")
 
 
-class Half:
-    """One of the two processes. With this module as a plugin it writes what it does
-    into a file."""
+class Worker:
+    """A process of pytest. With this module as a plugin it writes what it does into a
+    file."""
 
     def __init__(
         self,
-        parts: Sequence[str],
+        files: Sequence[str],
         *,
         with_slow: bool,
         folder: Path,
         name: str,
         seconds_by_file: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Starts it. `parts`: its files and folders. `seconds_by_file`: how long each
-        took before."""
+        """Starts it with these files. `seconds_by_file`: how long each took
+        before."""
         self._seconds_by_file = {
-            file: seconds
-            for file, seconds in seconds_by_file.items()
-            if any(file == part or file.startswith(f"{part}/") for part in parts)
+            file: seconds for file, seconds in seconds_by_file.items() if file in files
         }
         self.report = folder / f"{name}.xml"
         self.output = folder / f"{name}.txt"
@@ -197,6 +221,9 @@ class Half:
             str(TESTS.parent / "launch/run_contained.py"),
             sys.executable,
         ]
+        environment = {**os.environ, _PROGRESS_VARIABLE: str(self._progress)}
+        # Else each of the hundreds of processes that tests start compiles our modules.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [
@@ -208,10 +235,10 @@ class Half:
                     *choice,
                     "--junitxml",
                     str(self.report),
-                    *parts,
+                    *files,
                 ],
                 cwd=TESTS.parent,
-                env={**os.environ, _PROGRESS_VARIABLE: str(self._progress)},
+                env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -253,60 +280,59 @@ class Half:
         return done / whole if whole else 0.0
 
 
-def run(*, with_slow: bool) -> int:
-    """Runs both halves and prints what happens. Returns the exit code."""
+def run(*, with_slow: bool, num_workers: int = NUM_WORKERS) -> int:
+    """Runs all workers and prints what happens. Returns the exit code."""
     began = time.monotonic()
     parts = parts_of_suite(_recorded(), with_slow=with_slow)
     with tempfile.TemporaryDirectory() as folder:
-        running = [
-            Half(
-                sorted(part),
+        workers = [
+            Worker(
+                sorted(files),
                 with_slow=with_slow,
                 folder=Path(folder),
-                name=f"half-{number}",
+                name=f"worker-{number}",
                 seconds_by_file=_seconds_by_file(_recorded(), with_slow=with_slow),
             )
-            for number, part in enumerate(halves(parts))
+            for number, files in enumerate(shares(parts, num_workers))
         ]
         printed_at = began
-        while any(half.process.poll() is None for half in running):
+        while any(worker.process.poll() is None for worker in workers):
             time.sleep(0.5)
-            for name in [name for half in running for name in half.look()]:
+            for name in [name for worker in workers for name in worker.look()]:
                 print(f"failed: {name}", flush=True)
             if time.monotonic() - printed_at > _PROGRESS_S:
                 printed_at = time.monotonic()
-                print(progress_line(running, printed_at - began), flush=True)
-        for half in running:
-            half.look()
-            if half.process.returncode:
-                print(half.output.read_text(encoding="utf-8", errors="replace"))
-        found = summary(
-            read_reports([half.report for half in running if half.report.exists()])
-        )
+                print(progress_line(workers, printed_at - began), flush=True)
+        for worker in workers:
+            worker.look()
+            if worker.process.returncode:
+                print(worker.output.read_text(encoding="utf-8", errors="replace"))
+        reports = [worker.report for worker in workers if worker.report.exists()]
+        found = summary(read_reports(reports))
         if with_slow:
             RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         _print_summary(found, took_s=time.monotonic() - began)
-        return int(any(half.process.returncode for half in running))
+        return int(any(worker.process.returncode for worker in workers))
 
 
-def progress_line(running: Sequence[Half], took_s: float) -> str:
-    """Minutes since the start, how far the halves are, what they run, and how long the
-    slower one will take if it goes on as it did."""
-    done = sum(half.num_done for half in running)
-    of_all = sum(half.num_tests for half in running)
-    slower_share = min(half.share_done() for half in running)
+def progress_line(workers: Sequence[Worker], took_s: float) -> str:
+    """Minutes since the start, how far the workers are, what they run, and how long the
+    slowest one will take if it goes on as it did."""
+    done = sum(worker.num_done for worker in workers)
+    of_all = sum(worker.num_tests for worker in workers)
+    least_share = min(worker.share_done() for worker in workers)
     left = ""
-    if slower_share > 0.02:
-        left = f", about {took_s * (1 / slower_share - 1) / 60:.0f} min left"
-    files = " and ".join(
-        half.running for half in running if half.process.poll() is None
+    if least_share > 0.02:
+        left = f", about {took_s * (1 / least_share - 1) / 60:.0f} min left"
+    files = ", ".join(
+        worker.running for worker in workers if worker.process.poll() is None
     )
-    num_failed = sum(len(half.failed) for half in running)
+    num_failed = sum(len(worker.failed) for worker in workers)
     minutes, seconds = divmod(int(took_s), 60)
     return f"[{minutes:2}:{seconds:02}] {done} of {of_all} tests done, {num_failed} failed{left}; now {files}"
 
 
-# --------------------------------------------------- in a half, as a plugin of pytest
+# ------------------------------------------------- in a worker, as a plugin of pytest
 
 
 def _say(event: str) -> None:
@@ -339,7 +365,9 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--all", action="store_true")
-    return run(with_slow=parser.parse_args(arguments).all)
+    parser.add_argument("--workers", type=int, default=NUM_WORKERS)
+    given = parser.parse_args(arguments)
+    return run(with_slow=given.all, num_workers=given.workers)
 
 
 if __name__ == "__main__":

@@ -396,6 +396,33 @@ def test_test_file_names_are_unique() -> None:
     check(rule, faults, "rename one of them")
 
 
+def test_no_test_file_is_imported_by_another() -> None:
+    """The files of tests/integration are not held to it yet."""
+    test_files = list(ROOT.glob("tests/**/test_*.py"))
+    names = {path.stem for path in test_files}
+
+    def imported_names(node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Import):
+            return {part for alias in node.names for part in alias.name.split(".")}
+        if isinstance(node, ast.ImportFrom):
+            from_module = set((node.module or "").split("."))
+            return from_module | {alias.name for alias in node.names}
+        return set()
+
+    faults = (
+        f"{place(path, node.lineno)}: {name}"
+        for path in sorted(ROOT.glob("tests/**/*.py"))
+        if path.parent.name != "integration"
+        for node in nodes_of(path)
+        for name in sorted(imported_names(node) & names)
+    )
+    check(
+        "A test file holds tests alone, and no other file imports it",
+        faults,
+        "move what both need to a module of tests/ that is named by its noun",
+    )
+
+
 def test_every_error_of_the_mutations_can_be_planted() -> None:
     rule = "The text of each mutation in tests/mutations.toml is once in its file"
     check(rule, faults_of(read_mutations()), "give its error the words of the new code")

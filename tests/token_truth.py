@@ -363,9 +363,8 @@ def _judge_tail(
     differ: Any,
 ):
     """The turn's own context against transformers' rendering."""
-    messages = [message for one in path for message in one.messages][
-        :-1
-    ]  # the last one is the reply
+    # the last one is the reply
+    messages = [message for one in path for message in one.messages][:-1]
     tools = path[0].tools
     try:
         if (

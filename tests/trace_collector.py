@@ -77,7 +77,9 @@ def _service(resource: ResourceSpans) -> str:
 @contextmanager
 def running_collector() -> Iterator[Collector]:
     server = Collector()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server

@@ -1,10 +1,25 @@
-"""The training rows of one rollout, as the run builds them for a batch."""
+"""Training rows: those that the run builds of a rollout for its batch, and those that a
+test writes turn by turn."""
 
 from __future__ import annotations
 
-from invrl.algorithms.advantages import dr_grpo
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from invrl.algorithms.advantages import dr_grpo, grpo
 from invrl.buffer.training_samples import build_batch
-from invrl.types import Group, Rollout, TakenBatch, TrainSample, WeightVersion
+from invrl.types import (
+    Group,
+    Rollout,
+    RolloutSummary,
+    TakenBatch,
+    TrainSample,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    from running_gateway import Running
 
 
 def training_rows(rollout: Rollout) -> list[TrainSample]:
@@ -14,3 +29,36 @@ def training_rows(rollout: Rollout) -> list[TrainSample]:
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     batch = build_batch(taken, [rollout], dr_grpo, 1e-4)
     return list(batch.samples)
+
+
+def rows_of_pair(gateway: Running, summary: RolloutSummary) -> list[TrainSample]:
+    """The rows of a group that has this recorded rollout twice."""
+    group = Group(id="g", task_id="t", rollouts_G=(summary,))
+    taken = TakenBatch(batch_id=1, version=WeightVersion(0), groups=(group,))
+    batch = build_batch(taken, gateway.store.taken_rollouts(taken), grpo, 1e-4)
+    return list(batch.samples)
+
+
+def row_of_turns(*turns: tuple[str, int, int, bool]) -> TrainSample:
+    """A row of turns, each (id, tokens of context, sampled tokens, whether they are
+    trained)."""
+    mask: list[bool] = []
+    spans: list[tuple[int, int]] = []
+    for _, num_context, num_sampled, is_trained in turns:
+        mask += [False] * num_context
+        spans.append((len(mask), len(mask) + num_sampled))
+        mask += [is_trained and bool(mask)] + [is_trained] * (num_sampled - 1)
+    mask_T = np.array(mask)
+    return TrainSample(
+        tokens_T=np.arange(len(mask), dtype=np.int32),
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=np.where(mask_T, -0.5, 0).astype(np.float32),
+        versions_T=np.where(mask_T, 1, -1).astype(np.int32),
+        reward=1.0,
+        temperature=1.0,
+        group_id="group",
+        rollout_id=turns[0][0],
+        attempt=0,
+        turn_ids=tuple(turn[0] for turn in turns),
+        turn_spans=tuple(spans),
+    )

@@ -129,7 +129,9 @@ class _Talk:
     """One session."""
 
     def __init__(self, load: Load, http: aiohttp.ClientSession, number: int) -> None:
-        self.load, self.http, self.number = load, http, number
+        self.load = load
+        self.http = http
+        self.number = number
         self.random = random.Random(f"{load.seed}/{number}")
         self.tools = [CALCULATOR] if load.tools and number % 2 else []
         self.messages: list[dict] = []

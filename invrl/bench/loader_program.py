@@ -11,7 +11,7 @@ import base64
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -116,14 +116,19 @@ def make_application(model: torch.nn.Module, key: str) -> web.Application:
     return application
 
 
-def _main(port: int, layout_file: Path, device: str) -> None:
+def prepare() -> None:
+    """For a process that forks loaders: this module has imported all that they need."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    port, layout_file, device = arguments
     torch.set_num_threads(1)
-    layout = msgspec.json.decode(layout_file.read_bytes(), type=WeightLayout)
+    layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=WeightLayout)
     dtype: torch.dtype = getattr(torch, layout[0].dtype)
     module = make_module(engine_shapes(layout), dtype, device)
     application = make_application(module, os.environ[KEY_VARIABLE])
-    web.run_app(application, host="127.0.0.1", port=port, print=None)
+    web.run_app(application, host="127.0.0.1", port=int(port), print=None)
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1:])

@@ -1,33 +1,41 @@
 """The process of `loader_program.py`, as the receiver of weight updates sees it: a
 server like an engine."""
 
-import sys
 from pathlib import Path
 
 import msgspec
 
 from invrl.bench.loader_program import KEY_VARIABLE
 from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.host.fork_parent import ForkParent
 from invrl.host.ports import ReservedPort
-from invrl.host.process import ServerProcess, random_key
+from invrl.host.process import PYTHON_MODULE, ServerProcess, random_key
 from invrl.interfaces import WeightLayout
+
+LOADER_MODULE = "invrl.bench.loader_program"
 
 
 class LoaderServer(ServerProcess):
     """Start it from a thread that lives as long as it should."""
 
-    def __init__(self, layout: WeightLayout, folder: Path, device: str = "cpu") -> None:
+    grace_s = 0.0  # it has nothing to bring to an end
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        folder: Path,
+        device: str = "cpu",
+        parent: ForkParent | None = None,
+    ) -> None:
         """`folder` takes its log and the layout. `device`: where its parameters are, by
-        torch's name."""
+        torch's name. `parent`: has imported the module, and forks the process."""
         self._port = ReservedPort()
         self._key = random_key()
         layout_file = folder / "layout.json"
         layout_file.write_bytes(msgspec.json.encode(layout))
-        module = "invrl.bench.loader_program"
         command = [
-            sys.executable,
-            "-m",
-            module,
+            *PYTHON_MODULE,
+            LOADER_MODULE,
             str(self._port.number),
             str(layout_file),
             device,
@@ -37,6 +45,7 @@ class LoaderServer(ServerProcess):
             command,
             log=folder / "loader.log",
             env={KEY_VARIABLE: self._key},
+            parent=parent,
         )
 
     def wait_ready(self, *, deadline_s: float) -> None:

@@ -9,12 +9,15 @@ that a group with tokens that are too old is dropped before its first member end
 
 The ledger is written by every poll, and before `trained` and `snapshot` answer. A write
 that has begun always ends, even if its caller is cancelled or the actor closes
-meanwhile, and the next write begins after it. If the polling fails, every call that
-waits for work or for a batch raises that failure."""
+meanwhile, and the next write begins after it. While the disk is full, polling waits for
+space, and a call that writes raises DiskFullError: what it was to write is kept, so
+`write_ledger` does the rest. If the polling fails otherwise, every call that waits for
+work or for a batch raises that failure."""
 
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,9 +34,15 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.buffer.wait_report import WaitReport
-from invrl.errors import DeadlineError, FilteredOutError, RunStoreError
+from invrl.errors import (
+    DeadlineError,
+    DiskFullError,
+    FilteredOutError,
+    RunStoreError,
+)
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import begin_output
+from invrl.host.disk import full_disk, is_full
 from invrl.host.environment_keys import forget_keys
 from invrl.host.lived_time import LivedTime
 from invrl.host.log_lines import LogSettings
@@ -53,9 +62,11 @@ _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0
 """How long `unwanted` waits for a group: less than the deadline of a call."""
 _SUSPECTS_EVERY_S = 1.0
+"""The pause between two queries of what the suspects of staleness have sampled."""
 _LOOK_INTERVAL_S = 5.0
 """Between two looks at the time that a wait has lasted."""
-"""The pause between two queries of what the suspects of staleness have sampled."""
+_SPACE_POLL_S = 1.0
+"""Between two tries to write on a full disk."""
 
 
 class BufferActor:
@@ -112,6 +123,8 @@ class BufferActor:
         clock."""
         self._poller: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        self._closed = False
+        self._is_disk_full = False
         self._failure: Exception | None = None
         self._changed = asyncio.Condition()
 
@@ -250,6 +263,10 @@ class BufferActor:
         self._buffer.trained(batch_id)
         await self._write_ledger()
 
+    async def write_ledger(self) -> None:
+        """Writes what a call has left because the disk was full."""
+        await self._write_ledger()
+
     async def advance(self, version: WeightVersion) -> None:
         self._buffer.advance(version)
         self._next_suspects_check = 0.0
@@ -263,16 +280,19 @@ class BufferActor:
 
     async def close(self) -> None:
         """Ends the run: drops everything untrained, writes the rest of the ledger,
-        closes the store. A second call does nothing. The poller is not cancelled,
-        because it may be in the middle of a write."""
-        if self._closing.is_set():
+        closes the store. A second call does nothing, unless the first one found the
+        disk full. The poller is not cancelled, because it may be in the middle of a
+        write."""
+        if self._closed:
             return
-        self._closing.set()
-        await self._notify()
-        if self._poller is not None:
-            await self._poller
-        self._buffer.close()
+        if not self._closing.is_set():
+            self._closing.set()
+            await self._notify()
+            if self._poller is not None:
+                await self._poller
+            self._buffer.close()
         await self._write_ledger()
+        self._closed = True
         self._outbox.close()
         self._tokens.close()
         self._ledger.close()
@@ -282,21 +302,32 @@ class BufferActor:
         delay leases."""
         try:
             while not self._closing.is_set():
-                rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
-                for number, outcome in rows:
-                    self._buffer.record(outcome)
-                    self._seen = number
-                await self._drop_stale_in_flight()
-                await self._write_ledger()
-                if rows:
-                    await self._notify()
-                else:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._poll_interval_s):
-                            await self._closing.wait()
+                pause_s = self._poll_interval_s
+                try:
+                    if await self._poll_once():
+                        continue
+                except (DiskFullError, sqlite3.OperationalError) as error:
+                    if not is_full(error, self._store_path.parent):
+                        raise
+                    pause_s = _SPACE_POLL_S
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._closing.wait()
         except Exception as error:
             self._failure = error
             await self._notify()
+
+    async def _poll_once(self) -> bool:
+        """Whether there was an outcome."""
+        rows = await asyncio.to_thread(self._outbox.outbox_after, self._seen)
+        for number, outcome in rows:
+            self._buffer.record(outcome)
+            self._seen = number
+        if rows:
+            await self._notify()
+        await self._drop_stale_in_flight()
+        await self._write_ledger()
+        return bool(rows)
 
     async def _drop_stale_in_flight(self) -> None:
         """Drops groups in which a running rollout has sampled tokens that are too old
@@ -321,13 +352,31 @@ class BufferActor:
 
     async def _write_entries(self, to_disk: bool) -> None:
         """Entries stay in the list until they are written, so a write that fails loses
-        none."""
+        none. Raises DiskFullError."""
         async with self._writing:
             entries = list(self._entries)
             if not entries and not to_disk:
                 return
-            await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
+            try:
+                await asyncio.to_thread(self._ledger.write, entries, to_disk=to_disk)
+            except sqlite3.Error as error:
+                disk_full = self._disk_full(error)
+                if disk_full is None:
+                    raise
+                raise disk_full from error
+            self._is_disk_full = False
             del self._entries[: len(entries)]
+
+    def _disk_full(self, error: sqlite3.Error) -> DiskFullError | None:
+        """The error for a full disk, which is logged once; None for another one."""
+        folder = self._store_path.parent
+        if not is_full(error, folder):
+            return None
+        reason = full_disk(folder) or f"the disk of {folder} is full"
+        if not self._is_disk_full:
+            _log.error("%s; the ledger waits for space", reason)
+        self._is_disk_full = True
+        return DiskFullError(reason)
 
     async def failures(self) -> FailureReport:
         """Which rollouts have failed so far, and how many of the last failures were the

@@ -2,20 +2,27 @@
 deadline on every call.
 
 Can be pickled. What the actor raises keeps its type; an actor that died is a
-ServerError."""
+ServerError. While the run's disk is full, a call that writes the ledger waits for
+space."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.event_counts import BufferCounts
 from invrl.buffer.failures import FailureReport
 from invrl.buffer.wait_report import WaitReport
+from invrl.errors import DiskFullError
 from invrl.host.actor import ActorHandle
+from invrl.host.disk_waits import until_written
 from invrl.metrics import Metric
 from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, WeightVersion
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +33,8 @@ class BufferHandle:
     call_timeout_s: float = 60.0
     """How long any other call may take."""
     heartbeat_timeout_s: float = 30.0
+    folder: Path = Path()
+    """Of the run's store."""
 
     async def start(self, snapshot: bytes | None = None) -> None:
         """Waits until the actor is up, has restored the snapshot of a checkpoint, and
@@ -53,15 +62,26 @@ class BufferHandle:
         return await self.actor.call(BufferActor.take, deadline_s, self.batch_timeout_s)
 
     async def trained(self, batch_id: int) -> None:
-        await self.actor.call(BufferActor.trained, self.call_timeout_s, batch_id)
+        try:
+            await self.actor.call(BufferActor.trained, self.call_timeout_s, batch_id)
+        except DiskFullError:  # it has noted the batch
+            await self._until_written(self._write_ledger)
 
     async def advance(self, version: WeightVersion) -> None:
         await self.actor.call(BufferActor.advance, self.call_timeout_s, version)
 
     async def snapshot(self, trained: WeightVersion) -> bytes:
-        return await self.actor.call(BufferActor.snapshot, self.call_timeout_s, trained)
+        """Waits while the disk is full."""
+
+        async def take() -> bytes:
+            return await self.actor.call(
+                BufferActor.snapshot, self.call_timeout_s, trained
+            )
+
+        return await self._until_written(take)
 
     async def final_snapshot(self, trained: WeightVersion) -> bytes:
+        """Raises DiskFullError rather than wait: the run is to end."""
         return await self.actor.call(
             BufferActor.final_snapshot, self.call_timeout_s, trained
         )
@@ -79,4 +99,13 @@ class BufferHandle:
         return await self.actor.call(BufferActor.waiting, self.call_timeout_s)
 
     async def close(self) -> None:
-        await self.actor.call(BufferActor.close, self.call_timeout_s)
+        async def end() -> None:
+            await self.actor.call(BufferActor.close, self.call_timeout_s)
+
+        await self._until_written(end)
+
+    async def _write_ledger(self) -> None:
+        await self.actor.call(BufferActor.write_ledger, self.call_timeout_s)
+
+    async def _until_written(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await until_written(self.folder, "the buffer's ledger", work)

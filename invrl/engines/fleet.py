@@ -7,7 +7,8 @@ engine that leaves (`evict`) is unknown to weight updates at once; in the backgr
 is unregistered from the router and then ended. Each engine and the router have a watch
 of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
 raises when a watch itself has failed. A router that dies is started again at the same
-address.
+address. A fleet whose last engine has left waits for one that is started again
+(`engine_restarts.py`); only if none may come back any more, `check` raises.
 
 An external engine (`external_engine.py`) is one of them like the others, but that
 nobody here starts or ends its process: one that left is waited for, and joins like an
@@ -19,7 +20,6 @@ long as the servers should.
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -34,6 +34,7 @@ from invrl.engines.engine_health import (
     router_death,
     wrong_answer,
 )
+from invrl.engines.engine_restarts import EngineRestarts
 from invrl.engines.engine_server import (
     ENGINE_MODULE,
     EngineServer,
@@ -67,7 +68,6 @@ one of the fleet: no update comes in between."""
 
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
-_HOUR_S = 3600.0
 _ROUTER_RETURN_S = 180.0
 """How long an engine waits for a router that is started again, beyond the time in which
 its silence is noticed."""
@@ -153,17 +153,16 @@ class Fleet:
             model_path, max_total_tokens=max_total_tokens(engine)
         )
         self.engines: dict[str, Engine] = {}
-        self.evicted: dict[str, str] = {}
-        """Name -> reason, of the engines that left and have not come back."""
+        self._restarts = EngineRestarts(
+            engine.engine_max_restarts, external=self._external_urls
+        )
         self._leaving: list[Engine] = []
         """Engines that left and are not being ended yet: `stop` may come before
         that."""
         self._num_ending = 0
         """Engines that are being ended."""
+        self._restarts_engines = False
         self._bring_up: BringUp | None = None
-        self._restarts: Counter[str] = Counter()
-        most = engine.engine_max_restarts
-        self._restart_limits = defaultdict(lambda: RestartLimit(most, period_s=_HOUR_S))
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._unrouted: set[str] = set()
@@ -240,19 +239,32 @@ class Fleet:
         engine holds those of its model folder: an external one may have been trained
         before."""
         for name, engine in self.engines.items():
-            version = await engine.client.weight_version()
-            if version != "0":
-                raise ServerError(
-                    f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not "
-                    "the weights of its model folder: start it again"
-                )
+            await self._check_unchanged(name, engine)
+
+    async def _check_unchanged(self, name: str, engine: Engine) -> None:
+        version = await engine.client.weight_version()
+        if version != "0":
+            raise ServerError(
+                f"{name} ({engine.server.url}) holds version {version} of an earlier training run, not "
+                "the weights of its model folder: start it again"
+            )
 
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self.engines.values()]
 
+    @property
+    def evicted(self) -> Mapping[str, str]:
+        """Name -> reason, of the engines that left and have not come back."""
+        return self._restarts.away
+
+    @property
+    def shares_gpus(self) -> bool:
+        """With the trainer, by turns."""
+        return self._shares_gpus
+
     def check(self) -> None:
-        """Raises InvrlError if the router is gone for good, no engine is left, or a
-        watch has failed."""
+        """Raises InvrlError if the router is gone for good, no engine is left and none
+        may come back, or a watch has failed."""
         for name, watch in self._watches.items():
             if not watch.done() or watch.cancelled():
                 continue
@@ -263,11 +275,25 @@ class Fleet:
                 raise ServerError(
                     f"nobody watches {name} any more: {error!r}"
                 ) from error
-        if not self.engines and self.evicted:
-            reasons = "; ".join(
-                f"{name}: {reason}" for name, reason in self.evicted.items()
-            )
-            raise ServerError(f"no engine is left: {reasons}")
+        if not self.engines and self.evicted and not self._may_return():
+            raise ServerError(f"no engine is left: {self._restarts.reasons()}")
+
+    def _may_return(self) -> bool:
+        """Whether one of the engines that left is being started again, and is not
+        overdue."""
+        if not self._restarts_engines:
+            return False
+        return any(
+            not self._replacements[name].done() and not self._restarts.is_overdue(name)
+            for name in self.evicted
+        )
+
+    async def until_engine(self) -> None:
+        """Wait until the fleet has an engine. Raises as `check` does: each start of an
+        engine has a deadline, so this wait needs none."""
+        while not self.engines:
+            self.check()
+            await asyncio.sleep(_END_POLL_S)
 
     def state(self) -> FleetState:
         """May be called from any thread."""
@@ -276,7 +302,7 @@ class Fleet:
                 name: engine.server.url for name, engine in dict(self.engines).items()
             },
             lost=tuple(self.evicted),
-            restarts=dict(self._restarts),
+            restarts=dict(self._restarts.counts),
             router_metrics_url=self.router.metrics_url,
         )
 
@@ -291,7 +317,7 @@ class Fleet:
         if engine is None:
             return
         incidents.error("%s leaves the fleet: %s", name, reason)
-        self.evicted[name] = reason
+        self._restarts.left(name, reason)
         watch = self._watches.pop(name, None)
         if watch is not None and watch is not asyncio.current_task():
             watch.cancel()
@@ -300,6 +326,18 @@ class Fleet:
         self._replacements[name] = asyncio.create_task(
             self._replace(name, engine, after=previous)
         )
+
+    async def evict_silent(self) -> None:
+        """Evict the engines that do not answer, before their watches find that out."""
+        engines = dict(self.engines)
+        questions = [
+            engine.client.answers(deadline_s=self._heartbeat_timeout_s)
+            for engine in engines.values()
+        ]
+        answers = await asyncio.gather(*questions)
+        for (name, engine), answered in zip(engines.items(), answers, strict=True):
+            if not answered and self.engines.get(name) is engine:
+                self.evict(name, "it does not answer")
 
     def examine(self, newest_version: WeightVersion) -> None:
         """An answer of some engine was wrong: asks each of them a short question in the
@@ -327,24 +365,32 @@ class Fleet:
             if reason and self.engines.get(name) is engine:
                 self.evict(name, reason)
 
-    def restart_evicted(self, bring_up: BringUp) -> None:
+    def restart_evicted(self, bring_up: BringUp | None = None) -> None:
         """From now on start engines that left again, also those that have left already.
 
         Each is started at most `engine_max_restarts` times an hour, in the background;
         an external one is waited for as long as the fleet lives. `bring_up` gives it
-        the fleet's version.
+        the fleet's version; None where nobody sends weights, and it serves those of its
+        model folder.
         """
+        self._restarts_engines = True
         self._bring_up = bring_up
         for name in self.evicted:
-            if self._may_restart(name) and self._replacements[name].done():
+            if self._restarts.are_allowed(name) and self._replacements[name].done():
                 self._replacements[name] = asyncio.create_task(
                     self._replace(name, None, after=None)
                 )
 
     async def hold_starts(self) -> None:
-        """Wait until no engine starts, and hold starts off until `allow_starts`. A
-        start has deadlines, so this wait needs none."""
-        await self._start_turn.acquire()
+        """Wait until the fleet has an engine and none starts, and hold starts off until
+        `allow_starts`. A start has deadlines, so this wait needs none. Raises as
+        `check` does."""
+        while True:
+            await self.until_engine()
+            await self._start_turn.acquire()
+            if self.engines:
+                return
+            self._start_turn.release()
 
     def allow_starts(self) -> None:
         self._start_turn.release()
@@ -457,11 +503,6 @@ class Fleet:
 
     # ------------------------------------------------------------- engines come and go
 
-    def _may_restart(self, name: str) -> bool:
-        return (
-            name in self._external_urls or not self._restart_limits[name].is_reached()
-        )
-
     async def _replace(
         self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None
     ) -> None:
@@ -471,39 +512,33 @@ class Fleet:
             await after
         if engine is not None:
             await self._retire(engine)
-        while self._bring_up is not None and self._may_restart(name):
+        while self._restarts_engines and self._restarts.are_allowed(name):
             async with self._start_turn if self._shares_gpus else nullcontext():
-                self._restarts[name] += 1
-                self._restart_limits[name].allows()
-                count = self._announce_restart(name)
+                count = self._restarts.begin(name)
+                if not self.engines:
+                    incidents.warning(
+                        "no engine is left: requests and weight updates wait for %s (restart %s)",
+                        name,
+                        count,
+                    )
                 try:
-                    return await self._restart(name, self._bring_up)
+                    return await self._restart(name)
                 except (
                     Exception
                 ) as error:  # of this engine: the others go on without it
                     _LOG.exception("%s did not come back (%s)", name, count)
-                    self.evicted[name] = f"it did not come back: {error}"
+                    self._restarts.failed(name, error)
             if name in self._external_urls:
                 await asyncio.sleep(self._config.engine_health_interval_s)
-        if self._bring_up is not None:
+        if self._restarts_engines:
             most = self._config.engine_max_restarts
             incidents.error(
                 "%s stays away: it left more than %d times in an hour", name, most
             )
 
-    def _announce_restart(self, name: str) -> str:
-        """Log it. Returns which restart it is, and how many there may be."""
-        count = str(self._restarts[name])
-        action = "is waited for"
-        if name not in self._external_urls:
-            count += f", at most {self._config.engine_max_restarts} in an hour"
-            action = "is started again"
-        _LOG.warning("%s %s (%s); it left: %s", name, action, count, self.evicted[name])
-        return count
-
-    async def _restart(self, name: str, bring_up: BringUp) -> None:
-        """Start a new process under the name, which joins the fleet when `bring_up`
-        says so.
+    async def _restart(self, name: str) -> None:
+        """Start a new process under the name, which joins the fleet once it holds the
+        fleet's version.
 
         Raises InvrlError before that. An engine that has joined and is not reached by
         the router is evicted.
@@ -512,10 +547,18 @@ class Fleet:
 
         def join() -> None:
             self.engines[name] = engine
-            self.evicted.pop(name, None)
+            self._restarts.returned(name)
 
+        async def join_unchanged() -> None:
+            await self._check_unchanged(name, engine)
+            join()
+
+        if self._bring_up is None:
+            bring_up = join_unchanged()
+        else:
+            bring_up = self._bring_up(engine.receiver, join)
         try:
-            await self._while_alive(engine, bring_up(engine.receiver, join))
+            await self._while_alive(engine, bring_up)
         except BaseException:
             self.engines.pop(name, None)
             await self._retire(engine)

@@ -50,12 +50,19 @@ from invrl.engines.sglang_answers import (
     events_of,
 )
 from invrl.engines.version_spans import VersionTracker
-from invrl.errors import DeadlineError, ServerError, SessionError, WrongAnswerError
+from invrl.errors import (
+    DeadlineError,
+    NoEngineError,
+    ServerError,
+    SessionError,
+    WrongAnswerError,
+)
 from invrl.host.traces import current_traceparent
 from invrl.routed_experts import RoutedExperts
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
+_NO_ENGINE_STATUS = 503
 _CACHE_MEMORY = "kv_cache"
 """SGLang's tag of the memory of keys and values."""
 _IDLE_CONNECTION_S = 2.0
@@ -529,7 +536,8 @@ class SglangClient:
         """POST `body`, or GET without one. Yields the connection once the answer
         begins.
 
-        Raises ServerError if there is no answer, or if its status is not 200.
+        Raises ServerError if there is no answer, or if its status is not 200:
+        NoEngineError if it comes from a router without engines.
         """
         headers = {"Content-Type": "application/json"}
         if key:
@@ -545,9 +553,12 @@ class SglangClient:
             async with self._http.request(method, path, headers, data) as response:
                 if response.status != 200:
                     text = (await response.read())[:500].decode(errors="replace")
-                    raise ServerError(
+                    reason = (
                         f"{self.name} answered {path} with {response.status}: {text}"
                     )
+                    if response.status == _NO_ENGINE_STATUS:
+                        raise NoEngineError(reason)
+                    raise ServerError(reason)
                 yield response
         except HttpError as error:
             raise ServerError(f"{self.name} does not answer {path}: {error}") from error

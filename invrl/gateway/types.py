@@ -159,7 +159,8 @@ class MatchLevel(IntEnum):
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
     """A reply with tool calls is identified by the ids and names of its calls; their
-    arguments and the text beside them may differ. In a reply without calls, whitespace
+    arguments and the text beside them may differ. That text may stand in a later
+    message. In a reply without calls, whitespace
     may differ, objects may be written as JSON or as Python, and the stop string that
     ended it may follow."""
 
@@ -175,6 +176,11 @@ class ForkReason(StrEnum):
     CONTEXT_EDITED = "context_edited"
     """It has recorded replies, but one of the client's own messages before them was
     changed."""
+    TEXT_MOVED = "text_moved"
+    """It has a text that stood beside a call in another message."""
+    INTERRUPTED_REPLY = "interrupted_reply"
+    """It has a reply, or the beginning of one, that did not come to its end: it was
+    cancelled, it was out of tokens, or it did not reach the client whole."""
     COMPACTED = "compacted"
     """It has a recorded reply, but fewer messages before it than were recorded."""
     HANDOFF = "handoff"
@@ -197,6 +203,8 @@ ADVICE: Mapping[ForkReason, str] = {
     ForkReason.HISTORY_EDITED: "let the agent send replies back as it got them",
     ForkReason.CONTEXT_EDITED: "let the agent leave earlier messages as they were, and tell what changes (the"
     " time, a status) in its newest message",
+    ForkReason.TEXT_MOVED: "expected of agents that keep the text beside a call in a message of its own",
+    ForkReason.INTERRUPTED_REPLY: "expected of agents that keep what they have of an interrupted reply",
     ForkReason.COMPACTED: "expected of agents that shorten their history",
     ForkReason.HANDOFF: "expected of agents that hand a conversation over to each other",
     ForkReason.TOOLS_CHANGED: "offer the same tools in the same order in every request of a conversation",

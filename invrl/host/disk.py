@@ -1,9 +1,13 @@
 """Files that are whole or not there, what is on disk when a call returns, and whether a
 disk is full."""
 
+import errno
 import os
 import shutil
+import sqlite3
 from pathlib import Path
+
+from invrl.errors import DiskFullError
 
 _FULL_BYTES = 16_000_000
 """With less free space a disk counts as full: SQLite's log and a few log lines need as
@@ -14,8 +18,12 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace the file at `path`: a reader sees the old text or the new one, never a
     part of it."""
     new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def flush(path: Path) -> None:
@@ -40,7 +48,47 @@ def full_disk(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     if free >= _FULL_BYTES:
         return ""
+    return f"the disk at {_mount(folder)} is full: {free / 1e6:.1f} MB are free"
+
+
+def space_left(folder: Path) -> str:
+    """Which disk the folder is on, and how much of it is free."""
+    free = shutil.disk_usage(folder).free
+    return f"the disk at {_mount(folder)} has {free / 1e6:,.1f} MB left"
+
+
+def _mount(folder: Path) -> Path:
     mount = folder.resolve()
     while not mount.is_mount():
         mount = mount.parent
-    return f"the disk at {mount} is full: {free / 1e6:.1f} MB are free"
+    return mount
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raises DiskFullError unless so many bytes fit on the disk of the folder."""
+    if shutil.disk_usage(folder).free < num_bytes:
+        raise DiskFullError(
+            f"{space_left(folder)}, and {num_bytes / 1e6:,.1f} MB are to be written"
+        )
+
+
+def is_full(error: BaseException, folder: Path | None = None) -> bool:
+    """Whether something could not be written because a disk, or the user's quota on it,
+    is full. `folder`: of the file, if that is SQLite's: where its shared index cannot
+    grow, it calls that an I/O error."""
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, DiskFullError):
+            return True
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(cause, sqlite3.Error):
+            code = getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+            if code == sqlite3.SQLITE_FULL:
+                return True
+            if code == sqlite3.SQLITE_IOERR and folder is not None:
+                return full_disk(folder) != ""
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -226,6 +226,8 @@ def _describe_conversation(
     for number, turn in enumerate(transcript.turns):
         if turn.fork_reason:
             lines.append(f"-- new branch ({turn.fork_reason}):")
+        elif turn.keeps_interrupted_reply:
+            lines.append("-- keeps the interrupted reply:")
         if number == 0 and turn.prompt and turn.prompt == previous_opening:
             lines.append("(the prompt above)")
         else:

@@ -8,6 +8,7 @@ setting asks for them."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from invrl.errors import DeadlineError
-from invrl.host.disk import write_atomically
+from invrl.host.disk import is_full, write_atomically
 from invrl.host.printable import for_stdout
 from invrl.observe.sampled_rollout import ROLLOUT_COLUMNS, SampledRollout
+from invrl.store.growing_file import GrowingFile
 from invrl.store.run_folder import RunFolder
 from invrl.store.timeline_file import (
     TIMELINE_NAME,
@@ -82,7 +84,7 @@ class Sink:
 
 class PhaseFile(Sink):
     """The current phase for other programs, as a JSON file with pid, step, phase and
-    since when."""
+    since when. On a full disk the file stays as it was."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,16 +92,20 @@ class PhaseFile(Sink):
     def phase(self, name: str, step: int) -> None:
         since = round(time.time(), 3)
         content = {"pid": os.getpid(), "step": step, "phase": name, "since": since}
-        write_atomically(self._path, json.dumps(content))
+        try:
+            write_atomically(self._path, json.dumps(content))
+        except OSError as error:
+            if not is_full(error):
+                raise
 
 
 class JsonlSink(Sink):
     """`metrics.jsonl`: one object per step with `step` and `time` (Unix seconds). It is
-    flushed after every step, so that a dead run keeps all of them. Values that are not
+    written after every step, so that a dead run keeps all of them. Values that are not
     finite become null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = GrowingFile(path)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         row: dict[str, object] = {"step": step, "time": round(time.time(), 3)}
@@ -107,8 +113,7 @@ class JsonlSink(Sink):
             row[name] = None
             if math.isfinite(value):
                 row[name] = value
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(row).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()
@@ -148,8 +153,8 @@ class TensorBoardSink(Sink):
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
+        self._file = GrowingFile(folder / name)
+        self._make_record_writer = RecordWriter
         self._event_type = Event
         self._summary_type = Summary
         self._write(file_version="brain.Event:2")
@@ -167,8 +172,9 @@ class TensorBoardSink(Sink):
 
     def _write(self, **content: object) -> None:
         event = self._event_type(wall_time=time.time(), **content)
-        self._records.write(event.SerializeToString())
-        self._file.flush()
+        record = io.BytesIO()
+        self._make_record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
     def close(self) -> None:
         self._file.close()

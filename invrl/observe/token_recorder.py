@@ -1,6 +1,7 @@
 """Writes what each step did with its tokens into the run folder, turn by turn.
 
-Invariant: a folder that cannot be written is reported once; training goes on."""
+Invariant: a folder that cannot be written is reported once; training goes on. What a
+full disk does not take is written with a later step."""
 
 import logging
 from collections.abc import Sequence
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from invrl.host.disk import is_full
+from invrl.host.disk_waits import DiskWait
 from invrl.interfaces import TokenRecord
 from invrl.store.trained_tokens import TrainedTurn, forget_steps, write_trained_tokens
 from invrl.types import TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
+_MOST_WAITING = 8
+"""Steps. With more the oldest is lost: its tokens fill memory."""
 
 
 class TokenRecorder:
@@ -22,6 +27,9 @@ class TokenRecorder:
     def __init__(self, folder: Path, *, done: int) -> None:
         self._folder = folder
         self._failed = False
+        self._waiting: dict[int, list[TrainedTurn]] = {}
+        """Steps that are not written yet, because the disk was full."""
+        self._wait = DiskWait(folder.parent, "advantages and log-probs of tokens")
         try:
             forget_steps(folder, after_step=done)
         except OSError:
@@ -36,9 +44,18 @@ class TokenRecorder:
         none. Returns a warning for the console; "" if there is none."""
         if not records or self._failed:
             return ""
+        self._waiting[step] = trained_turns(batch, records)
+        while len(self._waiting) > _MOST_WAITING:
+            del self._waiting[min(self._waiting)]
         try:
-            write_trained_tokens(self._folder, step, trained_turns(batch, records))
+            for waiting in sorted(self._waiting):
+                write_trained_tokens(self._folder, waiting, self._waiting[waiting])
+                del self._waiting[waiting]
+            self._wait.ends()
         except OSError as error:
+            if is_full(error):
+                self._wait.goes_on()
+                return ""
             self._failed = True
             logger.exception("%s cannot be written", self._folder)
             return f"warning: advantages and log-probs are not recorded from now on: {error}"

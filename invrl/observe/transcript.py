@@ -32,6 +32,8 @@ class TranscriptTurn:
     fork_reason: str
     """Why it forks off what was recorded before; "" for a first turn and for one that
     continues another."""
+    keeps_interrupted_reply: bool
+    """It continues a reply that ran out of tokens."""
     finished_at: float
 
     @property
@@ -63,13 +65,22 @@ def read_transcript(store: RunStore, session_id: str) -> Transcript:
     """Of a session and its children. It is empty if the session has no turns or is
     unknown."""
     turns: list[TranscriptTurn] = []
+    interrupted: set[str] = set()
+    """The turns so far that ran out of tokens."""
     for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
         messages = msgspec.json.decode(encoded_messages, type=list[Message])
         if not messages:
             messages = [Message("assistant")]
         turns.append(
-            _transcript_turn(turn, prompt=tuple(messages[:-1]), reply=messages[-1])
+            _transcript_turn(
+                turn,
+                prompt=tuple(messages[:-1]),
+                reply=messages[-1],
+                keeps_interrupted_reply=turn.parent_id in interrupted,
+            )
         )
+        if turn.finish_reason != "stop":
+            interrupted.add(turn.id)
     return Transcript(turns=tuple(turns))
 
 
@@ -86,7 +97,11 @@ def message_text(message: Message) -> str:
 
 
 def _transcript_turn(
-    turn: Turn, *, prompt: tuple[Message, ...], reply: Message
+    turn: Turn,
+    *,
+    prompt: tuple[Message, ...],
+    reply: Message,
+    keeps_interrupted_reply: bool,
 ) -> TranscriptTurn:
     versions = [span.version for span in turn.spans if span.end > span.start]
     return TranscriptTurn(
@@ -100,5 +115,6 @@ def _transcript_turn(
         newest_version=WeightVersion(max(versions, default=0)),
         delivered=turn.delivered,
         fork_reason=turn.fork_reason,
+        keeps_interrupted_reply=keeps_interrupted_reply,
         finished_at=turn.finished_at,
     )

@@ -8,9 +8,11 @@ call in those sessions is answered with that. Outcomes reach the buffer through 
 gateway's outbox."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 from invrl.errors import UnsendableTaskError
+from invrl.host.disk_waits import until_written
 from invrl.host.lived_time import LivedTime
 from invrl.interfaces import Buffer
 from invrl.reasons import FailureReason
@@ -20,6 +22,8 @@ from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types import DroppedGroup, FailedRollout, GroupLease, Place
 
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
 _POLL_INTERVAL_S = 0.05
 
 
@@ -59,7 +63,7 @@ class ExternalDispatcher(Scheduler):
                     await self._drop(dropped)
                 continue
             overdue = self._overdue(await asyncio.to_thread(self._leases.taken))
-            for failure in await asyncio.to_thread(self._leases.expire, overdue):
+            for failure in await self._written(self._leases.expire, overdue):
                 await self._buffer.record(failure)
             await asyncio.sleep(_POLL_INTERVAL_S)
 
@@ -79,7 +83,7 @@ class ExternalDispatcher(Scheduler):
     async def _drop(self, group: DroppedGroup) -> None:
         # In this order: a session that is opened after the look-up needs a lease, and
         # there is none any more.
-        await asyncio.to_thread(self._leases.revoke, group.group_id)
+        await self._written(self._leases.revoke, group.group_id)
         async with self._reading:
             opened = await asyncio.to_thread(self._store.open_sessions, group.group_id)
         aborts = (
@@ -92,7 +96,7 @@ class ExternalDispatcher(Scheduler):
         """If JSON cannot hold the task (a task source may yield anything), all members
         of the lease have failed."""
         try:
-            await asyncio.to_thread(self._leases.offer, lease)
+            await self._written(self._leases.offer, lease)
         except UnsendableTaskError as error:
             for member in lease.members:
                 failure = FailedRollout(
@@ -105,6 +109,19 @@ class ExternalDispatcher(Scheduler):
                     detail=str(error),
                 )
                 await self._buffer.record(failure)
+
+    async def _written(
+        self,
+        write: Callable[Parameters, Answer],
+        *args: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> Answer:
+        """Calls a method of the leases that writes; waits while the disk is full."""
+
+        async def try_once() -> Answer:
+            return await asyncio.to_thread(write, *args, **named)
+
+        return await until_written(self._leases.folder, "leases of tasks", try_once)
 
     async def _end_all(self) -> None:
         await asyncio.to_thread(self._leases.withdraw)

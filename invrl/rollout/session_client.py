@@ -43,6 +43,9 @@ DEADLINE_S = 60.0
 """Default deadline of a call."""
 _MAX_DETAIL = 4000
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+_WAITS_FOR_SPACE = "disk_full"
+"""The code of a refusal because the run's disk is full. It may be so for hours, and the
+console says it: such an answer begins the deadline anew."""
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 
@@ -222,6 +225,8 @@ class SessionClient:
                 last_seen = str(refusal)
                 if refusal.retry_after_s is not None:
                     pause_s = refusal.retry_after_s
+                if refusal.code == _WAITS_FOR_SPACE:
+                    deadline = time.monotonic() + deadline_s
             time_left = max(0.0, deadline - time.monotonic())
             await asyncio.sleep(min(pause_s, time_left))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)

@@ -25,7 +25,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
 from invrl.file_entry import FileEntries
-from invrl.host.disk import flush, flush_tree
+from invrl.host.disk import check_space, flush, flush_tree, is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoint import (
     MODEL_PREFIX,
@@ -92,6 +92,14 @@ class Checkpoints:
         self.saved_step: int | None = None
         """Of the newest weights that this object has saved, whatever became of their
         checkpoint."""
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def is_whole(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return (self._folder / f"{STEP_PREFIX}{step:06d}").is_dir()
 
     def all(self) -> list[Checkpoint]:
         """Oldest first."""
@@ -173,9 +181,21 @@ class Checkpoints:
             f"It is kept as {renamed.name}. {lost_steps} are lost and made again"
         )
 
+    def check_space(self) -> None:
+        """Raises DiskFullError if there is no room for a checkpoint as large as the
+        newest one. The ranks are asked for nothing then."""
+        latest = self.latest()
+        if latest is not None:
+            check_space(self._folder, _num_bytes(latest.path))
+
+    def clear_partial(self) -> None:
+        """Removes what a save has left that failed."""
+        for path in self._folder.glob(f"*{_PARTIAL}*"):
+            shutil.rmtree(path)
+
     def begin(self, step: int) -> Checkpoint:
         """An empty folder to fill. It becomes a checkpoint by `commit`."""
-        self._clear_partial()
+        self.clear_partial()
         filling = Checkpoint(
             step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}"
         )
@@ -286,15 +306,24 @@ class Checkpoints:
         await self._complete(filling, model, state, snapshot)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
+        """A full disk ends no run: `wait_until_saved` raises that, and nothing else
+        does."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not is_full(error):
             self._failed.set()
 
     async def wait_until_saved(self) -> None:
         """Returns once no checkpoint is being written. Raises what the writing raised.
         The calls of the trainer have deadlines, so this wait has one too."""
-        if self._in_flight is not None:
+        if self._in_flight is None:
+            return
+        try:
             await asyncio.shield(self._in_flight)
-            self._in_flight = None
+        except Exception as error:
+            if is_full(error):  # another save may follow
+                self._in_flight = None
+            raise
+        self._in_flight = None
 
     async def watch(self) -> None:
         """Never returns. Raises the failure of a checkpoint that is written beside
@@ -309,7 +338,7 @@ class Checkpoints:
         await self.wait_until_saved()
         final = self._model_path(step)
         unfinished = final.with_name(final.name + _PARTIAL)
-        await _in_thread(self._clear_partial)
+        await _in_thread(self.clear_partial)
         written = await trainer.export_hugging_face(str(unfinished))
         await _in_thread(self._publish_model, unfinished, final, step, written)
         return final
@@ -382,10 +411,6 @@ class Checkpoints:
             if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
                 self._remove(path)
 
-    def _clear_partial(self) -> None:
-        for path in self._folder.glob(f"*{_PARTIAL}*"):
-            shutil.rmtree(path)
-
 
 async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Runs `work` beside the event loop. A cancellation waits for the thread, which
@@ -397,6 +422,10 @@ async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs
     except asyncio.CancelledError:
         await asyncio.wait({future})
         raise
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _below(folder: Path, entries: FileEntries) -> FileEntries:

@@ -91,9 +91,9 @@ class Serving:
         )
 
     async def watch(self) -> None:
-        """Runs until it is cancelled. Raises ServerError when no engine is left, when
-        the router cannot be replaced, or when the gateway died too often in a short
-        time."""
+        """Runs until it is cancelled. Raises ServerError when no engine is left and
+        none may come back, when the router cannot be replaced, or when the gateway died
+        too often in a short time."""
         wrong_answers = self.gateway.wrong_answers
         while True:
             self.gateway.check_alive()
@@ -199,6 +199,8 @@ def _gateway_settings(
         "log": config.run.log_settings(folder.path.name),
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
+        "engine_return_s": config.engine.engine_start_timeout_s
+        + config.weight_sync.weight_sync_timeout_s,
         "gateway_port": config.gateway.gateway_port or free_port,
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
@@ -448,6 +450,7 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         actor=actor,
         batch_timeout_s=config.buffer.batch_timeout_s,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        folder=folder.path,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 from invrl import __version__
 from invrl.engines import smg
 from invrl.host import interrupts
+from invrl.host.disk_waits import watch_disk, write_patiently
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.wait_lines import tell_waits
@@ -21,6 +22,7 @@ from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
 from invrl.rollout.task_labels import guess_notes
 from invrl.run.awaited_work import PartsStarting
+from invrl.run.background import in_background
 from invrl.run.cluster import all_started, create_rollouts, start_serving
 from invrl.run.config import Config
 from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
@@ -44,6 +46,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
     keep_tokenizer(config, folder)
     async with interrupts.CleanUp() as stack:
         stack.enter_context(incidents_shown(note))
+        await stack.enter_async_context(in_background(watch_disk(folder.path)))
         serving = await stack.enter_async_context(start_serving(config, folder))
         starting = PartsStarting()
         with tell_waits(starting.awaited):
@@ -57,6 +60,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
+        serving.fleet.restart_evicted()
         note(
             f"everything is up behind {serving.fleet.router.program}; what your agent prints: "
             f"{folder.printed_by_agents}"
@@ -72,7 +76,8 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
         )
         evaluation = await first_to_fail(evaluating, serving.watch())
         path = folder.report_path / "eval.json"
-        path.write_bytes(report(config, evaluation.scores.values()))
+        content = report(config, evaluation.scores.values())
+        await write_patiently(path, content.decode())
         print(f"\n{table(evaluation.scores.values())}\n\n{path}", flush=True)
 
 

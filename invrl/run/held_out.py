@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from invrl.host.disk import write_atomically
+from invrl.host.disk_waits import write_patiently
 from invrl.observe.gains import GAINS_NAME, MeasuredGain
 from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import RunObserver
@@ -89,7 +89,7 @@ class HeldOutEvaluations:
             self._observer.note(f"{path} is missing: nothing to compare the end with")
             return None
         evaluation = await self.evaluate(0)
-        write_atomically(path, msgspec.json.encode(evaluation).decode())
+        await write_patiently(path, msgspec.json.encode(evaluation).decode())
         return evaluation
 
     async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
@@ -117,16 +117,21 @@ class HeldOutEvaluations:
             if score.failures:
                 self._observer.note(f"held-out tasks, {failure_note(score)}")
 
-    def report_gain(self, before: Evaluation, after: Evaluation) -> None:
+    async def report_gain(self, before: Evaluation, after: Evaluation) -> None:
         """One line per set and mode on the console, and all of them in the report
         folder."""
+        gains = await asyncio.to_thread(self._note_gains, before, after)
+        await write_patiently(self._gains_path, msgspec.json.encode(gains).decode())
+
+    def _note_gains(self, before: Evaluation, after: Evaluation) -> list[MeasuredGain]:
+        """Computes their intervals, which takes a while."""
         gains: list[MeasuredGain] = []
         for name, score_after in after.scores.items():
             score_before = before.scores[name]
             gain = measured_gain(name, score_before, score_after)
             self._observer.note(describe_gain(gain, score_before, score_after))
             gains.append(gain)
-        write_atomically(self._gains_path, msgspec.json.encode(gains).decode())
+        return gains
 
 
 def measured_gain(name: str, before: EvalScore, after: EvalScore) -> MeasuredGain:

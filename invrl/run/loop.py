@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
@@ -40,6 +41,7 @@ runs in a thread, so that gateway and fleet are watched, and rollouts dispatched
 it reads."""
 Score = Callable[[int, TrainBatch], Awaitable[TrainBatch]]
 """Adds what another server says of a step's rows."""
+UntilWritten = Callable[[Callable[[], Awaitable[TrainBatch]]], Awaitable[TrainBatch]]
 ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
 """Texts for the console from a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
@@ -59,6 +61,14 @@ Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Held-out evaluation under this version; flat metric values."""
 
 
+async def _at_once() -> None:
+    """Waits for nothing."""
+
+
+async def _once(work: Callable[[], Awaitable[TrainBatch]]) -> TrainBatch:
+    return await work()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """Makes new versions. `save` runs when the schedule says so, and after the last
@@ -67,6 +77,8 @@ class Learner:
     trainer: Trainer
     sync: Sync
     save: Save
+    finish_saves: Callable[[], Awaitable[None]] = _at_once
+    """Returns once the newest checkpoint is whole."""
     take_gpu: TakeGpu | None = None
     """None: the trainer need not share it."""
     schedule: SaveSchedule = field(default_factory=SaveSchedule)
@@ -81,6 +93,8 @@ class Parts:
     assemble: Assemble
     observer: Sink
     learner: Learner | None
+    until_written: UntilWritten = _once
+    """Does work that writes to the disk, again while that is full."""
     score: Score | None = None
     evaluate: Evaluate | None = None
     show_samples: ShowSamples | None = None
@@ -134,7 +148,8 @@ async def run_loop(
             return step - 1
 
         with phases.within("assemble"):
-            batch = await asyncio.to_thread(parts.assemble, step, taken)
+            assembling = partial(asyncio.to_thread, parts.assemble, step, taken)
+            batch = await parts.until_written(assembling)
         if parts.score is not None:
             with phases.within("teacher"):
                 batch = await parts.score(step, batch)

@@ -6,12 +6,14 @@ from contextlib import AsyncExitStack, closing
 
 from invrl.engines.engine_server import max_total_tokens
 from invrl.engines.sglang_client import EngineLimits
+from invrl.host.disk_waits import watch_disk
 from invrl.host.incidents import incidents_shown
 from invrl.host.printable import for_stdout
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.wait_lines import tell_waits
 from invrl.rollout.session_client import SessionClient
 from invrl.run.awaited_work import PartsStarting
+from invrl.run.background import in_background
 from invrl.run.cluster import Serving, start_serving
 from invrl.run.config import Config
 from invrl.run.served_metrics import ServedMetrics
@@ -21,13 +23,15 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 
 
 async def serve(config: Config, folder: RunFolder) -> None:
-    """Serves until Ctrl-C. Raises what start-up raises, or the failure of an engine."""
+    """Serves until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
+    left and none comes back."""
     remove_abandoned()
     keep_tokenizer(config, folder)
     async with AsyncExitStack() as stack:
         stack.enter_context(
             incidents_shown(lambda line: print(for_stdout(line), flush=True))
         )
+        await stack.enter_async_context(in_background(watch_disk(folder.path)))
         metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
         serving = await stack.enter_async_context(
             start_serving(with_long_answers(config), folder)
@@ -44,6 +48,7 @@ async def serve(config: Config, folder: RunFolder) -> None:
             )
         await serving.fleet.check_unchanged()
         await serving.fleet.admit()
+        serving.fleet.restart_evicted()
         stack.enter_context(metrics.of_serving(serving))
         if metrics.message:
             print(metrics.message, flush=True)

@@ -4,13 +4,14 @@ The driver's process does this; the supervisor above it (`supervisor.py`) starts
 next incarnation. The steps themselves are in `loop.py`, the processes in `cluster.py`.
 
 Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every
-process has ended when `run_incarnation` returns, and the report is drawn from the steps
-that there are. A run folder with checkpoints resumes from the newest one that is whole
+process has ended when `run_incarnation` returns. Unless it was interrupted, the report
+is drawn from the steps that there are. A run folder with checkpoints resumes from the newest one that is whole
 (`resume.py`)."""
 
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -26,7 +27,7 @@ from invrl.buffer.failures import FailureReporter
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk import write_atomically
+from invrl.host.disk_waits import until_written, watch_disk, write_patiently
 from invrl.host.incidents import incidents_shown
 from invrl.host.traces import Traces, open_traces
 from invrl.interfaces import AdvantageFn
@@ -44,6 +45,7 @@ from invrl.rollout.tasks import feedback_notes
 from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.background import in_background
 from invrl.run.checkpoint import first_checkpoint, keep_model
+from invrl.run.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoint_scores import read_scores
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import Cluster, start_cluster
@@ -52,7 +54,7 @@ from invrl.run.data import load_run_data
 from invrl.run.failed_rollouts import command_for_failures, report_failures
 from invrl.run.gpu_turns import GpuTurns
 from invrl.run.held_out import HeldOutEvaluations
-from invrl.run.loop import Learner, Parts, Save, run_loop
+from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.process_samples import sample_processes
 from invrl.run.resume import (
     Start,
@@ -161,7 +163,10 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         shown.close()
         observer.close()
         metrics.close()
-        picture = _draw_report(folder)
+        # After Ctrl-C nobody waits for matplotlib, which first lists the fonts of a new
+        # machine; `invrl report` draws the curve.
+        is_interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+        picture = None if is_interrupted else _draw_report(folder)
         if picture:
             print(f"reward curve: {picture}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
@@ -225,6 +230,7 @@ class _TrainingRun:
         self.awaited.questions["starting"] = starting.text
         async with (
             in_background(self.awaited.report()),
+            in_background(watch_disk(self.folder.path)),
             start_cluster(
                 self.config, self.folder, self.start.read_snapshot(), starting
             ) as cluster,
@@ -255,7 +261,7 @@ class _TrainingRun:
                     )
                 raise
             await cluster.buffer.close()
-        write_atomically(self.folder.finished_path, str(last_step))
+        await write_patiently(self.folder.finished_path, str(last_step))
 
     async def _load_learner(
         self, cluster: Cluster, stack: AsyncExitStack
@@ -272,6 +278,7 @@ class _TrainingRun:
             trainer,
             cluster.serving.fleet,
             cluster.serving.gateway.announce_version,
+            run_folder=self.folder.path,
         )
         self.awaited.questions["sync"] = updater.phase_text
         self.awaited.questions["starting"] = updater.phase_text
@@ -296,11 +303,18 @@ class _TrainingRun:
         )
         await cluster.buffer.advance(version)
         run = self.config.run
+        saves = CheckpointSaves(
+            self.checkpoints,
+            trainer,
+            beside_training=run.async_checkpoints,
+            note=self.observer.note,
+        )
         return Learner(
             trainer=trainer,
             sync=sync,
             take_gpu=take_gpu,
-            save=self._saver(trainer),
+            save=saves.save,
+            finish_saves=saves.finish,
             schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
         )
 
@@ -315,12 +329,6 @@ class _TrainingRun:
         questions["rollout"] = rollouts
         if cluster.trainer is not None:
             questions["train"] = cluster.trainer.place_text
-
-    def _saver(self, trainer: TrainHandle) -> Save:
-        """How the loop saves a checkpoint."""
-        if self.config.run.async_checkpoints:
-            return partial(self.checkpoints.save_beside_training, trainer)
-        return partial(self.checkpoints.save, trainer)
 
     def _note_where_rollouts_run(self, cluster: Cluster) -> None:
         if self.config.rollout.external_environments:
@@ -359,10 +367,9 @@ class _TrainingRun:
                 and learner is not None
             ):
                 accuracy_after = await held_out.evaluate(last_step)
-                await asyncio.to_thread(
-                    held_out.report_gain, accuracy_before, accuracy_after
-                )
-        await self.checkpoints.wait_until_saved()
+                await held_out.report_gain(accuracy_before, accuracy_after)
+        if learner is not None:
+            await learner.finish_saves()
         checkpoint = self.checkpoints.latest()
         if checkpoint:
             keep_model(checkpoint.hugging_face)
@@ -387,6 +394,9 @@ class _TrainingRun:
         parts = Parts(
             buffer=cluster.buffer,
             assemble=partial(self._assemble, advantage),
+            until_written=partial(
+                until_written, self.folder.path, "what the run saves of its batches"
+            ),
             score=None if teacher is None else partial(self._score, teacher),
             observer=self.observer,
             learner=learner,
@@ -452,7 +462,11 @@ class _TrainingRun:
     ) -> TrainBatch:
         """Adds the log-probs of the teacher that a server has."""
         scored = await teacher.score(batch)
-        await asyncio.to_thread(self._keep, step, scored)
+
+        async def keep() -> None:
+            await asyncio.to_thread(self._keep, step, scored)
+
+        await until_written(self.folder.path, "what the run saves of its batches", keep)
         return scored
 
     def _keep(self, step: int, batch: TrainBatch) -> None:

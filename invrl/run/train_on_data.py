@@ -9,11 +9,12 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
 from invrl.host import interrupts
-from invrl.host.disk import write_atomically
+from invrl.host.disk_waits import until_written, watch_disk, write_patiently
 from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
@@ -21,6 +22,7 @@ from invrl.rollout.dispatcher import first_to_fail
 from invrl.run.awaited_work import AwaitedWork, PartsStarting
 from invrl.run.background import in_background
 from invrl.run.checkpoint import keep_model
+from invrl.run.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoint_scores import HELD_OUT_LOSS, held_out_losses
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
@@ -69,6 +71,7 @@ async def train_on_data(
     awaited.questions["starting"] = starting.text
     async with (
         in_background(awaited.report()),
+        in_background(watch_disk(folder.path)),
         start_trainer(config, folder, starting) as trainer,
     ):
         awaited.questions["train"] = trainer.place_text
@@ -76,8 +79,22 @@ async def train_on_data(
         if start.checkpoint is not None:
             await trainer.load_checkpoint(str(start.checkpoint.megatron))
         report_span(observer, "starting", 0, began=started_at)
+        saves = CheckpointSaves(
+            checkpoints,
+            trainer,
+            beside_training=config.run.async_checkpoints,
+            note=observer.note,
+        )
         run = _DataRun(
-            config, folder, checkpoints, observer, start.step, data, last_step, trainer
+            config,
+            folder,
+            checkpoints,
+            observer,
+            start.step,
+            data,
+            last_step,
+            trainer,
+            saves,
         )
         try:
             async with in_background(
@@ -90,7 +107,7 @@ async def train_on_data(
                 interrupted=isinstance(error, asyncio.CancelledError)
             )
             raise
-    write_atomically(folder.finished_path, str(last_step))
+    await write_patiently(folder.finished_path, str(last_step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +123,13 @@ class _DataRun:
     data: Dataset
     last_step: int
     trainer: TrainHandle
+    saves: CheckpointSaves
 
     async def train(self) -> None:
         held_out = await asyncio.to_thread(self.data.held_out_batch)
         loss_before = await self._loss_before(held_out)
         await self._make_steps(held_out)
-        await self.checkpoints.wait_until_saved()
+        await self.saves.finish()
         loss_after = self._recorded_loss(self.last_step)
         if held_out is not None and loss_before is not None and loss_after is not None:
             size = f"{len(self.data.held_out):,} rows, {held_out.trained.tokens:,} trained tokens"
@@ -159,9 +177,9 @@ class _DataRun:
         """Makes one step. Returns its metric values."""
         with observed_phase(self.observer, "train", step) as parts:
             if self.config.run.save_rollout_data:
-                save_batch(
-                    batch_path(self.folder.rollout_data_path, step), step_data.batch
-                )
+                path = batch_path(self.folder.rollout_data_path, step)
+                saving = partial(asyncio.to_thread, save_batch, path, step_data.batch)
+                await until_written(self.folder.path, path.name, saving)
             result = await self.trainer.train(step_data.batch)
             parts.update(result.seconds)
         for note in step_notes(step, result):
@@ -180,10 +198,7 @@ class _DataRun:
         """Saves a checkpoint. Returns the seconds that the run waited for it."""
         seconds: dict[str, float] = {}
         with observed_phase(self.observer, "checkpoint", step), timed(seconds, "save"):
-            if self.config.run.async_checkpoints:
-                await self.checkpoints.save_beside_training(self.trainer, step)
-            else:
-                await self.checkpoints.save(self.trainer, step)
+            await self.saves.save(step)
         schedule.saved(seconds["save"])
         return seconds["save"]
 

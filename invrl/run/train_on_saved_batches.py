@@ -9,6 +9,7 @@ from invrl.errors import ConfigError
 from invrl.host import interrupts
 from invrl.observe.sinks import RunObserver
 from invrl.run.checkpoint import Checkpoint, keep_model
+from invrl.run.checkpoint_saves import CheckpointSaves
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.cluster import start_trainer
 from invrl.run.config import Config
@@ -71,9 +72,14 @@ async def train_on_saved_batches(
             raise
         last_step = steps[-1] if steps else first_step
         observer.phase("checkpoint", last_step)
-        saved = await checkpoints.save(trainer, last_step)
-    keep_model(saved.hugging_face)
-    observer.note(f"model: {saved.hugging_face}")
+        saves = CheckpointSaves(
+            checkpoints, trainer, beside_training=False, note=observer.note
+        )
+        await saves.save(last_step)
+        await saves.finish()
+    model = checkpoints.model_of(last_step)
+    keep_model(model)
+    observer.note(f"model: {model}")
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from invrl.host.disk import is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoint import keep_model
 from invrl.run.checkpoints import Checkpoints
@@ -64,6 +65,8 @@ async def save_unsaved_weights(
                     await _save_checkpoint(trainer, checkpoints, step, take_snapshot)
     except Exception as error:
         logger.warning("the newest weights could not be saved", exc_info=error)
+        if is_full(error):
+            checkpoints.clear_partial()
         note(f"the newest weights could not be saved: {_reason(error, timeout_s)}")
     if checkpoints.saved_step is not None:
         keep_model(checkpoints.model_of(checkpoints.saved_step))

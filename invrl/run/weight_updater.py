@@ -8,10 +8,18 @@ loads the version that the fleet holds, beside the updates that go on
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from invrl.engines.fleet import Fleet
-from invrl.errors import InvrlError, WeightSyncError
+from invrl.errors import (
+    CanaryError,
+    ChecksumError,
+    InvrlError,
+    LayoutError,
+    WeightSyncError,
+)
+from invrl.host.disk_waits import until_written
 from invrl.interfaces import WeightSender
 from invrl.model_folder import read_tokenizer
 from invrl.run.config import Config
@@ -36,6 +44,8 @@ def create_weight_updater(
     sender: TrainHandle,
     fleet: Fleet,
     announce: Callable[[WeightVersion], object],
+    *,
+    run_folder: Path,
 ) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in
     `WeightUpdater`."""
@@ -52,12 +62,14 @@ def create_weight_updater(
         bound=CanaryBound.for_dtypes(
             config.engine.engine_dtype, config.train.train_dtype
         ),
+        until_engine=fleet.until_engine,
         deadline_s=settings.weight_sync_timeout_s,
         drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
         is_rolling=settings.weight_update == "rolling",
         load=load,
     )
-    return WeightUpdater(transaction, fleet, announce)
+    folder = Path(settings.weight_folder or run_folder)
+    return WeightUpdater(transaction, fleet, announce, folder=folder)
 
 
 class WeightUpdater:
@@ -68,8 +80,12 @@ class WeightUpdater:
         transaction: WeightTransaction,
         fleet: Fleet,
         announce: Callable[[WeightVersion], object] = lambda _: None,
+        *,
+        folder: Path = Path(),
     ) -> None:
-        """`announce` is called with each version before an engine gets it."""
+        """`announce` is called with each version before an engine gets it. `folder`: on
+        the disk of the weights' files, where there are such."""
+        self._folder = folder
         self._transaction = transaction
         self._fleet = fleet
         self._announce = announce
@@ -103,20 +119,37 @@ class WeightUpdater:
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
         """Gives the trainer's weights to every engine as this version. Raises
-        WeightSyncError. Engines that the update loses get no more requests."""
+        WeightSyncError. Engines that the update loses get no more requests. If it loses
+        all of them, it goes on with the first that comes back; raises ServerError if
+        none does."""
         self._announce(version)
-        try:
-            update = await self._transaction.run(version)
-        except WeightSyncError as error:
-            for engine in error.unrestored:
-                self._fleet.evict(engine, str(error))
-            raise
+        update = None
+        while update is None:
+            try:
+                run = partial(self._transaction.run, version)
+                update = await until_written(self._folder, "the weights' files", run)
+            except WeightSyncError as error:
+                for engine in error.unrestored:
+                    self._fleet.evict(engine, str(error))
+                if not await self._waits_for_engine(error):
+                    raise
+                await self._fleet.until_engine()
+                update = self._transaction.committed_update(version)
         for engine, reason in update.lost_engines.items():
             self._fleet.evict(
                 engine, f"lost in the update to version {version}: {reason}"
             )
         self._fleet.restart_evicted(self._transaction.bring_up)
         return update
+
+    async def _waits_for_engine(self, error: WeightSyncError) -> bool:
+        """Whether the update failed because the last engine died, and may go on once an
+        engine is back. Where GPUs are shared none starts before the update ends."""
+        is_fault = isinstance(error, LayoutError | ChecksumError | CanaryError)
+        if is_fault or self._transaction.committed is None or self._fleet.shares_gpus:
+            return False
+        await self._fleet.evict_silent()
+        return not self._fleet.engines
 
     async def verify(self, wait_s: float) -> Verification:
         """Compares what the engines hold with what was committed, one engine after the

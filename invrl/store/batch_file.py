@@ -21,12 +21,16 @@ def batch_path(folder: Path, step: int) -> Path:
 
 
 def save_batch(path: Path, batch: TrainBatch) -> None:
-    """Writes the file atomically: it is there whole or not at all."""
+    """Writes the file atomically: it is there whole or not at all. Raises OSError."""
     content = msgspec.msgpack.encode(batch, enc_hook=_encode_array)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_suffix(".partial")
-    partial_path.write_bytes(zlib.compress(content))
-    os.replace(partial_path, path)
+    try:
+        partial_path.write_bytes(zlib.compress(content))
+        os.replace(partial_path, path)
+    except OSError:
+        partial_path.unlink(missing_ok=True)
+        raise
 
 
 def load_batch(path: Path) -> TrainBatch:

@@ -31,6 +31,7 @@ class LeaseStore:
         self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     ) -> None:
         """`heartbeat_timeout_s`: see `busy_timeout_s`."""
+        self.folder = path.parent
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -79,14 +80,15 @@ class LeaseStore:
         """Removes the leases of these places, of which environments have opened no
         session in time. Returns a failure for each that still had none."""
         rows: list[_Row] = []
-        for place in places:
-            rows += self._run(
-                'DELETE FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
-                f"{_RETURNED}",
-                place.group_id,
-                place.index,
-                place.attempt,
-            )
+        delete = (
+            'DELETE FROM leases WHERE group_id=? AND "index"=? AND attempt=? AND taken_at IS NOT NULL '
+            f"{_RETURNED}"
+        )
+        with self._lock, self._db:  # all of them, or an error and none
+            self._db.execute("BEGIN IMMEDIATE")
+            for place in places:
+                values = (place.group_id, place.index, place.attempt)
+                rows += self._db.execute(delete, values).fetchall()
         return [
             FailedRollout(
                 session_id="",

@@ -134,6 +134,10 @@ _TOP_LOGPROBS = f"""
     SELECT {TOP_COLUMNS} FROM top_logprobs
     WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
 """
+_MATCHED_STOPS = """
+    SELECT turn_id, stop FROM matched_stops
+    WHERE turn_id IN (SELECT id FROM turns WHERE session_id IN (SELECT value FROM json_each(?)))
+"""
 _SILENT_SESSIONS = """
     -- id and time of the last sign of each open session of a group, the most silent first
     SELECT sessions.id, MAX(opened_at, COALESCE(MAX(turns.finished_at), 0))
@@ -422,6 +426,12 @@ class RunStore:
         if row is None:
             return None
         return top_from_row(row)
+
+    def matched_stops(self, *session_ids: str) -> dict[str, str]:
+        """The clients' stop strings that ended replies of these sessions, by turn
+        id."""
+        rows = self._db.execute(_MATCHED_STOPS, (json.dumps(session_ids),))
+        return dict(rows.fetchall())
 
     def turn_traces(self, turn_ids: Sequence[str]) -> dict[str, SpanPlace]:
         """The spans of those of these turns that have one, by turn id."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from invrl.errors import DiskFullError
 from invrl.extra_columns import ExtraNumbers
-from invrl.host.disk import full_disk
+from invrl.host.disk import full_disk, is_full
 from invrl.host.traces import SpanPlace
 from invrl.routed_experts import RoutedExperts
 from invrl.store.row_checksums import (
@@ -154,13 +154,14 @@ class RunStoreWriter:
         experts_TLK: RoutedExperts | None = None,
         top: TopLogprobs | None = None,
         trace: SpanPlace | None = None,
+        stop: str = "",
     ) -> Future[None]:
         """`messages`: JSON of the messages that the turn's tokens stand for, the reply
         last. `tools`: JSON of the tools that its conversation was rendered with. Equal
         tools are stored once, in `tool_lists`, and the turn's row has their digest:
         agents send the same 50 KB with every request. `experts_TLK` and `top`: as in
         `Rollout.routed_experts` and `Rollout.top_logprobs`. `trace`: the turn's
-        span."""
+        span. `stop`: the client's stop string that ended the reply."""
         digest = hashlib.blake2b(tools, digest_size=16).digest()
         values = (*turn_values(turn), messages, digest)
         marks = ",".join("?" * len(values))
@@ -191,6 +192,9 @@ class RunStoreWriter:
         if trace is not None:
             add_trace = "INSERT INTO turn_traces VALUES (?,?,?)"
             statements.append((add_trace, (turn.id, trace.trace_id, trace.span_id)))
+        if stop:
+            add_stop = "INSERT INTO matched_stops VALUES (?,?)"
+            statements.append((add_stop, (turn.id, stop)))
         return self._submit(statements)
 
     def mark_delivered(self, turn_id: str) -> Future[None]:
@@ -339,7 +343,7 @@ class RunStoreWriter:
             if db is self._db and _is_busy(error):
                 return False
             if len(batch) == 1:
-                if self._is_full(error):
+                if is_full(error, self._folder):
                     error = self._disk_full()
                 # The traceback holds this frame, the frame the future, and the future
                 # would hold the error.
@@ -352,13 +356,6 @@ class RunStoreWriter:
         for work in batch:
             work.done.set_result(None)
         return True
-
-    def _is_full(self, error: Exception) -> bool:
-        """Whether SQLite found no space. Where its shared index cannot grow, it calls
-        that an I/O error."""
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-        is_io_error = code == sqlite3.SQLITE_IOERR and full_disk(self._folder) != ""
-        return code == sqlite3.SQLITE_FULL or is_io_error
 
     def _disk_full(self) -> DiskFullError:
         """The error for whoever waits for a commit. It is logged once until a commit

@@ -74,6 +74,10 @@ ADDED_TABLES = {
     # item: what the checksum is of, see `row_checksums.py`
     "checksums": """(
   item TEXT PRIMARY KEY, checksum BLOB NOT NULL) WITHOUT ROWID""",
+    # the client's stop strings that ended replies: they decide which turn a later
+    # request continues, never what is trained of one
+    "matched_stops": """(
+  turn_id TEXT PRIMARY KEY, stop TEXT NOT NULL) WITHOUT ROWID""",
     # hexadecimal digits; rows only with OpenTelemetry
     "turn_traces": """(
   turn_id TEXT PRIMARY KEY, trace_id TEXT NOT NULL, span_id TEXT NOT NULL) WITHOUT ROWID""",

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from invrl.store.growing_file import GrowingFile
+
 TIMELINE_NAME = "timeline.jsonl"
 EARLIER_NAME = "timeline.1.jsonl"
 MAX_BYTES = 16 * 2**20
@@ -114,15 +116,15 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 class TimelineWriter:
     """Appends to the timeline of the run folder `run`, after what earlier incarnations
-    wrote. Raises OSError."""
+    wrote. Raises OSError, but not for a full disk."""
 
     def __init__(self, run: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = run / TIMELINE_NAME
         self._earlier_path = run / EARLIER_NAME
         self._max_bytes = max_bytes
-        self._file = self._path.open("ab")
-        if self._file.tell() and not self._ends_with_line():
-            self._file.write(b"\n")  # a killed run left half a line
+        self._file = GrowingFile(self._path)
+        if self._file.size and not self._ends_with_line():
+            self._file.append(b"\n")  # a killed run left half a line
 
     def write(self, entry: Entry) -> None:
         """Writes a line at once, so that a killed run keeps it."""
@@ -130,9 +132,8 @@ class TimelineWriter:
             "kind": _KIND_OF[type(entry)],
             **msgspec.to_builtins(entry),
         }
-        self._file.write(json.dumps(_rounded(fields)).encode() + b"\n")
-        self._file.flush()
-        if self._file.tell() >= self._max_bytes:
+        self._file.append(json.dumps(_rounded(fields)).encode() + b"\n")
+        if self._file.size >= self._max_bytes:
             self._rotate()
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class TimelineWriter:
     def _rotate(self) -> None:
         self._file.close()
         os.replace(self._path, self._earlier_path)
-        self._file = self._path.open("ab")
+        self._file = GrowingFile(self._path)
 
     def _ends_with_line(self) -> bool:
         with self._path.open("rb") as file:

@@ -43,17 +43,21 @@ def write_trained_tokens(folder: Path, step: int, turns: Sequence[TrainedTurn]) 
     lengths = [len(turn.trained_N) for turn in turns]
     path = tokens_path(folder, step)
     new = path.with_suffix(".new")
-    with new.open("wb") as file:
-        np.savez_compressed(
-            file,
-            format=np.int64(FORMAT),
-            turn_ids=np.array([turn.turn_id for turn in turns], np.str_),
-            offsets=np.cumsum([0, *lengths], dtype=np.int64),
-            trained=_joined([turn.trained_N for turn in turns], np.bool_),
-            advantages=_joined([turn.advantages_N for turn in turns], np.float32),
-            logprobs=_joined([turn.logprobs_N for turn in turns], np.float32),
-        )
-    os.replace(new, path)
+    try:
+        with new.open("wb") as file:
+            np.savez_compressed(
+                file,
+                format=np.int64(FORMAT),
+                turn_ids=np.array([turn.turn_id for turn in turns], np.str_),
+                offsets=np.cumsum([0, *lengths], dtype=np.int64),
+                trained=_joined([turn.trained_N for turn in turns], np.bool_),
+                advantages=_joined([turn.advantages_N for turn in turns], np.float32),
+                logprobs=_joined([turn.logprobs_N for turn in turns], np.float32),
+            )
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _joined(

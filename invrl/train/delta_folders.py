@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from invrl.errors import LayoutError, TrainError, WeightSyncError
+from invrl.errors import DiskFullError, LayoutError, TrainError, WeightSyncError
+from invrl.host.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.safetensors_file import write_safetensors
 from invrl.types import WeightVersion
@@ -60,7 +61,8 @@ class DeltaFolders:
 
     def stage(self, version: WeightVersion, tensors: _Tensors) -> StagedWeights:
         """Writes the tensors of the layout, in its order, from any device. Raises
-        LayoutError, and WeightSyncError if they cannot be written."""
+        LayoutError, and WeightSyncError if they cannot be written: DiskFullError where
+        there is no space."""
         if version == self._version:  # a failed update is tried again
             self._base = {}
         else:
@@ -84,10 +86,13 @@ class DeltaFolders:
             partial.rename(folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            reason = f"the weights of version {version} cannot be written to {self._parent}: {error}"
-            raise WeightSyncError(
-                f"{reason}. Two versions need room there (--weight-folder)"
-            ) from error
+            reason = (
+                f"the weights of version {version} cannot be written to {self._parent}: {error}. "
+                "Two versions need room there (--weight-folder)"
+            )
+            if is_full(error):
+                raise DiskFullError(reason) from error
+            raise WeightSyncError(reason) from error
         except (
             TrainError,
             ValueError,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from invrl.errors import (
     ActorDiedError,
     DeadlineError,
+    DiskFullError,
     InvrlError,
     ServerError,
     TrainError,
@@ -20,6 +21,7 @@ from invrl.errors import (
 from invrl.host.actor import ActorHandle
 from invrl.host.actor_heartbeat import Pulse
 from invrl.host.actor_log import last_lines
+from invrl.host.disk import is_full
 from invrl.host.lived_time import lived_wait
 from invrl.host.ray_memory import killed_for_memory
 
@@ -69,7 +71,8 @@ class RankCalls:
         timeout_s: float,
     ) -> dict[int, Answer]:
         """The answers of all calls, by number. If one fails, or not all end in time,
-        kills all ranks and raises the cause."""
+        kills all ranks and raises the cause. The exception is a full disk: where every
+        call ends all the same, raises DiskFullError and the ranks go on."""
         tasks = {rank: asyncio.create_task(call) for rank, call in calls.items()}
         try:
             done, pending = await lived_wait(
@@ -83,6 +86,12 @@ class RankCalls:
                 if task.done() and task.exception() is not None
             }
             unfinished = [task for task in tasks.values() if not task.done()]
+            if failures and not unfinished and all(map(_is_full, failures.values())):
+                number = min(failures)
+                reason = f"{self.actors[number].name} found no space in {method}"
+                raise DiskFullError(f"{reason}: {failures[number]}") from failures[
+                    number
+                ]
             if failures or unfinished:
                 self.stop()
             if failures:
@@ -124,6 +133,10 @@ async def _wait_for_death(pending: set["asyncio.Task[Answer]"]) -> None:
                 )
                 if any(isinstance(task.exception(), ActorDiedError) for task in done):
                     return
+
+
+def _is_full(error: BaseException | None) -> bool:
+    return error is not None and is_full(error)
 
 
 def _may_follow(error: BaseException | None) -> bool:

@@ -7,14 +7,32 @@ and all ranks end it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from invrl.errors import DiskFullError
 from invrl.file_entry import FileEntries
+from invrl.host.disk import is_full
 
 if TYPE_CHECKING:
     from invrl.train.saved_state import SavedState, Saving
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raises DiskFullError where torch reports that a rank found its disk full."""
+    try:
+        yield
+    except BaseException as error:  # torch's is none of the usual exceptions
+        from torch.distributed.checkpoint import api
+
+        if isinstance(error, api.CheckpointException):
+            for rank, (failure, _) in error.failures.items():
+                if is_full(failure):
+                    raise DiskFullError(f"rank {rank}: {failure}") from None
+        raise
 
 
 class SavingRank:
@@ -31,7 +49,8 @@ class SavingRank:
         """Saves model, optimizer, schedule and random state; all ranks together. The
         folder must be empty or new. Returns the entries of the files that this rank has
         written."""
-        return self._state.save(path)
+        with disk_errors():
+            return self._state.save(path)
 
     def copy_checkpoint(self, path: str) -> None:
         """Copies what `save_checkpoint` saves, and begins to write it beside training;
@@ -46,7 +65,8 @@ class SavingRank:
         assert self._saving is not None, "no checkpoint is being written"
         saving = self._saving
         self._saving = None
-        return saving.finish()
+        with disk_errors():
+            return saving.finish()
 
     def load_checkpoint(self, path: str) -> None:
         self._load(path)

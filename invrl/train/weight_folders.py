@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from invrl.errors import LayoutError, TrainError, WeightSyncError
+from invrl.errors import DiskFullError, LayoutError, TrainError, WeightSyncError
+from invrl.host.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.safetensors_file import write_safetensors
 from invrl.types import WeightVersion
@@ -38,7 +39,8 @@ class WeightFolders:
         self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> StagedWeights:
         """Writes the tensors of the layout, in its order, from any device. Raises
-        LayoutError, and WeightSyncError if they cannot be written."""
+        LayoutError, and WeightSyncError if they cannot be written: DiskFullError where
+        there is no space."""
         self._keep_newest_besides(version)
         folder = self._path(version)
         partial = folder.with_name(folder.name + ".partial")
@@ -51,10 +53,13 @@ class WeightFolders:
             partial.rename(folder)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            reason = f"the weights of version {version} cannot be written to {self._parent}: {error}"
-            raise WeightSyncError(
-                f"{reason}. Two versions need room there (--weight-folder)"
-            ) from error
+            reason = (
+                f"the weights of version {version} cannot be written to {self._parent}: {error}. "
+                "Two versions need room there (--weight-folder)"
+            )
+            if is_full(error):
+                raise DiskFullError(reason) from error
+            raise WeightSyncError(reason) from error
         except (
             TrainError,
             ValueError,

@@ -21,7 +21,7 @@ from invrl.store.run_store import RunStore
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.types import FailedRollout, RolloutSummary, Turn
-from invrl.viewer.fork_explanation import Explanation, explain_forks
+from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 from invrl.viewer.viewed_run import ViewedRun
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ class _DetailReader:
             ) from error
         explanations = self._explanations(recorded)
         untrained = _below_untrained_roots([turn for turn, _, _ in recorded], summary)
+        by_id = {turn.id: turn for turn, _, _ in recorded}
         rows: list[Row] = []
         for turn, messages, tools in recorded:
             row = self._turn_row(turn, messages, tools, explanations.get(turn.id))
@@ -154,6 +155,9 @@ class _DetailReader:
             elif reason:
                 was_trained = False
             reward = session.turn_rewards.get(turn.id)
+            row["kept_reply"] = ""
+            if turn.parent_id in by_id:
+                row["kept_reply"] = kept_reply(by_id[turn.parent_id])
             row["trained"] = was_trained
             row["why_not_trained"] = "" if was_trained else reason
             row["reward"] = reward.value if reward else None
@@ -178,7 +182,12 @@ class _DetailReader:
             of_session = [
                 of_turn for of_turn in recorded if of_turn[0].session_id == session_id
             ]
-            explanations |= explain_forks(of_session, self._run.match_level(), decode)
+            explanations |= explain_forks(
+                of_session,
+                self._run.match_level(),
+                decode,
+                self._store.matched_stops(session_id),
+            )
         return explanations
 
     def _turn_row(

@@ -7,7 +7,7 @@ the tokens are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,12 @@ _TOKENS_BEFORE = 8
 _TOKENS_SHOWN = 32
 """Tokens around the first that differs, and how many of them come before it."""
 _OF_THE_TEMPLATE = (ForkReason.TEMPLATE_CHANGED, ForkReason.THINKING_STRIPPED)
+_ENDINGS = {
+    "abort": "was cancelled",
+    "length": "ran out of tokens",
+    "stop": "did not reach the agent whole",
+}
+"""How a reply was interrupted, by its finish reason."""
 _PARTS = {
     "content": "text",
     "reasoning": "reasoning",
@@ -85,11 +91,14 @@ def explain_forks(
     recorded: Sequence[tuple[Turn, bytes, bytes]],
     level: MatchLevel,
     decode: Decode | None,
+    stops: Mapping[str, str] = {},
 ) -> dict[str, Explanation]:
     """By turn, of the turns of one session, in the order of their commits, each with
     its messages and tools. `decode`: the text of token ids; None if the run has no
-    tokenizer. Turns that cannot be read are left out, with those that continue them."""
-    forest = Forest(level)
+    tokenizer. `stops`: the stop strings that ended replies, by turn. Turns that cannot
+    be read are left out, with those that continue them."""
+    delivered = {turn.id for turn, _, _ in recorded if turn.delivered}
+    forest = Forest(level, delivered)
     nodes: dict[str, Node] = {}
     decoded_tools: dict[bytes, tuple[Tool, ...]] = {}
     explanations: dict[str, Explanation] = {}
@@ -99,7 +108,7 @@ def explain_forks(
                 decoded_tools[tools] = tuple(
                     msgspec.json.decode(tools, type=list[Tool])
                 )
-            node = _node_of(turn, messages, decoded_tools[tools], nodes)
+            node = _node_of(turn, messages, decoded_tools[tools], nodes, stops)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         if node is None:
@@ -109,14 +118,20 @@ def explain_forks(
             explanations[turn.id] = _explained(
                 node, ForkReason(reason), forest, nodes, level, decode
             )
-        if turn.finish_reason != "abort":
+        if turn.finish_reason == "abort":
+            forest.add_cancelled(node)
+        else:
             nodes[turn.id] = node
             forest.add(node)
     return explanations
 
 
 def _node_of(
-    turn: Turn, encoded: bytes, tools: tuple[Tool, ...], nodes: dict[str, Node]
+    turn: Turn,
+    encoded: bytes,
+    tools: tuple[Tool, ...],
+    nodes: dict[str, Node],
+    stops: Mapping[str, str],
 ) -> Node | None:
     """None if its parent is not among `nodes`, or it says nothing. Raises MsgspecError
     or UnicodeDecodeError for messages that are damaged."""
@@ -128,7 +143,14 @@ def _node_of(
     messages = tuple(msgspec.json.decode(encoded, type=list[Message]))
     if not messages:
         return None
-    return Node(turn=turn, parent=parent, messages=messages, closed=False, tools=tools)
+    return Node(
+        turn=turn,
+        parent=parent,
+        messages=messages,
+        closed=False,
+        tools=tools,
+        stop=stops.get(turn.id, ""),
+    )
 
 
 def _explained(
@@ -142,6 +164,7 @@ def _explained(
     messages = node.conversation()[:-1]
     nearest, shared = _nearest(messages, list(nodes.values()))
     change = None
+    what = ""
     other_tools: Sequence[Tool] = nearest.tools if nearest is not None else ()
     if reason is ForkReason.TOOLS_CHANGED:
         other_tools = _recorded_tools(messages, list(nodes.values()), other_tools)
@@ -154,14 +177,37 @@ def _explained(
         if nearest is not None:
             change = _beginning_change(messages, node.tools, nearest, shared, level)
     else:
-        change = forest.match(messages, node.tools).change
+        match = forest.match(messages, node.tools)
+        change = match.change
+        if match.kept is not None and change is not None:
+            nearest = match.kept
+            shared = change.message
+            what = _kept_sentence(match.kept, messages[shared], shared)
     return Explanation(
         advice=_advice(reason, change, node.tools, other_tools),
         from_turn=nearest.turn.id if nearest is not None and shared else "",
         shared=shared,
         messages=len(messages),
-        what=_sentence(change, node.tools, other_tools),
+        what=what or _sentence(change, node.tools, other_tools),
         change=change,
+    )
+
+
+def kept_reply(turn: Turn) -> str:
+    """A sentence about a turn whose reply a later request keeps, if that reply was
+    interrupted; "" if it was not."""
+    if turn.finish_reason == "stop":
+        return ""
+    return f"The agent keeps the reply before it, which {_ENDINGS[turn.finish_reason]}"
+
+
+def _kept_sentence(kept: Node, sent: Message, position: int) -> str:
+    whole = len(kept.messages[-1].content.strip())
+    size = len(sent.content.strip())
+    part = "whole" if size == whole else f"its first {size} of {whole} characters"
+    return (
+        f"Message {position + 1} is an interrupted reply that the agent keeps ({part}): the reply"
+        f" {_ENDINGS[kept.turn.finish_reason]}"
     )
 
 

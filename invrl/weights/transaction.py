@@ -68,6 +68,10 @@ logger = logging.getLogger(__name__)
 Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 
+async def _at_once() -> None:
+    """Waits for nothing."""
+
+
 async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
     await receiver.load(staged)
 
@@ -105,6 +109,9 @@ class WeightTransaction:
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
+    until_engine: Callable[[], Awaitable[None]] = _at_once
+    """Waits until the fleet has an engine, if that may come back
+    (`Fleet.until_engine`)."""
     deadline_s: float = 300.0
     """Of each phase, over all engines, which work side by side; of a short phase at
     most 60 s."""
@@ -193,6 +200,7 @@ class WeightTransaction:
         self.phase = "stage"
         layout, staged = await self._stage(update, version)
         with timed(update.seconds, "newcomers"):
+            await self.until_engine()
             await self._newcomers.until_none_holds_updates()
         with self._newcomers.closed():
             await self._ask_receivers(update)
@@ -332,6 +340,20 @@ class WeightTransaction:
                     return
             is_late = True
 
+    def committed_update(self, version: WeightVersion) -> WeightUpdate | None:
+        """The update to `version` if that was committed before it lost every engine:
+        those that come back hold it. None if the fleet holds another version."""
+        committed = self.committed
+        if committed is None or committed.staged.version != version:
+            return None
+        return WeightUpdate(
+            version=version,
+            num_bytes=committed.staged.num_bytes,
+            seconds={},
+            canary_max_gap=0.0,
+            canary_mean_gap=0.0,
+        )
+
     @asynccontextmanager
     async def holding_committed(
         self, reader: str, wait_s: float
@@ -367,9 +389,13 @@ class WeightTransaction:
                 await load_verified(engine, staged, self.load)
                 await engine.commit(staged.version)
                 await engine.resume()
-                if committed.canary is not None:
+                if committed.canary_prompts:
                     served = await engine.logprobs(committed.canary_prompts)
-                    difference = np.concatenate(served) - committed.canary
+                    expected = committed.canary
+                    if expected is None:  # every engine died before it was asked
+                        prompts = committed.canary_prompts
+                        expected = np.concatenate(await self.sender.logprobs(prompts))
+                    difference = np.concatenate(served) - expected
                     self.bound.check(engine.name, difference, staged.version)
         except TimeoutError:
             reason = f"{engine.name} did not take the fleet's version within {self.deadline_s:g} s"

@@ -71,3 +71,18 @@ def steps_of(run: Path) -> list[dict[str, float]]:
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
     return [row for row in rows if "rollout/reward_mean" in row]
+
+
+NO_SGLANG = """\
+import sys
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("sglang", "sglang_router", "sgl_kernel"):
+            raise ModuleNotFoundError(name)
+
+
+sys.meta_path.insert(0, Refuse())
+"""
+"""A sitecustomize.py of a Python that cannot import SGLang."""

@@ -8,25 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.runs import DEADLINE_S, ROOT, STEPS, invrl, steps_of, train
+from e2e.runs import DEADLINE_S, NO_SGLANG, ROOT, STEPS, invrl, steps_of, train
 from invrl.run.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 
 INTERVAL = 4
 """Steps between the checkpoints of the live run."""
-
-NO_SGLANG = """\
-import sys
-
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("sglang", "sglang_router", "sgl_kernel"):
-            raise ModuleNotFoundError(name)
-
-
-sys.meta_path.insert(0, Refuse())
-"""
 
 
 @pytest.fixture

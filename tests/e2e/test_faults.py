@@ -51,6 +51,8 @@ def run(folder: Path) -> Iterator[Soak]:
         "3",
         "--max-staleness",
         "1",
+        # Short steps: most of the time goes to waiting for the next one.
+        *("--rollout-batch-size", "2"),
     ]
     soak = Soak(RunFolder(path=folder / "faults"), [*flags(folder, "faults"), *more])
     soak.start()
@@ -124,25 +126,26 @@ class Trusting(BaseHTTPRequestHandler):
 
 
 @pytest.mark.timeout(DEADLINE_S)
-@pytest.mark.parametrize("role", FAULTS)
+@pytest.mark.parametrize("role", [role for role in FAULTS if role != "supervisor"])
 def test_run_keeps_training_after_the_death_of_a_role(run: Soak, role: str) -> None:
     fault = run.inflict(role, FAULTS[role])
-    recovers = ("worker", "gateway", "router", "fork parent")
-    outcomes = {"supervisor": "resumed", **dict.fromkeys(recovers, "recovered")}
-    expected = outcomes.get(role, "restarted")
-    assert fault.outcome == expected
+    recovers = ("worker", "engine", "gateway", "router", "fork parent")
+    assert fault.outcome == ("recovered" if role in recovers else "restarted")
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_after_all_faults_no_rollout_is_lost_or_trained_twice(
+def test_repeated_command_of_a_dead_supervisor_trains_on_and_after_all_faults_no_rollout_is_lost_or_trained_twice(
     run: Soak, folder: Path
 ) -> None:
-    steps = run.finish()
+    steps = run.last_step() + 6
+    last_step = ("--num-steps", str(steps))
+    fault = run.inflict("supervisor", FAULTS["supervisor"], repeated_with=last_step)
+    assert fault.outcome == "resumed"
+    run.wait_for_end()
     counts = check_run(RunFolder(path=folder / "faults"), steps)
-    assert counts["rollouts_trained"] == steps * 32
-    assert (
-        counts["incarnations"] == 9
-    )  # the first, one after each of seven faults, the last one
+    assert counts["rollouts_trained"] == steps * 16
+    # The first, and one after each of seven faults.
+    assert counts["incarnations"] == 8
     assert "ends once: yes" in invrl(folder, "ledger", str(folder / "faults"))
     place = str(folder / "faults")
     left = [

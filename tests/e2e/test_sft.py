@@ -17,8 +17,7 @@ import psutil
 import pytest
 from tiny_model import make_tiny_model
 
-from e2e.runs import DEADLINE_S, ROOT, invrl
-from e2e.test_debug_modes import NO_SGLANG
+from e2e.runs import DEADLINE_S, NO_SGLANG, ROOT, invrl
 from invrl.run.replay import MEASURED
 from invrl.store.timeline_file import read_timeline
 

@@ -23,8 +23,7 @@ from invrl.types import GroupLease, GroupMember, Session, Task
 ENV_KEY = "env-0123456789abcdef"
 
 
-SESSIONS = 200
-GROUP = 8
+GROUP = 4
 TURNS = 5
 
 

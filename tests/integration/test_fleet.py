@@ -24,6 +24,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
+from invrl.host.fork_parent import ForkParent
 from invrl.host.process import family_of, still_running
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
@@ -37,7 +38,7 @@ CANARY = [[1, 2, 3, 400, 17], [9, 8, 7]]
 
 @pytest.fixture(scope="module")
 async def shared(
-    tmp_path_factory: pytest.TempPathFactory,
+    engine_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Parts]:
     model = make_tiny_model(
         tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_embeddings=True
@@ -55,7 +56,8 @@ async def shared(
         model,
         tmp_path_factory.mktemp("fleet2"),
         sglang={"max-running-requests": "16"},
-        heartbeat_timeout_s=12.0,
+        heartbeat_timeout_s=6.0,
+        parent=engine_parent,
     )
     await fleet.start()
     await fleet.admit()
@@ -219,7 +221,7 @@ async def test_stopped_engine_process_is_named_and_replaced(
         f"{process}: out after {time.monotonic() - begun:.1f} s: {fleet.evicted.get('engine-1')}"
     )
     assert f"pid {stopped.pid}: stopped" in fleet.evicted["engine-1"]
-    assert "has not answered for 12 s" in fleet.evicted["engine-1"]
+    assert "has not answered for 6 s" in fleet.evicted["engine-1"]
     await comes_back(fleet, hung)
     assert await asyncio.to_thread(still_running, tree, within_s=60) == []
 
@@ -233,7 +235,7 @@ async def test_stopped_scheduler_is_found_while_the_fleet_is_paused(
     paused = list(fleet.engines.values())
     for engine in paused:
         await engine.receiver.pause()
-    await asyncio.sleep(24.0)  # twice the time after which silence counts
+    await asyncio.sleep(12.0)  # twice the time after which silence counts
     assert list(fleet.engines.values()) == paused
     hung = fleet.engines["engine-0"]
     next(

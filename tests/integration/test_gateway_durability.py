@@ -19,7 +19,6 @@ from fakes import FakeEngine, random_reply
 from gateway_processes import (
     ENV_KEY,
     GROUP,
-    SESSIONS,
     TURNS,
     Agent,
     check_exact,
@@ -39,8 +38,9 @@ from invrl.store.run_store import RunStore
 from invrl.types import RolloutSummary
 
 
-async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_the_supervisor(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("num_sessions", first_quick([64, 200]))
+async def test_live_sessions_survive_the_death_of_a_worker_and_of_the_supervisor(
+    tiny_model: Path, tmp_path: Path, num_sessions: int
 ):
     limits = httpx.Limits(max_connections=None)
     async with FakeEngine(random_reply(tokens=14), token_delay_s=0.08) as engine:
@@ -49,7 +49,7 @@ async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_th
             serving(settings, tmp_path) as server,
             httpx.AsyncClient(limits=limits, timeout=120) as http,
         ):
-            sessions = await open_sessions(server, SESSIONS)
+            sessions = await open_sessions(server, num_sessions)
             assert {session.id[4:6] for session in sessions} == {"00", "01"}
             agents = [
                 Agent(number, session, http) for number, session in enumerate(sessions)
@@ -87,7 +87,7 @@ async def test_two_hundred_live_sessions_survive_the_death_of_a_worker_and_of_th
             metrics = await http.get(
                 server.url + "/metrics", headers={"authorization": f"Bearer {ENV_KEY}"}
             )
-            assert metrics.json()["sessions"]["open"] == SESSIONS
+            assert metrics.json()["sessions"]["open"] == num_sessions
             client = SessionClient(server.url)
             for agent in agents:
                 outcome = await client.finish(agent.session, 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 import time
 from collections import defaultdict
@@ -18,7 +17,7 @@ import psutil
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
-from local_ray import local_ray
+from running_gateway import PromptServer
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
@@ -34,7 +33,6 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ports import free_port
 from invrl.host.process import still_running
-from invrl.host.ray_setup import worker_environment
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
@@ -53,20 +51,10 @@ from invrl.types import (
     WeightVersion,
 )
 
-ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.usefixtures("ray_session")
 ENV_KEY = "environment-key-of-the-test"
 FUNCTIONS = "rollout_behaviours"
 GROUP = 2
-REAP = ("RAY_process_group_cleanup_enabled", "true")
-"""As `ray_setup.prepare_ray` has it."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    os.environ.setdefault(*REAP)
-    os.environ["RAY_USE_UVLOOP"] = worker_environment()["RAY_USE_UVLOOP"]
-    with local_ray():
-        yield
 
 
 @dataclass
@@ -129,7 +117,7 @@ async def stack(
         config = uvicorn.Config(
             app, port=settings.gateway_port, log_level="warning", **served
         )
-        server = uvicorn.Server(config)
+        server = PromptServer(config)
         serving = asyncio.create_task(server.serve())
         try:
             async with asyncio.timeout(60):
@@ -247,7 +235,7 @@ async def test_every_failed_rollout_has_a_reason_and_the_run_continues(
     bad = tasks_that("raise", "nan", "wrong type", "hang", "nothing")
     # What hangs has made a turn before: it would be cancelled as stale before its
     # deadline.
-    async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=30.0) as (
+    async with rollouts(stack, bad, max_staleness=8, rollout_timeout_s=15.0) as (
         handle,
         buffer,
     ):
@@ -535,7 +523,7 @@ async def test_worker_with_a_blocked_event_loop_is_killed(stack: Stack) -> None:
         lambda name: RayWorker(settings, name, concurrency=8),
         client,
         size=1,
-        run_timeout_s=20.0,
+        run_timeout_s=12.0,
     )
     await pool.start()
 

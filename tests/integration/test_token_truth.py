@@ -15,7 +15,7 @@ import pytest
 from engine_tap import Generation
 from model_templates import model_folder
 from tiny_model import make_tiny_model
-from token_truth import Reference, StoredTurn, judge, stored_turns
+from token_truth import Reference, StoredTurn, Verdict, judge, stored_turns
 from truth_load import Load, chatter, thoughtful
 from truth_stack import real_stack, scripted_stack
 
@@ -31,6 +31,7 @@ class Recorded:
     turns: list[StoredTurn]
     wire: list[Generation]
     reference: Reference
+    verdict: Verdict
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +45,18 @@ async def recorded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         store = Path(stack.settings.store_path)
         assert (verdict.mismatches, load.errors) == ([], [])
         yield Recorded(
-            load, store, stored_turns(store), stack.tap.generations, Reference(model)
+            load,
+            store,
+            stored_turns(store),
+            stack.tap.generations,
+            Reference(model),
+            verdict,
         )
 
 
-def kinds(recorded: Recorded, **changed) -> set[str]:
+def kinds(recorded: Recorded, *, session_id: str = "", **changed) -> set[str]:
+    """Mismatches of the load with some of it changed. `session_id`: the only one that
+    is judged."""
     given = {
         "turns": recorded.turns,
         "wire": recorded.wire,
@@ -57,11 +65,17 @@ def kinds(recorded: Recorded, **changed) -> set[str]:
     }
     sent = given.pop("sent")
     unthinking = recorded.load.unthinking
+    turns = given["turns"]
+    if session_id:
+        turns = [turn for turn in turns if turn.session_id == session_id]
+        ids = {turn.id for turn in turns}
+        sent = [reply for reply in sent if reply.turn_id in ids]
     verdict = judge(
-        given["turns"],
+        turns,
         given["wire"],
         recorded.reference,
         sent=sent,
+        all_turns=not session_id,
         unthinking=unthinking,
     )
     return set(verdict.kinds)
@@ -95,9 +109,7 @@ def test_scripted_load_covers_every_agent_behaviour_without_a_mismatch(
         "streamed",
     ):
         assert did[step] > 2, step
-    verdict = judge(
-        recorded.turns, recorded.wire, recorded.reference, sent=recorded.load.sent
-    )
+    verdict = recorded.verdict
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == (
         {},
         True,
@@ -193,20 +205,19 @@ async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Re
         store = Path(stack.settings.store_path)
         assert (verdict.mismatches, load.errors) == ([], [])
         yield Recorded(
-            load, store, stored_turns(store), stack.tap.generations, Reference(model)
+            load,
+            store,
+            stored_turns(store),
+            stack.tap.generations,
+            Reference(model),
+            verdict,
         )
 
 
 def test_judge_covers_thinking_models(thinking: Recorded):
     sent = thinking.load.sent
     refusing = thinking.load.unthinking
-    verdict = judge(
-        thinking.turns,
-        thinking.wire,
-        thinking.reference,
-        sent=sent,
-        unthinking=refusing,
-    )
+    verdict = thinking.verdict
     assert (verdict.kinds, verdict.turns > 200, verdict.continued > 100) == (
         {},
         True,
@@ -237,14 +248,14 @@ def test_judge_covers_thinking_models(thinking: Recorded):
         context[place] ^= 1
         changed = dataclasses.replace(turn, context_ids=context)
         turns = [*thinking.turns[:at], changed, *thinking.turns[at + 1 :]]
-        assert "tail" in kinds(thinking, turns=turns)
+        assert "tail" in kinds(thinking, session_id=turn.session_id, turns=turns)
     other = [{**turn.messages[0], "content": "another question"}, *turn.messages[1:]]
     turns = [
         *thinking.turns[:at],
         dataclasses.replace(turn, messages=other),
         *thinking.turns[at + 1 :],
     ]
-    assert "tail" in kinds(thinking, turns=turns)
+    assert "tail" in kinds(thinking, session_id=turn.session_id, turns=turns)
     altered = [
         dataclasses.replace(reply, reasoning=reply.reasoning + "x") for reply in sent
     ]

@@ -311,7 +311,7 @@ async def test_request_that_outlasts_the_drain_is_retracted(
 ) -> None:
     prompt = [1, 20, 30, 40]
     begun = asyncio.Event()
-    running = asyncio.create_task(updates.sample(prompt, 3000, begun))
+    running = asyncio.create_task(updates.sample(prompt, 1500, begun))
     await begun.wait()
     await updates.next()
     result = await running
@@ -370,7 +370,7 @@ async def test_full_engine_makes_room_for_the_canary(
     prompts = [[1, 100 + index, 20, 30, 40] for index in range(MOST_RUNNING)]
     begun = [asyncio.Event() for _ in prompts]
     running = [
-        asyncio.create_task(updates.sample(prompt, 1500, event))
+        asyncio.create_task(updates.sample(prompt, 1000, event))
         for prompt, event in zip(prompts, begun, strict=True)
     ]
     await asyncio.gather(*(event.wait() for event in begun))

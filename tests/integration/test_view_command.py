@@ -62,17 +62,29 @@ def browser() -> Iterator[Any]:
         yield launched
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> RecordedRun:
-    run = record_run(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("view")
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> RecordedRun:
+    """Only `test_live_run_updates_the_page` adds to it, which comes last."""
+    run = record_run(folder)
     _fill(run)
     return run
 
 
-@pytest.fixture
-def view(browser: Any, recorded: RecordedRun, tmp_path: Path) -> Iterator[View]:
-    with viewed(recorded.folder.path, browser, tmp_path / "cache") as view:
+@pytest.fixture(scope="module")
+def served(browser: Any, recorded: RecordedRun, folder: Path) -> Iterator[View]:
+    with viewed(recorded.folder.path, browser, folder / "cache") as view:
         yield view
+
+
+@pytest.fixture
+def view(served: View) -> Iterator[View]:
+    yield served
+    assert served.errors == []
 
 
 def test_every_page_of_view_opens_and_hostile_texts_stay_text(view: View) -> None:
@@ -144,23 +156,6 @@ def test_every_filter_selects_its_rows(view: View) -> None:
         assert page.locator(".chip").count() >= 1, filters
 
 
-def test_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
-    page = view.open("rollouts")
-    view.wait_for_count(6)
-    page.wait_for_timeout(
-        1600
-    )  # The table leaves its reader that long between two changes.
-    recorded.add("late", "just now", 1.0, step=3)
-    view.wait_for_count(7)
-    page = view.open("overview")
-    page.wait_for_selector("figure.chart >> nth=0 >> text=0.5")
-    with (recorded.folder.path / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 3, "time": 104.0, "rollout/reward_mean": 0.875}) + "\n"
-        )
-    page.wait_for_selector("figure.chart >> nth=0 >> text=0.875")
-
-
 def test_view_page_is_refused_without_its_key(browser: Any, view: View) -> None:
     page = browser.new_page()
     answer = page.goto(view.url.partition("?")[0])
@@ -202,3 +197,20 @@ def test_export_of_a_run_opens_from_disk(
     page.wait_for_selector(".tokens.sampled .token")
     assert errors == []
     page.context.close()
+
+
+def test_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
+    page = view.open("rollouts")
+    view.wait_for_count(6)
+    page.wait_for_timeout(
+        1600
+    )  # The table leaves its reader that long between two changes.
+    recorded.add("late", "just now", 1.0, step=3)
+    view.wait_for_count(7)
+    page = view.open("overview")
+    page.wait_for_selector("figure.chart >> nth=0 >> text=0.5")
+    with (recorded.folder.path / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"step": 3, "time": 104.0, "rollout/reward_mean": 0.875}) + "\n"
+        )
+    page.wait_for_selector("figure.chart >> nth=0 >> text=0.875")

@@ -1,16 +1,26 @@
-"""What unit tests share: a tiny model, its renderer, and a gateway on a fake engine."""
+"""What unit tests share: a tiny model, its renderer, gateways on a fake engine (one
+alone, one of two workers, and one that ends and starts again), and the process that
+forks loaders of weights."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from fakes import FakeEngine, random_reply
+from gateway_lives import Life
+from gateway_workers import Workers
+from mortal_fleet import Deaths, mortal_fleet
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
+from invrl.bench.loader_server import LOADER_MODULE
+from invrl.engines.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
+from invrl.host.fork_parent import ForkParent
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +39,49 @@ async def gateway(
 ) -> AsyncIterator[Running]:
     async with running(tmp_path, model, renderer) as gateway_on_fake_engine:
         yield gateway_on_fake_engine
+
+
+@pytest.fixture
+async def workers(
+    tmp_path: Path, model: Path, renderer: Renderer
+) -> AsyncIterator[Workers]:
+    async with (
+        FakeEngine(random_reply()) as engine,
+        httpx.AsyncClient(timeout=120) as http,
+    ):
+        two_workers = Workers(engine, http, tmp_path)
+        try:
+            for number in range(2):
+                await two_workers.start(
+                    number, model, renderer, max_body_bytes=20_000, max_open_sessions=6
+                )
+            yield two_workers
+        finally:
+            await two_workers.stop()
+
+
+@pytest.fixture
+def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
+    return Life(tmp_path, model, renderer, sampling_seed=7)
+
+
+@pytest.fixture(scope="session")
+def loader_parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkParent]:
+    """Imports torch once for all loaders of the session."""
+    log = tmp_path_factory.mktemp("loaders") / "loader-parent.log"
+    parent = ForkParent(LOADER_MODULE, log=log)
+    yield parent
+    parent.stop()
+
+
+@pytest.fixture
+def deaths() -> Deaths:
+    return Deaths()
+
+
+@pytest.fixture
+async def fleet(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, deaths: Deaths
+) -> AsyncIterator[Fleet]:
+    async with mortal_fleet(monkeypatch, tiny_model, tmp_path, deaths) as running_fleet:
+        yield running_fleet

@@ -60,7 +60,13 @@ async def test_silent_actor_is_named_with_the_called_method() -> None:
     assert isinstance(raised.value, DeadlineError)
 
 
-@pytest.mark.parametrize("error", [RayActorError(), TaskCancelledError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayActorError(),
+        TaskCancelledError(),
+    ],
+)
 async def test_dead_actor_is_named_with_the_called_method(error: Exception) -> None:
     with pytest.raises(
         ActorDiedError, match=r"the adder died before it answered add\(\)"
@@ -71,7 +77,11 @@ async def test_dead_actor_is_named_with_the_called_method(error: Exception) -> N
 
 @pytest.mark.parametrize(
     "cause",
-    [ZeroDivisionError("no"), TimeoutError("late"), DeadlineError("a batch", 1)],
+    [
+        ZeroDivisionError("no"),
+        TimeoutError("late"),
+        DeadlineError("a batch", 1),
+    ],
 )
 async def test_error_of_an_actor_method_keeps_its_type(cause: Exception) -> None:
     """A TimeoutError of the method is not a deadline of the call."""

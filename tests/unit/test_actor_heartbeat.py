@@ -31,20 +31,23 @@ ROOT = Path(__file__).parents[2]
 def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """Each in a session of its own: the kernel ends a stopped process whose session
     loses its leader."""
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start(code: str) -> subprocess.Popen[str]:
-        made.append(
+        processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code],
-                env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
             )
-        )  # fmt: skip
-        return made[-1]
+        )
+        return processes[-1]
 
     yield start
-    for process in made:
+    for process in processes:
         process.kill()
         process.communicate()
 
@@ -58,7 +61,8 @@ class Asked:
     """Answers `times` times with the pulse of a process, and then never again."""
 
     def __init__(self, answer: Pulse, times: int) -> None:
-        self.answer, self.times = answer, times
+        self.answer = answer
+        self.times = times
 
     async def __call__(self) -> Pulse:
         if self.times == 0:
@@ -116,9 +120,8 @@ async def test_silent_process_that_uses_its_cpu_is_alive(
     async def ask() -> Pulse:
         if asked.times:
             return await asked()
-        while (
-            sum(psutil_process.cpu_times()[:2]) < used + 3.0
-        ):  # of CPU: four times the limit at least
+        # of CPU: four times the limit at least
+        while sum(psutil_process.cpu_times()[:2]) < used + 3.0:
             await asyncio.sleep(0.01)
         heard.set()
         process.send_signal(signal.SIGSTOP)
@@ -159,17 +162,17 @@ async def test_actor_whose_heartbeat_raises_is_left_to_its_callers() -> None:
 def watch(
     process: subprocess.Popen[str], ask: Callable[[], object], timeout_s: float
 ) -> tuple[RayWatch, list]:
-    told: list[str] = []
+    problems: list[str] = []
     known = threading.Event()
 
     def end(cause: str) -> None:
-        told.append(cause)
+        problems.append(cause)
         known.set()
 
     watched = Watched(name="Ray's raylet", pid=process.pid, ask=ask)
-    made = RayWatch([watched], heartbeat_timeout_s=timeout_s, end=end)
-    made.start()
-    return made, [told, known]
+    ray_watch = RayWatch([watched], heartbeat_timeout_s=timeout_s, end=end)
+    ray_watch.start()
+    return ray_watch, [problems, known]
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
@@ -177,13 +180,13 @@ def test_death_of_a_ray_process_is_reported_at_once(
     start: Callable[[str], subprocess.Popen[str]], kind: signal.Signals
 ) -> None:
     process = start("import sys; sys.stdin.read()")
-    made, (told, known) = watch(process, lambda: None, 10_000)
+    ray_watch, (problems, known) = watch(process, lambda: None, 10_000)
     process.send_signal(kind)
     assert known.wait(120)
-    assert told == [
+    assert problems == [
         f"Ray's raylet (process {process.pid}) was killed by {kind.name}; a run cannot go on without it"
     ]
-    made.stop()
+    ray_watch.stop()
     assert process.wait(60) == -kind, "it is collected by who started it"
 
 
@@ -199,9 +202,9 @@ def test_silence_of_a_ray_process_is_reported(
             raise TimeoutError
         ever.wait()
 
-    _, (told, known) = watch(process, ask, 1.0)
+    _, (problems, known) = watch(process, ask, 1.0)
     assert known.wait(120)
-    assert "has not answered for" in told[0]
+    assert "has not answered for" in problems[0]
     ever.set()
 
 
@@ -209,14 +212,14 @@ def test_ray_process_stopped_on_purpose_is_not_reported(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     process = start("import sys; sys.stdin.read()")
-    made, (told, _) = watch(process, lambda: None, 10_000)
-    made.stop()
+    ray_watch, (problems, _) = watch(process, lambda: None, 10_000)
+    ray_watch.stop()
     process.kill()
     process.wait(60)
     for thread in threading.enumerate():
         if thread.name == "watch Ray's raylet":
             thread.join(60)
-    assert told == []
+    assert problems == []
 
 
 # ------------------------------------------------------- what user code leaves behind
@@ -274,7 +277,13 @@ TOLD = (
 )
 
 
-@pytest.mark.parametrize("error", [OutOfMemoryError(TOLD), RayActorError("", TOLD)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError(TOLD),
+        RayActorError("", TOLD),
+    ],
+)
 def test_death_by_rays_memory_monitor_is_explained_in_one_line(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

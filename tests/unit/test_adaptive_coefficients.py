@@ -25,7 +25,14 @@ def entropy_coefficient(config: AlgorithmConfig) -> float:
 
 @pytest.mark.parametrize(
     ("divergence", "factor"),
-    [(0.1, 1.0), (0.11, 1.01), (0.09, 0.99), (5.0, 1.02), (0.0, 0.98), (-1.0, 0.98)],
+    [
+        (0.1, 1.0),
+        (0.11, 1.01),
+        (0.09, 0.99),
+        (5.0, 1.02),
+        (0.0, 0.98),
+        (-1.0, 0.98),
+    ],
 )
 def test_the_kl_coefficient_moves_in_proportion_and_by_two_percent_at_most(
     divergence: float, factor: float
@@ -146,7 +153,13 @@ def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entropy", "drift"), [(0.9, 0.01), (0.02, -0.01), (0.3, 0.01), (0.3, -0.01)]
+    ("entropy", "drift"),
+    [
+        (0.9, 0.01),
+        (0.02, -0.01),
+        (0.3, 0.01),
+        (0.3, -0.01),
+    ],
 )
 def test_entropy_band_holds_a_drifting_entropy(entropy: float, drift: float) -> None:
     """An entropy that the rest of the loss moves by `drift` a batch and the bonus by

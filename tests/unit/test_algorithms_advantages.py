@@ -33,46 +33,66 @@ small_groups = st.lists(
 COMPARING = sorted(name for name, function in ADVANTAGES.items() if function is not raw)
 
 
+def group_mean(rewards_G: list[float]) -> float:
+    return math.fsum(rewards_G) / len(rewards_G)
+
+
+def assert_close(
+    measured_G: np.ndarray,
+    expected_G: list[float],
+    *,
+    relative: float = 1e-9,
+    absolute: float = 1e-9,
+) -> None:
+    expected = pytest.approx(expected_G, rel=relative, abs=absolute)
+    assert measured_G.tolist() == expected
+
+
 @pytest.mark.parametrize("deviation", ["sample", "population"])
-@given(rewards_G=rewards, eps=st.sampled_from([1e-6, 1e-4, 1e-2]))
+@given(
+    rewards_G=rewards,
+    eps=st.sampled_from([1e-6, 1e-4, 1e-2]),
+)
 def test_grpo_equals_the_loop(
     deviation: Deviation, rewards_G: list[float], eps: float
 ) -> None:
-    mean = math.fsum(rewards_G) / len(rewards_G)
-    squares = math.fsum((r - mean) ** 2 for r in rewards_G)
-    freedom = len(rewards_G) - 1 if deviation == "sample" else len(rewards_G)
+    mean = group_mean(rewards_G)
+    squares = math.fsum((reward - mean) ** 2 for reward in rewards_G)
+    freedom = len(rewards_G)
+    if deviation == "sample":
+        freedom -= 1
     spread = math.sqrt(squares / freedom) if freedom else 0.0
-    expected = [(r - mean) / (spread + eps) for r in rewards_G]
-    measured = advantage_function("grpo", deviation)(np.array(rewards_G), eps=eps)
-    assert measured.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    expected_G = [(reward - mean) / (spread + eps) for reward in rewards_G]
+    function = advantage_function("grpo", deviation)
+    assert_close(function(np.array(rewards_G), eps=eps), expected_G)
 
 
 @given(rewards_G=rewards)
 def test_dr_grpo_equals_the_loop(rewards_G: list[float]) -> None:
-    mean = math.fsum(rewards_G) / len(rewards_G)
-    expected = [r - mean for r in rewards_G]
-    assert dr_grpo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(
-        expected, rel=1e-9, abs=1e-12
-    )
+    mean = group_mean(rewards_G)
+    expected_G = [reward - mean for reward in rewards_G]
+    measured_G = dr_grpo(np.array(rewards_G), eps=1.0)
+    assert_close(measured_G, expected_G, absolute=1e-12)
 
 
 def test_advantages_use_the_sample_deviation_unless_set_otherwise() -> None:
     """[0, 1]: the sample's deviation is sqrt(1/2), the population's 1/2: a factor
     sqrt(2) at two members."""
     rewards_G = np.array([0.0, 1.0])
-    sample = advantage_function("grpo")(rewards_G, eps=1e-12)
-    population = advantage_function("grpo", "population")(rewards_G, eps=1e-12)
-    assert sample.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    assert population.tolist() == pytest.approx([-1.0, 1.0])
+    sample_G = advantage_function("grpo")(rewards_G, eps=1e-12)
+    population_G = advantage_function("grpo", "population")(rewards_G, eps=1e-12)
+    half_root = math.sqrt(0.5)
+    assert_close(sample_G, [-half_root, half_root])
+    assert_close(population_G, [-1.0, 1.0])
 
 
 def test_sample_deviation_equals_the_statistics_module() -> None:
     rewards_G = [0.0, 0.25, 1.0, 1.0, -2.0, 0.5, 3.0, 0.125]
     mean = statistics.mean(rewards_G)
-    expected = [(r - mean) / statistics.stdev(rewards_G) for r in rewards_G]
-    assert grpo(np.array(rewards_G), eps=0.0).tolist() == pytest.approx(
-        expected, rel=1e-12
-    )
+    deviation = statistics.stdev(rewards_G)
+    expected_G = [(reward - mean) / deviation for reward in rewards_G]
+    measured_G = grpo(np.array(rewards_G), eps=0.0)
+    assert_close(measured_G, expected_G, relative=1e-12, absolute=1e-12)
 
 
 @pytest.mark.parametrize("deviation", ["sample", "population"])
@@ -96,69 +116,73 @@ def test_unknown_advantage_name_suggests_the_nearest() -> None:
 
 @given(rewards_G=rewards)
 def test_rloo_equals_the_loop(rewards_G: list[float]) -> None:
-    expected: list[float] = []
+    expected_G: list[float] = []
     for index, reward in enumerate(rewards_G):
         others = rewards_G[:index] + rewards_G[index + 1 :]
-        expected.append(reward - math.fsum(others) / len(others) if others else 0.0)
-    assert rloo(np.array(rewards_G), eps=1.0).tolist() == pytest.approx(
-        expected, rel=1e-9, abs=1e-12
-    )
+        baseline = group_mean(others) if others else reward
+        expected_G.append(reward - baseline)
+    measured_G = rloo(np.array(rewards_G), eps=1.0)
+    assert_close(measured_G, expected_G, absolute=1e-12)
 
 
 @given(rewards_G=st.lists(st.floats(0, 10), min_size=1, max_size=33))
 def test_maxrl_equals_the_loop(rewards_G: list[float]) -> None:
-    mean = math.fsum(rewards_G) / len(rewards_G)
-    expected = [0.0] * len(rewards_G)
+    mean = group_mean(rewards_G)
+    expected_G = [0.0] * len(rewards_G)
     if rewards_differ(np.array(rewards_G)):
-        expected = [(reward - mean) / mean for reward in rewards_G]
-    assert maxrl(np.array(rewards_G), eps=1e-4).tolist() == pytest.approx(
-        expected, rel=1e-9, abs=1e-9
-    )
+        expected_G = [(reward - mean) / mean for reward in rewards_G]
+    measured_G = maxrl(np.array(rewards_G), eps=1e-4)
+    assert_close(measured_G, expected_G)
 
 
 def test_maxrl_weighs_rare_successes_more() -> None:
     """One of four: G/K - 1 = 3; three of four: 1/3. A failure is -1 in both."""
-    assert maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4).tolist() == pytest.approx(
-        [-1, 3, -1, -1]
-    )
-    assert maxrl(np.array([1.0, 1.0, 0.0, 1.0]), eps=1e-4).tolist() == pytest.approx(
-        [1 / 3, 1 / 3, -1, 1 / 3]
-    )
+    rare_G = maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4)
+    frequent_G = maxrl(np.array([1.0, 1.0, 0.0, 1.0]), eps=1e-4)
+    assert_close(rare_G, [-1, 3, -1, -1], relative=1e-6)
+    assert_close(frequent_G, [1 / 3, 1 / 3, -1, 1 / 3], relative=1e-6)
 
 
 def test_maxrl_with_rewards_below_zero_divides_by_the_rewards_above() -> None:
     """Rewards of -1 and 1 are twice as far apart as 0 and 1, and so are their
     advantages."""
-    signs = maxrl(np.array([-1.0, 1.0, -1.0, -1.0]), eps=1e-4)
-    assert signs.tolist() == pytest.approx(
-        (2 * maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4)).tolist()
-    )
-    assert maxrl(np.array([-1.0, -0.5, 0.0]), eps=1e-4).tolist() == [0.0, 0.0, 0.0]
-    extreme = maxrl(np.array([-1e9, 1e-12]), eps=1e-4)
-    assert np.abs(extreme).max() == pytest.approx(1e4)
+    signed_G = maxrl(np.array([-1.0, 1.0, -1.0, -1.0]), eps=1e-4)
+    unsigned_G = maxrl(np.array([0.0, 1.0, 0.0, 0.0]), eps=1e-4)
+    assert_close(signed_G, (2 * unsigned_G).tolist(), relative=1e-6)
+    never_above_G = maxrl(np.array([-1.0, -0.5, 0.0]), eps=1e-4)
+    assert never_above_G.tolist() == [0.0, 0.0, 0.0]
+    extreme_G = maxrl(np.array([-1e9, 1e-12]), eps=1e-4)
+    assert np.abs(extreme_G).max() == pytest.approx(1e4)
 
 
-@given(rewards_G=small_groups, k=st.integers(1, 6), eps=st.sampled_from([1e-6, 1e-3]))
+@given(
+    rewards_G=small_groups,
+    k=st.integers(1, 6),
+    eps=st.sampled_from([1e-6, 1e-3]),
+)
 def test_pass_at_k_equals_the_loop_over_all_subsets(
     rewards_G: list[float], k: int, eps: float
 ) -> None:
-    subsets = list(itertools.combinations(range(len(rewards_G)), k))
-    best = [max(rewards_G[i] for i in subset) for subset in subsets]
-    expected = [0.0] * len(rewards_G)
+    members = range(len(rewards_G))
+    subsets = list(itertools.combinations(members, k))
+    best_rewards = [max(rewards_G[i] for i in subset) for subset in subsets]
+    expected_G = [0.0] * len(rewards_G)
     if len(subsets) > 1:
-        mean = math.fsum(best) / len(best)
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in best) / len(best))
-        for i in range(len(rewards_G)):
-            mine = [
-                value
-                for value, subset in zip(best, subsets, strict=True)
-                if i in subset
+        mean = group_mean(best_rewards)
+        squares = [(reward - mean) ** 2 for reward in best_rewards]
+        spread = math.sqrt(group_mean(squares))
+        for member in members:
+            rewards_with_member = [
+                reward
+                for reward, subset in zip(best_rewards, subsets, strict=True)
+                if member in subset
             ]
-            expected[i] = (math.fsum(mine) / len(mine) - mean) / (spread + eps)
-    measured = pass_at_k(np.array(rewards_G), eps=eps, k=k).tolist()
-    assert measured == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    if len(set(best)) <= 1:
-        assert measured == [0.0] * len(rewards_G)
+            gain = group_mean(rewards_with_member) - mean
+            expected_G[member] = gain / (spread + eps)
+    measured_G = pass_at_k(np.array(rewards_G), eps=eps, k=k)
+    assert_close(measured_G, expected_G)
+    if len(set(best_rewards)) <= 1:
+        assert measured_G.tolist() == [0.0] * len(rewards_G)
 
 
 def test_pass_at_k_has_the_papers_closed_forms() -> None:
@@ -169,20 +193,18 @@ def test_pass_at_k_has_the_papers_closed_forms() -> None:
     spread = math.sqrt(mean * (1 - mean))
     right = (1 - mean) / spread
     wrong = (1 - mean - math.comb(4, 3) / math.comb(7, 3)) / spread
-    expected = [right if reward else wrong for reward in rewards_G]
-    assert advantage_function("pass_at_k")(
-        rewards_G, eps=1e-12
-    ).tolist() == pytest.approx(expected)
+    expected_G = [right if reward else wrong for reward in rewards_G]
+    measured_G = advantage_function("pass_at_k")(rewards_G, eps=1e-12)
+    assert_close(measured_G, expected_G, relative=1e-6)
 
 
 @given(rewards_G=rewards)
 def test_pass_at_1_is_grpo_with_the_populations_deviation(
     rewards_G: list[float],
 ) -> None:
-    expected = grpo(np.array(rewards_G), eps=1e-4, deviation="population").tolist()
-    assert pass_at_k(np.array(rewards_G), eps=1e-4, k=1).tolist() == pytest.approx(
-        expected, rel=1e-6, abs=1e-6
-    )
+    expected_G = grpo(np.array(rewards_G), eps=1e-4, deviation="population")
+    measured_G = pass_at_k(np.array(rewards_G), eps=1e-4, k=1)
+    assert_close(measured_G, expected_G.tolist(), relative=1e-6, absolute=1e-6)
 
 
 def test_raw_advantage_is_the_reward() -> None:
@@ -193,41 +215,45 @@ def test_raw_advantage_is_the_reward() -> None:
 def test_floor_bounds_the_deviation_of_group_advantages() -> None:
     """The deviation of [0, 0.01] is 0.00707: with a floor of 0.5 it does not blow the
     difference up."""
-    config = AlgorithmConfig(advantage_std_floor=0.5, advantage_eps=1e-9)
     rewards_G = np.array([0.0, 0.01])
-    floored = configured_advantage(config)(rewards_G, eps=1e-9).tolist()
-    assert floored == pytest.approx([-0.01, 0.01], rel=1e-6)
-    assert configured_advantage(config)(
-        rewards_G * 1000, eps=1e-9
-    ).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    config = AlgorithmConfig(advantage_std_floor=0.5, advantage_eps=1e-9)
+    with_floor = configured_advantage(config)
+    assert_close(with_floor(rewards_G, eps=1e-9), [-0.01, 0.01], relative=1e-6)
+    far_apart_G = with_floor(rewards_G * 1000, eps=1e-9)
+    half_root = math.sqrt(0.5)
+    assert_close(far_apart_G, [-half_root, half_root], relative=1e-6)
     best_of_1 = AlgorithmConfig(
         advantage="pass_at_k", pass_at_k=1, advantage_std_floor=0.5
     )
-    assert configured_advantage(best_of_1)(
-        rewards_G, eps=1e-9
-    ).tolist() == pytest.approx([-0.01, 0.01])
+    best_of_1_G = configured_advantage(best_of_1)(rewards_G, eps=1e-9)
+    assert_close(best_of_1_G, [-0.01, 0.01], relative=1e-6)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-@given(data=st.data(), rewards_G=st.lists(st.floats(0, 10), min_size=1, max_size=12))
+@given(
+    data=st.data(),
+    rewards_G=st.lists(st.floats(0, 10), min_size=1, max_size=12),
+)
 def test_order_of_a_group_does_not_change_its_advantages(
     name: str, data: st.DataObject, rewards_G: list[float]
 ) -> None:
     order = data.draw(st.permutations(range(len(rewards_G))))
     function = advantage_function(name)
-    permuted = function(np.array(rewards_G)[order], eps=1e-4)
-    assert permuted.tolist() == pytest.approx(
-        function(np.array(rewards_G), eps=1e-4)[order].tolist(), rel=1e-7, abs=1e-7
-    )
+    in_order_G = function(np.array(rewards_G), eps=1e-4)
+    permuted_G = function(np.array(rewards_G)[order], eps=1e-4)
+    expected_G = in_order_G[order].tolist()
+    assert_close(permuted_G, expected_G, relative=1e-7, absolute=1e-7)
 
 
 @pytest.mark.parametrize("name", sorted(set(COMPARING) - {"maxrl"}))
-@given(rewards_G=small_groups, constant=st.sampled_from([-64.0, 0.5, 7.0]))
+@given(
+    rewards_G=small_groups,
+    constant=st.sampled_from([-64.0, 0.5, 7.0]),
+)
 def test_constant_added_to_all_rewards_does_not_change_advantages(
     name: str, rewards_G: list[float], constant: float
 ) -> None:
     function = advantage_function(name)
-    shifted = function(np.array(rewards_G) + constant, eps=1e-4).tolist()
-    assert shifted == pytest.approx(
-        function(np.array(rewards_G), eps=1e-4).tolist(), rel=1e-9, abs=1e-9
-    )
+    expected_G = function(np.array(rewards_G), eps=1e-4)
+    shifted_G = function(np.array(rewards_G) + constant, eps=1e-4)
+    assert_close(shifted_G, expected_G.tolist())

@@ -7,7 +7,6 @@ it is stopped. A difference is taken in the first alone.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -57,33 +56,39 @@ def random_rows(lengths: list[int], seed: int) -> list[Row]:
     rows: list[Row] = []
     rollout = -1
     for index, length in enumerate(lengths):
-        rollout += index % 3 != 2 or index == 0
-        old = rng.uniform(-3, -0.05, length)
-        rows.append(
-            Row(
-                rollout=rollout,
-                group=rollout // 2,
-                current=(old + rng.normal(0, 0.4, length)).clip(max=-1e-3).tolist(),
-                old=old.tolist(),
-                rollout_logprobs=(old + rng.normal(0, 0.4, length))
-                .clip(max=-1e-3)
-                .tolist(),
-                reference=(old + rng.normal(0, 0.8, length)).tolist(),
-                advantages=(
-                    rng.normal(0, 1.5, length) * (rng.random(length) > 0.2)
-                ).tolist(),
-                entropy=rng.uniform(0, 2, length).tolist(),
-                staleness=rng.integers(0, 4, length).astype(float).tolist(),
-            )
+        is_branch = index % 3 == 2
+        if not is_branch:
+            rollout += 1
+        old_T = rng.uniform(-3, -0.05, length)
+        current_T = old_T + rng.normal(0, 0.4, length)
+        rollout_T = old_T + rng.normal(0, 0.4, length)
+        reference_T = old_T + rng.normal(0, 0.8, length)
+        advantages_T = rng.normal(0, 1.5, length)
+        advantages_T *= rng.random(length) > 0.2
+        row = Row(
+            rollout=rollout,
+            group=rollout // 2,
+            current=current_T.clip(max=-1e-3).tolist(),
+            old=old_T.tolist(),
+            rollout_logprobs=rollout_T.clip(max=-1e-3).tolist(),
+            reference=reference_T.tolist(),
+            advantages=advantages_T.tolist(),
+            entropy=rng.uniform(0, 2, length).tolist(),
+            staleness=rng.integers(0, 4, length).astype(float).tolist(),
         )
+        rows.append(row)
     return rows
 
 
 # ----------------------------------------------------------------- the reference
 
 
+def clipped_to(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
 def bounded(value: float) -> float:
-    return min(max(value, -20.0), 20.0)
+    return clipped_to(value, -20.0, 20.0)
 
 
 def ratio_of(
@@ -94,13 +99,14 @@ def ratio_of(
     old: list[float],
     level: str,
 ) -> float:
-    own = [moving[s] - old[s] for s in range(len(old))]
+    log_ratios = [current - other for current, other in zip(moving, old, strict=True)]
     if level == "token":
-        return math.exp(bounded(own[t]))
+        return math.exp(bounded(log_ratios[t]))
     if level == "sequence":
-        return math.exp(bounded(sum(own) / len(own)))
-    stopped = sum(still[s] - old[s] for s in range(len(old))) / len(old)
-    return math.exp(bounded(stopped)) * math.exp(moving[t] - still[t])
+        return math.exp(bounded(sum(log_ratios) / len(old)))
+    stopped = [current - other for current, other in zip(still, old, strict=True)]
+    sequence_ratio = math.exp(bounded(sum(stopped) / len(old)))
+    return sequence_ratio * math.exp(moving[t] - still[t])
 
 
 def surrogate_of(
@@ -109,52 +115,58 @@ def surrogate_of(
     moving: list[float],
     still: list[float],
     old: list[float],
-    c: AlgorithmConfig,
-    a: float,
+    config: AlgorithmConfig,
+    advantage: float,
 ) -> float:
-    ratio = ratio_of(row, t, moving, still, old, c.ratio_level)
-    stopped_ratio = ratio_of(row, t, still, still, old, c.ratio_level)
-    low = 1 - c.eps_clip_low
-    high = 1 + c.eps_clip_high
-    if c.policy_loss == "clip":
-        loss = -min(ratio * a, min(max(ratio, low), high) * a)
-        if c.dual_clip and a < 0:
-            loss = min(loss, -c.dual_clip * a)
+    ratio = ratio_of(row, t, moving, still, old, config.ratio_level)
+    stopped_ratio = ratio_of(row, t, still, still, old, config.ratio_level)
+    low = 1 - config.eps_clip_low
+    high = 1 + config.eps_clip_high
+    if config.policy_loss == "clip":
+        clipped_ratio = clipped_to(ratio, low, high)
+        loss = -min(ratio * advantage, clipped_ratio * advantage)
+        if config.dual_clip and advantage < 0:
+            loss = min(loss, -config.dual_clip * advantage)
         return loss
-    if c.policy_loss == "cispo":
-        return -min(max(stopped_ratio, low), high) * a * moving[t]
-    if c.policy_loss == "sapo":
-        assert c.sapo is not None
-        tau = c.sapo.temperature_positive if a > 0 else c.sapo.temperature_negative
-        return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
-    if c.policy_loss == "rejection_gate":
-        assert c.rejection_gate is not None
-        return -a / (1 + math.exp(-c.rejection_gate.sharpness * (ratio - 1)))
-    if c.policy_loss == "gmpo":
-        return -a * row_ratio_of(row, moving, still, old, c)
-    if c.policy_loss == "policy_gradient":
-        return -a * moving[t]
-    if c.policy_loss == "vespo":
-        log_w = bounded(
-            sum(still[s] - row.rollout_logprobs[s] for s in range(len(still)))
-        )
-        assert c.vespo is not None
-        power = c.vespo.power_positive
-        decay = c.vespo.decay_positive
-        if a < 0:
-            power = c.vespo.power_negative
-            decay = c.vespo.decay_negative
-        weight = math.exp(log_w)
-        return -(weight**power) * math.exp(decay * (1 - weight)) * a * moving[t]
+    if config.policy_loss == "cispo":
+        return -clipped_to(stopped_ratio, low, high) * advantage * moving[t]
+    if config.policy_loss == "sapo":
+        assert config.sapo is not None
+        tau = config.sapo.temperature_negative
+        if advantage > 0:
+            tau = config.sapo.temperature_positive
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        return -4 / tau * gate * advantage
+    if config.policy_loss == "rejection_gate":
+        assert config.rejection_gate is not None
+        sharpness = config.rejection_gate.sharpness
+        return -advantage / (1 + math.exp(-sharpness * (ratio - 1)))
+    if config.policy_loss == "gmpo":
+        return -advantage * row_ratio_of(row, moving, still, old, config)
+    if config.policy_loss == "policy_gradient":
+        return -advantage * moving[t]
+    if config.policy_loss == "vespo":
+        assert config.vespo is not None
+        power = config.vespo.power_positive
+        decay = config.vespo.decay_positive
+        if advantage < 0:
+            power = config.vespo.power_negative
+            decay = config.vespo.decay_negative
+        weight = math.exp(bounded(sum(still) - sum(row.rollout_logprobs)))
+        kernel = weight**power * math.exp(decay * (1 - weight))
+        return -kernel * advantage * moving[t]
     p = math.exp(still[t])
     q = math.exp(row.rollout_logprobs[t])
     distance = abs(p - q)
-    if c.policy_loss == "dppo_kl":
-        distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-    assert c.dppo is not None
-    further = (a > 0 and p > q) or (a < 0 and p < q)
-    masked = distance > c.dppo.threshold and further
-    return 0.0 if masked else -ratio * a
+    if config.policy_loss == "dppo_kl":
+        of_sampled = q * math.log(q / p)
+        of_others = (1 - q) * math.log((1 - q) / (1 - p))
+        distance = of_sampled + of_others
+    moves_away = (advantage > 0 and p > q) or (advantage < 0 and p < q)
+    assert config.dppo is not None
+    if moves_away and distance > config.dppo.threshold:
+        return 0.0
+    return -ratio * advantage
 
 
 def row_ratio_of(
@@ -162,50 +174,52 @@ def row_ratio_of(
     moving: list[float],
     still: list[float],
     old: list[float],
-    c: AlgorithmConfig,
+    config: AlgorithmConfig,
 ) -> float:
     """The geometric mean of a row's ratios, of which each is clipped towards its
     advantage."""
-    logs: list[float] = []
-    for t, a in enumerate(row.advantages):
-        log_ratio = math.log(ratio_of(row, t, moving, still, old, c.ratio_level))
-        sign = (a > 0) - (a < 0)
-        clipped = min(max(log_ratio, -c.eps_clip_low), c.eps_clip_high)
-        logs.append(sign * min(sign * log_ratio, sign * clipped))
-    return math.exp(math.fsum(logs) / len(logs))
+    log_ratios: list[float] = []
+    for t, advantage in enumerate(row.advantages):
+        ratio = ratio_of(row, t, moving, still, old, config.ratio_level)
+        log_ratio = math.log(ratio)
+        clipped = clipped_to(log_ratio, -config.eps_clip_low, config.eps_clip_high)
+        sign = (advantage > 0) - (advantage < 0)
+        log_ratios.append(sign * min(sign * log_ratio, sign * clipped))
+    return math.exp(math.fsum(log_ratios) / len(log_ratios))
 
 
-def weight_of(row: Row, t: int, old: list[float], c: AlgorithmConfig) -> float:
-    gaps = [old[s] - row.rollout_logprobs[s] for s in range(len(old))]
-    by_level = {
+def weight_of(row: Row, t: int, old: list[float], config: AlgorithmConfig) -> float:
+    gaps = [
+        own - sampled for own, sampled in zip(old, row.rollout_logprobs, strict=True)
+    ]
+    weights = {
         "token": math.exp(bounded(gaps[t])),
         "sequence": math.exp(bounded(math.fsum(gaps))),
         "geometric": math.exp(bounded(math.fsum(gaps) / len(gaps))),
     }
-    weight = 1.0
-    if c.correction != "none":
-        level = {"truncated": "token", "sequence_truncated": "sequence"}.get(
-            c.correction, "geometric"
-        )
-        weight = min(max(by_level[level], c.correction_floor or 0.0), c.correction_cap)
-    if c.rejection is not None:
-        judged = by_level[c.rejection.kind]
-        low = c.rejection.low or 0.0
-        high = c.rejection.high or math.inf
-        if not low <= judged <= high:
+    if config.rejection is not None:
+        rejection_weight = weights[config.rejection.kind]
+        if rejection_weight < (config.rejection.low or 0.0):
             return 0.0
-    return weight
+        if config.rejection.high and rejection_weight > config.rejection.high:
+            return 0.0
+    if config.correction == "none":
+        return 1.0
+    levels = {"truncated": "token", "sequence_truncated": "sequence"}
+    weight = weights[levels.get(config.correction, "geometric")]
+    return clipped_to(weight, config.correction_floor or 0.0, config.correction_cap)
 
 
 def divergence_of(policy: float, other: float, sampled: float, name: str) -> float:
-    d = bounded(policy - other)
-    k3 = math.exp(-d) - 1 + d
-    return {
-        "k1": d,
-        "k2": d * d / 2,
+    gap = bounded(policy - other)
+    k3 = math.exp(-gap) - 1 + gap
+    estimates = {
+        "k1": gap,
+        "k2": gap * gap / 2,
         "k3": k3,
         "unbiased": math.exp(bounded(policy - sampled)) * k3,
-    }[name]
+    }
+    return estimates[name]
 
 
 def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
@@ -220,46 +234,55 @@ def old_of(row: Row, still: list[float], c: AlgorithmConfig) -> list[float]:
     return mixed
 
 
-def aggregation_weight(row: Row, rows: list[Row], c: AlgorithmConfig) -> float:
-    tokens = {id(other): len(other.current) for other in rows}
-    in_rollout = sum(
-        tokens[id(other)] for other in rows if other.rollout == row.rollout
-    )
-    in_group = sum(tokens[id(other)] for other in rows if other.group == row.group)
+def num_tokens(rows: list[Row]) -> int:
+    return sum(len(row.current) for row in rows)
+
+
+def rows_of_rollout(rollout: int, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.rollout == rollout]
+
+
+def rows_of_group(group: int, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.group == group]
+
+
+def aggregation_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> float:
     rollouts = len({other.rollout for other in rows})
-    weight = {
-        "token_mean": 1 / sum(tokens.values()),
+    groups = len({other.group for other in rows})
+    tokens_of_rollout = num_tokens(rows_of_rollout(row.rollout, rows))
+    tokens_of_group = num_tokens(rows_of_group(row.group, rows))
+    weights = {
+        "token_mean": 1 / num_tokens(rows),
         "sequence_mean": 1 / (len(rows) * len(row.current)),
-        "rollout_mean": 1 / (rollouts * in_rollout),
-        "group_mean": 1 / (len({other.group for other in rows}) * in_group),
-        "constant": 1 / (rollouts * (c.aggregation_constant or 1)),
-    }[c.aggregation]
-    if c.length_weights is not None:
-        weight *= length_weight(row, rows, c.length_weights)
+        "rollout_mean": 1 / (rollouts * tokens_of_rollout),
+        "group_mean": 1 / (groups * tokens_of_group),
+        "constant": 1 / (rollouts * (config.aggregation_constant or 1)),
+    }
+    weight = weights[config.aggregation]
+    if config.length_weights is not None:
+        weight *= length_weight(row, rows, config.length_weights)
     return weight
 
 
 def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
     """Tokens of each rollout."""
     lengths: dict[int, int] = {}
-    for row in rows:
-        if row.group == group:
-            lengths[row.rollout] = lengths.get(row.rollout, 0) + len(row.current)
+    for row in rows_of_group(group, rows):
+        lengths[row.rollout] = lengths.get(row.rollout, 0) + len(row.current)
     return lengths
 
 
-def length_weight(row: Row, rows: list[Row], c: LengthWeightsConfig) -> float:
+def length_weight(row: Row, rows: list[Row], config: LengthWeightsConfig) -> float:
     lengths = lengths_of_group(row.group, rows)
     size = len(lengths)
     mean = sum(lengths.values()) / size
     squares = sum((length - mean) ** 2 for length in lengths.values())
     deviation = math.sqrt(squares / (size - 1)) if size > 1 else 0.0
-    exponentials = {
-        rollout: math.exp(
-            (1 + c.scale * (length - mean) / (deviation + 1e-8)) ** c.exponent
-        )
-        for rollout, length in lengths.items()
-    }
+    exponentials: dict[int, float] = {}
+    for rollout, length in lengths.items():
+        normalized = (length - mean) / (deviation + 1e-8)
+        base = 1 + config.scale * normalized
+        exponentials[rollout] = math.exp(base**config.exponent)
     return size * exponentials[row.rollout] / sum(exponentials.values())
 
 
@@ -279,35 +302,37 @@ def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]
 
 
 def reference_loss(
-    rows: list[Row], moving: list[list[float]], c: AlgorithmConfig
+    rows: list[Row], moving: list[list[float]], config: AlgorithmConfig
 ) -> float:
     """`moving`: the current log-probs with the gradient; those in the rows are
     constants. Entropies are constants too."""
     total = 0.0
+    solved: list[float] = []
     for row, current in zip(rows, moving, strict=True):
-        old = old_of(row, row.current, c)
-        judged = replace(row, advantages=advantages_of(row, old, c))
-        for t, advantage in enumerate(judged.advantages):
-            surrogate = surrogate_of(judged, t, current, row.current, old, c, advantage)
-            loss = weight_of(row, t, old, c) * surrogate
-            if c.kl is not None and c.kl.added_to == "loss":
-                term = divergence_of(
+        old = old_of(row, row.current, config)
+        shaped = replace(row, advantages=advantages_of(row, old, config))
+        weight = aggregation_weight(row, rows, config)
+        for t, advantage in enumerate(shaped.advantages):
+            surrogate = surrogate_of(
+                shaped, t, current, row.current, old, config, advantage
+            )
+            loss = weight_of(row, t, old, config) * surrogate
+            if config.kl is not None and config.kl.added_to == "loss":
+                divergence = divergence_of(
                     current[t],
                     row.reference[t],
                     row.rollout_logprobs[t],
-                    c.kl.estimator,
+                    config.kl.estimator,
                 )
-                bound = c.kl.clamp or math.inf
-                loss += c.kl.coefficient * min(max(term, -bound), bound)
-            if c.entropy is not None:
-                loss -= c.entropy.coefficient * row.entropy[t]
-            total += aggregation_weight(row, rows, c) * loss
-    solved = [
-        current for row, current in zip(rows, moving, strict=True) if is_solved(row)
-    ]
-    num_tokens = sum(map(len, solved))
-    if num_tokens and c.solved_nll_coef:
-        total -= c.solved_nll_coef * math.fsum(map(math.fsum, solved)) / num_tokens
+                bound = config.kl.clamp or math.inf
+                loss += config.kl.coefficient * clipped_to(divergence, -bound, bound)
+            if config.entropy is not None:
+                loss -= config.entropy.coefficient * row.entropy[t]
+            total += weight * loss
+        if is_solved(row):
+            solved += current
+    if solved and config.solved_nll_coef:
+        total -= config.solved_nll_coef * math.fsum(solved) / len(solved)
     return total
 
 
@@ -315,24 +340,24 @@ def is_solved(row: Row) -> bool:
     return row.rollout % 2 == 0
 
 
-def reference_gradient(rows: list[Row], c: AlgorithmConfig) -> list[float]:
+def reference_gradient(rows: list[Row], config: AlgorithmConfig) -> list[float]:
     """NaN where the two one-sided differences disagree: on a bound."""
+
+    def loss_with_step(index: int, t: int, step: float) -> float:
+        moved = [list(row.current) for row in rows]
+        moved[index][t] += step
+        return reference_loss(rows, moved, config)
+
     gradient: list[float] = []
-    middle = reference_loss(rows, [row.current for row in rows], c)
+    middle = reference_loss(rows, [row.current for row in rows], config)
     for index, row in enumerate(rows):
         for t in range(len(row.current)):
-
-            def at(step: float, index: int = index, t: int = t) -> float:
-                moved = [list(other.current) for other in rows]
-                moved[index][t] += step
-                return reference_loss(rows, moved, c)
-
-            above = at(STEP)
-            below = at(-STEP)
+            above = loss_with_step(index, t, STEP)
+            below = loss_with_step(index, t, -STEP)
             one_sided = abs((above - middle) - (middle - below)) / STEP
-            gradient.append(
-                math.nan if one_sided > 1e-3 else (above - below) / (2 * STEP)
-            )
+            is_on_bound = one_sided > 1e-3
+            slope = (above - below) / (2 * STEP)
+            gradient.append(math.nan if is_on_bound else slope)
     return gradient
 
 
@@ -354,34 +379,27 @@ def inputs_of(
     def of_rows(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype)
 
-    def tokens(members: list[Row]) -> float:
-        return float(sum(len(member.current) for member in members))
-
-    lengths = torch.tensor([len(row.current) for row in rows], dtype=torch.int64)
+    lengths_R = torch.tensor([len(row.current) for row in rows], dtype=torch.int64)
+    rollout_tokens = [
+        num_tokens(rows_of_rollout(row.rollout, all_rows)) for row in rows
+    ]
+    group_tokens = [num_tokens(rows_of_group(row.group, all_rows)) for row in rows]
+    length_numbers = [length_numbers_of(row, all_rows, config) for row in rows]
     return LossInputs(
         current_N=column("current").requires_grad_(),
         entropy_N=column("entropy").requires_grad_(),
         rows=Rows(
-            row_N=torch.arange(len(rows)).repeat_interleave(lengths),
-            tokens_R=lengths.to(dtype),
-            rollout_tokens_R=torch.tensor(
-                [
-                    tokens([o for o in all_rows if o.rollout == row.rollout])
-                    for row in rows
-                ],
-                dtype=dtype,
-            ),
-            group_tokens_R=torch.tensor(
-                [tokens([o for o in all_rows if o.group == row.group]) for row in rows],
-                dtype=dtype,
-            ),
+            row_N=torch.arange(len(rows)).repeat_interleave(lengths_R),
+            tokens_R=lengths_R.to(dtype),
+            rollout_tokens_R=of_rows(rollout_tokens),
+            group_tokens_R=of_rows(group_tokens),
         ),
         denominators=Denominators(
-            tokens=tokens(all_rows),
+            tokens=num_tokens(all_rows),
             rows=len(all_rows),
             rollouts=len({row.rollout for row in all_rows}),
             groups=len({row.group for row in all_rows}),
-            solved_tokens=tokens([row for row in all_rows if is_solved(row)]),
+            solved_tokens=num_tokens([row for row in all_rows if is_solved(row)]),
         ),
         old_N=column("old"),
         rollout_N=column("rollout_logprobs"),
@@ -389,15 +407,9 @@ def inputs_of(
         reference_N=column("reference"),
         columns={"staleness": column("staleness")},
         numbers={
-            "solved": torch.tensor(
-                [float(is_solved(row)) for row in rows], dtype=dtype
-            ),
-            "length_weight": of_rows(
-                [length_numbers_of(row, all_rows, config)[0] for row in rows]
-            ),
-            "length_slope": of_rows(
-                [length_numbers_of(row, all_rows, config)[1] for row in rows]
-            ),
+            "solved": of_rows([float(is_solved(row)) for row in rows]),
+            "length_weight": of_rows([weight for weight, _ in length_numbers]),
+            "length_slope": of_rows([slope for _, slope in length_numbers]),
         },
     )
 
@@ -429,12 +441,10 @@ def run(
     outputs.loss.backward()
     assert inputs.current_N.grad is not None
     assert inputs.entropy_N is not None
-    of_entropy = inputs.entropy_N.grad
-    return (
-        outputs,
-        inputs.current_N.grad,
-        torch.zeros_like(inputs.entropy_N) if of_entropy is None else of_entropy,
-    )
+    entropy_gradient_N = inputs.entropy_N.grad
+    if entropy_gradient_N is None:
+        entropy_gradient_N = torch.zeros_like(inputs.entropy_N)
+    return outputs, inputs.current_N.grad, entropy_gradient_N
 
 
 length_weights = st.builds(
@@ -504,7 +514,7 @@ def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], seed: int, config: AlgorithmConfig
 ) -> None:
     rows = random_rows(lengths, seed)
-    outputs, gradient_N, of_entropy_N = run(rows, rows, config)
+    outputs, gradient_N, entropy_gradient_N = run(rows, rows, config)
     expected = reference_loss(rows, [row.current for row in rows], config)
     assert outputs.loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
     differences = reference_gradient(rows, config)
@@ -514,15 +524,12 @@ def test_loss_and_gradient_equal_float64_loops(
     assert sum(map(math.isnan, differences)) <= 1, (
         "a bound is hit once in a thousand examples"
     )
-    at = 0
+    expected_N: list[float] = []
     for row in rows:
-        for _ in row.current:
-            weight = 0.0
-            if config.entropy is not None:
-                per_token = aggregation_weight(row, rows, config)
-                weight = -config.entropy.coefficient * per_token
-            assert of_entropy_N[at].item() == pytest.approx(weight, rel=1e-9)
-            at += 1
+        weight = aggregation_weight(row, rows, config)
+        bonus = config.entropy.coefficient if config.entropy is not None else 0.0
+        expected_N += [-bonus * weight] * len(row.current)
+    assert entropy_gradient_N.tolist() == pytest.approx(expected_N, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -539,21 +546,26 @@ def test_the_gradient_of_lambda_equals_finite_differences(
     weights: LengthWeightsConfig,
 ) -> None:
     rows = random_rows(lengths, seed)
+    current = [row.current for row in rows]
     config = config.model_copy(update={"length_weights": weights})
 
-    def at(step: float) -> float:
-        changed = weights.model_copy(update={"exponent": weights.exponent + step})
-        moved = config.model_copy(update={"length_weights": changed})
-        return reference_loss(rows, [row.current for row in rows], moved)
+    def loss_with_step(step: float) -> float:
+        moved_weights = weights.model_copy(update={"exponent": weights.exponent + step})
+        changes = {"length_weights": moved_weights}
+        return reference_loss(rows, current, config.model_copy(update=changes))
 
     outputs, _, _ = run(rows, rows, config)
-    difference = (at(1e-5) - at(-1e-5)) / 2e-5
+    difference = (loss_with_step(1e-5) - loss_with_step(-1e-5)) / 2e-5
     gradient = resolve(outputs.metrics)[LAMBDA_GRADIENT]
     assert gradient == pytest.approx(difference, rel=1e-6, abs=1e-8)
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_float32_loss_axes_are_near_float64(
     lengths: list[int], seed: int, config: AlgorithmConfig
 ) -> None:
@@ -567,7 +579,12 @@ def test_float32_loss_axes_are_near_float64(
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs, data=st.data())
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+    data=st.data(),
+)
 def test_loss_does_not_depend_on_order_or_division_of_rows(
     lengths: list[int], seed: int, config: AlgorithmConfig, data: st.DataObject
 ) -> None:
@@ -575,26 +592,23 @@ def test_loss_does_not_depend_on_order_or_division_of_rows(
     gradient and the merged metrics stay what they are."""
     rows = random_rows(lengths, seed)
     whole, whole_gradient_N, _ = run(rows, rows, config)
+    gradient_by_row = whole_gradient_N.split(lengths)
     order = data.draw(st.permutations(range(len(rows))))
     cut = data.draw(st.integers(0, len(rows)))
     parts = [order[:cut], order[cut:], []]
-    starts = [0, *itertools.accumulate(lengths)]
     total = 0.0
     metrics = []
     for part in parts:
         outputs, gradient_N, _ = run([rows[index] for index in part], rows, config)
         total += outputs.loss.item()
         metrics.append(outputs.metrics)
-        expected = [
-            whole_gradient_N[starts[i] + t].item()
-            for i in part
-            for t in range(lengths[i])
-        ]
-        assert gradient_N.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        expected_N: list[float] = []
+        for index in part:
+            expected_N += gradient_by_row[index].tolist()
+        assert gradient_N.tolist() == pytest.approx(expected_N, rel=1e-9, abs=1e-12)
     assert total == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-9)
-    assert resolve(merge(metrics)) == pytest.approx(
-        resolve(whole.metrics), rel=1e-9, abs=1e-9
-    )
+    merged = resolve(merge(metrics))
+    assert merged == pytest.approx(resolve(whole.metrics), rel=1e-9, abs=1e-9)
 
 
 # ----------------------------------------------------------------- single axes
@@ -625,21 +639,21 @@ def test_sequence_ratio_moves_all_tokens_of_a_sequence_equally() -> None:
 def test_sequence_ratio_levels_differ_only_where_advantages_differ() -> None:
     equal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 1.0])
     unequal = one_row([-1.0, -2.0], [-1.1, -2.1], [1.0, 0.0])
-    gradients = {}
-    for level in ("sequence", "sequence_token"):
-        config = AlgorithmConfig(ratio_level=level, correction="none")
-        gradients[level] = [
-            run(rows, rows, config)[1].tolist() for rows in (equal, unequal)
-        ]
-    assert gradients["sequence"][0] == pytest.approx(gradients["sequence_token"][0])
-    assert gradients["sequence_token"][1][1] == 0.0
-    assert gradients["sequence"][1][1] == pytest.approx(gradients["sequence"][1][0])
+    sequence = AlgorithmConfig(ratio_level="sequence", correction="none")
+    sequence_token = AlgorithmConfig(ratio_level="sequence_token", correction="none")
+    _, sequence_N, _ = run(equal, equal, sequence)
+    _, sequence_token_N, _ = run(equal, equal, sequence_token)
+    assert sequence_N.tolist() == pytest.approx(sequence_token_N.tolist())
+    _, [first, second], _ = run(unequal, unequal, sequence)
+    assert second.item() == pytest.approx(first.item())
+    _, [_, second], _ = run(unequal, unequal, sequence_token)
+    assert second.item() == 0.0
 
 
 def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
-    rows = random_rows([3, 4], 0)
-    far = replace(rows[0], rollout_logprobs=[old - 1.0 for old in rows[0].old])
-    near = replace(rows[1], rollout_logprobs=rows[1].old)
+    first, second = random_rows([3, 4], 0)
+    far = replace(first, rollout_logprobs=[old - 1.0 for old in first.old])
+    near = replace(second, rollout_logprobs=second.old)
     config = AlgorithmConfig(
         correction="none",
         rejection={"kind": "geometric", "low": 0.999, "high": 1.001},
@@ -647,10 +661,9 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     )
     outputs, gradient_N, _ = run([far, near], [far, near], config)
     _, alone_N, _ = run([near], [near], config)
-    assert gradient_N[:3].tolist() == [0.0] * 3
-    assert gradient_N[3:].tolist() == pytest.approx(
-        [value * 4 / 7 for value in alone_N.tolist()]
-    )
+    far_N, near_N = gradient_N.split([3, 4])
+    assert far_N.tolist() == [0.0] * 3
+    assert near_N.tolist() == pytest.approx((alone_N * 4 / 7).tolist())
     assert resolve(outputs.metrics)["rejected_fraction"] == pytest.approx(3 / 7)
 
 
@@ -660,28 +673,36 @@ def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
     rows = random_rows([3, 4], 0)
     penalty = EntropyConfig().model_copy(update={"coefficient": -0.05})
     config = AlgorithmConfig().model_copy(update={"entropy": penalty})
-    outputs, _, of_entropy_N = run(rows, rows, config)
+    outputs, _, entropy_gradient_N = run(rows, rows, config)
     plain, _, _ = run(rows, rows, AlgorithmConfig())
-    mean = sum(sum(row.entropy) for row in rows) / 7
+    entropies = [entropy for row in rows for entropy in row.entropy]
+    mean = sum(entropies) / 7
     assert outputs.loss.item() == pytest.approx(plain.loss.item() + 0.05 * mean)
-    assert of_entropy_N.tolist() == pytest.approx([0.05 / 7] * 7)
+    assert entropy_gradient_N.tolist() == pytest.approx([0.05 / 7] * 7)
 
 
 def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     """Ratios of 0.4, 0.6, 4 and 6 with bounds 0.5 and 5."""
     old = [math.log(ratio) - 3 for ratio in (0.4, 0.6, 4.0, 6.0)]
-    row = replace(one_row(old, old, [1.0] * 4)[0], rollout_logprobs=[-3.0] * 4)
+    [on_policy_row] = one_row(old, old, [1.0] * 4)
+    row = replace(on_policy_row, rollout_logprobs=[-3.0] * 4)
     config = AlgorithmConfig(
         correction_cap=5.0,
         rejection={"kind": "token", "low": 0.5, "high": 5.0},
     )
     _, gradient_N, _ = run([row], [row], config)
-    assert (gradient_N * -4).tolist() == pytest.approx([0.0, 0.6, 4.0, 0.0])
+    weights = (gradient_N * -4).tolist()
+    assert weights == pytest.approx([0.0, 0.6, 4.0, 0.0])
 
 
 @pytest.mark.parametrize(
     ("staleness", "old"),
-    [(0.0, "current"), (1.0, "rollout"), (2.0, "half"), (4.0, "quarter")],
+    [
+        (0.0, "current"),
+        (1.0, "rollout"),
+        (2.0, "half"),
+        (4.0, "quarter"),
+    ],
 )
 def test_interpolated_policy_approaches_the_current_policy_with_age(
     staleness: float, old: str
@@ -704,12 +725,20 @@ def expected_gradient(
 
     policy_V = logits_V.log_softmax(-1)
     terms_V = estimate(estimator, policy_V, reference_V, policy_V.detach())
-    return torch.autograd.grad((policy_V.detach().exp() * terms_V).sum(), logits_V)[0]
+    probabilities_V = policy_V.detach().exp()
+    mean = (probabilities_V * terms_V).sum()
+    [gradient_V] = torch.autograd.grad(mean, logits_V)
+    return gradient_V
 
 
 @pytest.mark.parametrize(
     ("estimator", "divergence"),
-    [("k1", "none"), ("k2", "forward"), ("k3", "reverse"), ("unbiased", "forward")],
+    [
+        ("k1", "none"),
+        ("k2", "forward"),
+        ("k3", "reverse"),
+        ("unbiased", "forward"),
+    ],
 )
 def test_gradient_of_each_kl_estimator_equals_its_table(
     estimator: str, divergence: str
@@ -733,19 +762,10 @@ def test_sum_to_go_restarts_with_each_row() -> None:
     from invrl.algorithms.kl import to_go
 
     rows = Rows.each_a_rollout(torch.tensor([0, 0, 0, 1, 1]))
-    assert to_go(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rows).tolist() == [
-        6.0,
-        5.0,
-        3.0,
-        9.0,
-        5.0,
-    ]
-    assert (
-        to_go(
-            torch.zeros(0), Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))
-        ).tolist()
-        == []
-    )
+    values_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert to_go(values_N, rows).tolist() == [6.0, 5.0, 3.0, 9.0, 5.0]
+    no_rows = Rows.each_a_rollout(torch.zeros(0, dtype=torch.int64))
+    assert to_go(torch.zeros(0), no_rows).tolist() == []
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,13 @@ def reference_loss(
     losses: list[float] = []
     simko = config.simko or SimkoConfig()
     dppo = config.dppo or DppoConfig()
-    for r, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         bound = quantile_of([token.entropy for token in row], simko.entropy_quantile)
         for t, token in enumerate(row):
             still = token.current[token.sampled]
             before = token.rollout if config.old_logprobs == "engine" else token.old
             old = before[token.sampled]
-            ratio = math.exp(still + moved.get((r, t, -1), 0.0) - old)
+            ratio = math.exp(still + moved.get((row_index, t, -1), 0.0) - old)
             a = token.advantage
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
                 p = still
@@ -131,7 +131,9 @@ def reference_loss(
                     stopped = math.exp(still - old) / math.exp(
                         token.current[candidate] - before[candidate]
                     )
-                    logprob = token.current[candidate] + moved.get((r, t, k), 0.0)
+                    logprob = token.current[candidate] + moved.get(
+                        (row_index, t, k), 0.0
+                    )
                     of_candidate = math.exp(logprob - before[candidate])
                     own += simko.alpha / len(token.candidates) * stopped * of_candidate
                 ratio = own
@@ -237,7 +239,12 @@ widths = st.integers(1, VOCABULARY)
 
 
 @settings(max_examples=150, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_loss_and_gradient_equal_float64_loops(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -246,11 +253,11 @@ def test_loss_and_gradient_equal_float64_loops(
     middle = reference_loss(rows, config, {})
     assert outputs.loss.item() == pytest.approx(middle, rel=1e-9, abs=1e-9)
     n = 0
-    for r, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         for t, token in enumerate(row):
             for k in range(-1, len(token.candidates)):
-                above = reference_loss(rows, config, {(r, t, k): STEP})
-                below = reference_loss(rows, config, {(r, t, k): -STEP})
+                above = reference_loss(rows, config, {(row_index, t, k): STEP})
+                below = reference_loss(rows, config, {(row_index, t, k): -STEP})
                 if abs((above - middle) - (middle - below)) > 1e-3 * STEP:
                     continue  # on a bound of the clip
                 measured = gradient_N[n] if k < 0 else of_top_NK[n, k]
@@ -262,7 +269,12 @@ def test_loss_and_gradient_equal_float64_loops(
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, width=widths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    width=widths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+)
 def test_float32_is_near_float64_and_finite(
     lengths: list[int], width: int, seed: int, config: AlgorithmConfig
 ) -> None:
@@ -275,7 +287,11 @@ def test_float32_is_near_float64_and_finite(
 
 
 @settings(max_examples=100, deadline=None)
-@given(width=widths, seed=st.integers(0, 10**6), name=st.sampled_from(["tv", "kl"]))
+@given(
+    width=widths,
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(["tv", "kl"]),
+)
 def test_divergence_over_more_top_tokens_is_not_smaller(
     width: int, seed: int, name: str
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +16,18 @@ from invrl.algorithms.config import WhitenedOver
 from invrl.algorithms.whitening import Moments, whiten, whiten_rows
 
 numbers = st.floats(-10, 10)
-Row = tuple[list[float], list[bool], str]
+
+
+class Row(NamedTuple):
+    """The advantages of a row's tokens, and which of them are trained."""
+
+    values: list[float]
+    mask: list[bool]
+    rollout: str
+
+    def trained(self, values: list[float]) -> list[float]:
+        """Those of the values that stand at trained tokens."""
+        return list(itertools.compress(values, self.mask))
 
 
 @st.composite
@@ -25,7 +38,8 @@ def batches(draw: st.DrawFn) -> list[Row]:
     for _ in range(draw(st.integers(1, 7))):
         mask = draw(st.lists(st.booleans(), max_size=6))
         values = [draw(numbers) for _ in mask]
-        rows.append((values, mask, draw(st.sampled_from("abc"))))
+        rollout = draw(st.sampled_from("abc"))
+        rows.append(Row(values, mask, rollout))
     return rows
 
 
@@ -33,43 +47,37 @@ def whitened(
     rows: list[Row], over: WhitenedOver, std_floor: float = 0.0
 ) -> list[list[float]]:
     arrays = whiten_rows(
-        [np.array(values, np.float64) for values, _, _ in rows],
-        [np.array(mask, np.bool_) for _, mask, _ in rows],
-        [rollout for _, _, rollout in rows],
+        [np.array(row.values, np.float64) for row in rows],
+        [np.array(row.mask, np.bool_) for row in rows],
+        [row.rollout for row in rows],
         over=over,
         std_floor=std_floor,
     )
     return [array.tolist() for array in arrays]
 
 
-def trained(rows: list[Row]) -> list[tuple[float, str]]:
-    return [
-        (value, rollout)
-        for values, mask, rollout in rows
-        for value, is_trained in zip(values, mask, strict=True)
-        if is_trained
-    ]
+def trained(rows: list[Row]) -> list[float]:
+    values: list[float] = []
+    for row in rows:
+        values += row.trained(row.values)
+    return values
 
 
 @given(rows=batches())
 def test_whitening_over_tokens_counts_each_trained_token_once(rows: list[Row]) -> None:
-    tokens = [value for value, _ in trained(rows)]
-    measured = [
-        value
-        for row, (_, mask, _) in zip(whitened(rows, "tokens"), rows, strict=True)
-        for value, is_trained in zip(row, mask, strict=True)
-        if is_trained
-    ]
+    tokens = trained(rows)
+    measured: list[float] = []
+    for row, whitened_row in zip(rows, whitened(rows, "tokens"), strict=True):
+        measured += row.trained(whitened_row)
     if len(tokens) < 2:
         assert measured == [0.0] * len(tokens)
         return
-    if statistics.variance(tokens) < 1e-9:  # as small as its own rounding
+    variance = statistics.variance(tokens)
+    if variance < 1e-9:  # as small as its own rounding
         return
     mean = statistics.mean(tokens)
-    expected = [
-        (value - mean) / math.sqrt(statistics.variance(tokens) + 1e-8)
-        for value in tokens
-    ]
+    deviation = math.sqrt(variance + 1e-8)
+    expected = [(value - mean) / deviation for value in tokens]
     assert measured == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
@@ -77,56 +85,66 @@ def test_whitening_over_tokens_counts_each_trained_token_once(rows: list[Row]) -
 def test_whitening_over_rollouts_counts_each_rollout_once(rows: list[Row]) -> None:
     """Against a batch in which every rollout's tokens are repeated until all rollouts
     have as many."""
-    tokens = trained(rows)
-    names = sorted({rollout for _, rollout in tokens})
-    if len(names) < 2:
+    values_by_rollout: dict[str, list[float]] = {}
+    for row in rows:
+        values_by_rollout.setdefault(row.rollout, []).extend(row.trained(row.values))
+    means: list[float] = []
+    squares: list[float] = []
+    for values in values_by_rollout.values():
+        if values:
+            means.append(math.fsum(values) / len(values))
+            squares.append(math.fsum(value**2 for value in values) / len(values))
+    num_rollouts = len(means)
+    if num_rollouts < 2:
         return
-    means = []
-    squares = []
-    for name in names:
-        mine = [value for value, rollout in tokens if rollout == name]
-        means.append(math.fsum(mine) / len(mine))
-        squares.append(math.fsum(value**2 for value in mine) / len(mine))
-    mean = math.fsum(means) / len(names)
-    variance = (math.fsum(squares) - len(names) * mean**2) / (len(names) - 1)
+    mean = math.fsum(means) / num_rollouts
+    variance = (math.fsum(squares) - num_rollouts * mean**2) / (num_rollouts - 1)
     if variance < 1e-9:
         return
-    for row, (values, mask, _) in zip(whitened(rows, "rollouts"), rows, strict=True):
-        expected = [
-            (value - mean) / math.sqrt(variance + 1e-8) if is_trained else 0.0
-            for value, is_trained in zip(values, mask, strict=True)
-        ]
-        assert row == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    deviation = math.sqrt(variance + 1e-8)
+    for row, whitened_row in zip(rows, whitened(rows, "rollouts"), strict=True):
+        expected: list[float] = []
+        for value, is_trained in zip(row.values, row.mask, strict=True):
+            expected.append((value - mean) / deviation if is_trained else 0.0)
+        assert whitened_row == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 def test_whitening_over_rollouts_ignores_their_length() -> None:
     """Rollout a has 4 tokens of 1 in two rows, b one token of 4: the mean is 2.5, over
     tokens it is 1.6."""
-    rows: list[Row] = [
-        ([1.0, 1.0], [True] * 2, "a"),
-        ([4.0], [True], "b"),
-        ([1.0, 1.0], [True] * 2, "a"),
+    rows = [
+        Row([1.0, 1.0], [True, True], "a"),
+        Row([4.0], [True], "b"),
+        Row([1.0, 1.0], [True, True], "a"),
     ]
+    over_rollouts = whitened(rows, "rollouts")
     deviation = math.sqrt(4.5 + 1e-8)
-    assert whitened(rows, "rollouts")[1] == pytest.approx([1.5 / deviation])
-    assert whitened(rows, "rollouts")[0] == pytest.approx([-1.5 / deviation] * 2)
-    assert whitened(rows, "tokens")[1] == pytest.approx([2.4 / math.sqrt(1.8 + 1e-8)])
+    assert over_rollouts[0] == pytest.approx([-1.5 / deviation] * 2)
+    assert over_rollouts[1] == pytest.approx([1.5 / deviation])
+    over_tokens = whitened(rows, "tokens")
+    deviation = math.sqrt(1.8 + 1e-8)
+    assert over_tokens[1] == pytest.approx([2.4 / deviation])
 
 
 @pytest.mark.parametrize("over", ["tokens", "rollouts"])
 def test_whitened_equal_advantages_are_exactly_zero(over: WhitenedOver) -> None:
-    rows: list[Row] = [
-        ([0.1] * 7, [True] * 7, "a"),
-        ([0.1] * 3, [True, False, True], "b"),
+    equal_rows = [
+        Row([0.1] * 7, [True] * 7, "a"),
+        Row([0.1] * 3, [True, False, True], "b"),
     ]
-    assert whitened(rows, over) == [[0.0] * 7, [0.0] * 3]
-    assert whitened([([5.0], [True], "a")], over) == [[0.0]]
-    assert whitened([([5.0, 5.0], [False, False], "a")], over) == [[0.0, 0.0]]
+    assert whitened(equal_rows, over) == [[0.0] * 7, [0.0] * 3]
+    single_token = Row([5.0], [True], "a")
+    assert whitened([single_token], over) == [[0.0]]
+    untrained = Row([5.0, 5.0], [False, False], "a")
+    assert whitened([untrained], over) == [[0.0, 0.0]]
     assert whitened([], over) == []
 
 
 def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
-    rows: list[Row] = [([1.0, 9.0], [True, False], "a"), ([3.0], [True], "b")]
+    rows = [
+        Row([1.0, 9.0], [True, False], "a"),
+        Row([3.0], [True], "b"),
+    ]
     assert whitened(rows, "none") == [[1.0, 9.0], [3.0]]
     first, second = whitened(rows, "tokens")
     assert first[1] == 0.0
@@ -134,28 +152,31 @@ def test_no_whitening_keeps_advantages_and_untrained_tokens_are_zero() -> None:
 
 
 def test_floor_bounds_the_deviation_of_whitening() -> None:
-    rows: list[Row] = [([1.0], [True], "a"), ([1.01], [True], "b")]
-    assert whitened(rows, "tokens", std_floor=0.5) == [
-        pytest.approx([-0.01]),
-        pytest.approx([0.01]),
+    rows = [
+        Row([1.0], [True], "a"),
+        Row([1.01], [True], "b"),
     ]
+    first, second = whitened(rows, "tokens", std_floor=0.5)
+    assert first == pytest.approx([-0.01])
+    assert second == pytest.approx([0.01])
 
 
 @given(parts=st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=5))
 def test_whitening_sums_of_parts_add_up_to_the_whole(parts: list[list[float]]) -> None:
-    whole = [value for part in parts for value in part]
     together = Moments()
+    whole: list[float] = []
     for part in parts:
         together += Moments.of(np.array(part))
+        whole += part
     assert together.count == len(whole)
     if not whole:
-        assert (together.mean, together.variance) == (0.0, 0.0)
+        assert together.mean == 0.0
+        assert together.variance == 0.0
         return
     assert together.mean == pytest.approx(statistics.mean(whole), abs=1e-12)
     if len(whole) > 1:
-        assert together.variance == pytest.approx(
-            statistics.variance(whole), rel=1e-6, abs=1e-9
-        )
+        variance = statistics.variance(whole)
+        assert together.variance == pytest.approx(variance, rel=1e-6, abs=1e-9)
 
 
 def test_whitening_without_shift_keeps_the_mean() -> None:
@@ -163,25 +184,27 @@ def test_whitening_without_shift_keeps_the_mean() -> None:
     values_N = np.array([1.0, 2.0, 6.0])
     moments = Moments.of(values_N)
     shifted_N = whiten(values_N, moments)
-    assert whiten(values_N, moments, shift_mean=False).tolist() == pytest.approx(
-        (shifted_N + 3.0).tolist()
-    )
     assert shifted_N.mean() == pytest.approx(0.0, abs=1e-12)
     assert shifted_N.std(ddof=1) == pytest.approx(1.0, rel=1e-6)
+    unshifted_N = whiten(values_N, moments, shift_mean=False)
+    assert unshifted_N.tolist() == pytest.approx((shifted_N + 3.0).tolist())
 
 
-@given(rows=batches(), constant=st.sampled_from([-4.0, 3.0]))
+@given(
+    rows=batches(),
+    constant=st.sampled_from([-4.0, 3.0]),
+)
 def test_constant_added_to_all_advantages_does_not_change_whitening(
     rows: list[Row], constant: float
 ) -> None:
-    values = [value for value, _ in trained(rows)]
+    values = trained(rows)
     if len(values) < 2 or statistics.variance(values) < 1e-3:
         return
-    shifted = [
-        ([value + constant for value in row], mask, rollout)
-        for row, mask, rollout in rows
-    ]
-    for row, moved in zip(
-        whitened(rows, "tokens"), whitened(shifted, "tokens"), strict=True
-    ):
-        assert moved == pytest.approx(row, rel=1e-6, abs=1e-6)
+    shifted_rows: list[Row] = []
+    for row in rows:
+        shifted = [value + constant for value in row.values]
+        shifted_rows.append(row._replace(values=shifted))
+    expected = whitened(rows, "tokens")
+    measured = whitened(shifted_rows, "tokens")
+    for expected_row, measured_row in zip(expected, measured, strict=True):
+        assert measured_row == pytest.approx(expected_row, rel=1e-6, abs=1e-6)

@@ -23,14 +23,14 @@ def calls_of(
     micro_batch: MicroBatch, ranks: int
 ) -> list[tuple[list[AttentionBlock], AttentionCalls]]:
     """For each context-parallel rank its blocks, and the calls that compute them."""
-    found: list[tuple[list[AttentionBlock], AttentionCalls]] = []
+    calls_by_rank: list[tuple[list[AttentionBlock], AttentionCalls]] = []
     for rank in range(ranks):
         share = ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=1)
         blocks = list(share.own_blocks(share.micro_batch.blocks))
-        found.append(
+        calls_by_rank.append(
             (blocks, AttentionCalls.of(blocks, share.gathered_P, CPU, torch.float32))
         )
-    return found
+    return calls_by_rank
 
 
 def seen(block: BlockCalls) -> list[list[int]]:
@@ -64,8 +64,8 @@ def test_each_query_attends_to_the_keys_of_its_block(
         patch.setattr(attention_calls, "QUERY_CHUNK", chunk)
         patch.setattr(packing, "DENSE_TREE_TOKENS", dense)
         (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
-        found = calls_of(micro_batch, ranks)
-    for blocks, calls in found:
+        calls_by_rank = calls_of(micro_batch, ranks)
+    for blocks, calls in calls_by_rank:
         for block, block_calls in zip(blocks, calls.blocks, strict=True):
             num_queries = block.end - block.start
             num_prefix = len(block.prefix_K)
@@ -81,7 +81,13 @@ def test_each_query_attends_to_the_keys_of_its_block(
             ]
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 12), (12, 24)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [
+        (24, 12),
+        (12, 24),
+    ],
+)
 def test_values_of_another_size_than_keys_do_not_materialize_scores(
     key_dim: int, value_dim: int
 ) -> None:
@@ -129,10 +135,10 @@ def test_values_of_another_size_than_keys_do_not_materialize_scores(
     weights = torch.randn(output.shape, generator=generator)
     gradients = torch.autograd.grad(output, tensors, weights)
     exact_gradients = torch.autograd.grad(expected, exact, weights.double())
-    for found, wanted in zip(
+    for gradient, wanted in zip(
         (output, *gradients), (expected, *exact_gradients), strict=True
     ):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradient.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def mask_bytes(micro_batch: MicroBatch, ranks: int) -> int:

@@ -75,9 +75,8 @@ def refused(
     def run(
         *flags: str, model: Path = good_model, tasks: tuple[str, ...] = SOURCE
     ) -> dict[str, str]:
-        children = set(
-            psutil.Process().children()
-        )  # not theirs: other tests' engines may start some
+        # not theirs: other tests' engines may start some
+        children = set(psutil.Process().children())
         before = sorted(runs.rglob("*"))
         given = [
             "train",
@@ -158,11 +157,11 @@ def test_model_id_of_a_hub_is_recognized_and_explained(
         "prepare-model": ["--from-folder", given, "--out", "out"],
     }
     assert cli.main([command, *flags[command]]) == 2
-    told = capsys.readouterr().err
-    assert repr(given) in told
-    assert "no such folder" in told
-    assert ("the id of a model on a hub" in told) is is_hub_id
-    assert (f"hf download {given} --local-dir FOLDER" in told) is is_hub_id
+    error_text = capsys.readouterr().err
+    assert repr(given) in error_text
+    assert "no such folder" in error_text
+    assert ("the id of a model on a hub" in error_text) is is_hub_id
+    assert (f"hf download {given} --local-dir FOLDER" in error_text) is is_hub_id
 
 
 def test_error_names_the_downloaded_folder_of_a_hub_model(
@@ -496,10 +495,8 @@ def test_unusable_task_file_is_refused_with_reason_and_fix(
         *("--task-label-key", "answer", "--eval-tasks", "1"),
         tasks=tuple(part for pair in files.items() for part in pair),
     )
-    assert (block["where"], block["value"]) == (
-        flag[2:].replace("-", "_"),
-        repr(str(bad)),
-    )
+    assert block["where"] == flag[2:].replace("-", "_")
+    assert block["value"] == repr(str(bad))
     assert reason in block["reason"]
     assert fix in block["fix"]
 
@@ -518,7 +515,8 @@ def test_taken_metrics_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         block = refused("--metrics-port", str(port))
-    assert (block["where"], block["value"]) == ("run.metrics_port", str(port))
+    assert block["where"] == "run.metrics_port"
+    assert block["value"] == str(port)
     assert f"the metrics cannot listen on 127.0.0.1:{port}" in block["reason"]
     assert "in use" in block["reason"]
     assert "--metrics-port, or 0 for none" in block["fix"]

@@ -6,141 +6,25 @@ What is particular to one dialect's fields stands in its own test file."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 from asyncio import BaseEventLoop
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
 import pytest
-from running_gateway import ASK, ENV_KEY, Running, eventually, running
+from running_gateway import ENV_KEY, Running, eventually, running
+from sampling_routes import CHAT, ROUTES, Route
 from slow_cases import first_quick
+from slow_upload import CHUNKED, Upload
 
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server import http_protocol
 
-FUNCTION = {
-    "name": "f",
-    "description": "d",
-    "parameters": {"type": "object", "properties": {}},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """A sampling route, a request that it takes, and changes to it that it does not."""
-
-    path: str
-    good: dict[str, Any]
-    limit: str
-    """The field that bounds an answer's tokens."""
-    refused: dict[str, dict[str, Any]]
-    anthropic: bool = False
-
-    def check(self, answer: httpx.Response, status: int, code: str = "") -> None:
-        """`answer` is a refusal as this API's clients know it."""
-        assert answer.status_code == status, answer.text
-        assert answer.headers["content-type"] == "application/json"
-        if self.anthropic:
-            kinds = {
-                401: "authentication_error",
-                404: "not_found_error",
-                408: "timeout_error",
-            }
-            kinds[413] = "request_too_large"
-            body = answer.json()
-            assert body.keys() == {"type", "error", "request_id"}
-            assert (body["type"], body["error"].keys()) == (
-                "error",
-                {"type", "message"},
-            )
-            assert body["error"]["type"] == kinds.get(status, "invalid_request_error")
-            assert body["error"]["message"]
-        else:
-            error = answer.json()["error"]
-            assert error.keys() == {"message", "type", "param", "code"}
-            kinds = {401: "authentication_error", 429: "rate_limit_error"}
-            assert error["type"] == kinds.get(status, "invalid_request_error")
-            assert error["message"]
-            assert code in ("", error["code"])
-
-
-CHAT = {"model": "tiny", "messages": [ASK]}
-CLAUDE_TOOL = {"name": "f", "description": "d", "input_schema": FUNCTION["parameters"]}
-NO_TOOL = {"type": "function", "function": {"name": "other"}}
-ROUTES = [
-    Route(
-        path="/chat/completions",
-        good=CHAT,
-        limit="max_tokens",
-        refused={
-            "unknown tool": {
-                "tools": [{"type": "function", "function": FUNCTION}],
-                "tool_choice": NO_TOOL,
-            },
-            "unknown tool choice": {"tool_choice": "sometimes"},
-            "wrong type": {"messages": 1},
-            "negative n": {"n": -1},
-            "absurd n": {"n": 10**30},
-        },
-    ),
-    Route(
-        path="/completions",
-        good={"model": "tiny", "prompt": "What is 12*13?"},
-        limit="max_tokens",
-        refused={
-            "wrong type": {"prompt": {}},
-            "negative n": {"n": -1},
-            "absurd n": {"n": 10**30},
-        },
-    ),
-    Route(
-        path="/responses",
-        good={"model": "tiny", "input": "What is 12*13?"},
-        limit="max_output_tokens",
-        refused={
-            "unknown tool": {
-                "tools": [{"type": "function", **FUNCTION}],
-                "tool_choice": {"type": "function", "name": "other"},
-            },
-            "unknown tool choice": {"tool_choice": "sometimes"},
-            "wrong type": {"input": 1},
-            "no such sampling": {"n": -1},
-        },
-    ),
-    Route(
-        path="/messages",
-        good={"model": "tiny", "max_tokens": 8, "messages": [ASK]},
-        limit="max_tokens",
-        refused={
-            "unknown tool": {
-                "tools": [CLAUDE_TOOL],
-                "tool_choice": {"type": "tool", "name": "other"},
-            },
-            "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
-            "wrong type": {"messages": 1},
-            "no such sampling": {"n": -1},
-        },
-        anthropic=True,
-    ),
-    Route(
-        path="/messages/count_tokens",
-        good={"model": "tiny", "messages": [ASK]},
-        limit="",
-        refused={
-            "unknown tool choice": {"tool_choice": {"type": "sometimes"}},
-            "wrong type": {"messages": 1},
-            "no such sampling": {"n": -1},
-        },
-        anthropic=True,
-    ),
-]
 every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[1:])
 
 
@@ -253,9 +137,8 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
     """2,000 at each route, on kept connections, while a session is open that none of
     them is of."""
     [session] = await gateway.open()
-    prefix = session.key[
-        :-8
-    ]  # the guesses share all but the last 8 characters with a real key
+    # the guesses share all but the last 8 characters with a real key
+    prefix = session.key[:-8]
     guessed = 0
     async with aiohttp.ClientSession() as http:
 
@@ -283,51 +166,6 @@ async def test_ten_thousand_guessed_session_keys_are_401(gateway: Running):
     assert gateway.turns(session) == []
 
 
-@dataclass(kw_only=True)
-class Upload:
-    """A request's body as it is sent, piece after piece, and the answer that comes
-    meanwhile."""
-
-    sent: int = 0
-    status: int = 0
-    raw: bytes = b""
-
-    async def send(
-        self, url: str, path: str, head: str, pieces: int, pause_s: float = 0.0
-    ) -> None:
-        """Ends with the last piece, or when the other side has closed the
-        connection."""
-        host, _, port = url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        reading = asyncio.create_task(self.read(reader))
-        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}\r\n\r\n".encode())
-        piece = b"10000\r\n" + b" " * 2**16 + b"\r\n"
-        with contextlib.suppress(ConnectionError):
-            for _ in range(pieces):
-                writer.write(piece)
-                await writer.drain()
-                self.sent += 2**16
-                await asyncio.sleep(pause_s)
-        await reading
-        writer.close()
-
-    async def read(self, reader: asyncio.StreamReader) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        self.status = int(head.split()[1])
-        length = next(
-            line
-            for line in head.lower().splitlines()
-            if line.startswith("content-length")
-        )
-        self.raw = await reader.readexactly(int(length.split(":")[1]))
-
-    def answer(self) -> httpx.Response:
-        return httpx.Response(
-            self.status, content=self.raw, headers={"content-type": "application/json"}
-        )
-
-
-CHUNKED = "transfer-encoding: chunked"
 LONG = f"content-length: {2**40}"
 
 
@@ -362,7 +200,8 @@ async def test_endless_upload_is_408_and_its_connection_is_closed(
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
     async with running(tmp_path, model, renderer, body_timeout_s=0.2) as gateway:
-        upload, at = Upload(), f"/s/{session.key}/v1{route.path}"
+        upload = Upload()
+        at = f"/s/{session.key}/v1{route.path}"
         async with asyncio.timeout(60):
             await upload.send(gateway.url, at, CHUNKED, pieces=10**9, pause_s=0.01)
         route.check(upload.answer(), 408, "timeout")
@@ -372,11 +211,9 @@ async def test_connection_stays_open_if_the_body_ends_after_its_refusal(
     gateway: Running,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    loop, lingering, later = (
-        asyncio.get_running_loop(),
-        list[asyncio.TimerHandle](),
-        3600.0,
-    )
+    loop = asyncio.get_running_loop()
+    lingering = list[asyncio.TimerHandle]()
+    later = 3600.0
 
     def call_later(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle:
         made = BaseEventLoop.call_later(loop, delay, *call, **more)  # type: ignore[arg-type]
@@ -415,7 +252,8 @@ async def test_invalid_rewards_and_rewards_for_other_sessions_are_refused(
 ):
     """Twice is allowed: the last one wins, until the session is finished."""
     mine, other = await gateway.open(members=2)
-    route, path = ROUTES[0], f"/sessions/{mine.id}/reward"
+    route = ROUTES[0]
+    path = f"/sessions/{mine.id}/reward"
     headers = {
         "authorization": f"Bearer {mine.key}",
         "content-type": "application/json",

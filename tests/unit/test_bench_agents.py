@@ -17,14 +17,19 @@ CHANGE = {
 def turn(
     name: str, parent: str | None, reason: str = "", changed: dict | None = None
 ) -> dict:
-    return {"id": name, "parent_id": parent, "fork_reason": reason, "changed": changed}
+    return {
+        "id": name,
+        "parent_id": parent,
+        "fork_reason": reason,
+        "changed": changed,
+    }
 
 
 def in_turn(turns: list[dict]) -> list[dict]:
     """Each begins after the one before has ended."""
     return [
-        {**one, "started_at": 2.0 * at, "finished_at": 2.0 * at + 1.0}
-        for at, one in enumerate(turns)
+        {**turn_row, "started_at": 2.0 * at, "finished_at": 2.0 * at + 1.0}
+        for at, turn_row in enumerate(turns)
     ]
 
 
@@ -54,7 +59,8 @@ def test_fork_without_a_reason_or_a_change_is_unexplained(
 ):
     seen = Seen()
     seen.add(in_turn(turns))
-    assert (seen.unexplained, seen.turns) == (unexplained, len(turns))
+    assert seen.unexplained == unexplained
+    assert seen.turns == len(turns)
 
 
 def test_titles_and_compaction_do_not_count_as_forks_in_fifty_turns():
@@ -64,9 +70,11 @@ def test_titles_and_compaction_do_not_count_as_forks_in_fifty_turns():
     seen.add(
         in_turn([*path, *(turn(reason, None, reason, CHANGE) for reason in reasons)])
     )
-    assert (seen.turns, seen.forks_in_50) == (25, 2.0)
+    assert seen.turns == 25
+    assert seen.forks_in_50 == 2.0
     seen.add(in_turn([turn("a", None), turn("b", "a", "", CHANGE)]))
-    assert (seen.rewritten, seen.changed["rewritten"]) == (1, [CHANGE])
+    assert seen.rewritten == 1
+    assert seen.changed["rewritten"] == [CHANGE]
 
 
 def test_two_concurrent_first_requests_are_not_a_fork():

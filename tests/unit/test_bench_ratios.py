@@ -69,8 +69,8 @@ def test_bench_history_has_one_line_per_run(tmp_path: Path) -> None:
     path = tmp_path / "results" / "history.jsonl"
     assert read_history(path) == []
     entries = [entry(fleet=1.0), entry(fleet=0.9)]
-    for one in entries:
-        append_history(path, one)
+    for history_entry in entries:
+        append_history(path, history_entry)
     assert read_history(path) == entries
     assert len(path.read_text().splitlines()) == 2
 
@@ -91,7 +91,8 @@ def test_bench_exits_with_1_and_names_the_ratio_that_fell(
     out = capsys.readouterr()
     assert "FELL: fleet fell to 0.800: -18% from 0.980 in 2 runs" in out.err
     assert [
-        one.ratios["fleet"] for one in read_history(tmp_path / "history.jsonl")
+        history_entry.ratios["fleet"]
+        for history_entry in read_history(tmp_path / "history.jsonl")
     ] == [0.97, 0.99, 0.8]
     assert not (tmp_path / "baseline.json").exists()
 
@@ -121,7 +122,11 @@ def test_time_shares_exclude_the_first_and_the_last_step() -> None:
 
     def row(time: float, rollout: float, train: float, sync: float) -> dict[str, float]:
         phases = {"time/rollout_s": rollout, "time/train_s": train, "time/sync_s": sync}
-        return {"time": time, "time/step_s": rollout + train + sync + 0.5, **phases}
+        return {
+            "time": time,
+            "time/step_s": rollout + train + sync + 0.5,
+            **phases,
+        }
 
     evaluation = {"time": 60.0, "eval/sampled/accuracy": 0.5}
     rows = [

@@ -50,7 +50,10 @@ def test_bench_lengths_are_equal_or_long_tailed() -> None:
 
 @pytest.mark.parametrize(
     ("workload", "computed"),
-    [("equal_lengths", 16 * 255), ("shared_prompts", 2 * 128 + 16 * 127)],
+    [
+        ("equal_lengths", 16 * 255),
+        ("shared_prompts", 2 * 128 + 16 * 127),
+    ],
 )
 def test_only_the_prompts_of_groups_are_shared(workload: str, computed: int) -> None:
     batch = make_batch(workload, num_tokens=4096, longest=1024, vocab_size=50_000)
@@ -263,6 +266,6 @@ def test_trainer_bench_refuses_bad_arguments(
         "MODEL": str(make_tiny_model(tmp_path / "model")),
         "EMPTY": str(tmp_path),
     }
-    given = [folders.get(argument, argument) for argument in arguments]
-    assert main(["bench", *given]) == 2
+    command_line = [folders.get(argument, argument) for argument in arguments]
+    assert main(["bench", *command_line]) == 2
     assert reason in capsys.readouterr().err

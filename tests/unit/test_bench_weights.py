@@ -104,8 +104,16 @@ def test_pause_is_the_gap_minus_the_decode_step_as_a_multiple_of_a_copy() -> Non
     second update a token comes after the engine was resumed and before the canary ends:
     a longer gap follows the one of the load."""
     tokens = [0.0, 0.1, 0.6, 0.7, 1.26, 1.96, 2.06, 2.16, 2.96]
-    updates = [timed_update(0.2, 0.5), timed_update(0.8, 1.3), timed_update(2.2, 2.9)]
-    quiet = [window(0.0, 0.1), window(0.6, 0.7), window(1.96, 2.16)]
+    updates = [
+        timed_update(0.2, 0.5),
+        timed_update(0.8, 1.3),
+        timed_update(2.2, 2.9),
+    ]
+    quiet = [
+        window(0.0, 0.1),
+        window(0.6, 0.7),
+        window(1.96, 2.16),
+    ]
     part = part_in_flight(updates, ended_streams(tokens), quiet, number=8, unequal=0)
     assert part.failure == ""
     assert part.ratios == pytest.approx(
@@ -371,8 +379,10 @@ def test_weight_bench_refuses_bad_arguments(
 ) -> None:
     monkeypatch.setattr("invrl.cli.commands.bench.count_gpus", lambda: 0)
     model = str(make_tiny_model(tmp_path / "model"))
-    given = [model if argument == "MODEL" else argument for argument in arguments]
-    assert main(["bench", "weights", *given]) == 2
+    command_line = [
+        model if argument == "MODEL" else argument for argument in arguments
+    ]
+    assert main(["bench", "weights", *command_line]) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from running_gateway import ASK, MORE, Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import joined_messages
@@ -20,8 +20,6 @@ from invrl.gateway.dialects.completions import CompletionsDialect
 from invrl.gateway.dialects.dialect import Dialect
 from invrl.gateway.dialects.messages import MessagesDialect
 from invrl.gateway.dialects.responses import ResponsesDialect
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, TurnRequest
 
@@ -39,7 +37,10 @@ every_dialect = pytest.mark.parametrize("name", list(DIALECTS))
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {}},
+        },
     }
     for name in ("calc", "shell")
 ]
@@ -51,23 +52,15 @@ def parsed(name: str, **fields: Any) -> TurnRequest:
     return dialect.parse(raw, retry=False).turn
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers, max_new_tokens=256) as made:
-        yield made
+    parsers = PARSERS
+    async with running(
+        tmp_path, model, renderer, parsers, max_new_tokens=256
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 @every_dialect
@@ -104,7 +97,8 @@ def test_unknown_field_that_would_change_sampling_is_refused(
     with pytest.raises(SessionError) as refused:
         parsed(name, **field)
     [param] = field
-    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.status == 400
+    assert refused.value.param == param
     assert param in refused.value.message
 
 
@@ -122,7 +116,13 @@ def test_sampling_fields_with_neutral_values_are_accepted(name: str):
 
 @pytest.mark.parametrize("name", ["messages", "responses"])
 @pytest.mark.parametrize(
-    "field", [{"min_p": 0.5}, {"seed": 3}, {"stop": ["x"]}, {"max_new_tokens": 3}]
+    "field",
+    [
+        {"min_p": 0.5},
+        {"seed": 3},
+        {"stop": ["x"]},
+        {"max_new_tokens": 3},
+    ],
 )
 def test_sampling_parameters_of_other_apis_are_refused(
     name: str, field: dict[str, Any]
@@ -192,9 +192,20 @@ def test_litellm_message_can_be_sent_back_whole():
         "reasoning_content": "So",
         "thinking_blocks": [{"type": "thinking", "thinking": "So"}],
     }
-    unset = {"function_call": None, "audio": None, "images": None, "annotations": []}
+    unset = {
+        "function_call": None,
+        "audio": None,
+        "images": None,
+        "annotations": [],
+    }
     known = {"provider_specific_fields": {"refusal": None}, "tool_calls": None}
-    reply = {"role": "assistant", "content": "Hi", **extra, **unset, **known}
+    reply = {
+        "role": "assistant",
+        "content": "Hi",
+        **extra,
+        **unset,
+        **known,
+    }
     turn = parsed("chat", messages=[ASK, reply, MORE])
     assert turn.messages[1].reasoning == "So"
     assert set(turn.ignored) == {
@@ -228,9 +239,8 @@ def test_body_with_thousands_of_unknown_names_is_refused(
     assert refused.value.status == 400
     assert refused.value.code == "too_many_fields"
     assert parsed(name, **{"q" * 1_000_000: 1}).ignored == ("q" * 64,)
-    assert (
-        not compared
-    )  # each comparison takes 50 us, and a long name's in proportion to its length
+    # each comparison takes 50 us, and a long name's in proportion to its length
+    assert not compared
 
 
 def test_number_of_recorded_client_fields_is_bounded():
@@ -276,7 +286,8 @@ def test_thinking_is_requested_with_the_fields_of_other_servers(
 def test_a_negative_seed_is_a_400(name: str):
     with pytest.raises(SessionError) as refused:
         parsed(name, seed=-1)
-    assert (refused.value.status, refused.value.param) == (400, "seed")
+    assert refused.value.status == 400
+    assert refused.value.param == "seed"
     assert parsed(name, seed=2**63 - 1).sampling.sampling_seed == 2**63 - 1
 
 
@@ -382,8 +393,8 @@ def test_parts_of_a_reply_are_joined_once(name: str, monkeypatch: pytest.MonkeyP
     texts = [f"[{at}]" for at in range(500)]
     request = parsed(name, **assistant_parts(name, texts))
     reply = request.messages[1]
-    told = [call.arguments for call in reply.tool_calls] or [reply.content]
-    assert "".join(told) == "".join(texts)
+    joined = [call.arguments for call in reply.tool_calls] or [reply.content]
+    assert "".join(joined) == "".join(texts)
     assert reply.content == (
         {"chat": "x" * 500, "responses": ""}.get(name, "".join(texts))
     )
@@ -412,14 +423,14 @@ def test_consecutive_chat_messages_are_joined_into_one_reply_by_their_calls(
         "function": {"name": "calc", "arguments": "{}"},
     }
     parts = []
-    for each in sent:
-        text = each.removeprefix("+")
+    for sent_message in sent:
+        text = sent_message.removeprefix("+")
         part: dict[str, Any] = {"role": "assistant", "content": text}
-        if text != each:
+        if text != sent_message:
             part["tool_calls"] = [call]
         parts.append(part)
     request = parsed("chat", messages=[ASK, *parts, ASK])
     assert [message.content for message in request.messages[1:-1]] == joined
     assert sum(len(message.tool_calls) for message in request.messages) == sum(
-        "+" in one for one in sent
+        "+" in sent_text for sent_text in sent
     )

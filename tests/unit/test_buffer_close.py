@@ -4,13 +4,13 @@ lost, nothing twice."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_buffer import started_on_held_ledger
 from stored_rollouts import finish_lease
 
 from invrl.buffer.buffer_actor import BufferActor
@@ -20,42 +20,7 @@ from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Place, Task, WeightVersion
-
-
-class HeldConnection:
-    """A connection whose first COMMIT waits until it is let through."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self.committing = threading.Event()
-        self.let_through = threading.Event()
-
-    def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
-        if sql == "COMMIT" and not self.let_through.is_set():
-            self.committing.set()
-            assert self.let_through.wait(120), "nobody let the commit through"
-        return self._db.execute(sql, *values)
-
-    def executemany(self, sql: str, rows: object) -> sqlite3.Cursor:
-        return self._db.executemany(sql, rows)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self._db.close()
-
-
-async def started(path: Path) -> tuple[BufferActor, HeldConnection]:
-    actor = BufferActor(
-        BufferConfig(group_filter="none"),
-        RolloutConfig(rollout_batch_size=1, n_samples_per_prompt=2),
-        tasks_factory=lambda: (Task(id=f"t{n}", payload={}) for n in itertools.count()),
-        run_store_path=path,
-        poll_interval_s=0.0,
-    )
-    held = HeldConnection(actor._ledger._db)
-    actor._ledger._db = held  # type: ignore[assignment]
-    await actor.start()
-    return actor, held
+from invrl.types import Place, WeightVersion
 
 
 async def in_thread(event: threading.Event) -> None:
@@ -70,7 +35,7 @@ async def turns_of_the_loop(count: int = 200) -> None:
 
 async def test_close_waits_for_a_ledger_write_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
-    actor, held = await started(path)
+    actor, held = await started_on_held_ledger(path)
     lease = await actor.lease()
     assert lease is not None
     writer = RunStoreWriter(path)
@@ -88,14 +53,14 @@ async def test_close_waits_for_a_ledger_write_and_loses_nothing(tmp_path: Path) 
     held.let_through.set()
     await asyncio.wait_for(asyncio.gather(training, closing), 120)
     kept = read_ledger(path)
-    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+    assert [row.entry.sequence for row in kept] == list(range(len(kept)))
     check_lineage(kept, ended=True)
-    assert [str(one.entry.state) for one in kept][-2:] == ["trained", "trained"]
+    assert [str(row.entry.state) for row in kept][-2:] == ["trained", "trained"]
 
 
 async def test_cancelled_call_leaves_the_ledger_write_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
-    actor, held = await started(path)
+    actor, held = await started_on_held_ledger(path)
     await actor.lease()
     await in_thread(held.committing)
     asked = asyncio.create_task(actor.snapshot(WeightVersion(0)))
@@ -106,11 +71,11 @@ async def test_cancelled_call_leaves_the_ledger_write_whole(tmp_path: Path) -> N
     await asyncio.wait_for(actor.close(), 120)
     kept = read_ledger(path)
     check_lineage(kept, ended=True)
-    assert [one.entry.sequence for one in kept] == list(range(len(kept)))
+    assert [row.entry.sequence for row in kept] == list(range(len(kept)))
 
 
 async def test_buffer_may_be_closed_twice_and_before_its_start(tmp_path: Path) -> None:
-    actor, held = await started(tmp_path / "run.sqlite")
+    actor, held = await started_on_held_ledger(tmp_path / "run.sqlite")
     held.let_through.set()
     await actor.close()
     await actor.close()
@@ -155,7 +120,8 @@ class Failing:
     """A connection that says that the disk is full."""
 
     def __init__(self, db: sqlite3.Connection, fails: Callable[[str], bool]) -> None:
-        self._db, self._fails = db, fails
+        self._db = db
+        self._fails = fails
 
     def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
         if self._fails(sql):

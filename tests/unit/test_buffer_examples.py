@@ -29,7 +29,12 @@ def values(buffer: GroupBuffer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "over", "expected"), [(0, 0, 3), (1, 0, 6), (3, 2, 14)]
+    ("staleness", "over", "expected"),
+    [
+        (0, 0, 3),
+        (1, 0, 6),
+        (3, 2, 14),
+    ],
 )
 def test_number_of_open_groups_is_bounded_by_staleness(
     staleness: int, over: int, expected: int
@@ -55,7 +60,13 @@ def test_bound_0_leases_nothing_between_take_and_advance() -> None:
     assert buffer.lease() is not None
 
 
-@pytest.mark.parametrize(("staleness", "is_taken"), [(0, False), (1, True)])
+@pytest.mark.parametrize(
+    ("staleness", "is_taken"),
+    [
+        (0, False),
+        (1, True),
+    ],
+)
 def test_an_older_engine_makes_a_rollout_as_old_as_its_oldest_token(
     staleness: int, is_taken: bool
 ) -> None:
@@ -97,7 +108,8 @@ def test_advance_without_a_new_version_frees_places_for_new_groups() -> None:
         complete(buffer, lease.group_id)
         batch = buffer.take()
         assert batch is not None
-        assert (batch.batch_id, batch.version) == (step, 0)
+        assert batch.batch_id == step
+        assert batch.version == 0
         buffer.trained(batch.batch_id)
         buffer.advance(WeightVersion(0))
 
@@ -188,7 +200,13 @@ def test_a_dropped_group_leaves_no_replacement_behind() -> None:
     assert lease.group_id == "g1"
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "reward",
+    [
+        float("nan"),
+        float("inf"),
+    ],
+)
 def test_reward_that_is_not_a_number_fails_the_rollout(reward: float) -> None:
     buffer = make()
     buffer.lease()
@@ -214,9 +232,8 @@ def test_equal_rewards_are_dropped_and_replaced_by_another_group() -> None:
     metrics = values(buffer)
     assert metrics["groups_dropped/zero_variance"] == 1
     assert metrics["rollouts_dropped/zero_variance"] == 2
-    assert (
-        metrics["finished_reward_mean"] == 0.5
-    )  # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    # (0.5 + 0.5 + 0 + 1) / 4: the dropped group counts
+    assert metrics["finished_reward_mean"] == 0.5
 
 
 def raising(group: Group) -> str | None:
@@ -437,7 +454,8 @@ def test_task_source_that_ends_is_named(source: Iterator[Task], word: str) -> No
 
 
 def test_ledger_records_only_allowed_state_transitions() -> None:
-    ledger, group = Ledger(), OpenGroup(0, "t", attempts_G=[0], states_G=[None])
+    ledger = Ledger()
+    group = OpenGroup(0, "t", attempts_G=[0], states_G=[None])
     with pytest.raises(BufferStateError):
         ledger.move(group, 0, RolloutState.FINISHED)
     ledger.move(group, 0, RolloutState.IN_FLIGHT)
@@ -458,10 +476,8 @@ def test_ledger_records_only_allowed_state_transitions() -> None:
 
 
 def test_a_rollout_never_comes_back_to_a_state() -> None:
-    ledger, group = (
-        Ledger(),
-        OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None]),
-    )
+    ledger = Ledger()
+    group = OpenGroup(number=0, task_id="t", attempts_G=[0], states_G=[None])
     path = [
         RolloutState.IN_FLIGHT,
         RolloutState.FINISHED,

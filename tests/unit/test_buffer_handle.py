@@ -44,9 +44,8 @@ async def test_cancellation_that_arrives_with_a_reply_is_not_lost() -> None:
     )
     await asyncio.sleep(0)
     answer.set_result(FailureReport(failed={}, finished=0, alike=0))
-    await asyncio.sleep(
-        0
-    )  # the answer is in this loop now, and `telling` has not seen it
+    # the answer is in this loop now, and `telling` has not seen it
+    await asyncio.sleep(0)
     telling.cancel()
     done, _ = await asyncio.wait({telling}, timeout=10.0)
     assert done, "it goes on"

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from small_buffer import complete, failure, lease_all, make, summary, tasks
+from small_buffer import (
+    complete,
+    failure,
+    lease_all,
+    make,
+    summary,
+    tasks,
+    through_bytes,
+)
 
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
@@ -22,13 +30,6 @@ from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
 from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
-
-
-def through_bytes(buffer: GroupBuffer, trained: int) -> BufferSnapshot:
-    return msgspec.json.decode(
-        msgspec.json.encode(buffer.snapshot(WeightVersion(trained))),
-        type=BufferSnapshot,
-    )
 
 
 def play(
@@ -75,7 +76,8 @@ def test_restored_buffer_repeats_the_decisions_of_the_uninterrupted_buffer(
         first = make(
             staleness=staleness, batch=2, attempts=3, source=tasks(), entries=entries
         )
-        draw, pending = random.Random(seed), list[GroupLease]()
+        draw = random.Random(seed)
+        pending = list[GroupLease]()
         for step in range(stop_after):
             play(first, pending, step, draw=draw)
             if step + 1 < stop_after:
@@ -179,7 +181,11 @@ class TestOutcomesAfterTheSnapshot:
     def test_rollouts_in_flight_at_a_snapshot_are_leased_again(
         self, saved: BufferSnapshot
     ) -> None:
-        assert self.leased(saved)[:3] == [("g1", 1, 0), ("g2", 0, 0), ("g2", 1, 0)]
+        assert self.leased(saved)[:3] == [
+            ("g1", 1, 0),
+            ("g2", 0, 0),
+            ("g2", 1, 0),
+        ]
 
     def test_rollout_sampled_under_the_checkpoints_weights_counts_after_a_restore(
         self, saved: BufferSnapshot

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from small_buffer import failed, finished
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -48,46 +49,6 @@ from invrl.types import (
 
 def endless_tasks() -> Iterator[Task]:
     return (Task(id=f"t{n}", payload={}) for n in itertools.count())
-
-
-def finished(
-    place: Place, *, reward: float, oldest: int, newest: int, tokens: int = 5
-) -> RolloutSummary:
-    return RolloutSummary(
-        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
-        task_id="t",
-        group_id=place.group_id,
-        index=place.index,
-        attempt=place.attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=10,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=tokens,
-        trained_tokens=tokens,
-        truncated=False,
-        oldest_version=WeightVersion(oldest),
-        newest_version=WeightVersion(newest),
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
-    )
-
-
-def failed(
-    place: Place, reason: FailureReason = FailureReason.TIMEOUT
-) -> FailedRollout:
-    return FailedRollout(
-        session_id=f"{place.group_id}.{place.index}.{place.attempt}",
-        task_id="t",
-        group_id=place.group_id,
-        index=place.index,
-        attempt=place.attempt,
-        reason=reason,
-        detail="",
-    )
 
 
 class ToldTasks:
@@ -122,14 +83,16 @@ class ToldTasks:
         )
 
     def state(self) -> dict[str, object]:
-        return {"picks": self.picks, "solved": self.solved, "told": self.told}
+        return {
+            "picks": self.picks,
+            "solved": self.solved,
+            "told": self.told,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.picks, self.solved, self.told = (
-            state["picks"],
-            state["solved"],
-            state["told"],
-        )
+        self.picks = state["picks"]
+        self.solved = state["solved"]
+        self.told = state["told"]
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -161,8 +124,11 @@ class BufferMachine(RuleBasedStateMachine):
         self.seen_histories: dict[str, TaskHistory] = {}
         """By group id: the history that the filter was shown when it judged the
         group."""
-        self.staleness, self.batch_size, self.group_size = staleness, batch, group
-        self.max_attempts, self.over = attempts, over
+        self.staleness = staleness
+        self.batch_size = batch
+        self.group_size = group
+        self.max_attempts = attempts
+        self.over = over
         self.entries: list[LedgerEntry] = []
         self.buffer = self.new_buffer()
         self.version = 0
@@ -236,7 +202,8 @@ class BufferMachine(RuleBasedStateMachine):
                 assert rollout.newest_version <= self.buffer.version, (
                     "its canary has not passed"
                 )
-        self.batch, self.trained_now = batch, False
+        self.batch = batch
+        self.trained_now = False
 
     # --------------------------------------------------------------- what may happen
 
@@ -335,15 +302,15 @@ class BufferMachine(RuleBasedStateMachine):
         earlier = {
             place: max(0, place.attempt - 1) for place in sampled if place.attempt
         }
-        told = [
+        reports = [
             (Place(place.group_id, place.index, attempt), 0)
             for place, attempt in earlier.items()
         ]
-        told += sampled.items()
+        reports += sampled.items()
         stale_before = self.buffer.events.dropped["stale"]
         self.buffer.note_sampled(
             SampledSoFar(place=place, oldest_version=WeightVersion(oldest))
-            for place, oldest in told
+            for place, oldest in reports
         )
         assert self.buffer.events.dropped["stale"] == stale_before + len(too_old)
         self.every_place_moves_forward_and_ends_once()
@@ -381,7 +348,8 @@ class BufferMachine(RuleBasedStateMachine):
     def update_weights(self) -> None:
         self.version += 1
         self.buffer.advance(WeightVersion(self.version))
-        self.batch, self.trained_now = None, False
+        self.batch = None
+        self.trained_now = False
 
     @precondition(lambda self: self.trained_now)
     @rule()
@@ -473,11 +441,13 @@ class BufferMachine(RuleBasedStateMachine):
     def the_source_is_told_of_every_group_once_and_of_no_open_one(self) -> None:
         if not self.is_told:
             return
-        told = {str(group_id): dropped for group_id, _, _, dropped in self.source.told}
-        assert len(told) == len(self.source.told), "told twice"
+        dropped_by_group = {
+            str(group_id): dropped for group_id, _, _, dropped in self.source.told
+        }
+        assert len(dropped_by_group) == len(self.source.told), "told twice"
         open_groups = {group.group_id for group in self.buffer.wait_report().in_flight}
         leased = {place.group_id for place in self.last}
-        assert set(told) == leased - open_groups
+        assert set(dropped_by_group) == leased - open_groups
         ready_or_later = (
             RolloutState.GROUPED,
             RolloutState.TAKEN,
@@ -485,7 +455,7 @@ class BufferMachine(RuleBasedStateMachine):
         )
         for place, entry in self.last.items():
             if entry.state in ready_or_later:
-                assert told[place.group_id] == ""
+                assert dropped_by_group[place.group_id] == ""
         for _, task_id, _, _ in self.source.told:
             assert str(task_id) in {f"t{n}" for n in range(5)}, (
                 "the source's own id, not t1@2"
@@ -504,9 +474,8 @@ class BufferMachine(RuleBasedStateMachine):
         for group_id, task_id, rewards, _ in complete:
             before = rewards_so_far.setdefault(task_id, [])
             history = self.seen_histories.get(str(group_id))
-            if (
-                history is not None
-            ):  # None: dropped before the filter saw it, stale when it was complete
+            # None: dropped before the filter saw it, stale when it was complete
+            if history is not None:
                 assert history.task_id == task_id
                 assert history.num_groups == len(before)
                 assert [list(past.rewards_G) for past in history.recent] == before[-16:]
@@ -580,7 +549,11 @@ def test_random_run_with_failures_trains_every_step_within_the_staleness_bound(
                 )
             batch = buffer.take()
         assert batch is not None, f"step {version}: {buffer}"
-        ages += [version - r.oldest_version for g in batch.groups for r in g.rollouts_G]
+        ages += [
+            version - rollout.oldest_version
+            for g in batch.groups
+            for rollout in g.rollouts_G
+        ]
         buffer.trained(batch.batch_id)
         buffer.advance(WeightVersion(version + 1))
     assert max(ages) <= staleness

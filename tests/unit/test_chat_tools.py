@@ -10,42 +10,15 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import Running, eventually, running
-from tiny_model import make_tiny_model
+from tool_replies import CALC, PARSERS, SHELL, say
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import MatchLevel
 from invrl.types import FailedRollout, RolloutSummary
 
-END = 2
-PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
 ASK = {"role": "user", "content": "What is 12*13?"}
-CALC = {
-    "type": "function",
-    "function": {
-        "name": "calc",
-        "description": "Computes.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "required": ["a"],
-        },
-    },
-}
-SHELL = {"type": "function", "function": {"name": "shell"}}
 ONE = 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": "x"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>\n{"name": "shell", "arguments": {"cmd": "ls"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
 
 
 @pytest.fixture
@@ -53,18 +26,10 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     settings = {"max_new_tokens": 256, "constrained": "skip"}
-    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
-        yield made
-
-
-def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
-    """The engine's next replies; the last one is repeated."""
-    left = list(texts)
-
-    def reply(_: object) -> list[int]:
-        return [*renderer.encode(left.pop(0) if len(left) > 1 else left[0]), END]
-
-    gateway.engine.script = reply
+    async with running(
+        tmp_path, model, renderer, PARSERS, **settings
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def ask(client: openai.AsyncOpenAI, messages: list, *, stream: bool, **options):
@@ -105,7 +70,8 @@ def path_is_whole(gateway: Running, session) -> None:
     """Each prompt is the ids of the turn's path, then its context."""
     turns = {turn.id: turn for turn in gateway.turns(session)}
     for request in gateway.engine.requests:
-        turn, ids = turns[request["rid"]], []
+        turn = turns[request["rid"]]
+        ids = []
         parent = turn.parent_id
         while parent:
             ids = [
@@ -123,10 +89,8 @@ async def test_chat_tool_loop_continues_the_exact_ids(
 ):
     say(gateway, renderer, "<think>12*13 is\nhard</think>\n\n" + TWO, "It is 156.")
     [session] = await gateway.open()
-    client, options = (
-        gateway.client(session),
-        {"stream": stream, "tools": [CALC, SHELL]},
-    )
+    client = gateway.client(session)
+    options = {"stream": stream, "tools": [CALC, SHELL]}
     message, finish = await ask(client, [ASK], **options)
     assert finish == "tool_calls"
     assert message["content"].strip() == "Sure."
@@ -144,9 +108,11 @@ async def test_chat_tool_loop_continues_the_exact_ids(
         for call, text in zip(message["tool_calls"], ("156", "a b"), strict=True)
     ]
     last, finish = await ask(client, [ASK, message, *results], **options)
-    assert (last["content"], finish) == ("It is 156.", "stop")
+    assert last["content"] == "It is 156."
+    assert finish == "stop"
     first, second = gateway.turns(session)
-    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    assert second.parent_id == first.id
+    assert second.fork_reason == ""
     path_is_whole(gateway, session)
     assert not first.constrained
     tail = renderer._tokenizer.decode(second.context_ids_T.tolist(), special=True)
@@ -190,7 +156,8 @@ async def test_reply_sent_back_without_its_reasoning_still_matches(
     result = {"role": "tool", "tool_call_id": "mine", "content": "156"}
     await ask(client, [ASK, message, result], stream=False, tools=[CALC])
     first, second = gateway.turns(session)
-    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    assert second.parent_id == first.id
+    assert second.fork_reason == ""
     metrics = (await gateway.env("/metrics")).json()
     assert metrics["matches"] == {MatchLevel.WITHOUT_REASONING.name.lower(): 1}
 
@@ -200,7 +167,10 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
 ):
     say(gateway, renderer, ONE)
     named = {"type": "function", "function": {"name": "calc"}}
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+    }
     asked = [
         {"tools": [CALC], "tool_choice": "required"},
         {"tools": [CALC], "tool_choice": named},
@@ -218,7 +188,10 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
             model="tiny", messages=[ASK], **options
         )
     sent = [request["sampling_params"] for request in gateway.engine.requests]
-    assert all('"calc' in each["ebnf"] or "calc" in each["ebnf"] for each in sent[:2])
+    assert all(
+        '"calc' in sampling_params["ebnf"] or "calc" in sampling_params["ebnf"]
+        for sampling_params in sent[:2]
+    )
     assert json.loads(sent[2]["json_schema"]) == schema
     assert json.loads(sent[3]["json_schema"]) == {"type": "object"}
     assert all(turn.constrained for turn in gateway.turns(session))
@@ -240,11 +213,9 @@ async def test_forced_calls_and_schemas_are_grammars_whose_tokens_never_train(
     forced, free = gateway.turns(mixed)
     summary = await gateway.finish(mixed)
     assert isinstance(summary, RolloutSummary)
-    assert (forced.constrained, free.constrained, free.parent_id) == (
-        True,
-        False,
-        forced.id,
-    )
+    assert forced.constrained is True
+    assert free.constrained is False
+    assert free.parent_id == forced.id
     assert summary.trained_tokens == len(free.sampled_ids_T) < summary.sampled_tokens
 
 
@@ -257,14 +228,15 @@ async def test_retried_stream_repeats_the_first_stream(
 ):
     say(gateway, renderer, text)
     [session] = await gateway.open()
-    client, options = gateway.client(session), {"stream": True, "tools": [CALC, SHELL]}
-    told = [
+    client = gateway.client(session)
+    options = {"stream": True, "tools": [CALC, SHELL]}
+    streams = [
         await ask(
             client, [ASK], extra_headers={"x-stainless-retry-count": retry}, **options
         )
         for retry in ("0", "1")
     ]
-    assert told[0] == told[1]
+    assert streams[0] == streams[1]
     assert len(gateway.turns(session)) == 1
 
 
@@ -293,7 +265,8 @@ async def test_tool_choice_none_returns_the_reply_as_text(
     message, finish = await ask(
         gateway.client(session), [ASK], stream=False, tools=[CALC], tool_choice="none"
     )
-    assert (message["content"], finish) == (ONE, "stop")
+    assert message["content"] == ONE
+    assert finish == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -306,19 +279,17 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(
     if stream:
         texts = ["", "", ""]
         usage = None
-        made = await client.chat.completions.create(
+        completion = await client.chat.completions.create(
             **options, stream=True, stream_options={"include_usage": True}
         )
-        async for chunk in made:
+        async for chunk in completion:
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 texts[choice.index] += choice.delta.content or ""
     else:
         answer = await client.chat.completions.create(**options)
-        texts, usage = (
-            [choice.message.content for choice in answer.choices],
-            answer.usage,
-        )
+        texts = [choice.message.content for choice in answer.choices]
+        usage = answer.usage
     turns = gateway.turns(session)
     assert len({turn.sampled_ids_T.tobytes() for turn in turns}) == 3 == len(set(texts))
     assert [turn.parent_id for turn in turns] == [None] * 3
@@ -329,9 +300,146 @@ async def test_n_choices_are_recorded_as_n_sibling_turns(
     )
 
 
+PATCH = {
+    "type": "custom",
+    "custom": {
+        "name": "patch",
+        "description": "Edits files.",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": "start: begin_patch"},
+        },
+    },
+}
+PATCH_TEXT = '*** Begin Patch\n+x = "1"'
+
+
+def patch_format(text_format: dict) -> dict:
+    custom = {"name": "patch", "format": text_format}
+    return {"tools": [{"type": "custom", "custom": custom}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_custom_tools_of_chat_are_shown_as_functions(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    called = json.dumps({"name": "patch", "arguments": {"input": PATCH_TEXT}})
+    other = json.dumps({"name": "calc", "arguments": {"a": 1}})
+    calls = f"<tool_call>\n{called}\n</tool_call>\n<tool_call>\n{other}\n</tool_call>"
+    say(gateway, renderer, calls, "Done.")
+    [session] = await gateway.open()
+    body = {"model": "tiny", "tools": [PATCH, CALC], "stream": stream}
+
+    async def ask_raw(messages: list) -> list[dict]:
+        answer = await gateway.env(
+            "/v1/chat/completions", {**body, "messages": messages}, key=session.key
+        )
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["choices"][0]["message"].get("tool_calls", [])
+        calls: list[dict] = []
+        for line in answer.text.splitlines():
+            if not line.startswith("data: {"):
+                continue
+            [choice] = json.loads(line.removeprefix("data: "))["choices"]
+            for part in choice["delta"].get("tool_calls", []):
+                if part["index"] == len(calls):
+                    calls.append({"custom": {"input": ""}, "function": {}, **part})
+                elif "custom" in part:
+                    calls[part["index"]]["custom"]["input"] += part["custom"]["input"]
+        return calls
+
+    question = {"role": "user", "content": "Add x"}
+    patch, calc = await ask_raw([question])
+    assert (patch["type"], patch["custom"]) == (
+        "custom",
+        {"name": "patch", "input": PATCH_TEXT},
+    )
+    assert (calc["type"], calc["function"]["name"]) == ("function", "calc")
+    prompt = renderer.decode(gateway.engine.requests[0]["input_ids"])
+    assert "start: begin_patch" in prompt
+    sent = [
+        {"id": patch["id"], "type": "custom", "custom": patch["custom"]},
+        {
+            "id": calc["id"],
+            "type": "function",
+            "function": {"name": "calc", "arguments": '{"a": 1}'},
+        },
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in sent
+    ]
+    await ask_raw([question, {"role": "assistant", "tool_calls": sent}, *results])
+    path_is_whole(gateway, session)
+    first, second = gateway.turns(session)
+    assert (second.parent_id, second.fork_reason) == (first.id, "")
+    matches = (await gateway.env("/metrics")).json()["matches"]
+    assert set(matches) <= {"exact", "canonical"}
+
+
+async def test_a_custom_tool_of_chat_can_be_required(
+    gateway: Running, renderer: Renderer
+):
+    say(gateway, renderer, "x")
+    [session] = await gateway.open(purpose="serve")
+    create = gateway.client(session).chat.completions.create
+    named = {"type": "custom", "custom": {"name": "patch"}}
+    allowed = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [named]},
+    }
+    for choice in (named, allowed):
+        await create(
+            model="tiny", messages=[ASK], tools=[CALC, PATCH], tool_choice=choice
+        )
+    assert [turn.constrained for turn in gateway.turns(session)] == [True, True]
+
+
+@pytest.mark.parametrize("place", ["same message", "behind the result"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_beside_a_call_may_come_back_as_a_message_of_its_own(
+    gateway: Running, renderer: Renderer, stream: bool, place: str
+):
+    """The model's own tokens are kept, and the text is not rendered again."""
+    say(gateway, renderer, ONE, "It is 156.", "Bye.")
+    [session] = await gateway.open()
+    client = gateway.client(session)
+    first, _ = await ask(client, [ASK], stream=stream, tools=[CALC])
+    calls = {"role": "assistant", "tool_calls": first["tool_calls"]}
+    text = {"role": "assistant", "content": first["content"]}
+    assert text["content"].strip() == "Sure."
+    [call] = first["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
+    history = [ASK, calls, text, result]
+    if place == "behind the result":
+        history = [ASK, calls, result, text]
+    second, _ = await ask(client, history, stream=stream, tools=[CALC])
+    more = {"role": "user", "content": "Thanks"}
+    history = [*history, {"role": "assistant", "content": second["content"]}, more]
+    await ask(client, history, stream=stream, tools=[CALC])
+    path_is_whole(gateway, session)
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+    prompt = renderer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert prompt.count("Sure.") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
+        (patch_format({"type": "json"}), "tools[0].custom.format.type"),
+        (
+            patch_format(
+                {"type": "grammar", "grammar": {"syntax": "ebnf", "definition": "x"}}
+            ),
+            "tools[0].custom.format.grammar.syntax",
+        ),
+        (
+            patch_format({"type": "grammar", "grammar": {"syntax": "lark"}}),
+            "tools[0].custom.format.grammar.definition",
+        ),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
         ({"tools": [CALC, CALC]}, "tools"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},

@@ -169,17 +169,19 @@ def test_saved_batch_is_read_back_bit_for_bit(tmp_path: Path, seed: int) -> None
     again = load_batch(batch_path(tmp_path, 1))
     for field in ("batch_id", "version", "trained"):
         assert getattr(again, field) == getattr(batch, field)
-    for one, other in zip(batch.samples, again.samples, strict=True):
+    for sample, other in zip(batch.samples, again.samples, strict=True):
         for field in TrainSample.__slots__:
-            mine = getattr(one, field)
+            mine = getattr(sample, field)
             read = getattr(other, field)
             if isinstance(mine, np.ndarray):
-                assert (mine.dtype, mine.shape) == (read.dtype, read.shape)
+                assert mine.dtype == read.dtype
+                assert mine.shape == read.shape
                 assert mine.tobytes() == read.tobytes()
             else:
                 assert mine == read
     for mine, read in zip(batch.advantages, again.advantages, strict=True):
-        assert (mine.dtype, mine.tobytes()) == (read.dtype, read.tobytes())
+        assert mine.dtype == read.dtype
+        assert mine.tobytes() == read.tobytes()
 
 
 def test_truncated_batch_file_is_refused(tmp_path: Path) -> None:

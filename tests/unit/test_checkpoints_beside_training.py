@@ -144,8 +144,9 @@ async def test_interrupted_run_finishes_the_running_save_before_saving_newer_wei
         note=notes.append,
     )
     assert trainer.calls == [
-        *("model_written", "checkpoint_written", "finish_checkpoint"), "export_hugging_face",
-    ]  # fmt: skip
+        *("model_written", "checkpoint_written", "finish_checkpoint"),
+        "export_hugging_face",
+    ]
     assert names(tmp_path) == ["model-000005", "step-000004"]
 
 

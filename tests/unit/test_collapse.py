@@ -66,7 +66,7 @@ def test_a_policy_that_was_so_from_the_beginning_has_not_collapsed():
 
 
 def test_groups_of_one_and_rows_of_evaluations_say_nothing():
-    alone = [{**each, "rollout/groups": 64} for each in COLLAPSED]
+    alone = [{**step_row, "rollout/groups": 64} for step_row in COLLAPSED]
     assert not collapse(alone)
     assert collapse([{"step": 0, "eval/greedy/accuracy": 0.5}, *COLLAPSED])
 
@@ -75,7 +75,7 @@ def test_report_terminal_and_overview_tell_it(tmp_path: Path):
     tables = {"run": {"run_root": str(tmp_path), "run_name": "r"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     folder.metrics_path.write_text(
-        "".join(json.dumps(each) + "\n" for each in COLLAPSED)
+        "".join(json.dumps(step_row) + "\n" for step_row in COLLAPSED)
     )
     assert [note for note in RunReader(folder).read().notes if "collapsed" in note]
     viewed = ViewedRun("r", folder, tmp_path / "cache")

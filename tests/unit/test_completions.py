@@ -9,11 +9,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import Running, running
-from tiny_model import make_tiny_model
+from running_gateway import Running, eventually, running
+from tool_replies import PARSERS
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
@@ -22,23 +20,13 @@ HEAD = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
 MORE = "<|im_end|>\n<|im_start|>user\nSure? 🙂<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers) as made:
-        yield made
+    parsers = PARSERS
+    async with running(tmp_path, model, renderer, parsers) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def spelled(renderer: Renderer, text: str) -> list[int]:
@@ -100,6 +88,34 @@ async def test_stop_string_repeated_by_the_prompt_is_part_of_the_path(
     assert turns[1].context_ids_T.tolist() == renderer.encode(" 5")
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_prompt_that_keeps_a_cancelled_reply_is_named(
+    gateway: Running, renderer: Renderer, *, as_ids: bool
+):
+    sampled = spelled(renderer, "the user asks")
+    gateway.engine.script = lambda _: [*sampled, END]
+    gateway.engine.holds = lambda count: count > 5
+    [session] = await gateway.open()
+    create = gateway.client(session).completions.create
+    stream = await create(model="tiny", prompt=HEAD, max_tokens=60, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    await eventually(
+        lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"]
+    )
+    gateway.engine.holds = lambda count: False
+    [cancelled] = gateway.turns(session)
+    sampled_ids = cancelled.sampled_ids_T.tolist()
+    prompt: str | list[int] = HEAD + renderer.decode(sampled_ids, inside=True) + MORE
+    if as_ids:
+        context_ids = cancelled.context_ids_T.tolist()
+        prompt = [*context_ids, *sampled_ids, *renderer.encode(MORE)]
+    await create(model="tiny", prompt=prompt, max_tokens=60)
+    turn = gateway.turns(session)[1]
+    assert (turn.parent_id, turn.fork_reason) == (None, "interrupted_reply")
+
+
 async def test_completions_accept_prompts_of_ids(gateway: Running, renderer: Renderer):
     sampled = [*spelled(renderer, "one"), END]
     gateway.engine.script = lambda _: sampled
@@ -148,11 +164,13 @@ async def test_completions_return_several_choices_with_logprobs_whole_and_stream
     pieces = [event.choices[0] for event in events if event.choices]
     assert "".join(piece.text for piece in pieces) == "Hi 漢<think>🙂"
     assert [piece.finish_reason for piece in pieces][-2:] == [None, "stop"]
-    told = [piece.logprobs for piece in pieces if piece.logprobs]
+    streamed_logprobs = [piece.logprobs for piece in pieces if piece.logprobs]
     for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [each for one in told for each in getattr(one, name)] == getattr(
-            shown, name
-        )
+        assert [
+            value
+            for piece_logprobs in streamed_logprobs
+            for value in getattr(piece_logprobs, name)
+        ] == getattr(shown, name)
     assert events[-1].usage.completion_tokens == len(reply)
     assert {turn.parent_id for turn in gateway.turns(session)} == {None}
 

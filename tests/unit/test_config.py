@@ -58,15 +58,17 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
         assert leaf.field.description, leaf.key
         assert leaf.flag in text
         if leaf.is_switch:
-            arguments, value = [f"--no-{leaf.flag[2:]}"], False
+            arguments = [f"--no-{leaf.flag[2:]}"]
+            value = False
         else:
             literal = get_origin(leaf.field.annotation) is Literal
-            given = (
+            shown_value = (
                 get_args(leaf.field.annotation)[-1]
                 if literal
                 else other[getattr(leaf.field.annotation, "__name__", "str")]
             )
-            arguments, value = [leaf.flag, given], given
+            arguments = [leaf.flag, shown_value]
+            value = shown_value
         (source,) = parse_flags(arguments)
         assert source.tables == {leaf.table: {leaf.key: value}}
 
@@ -111,19 +113,17 @@ def test_every_preset_file_names_existing_code_and_tasks(
 
 def test_quickstart_preset_has_the_measured_settings() -> None:
     config = load_resolved(ROOT / "invrl" / "presets" / "quickstart.toml")
-    rollout, train = config.rollout, config.train
-    assert (
-        rollout.rollout_batch_size,
-        rollout.n_samples_per_prompt,
-        rollout.max_new_tokens,
-    ) == (4, 8, 14)
-    assert (train.lr, train.adam_beta1, train.adam_beta2, train.clip_grad) == (
-        3e-5,
-        0.9,
-        0.99,
-        1.0,
-    )
-    assert (config.algorithm.kl, config.algorithm.num_minibatches) == (None, 1)
+    rollout = config.rollout
+    train = config.train
+    assert rollout.rollout_batch_size == 4
+    assert rollout.n_samples_per_prompt == 8
+    assert rollout.max_new_tokens == 14
+    assert train.lr == 3e-5
+    assert train.adam_beta1 == 0.9
+    assert train.adam_beta2 == 0.99
+    assert train.clip_grad == 1.0
+    assert config.algorithm.kl is None
+    assert config.algorithm.num_minibatches == 1
     assert rollout.eval_tasks >= 100
     make_checks(config, USER_CODE)
 
@@ -141,10 +141,8 @@ def test_every_algorithm_preset_is_valid_and_below_the_other_sources(
     config = from_flags(
         "--config", str(file), "--eps-clip-high", "0.13", "--algorithm-preset", name
     )
-    assert (config.algorithm.eps_clip_low, config.algorithm.eps_clip_high) == (
-        0.11,
-        0.13,
-    )
+    assert config.algorithm.eps_clip_low == 0.11
+    assert config.algorithm.eps_clip_high == 0.13
 
 
 def test_a_preset_named_by_a_flag_replaces_the_one_in_the_file(tmp_path: Path) -> None:
@@ -165,19 +163,25 @@ def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
         "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n",
     )
     config = from_flags("--lr=0.25", "--config", str(file), "--tensorboard")
-    assert (config.train.lr, config.train.clip_grad, config.train.adam_beta1) == (
-        0.25,
-        2.0,
-        0.9,
-    )
+    assert config.train.lr == 0.25
+    assert config.train.clip_grad == 2.0
+    assert config.train.adam_beta1 == 0.9
     assert config.run.tensorboard
 
 
 def test_resolved_toml_is_read_back_unchanged(tmp_path: Path) -> None:
     config = from_flags(
-        "--run-name", 'quo"ted \\ näme', "--lr", "1e-5", "--sglang-chunked-prefill-size", "64",
-        "--sglang-enable-metrics", "--router-policy=manual", "--megatron-attention-dropout", "0.0",
-    )  # fmt: skip
+        "--run-name",
+        'quo"ted \\ näme',
+        "--lr",
+        "1e-5",
+        "--sglang-chunked-prefill-size",
+        "64",
+        "--sglang-enable-metrics",
+        "--router-policy=manual",
+        "--megatron-attention-dropout",
+        "0.0",
+    )
     again = load_resolved(write(tmp_path / "config.resolved.toml", config.to_toml()))
     assert again == config
     assert again.sglang == {"chunked_prefill_size": 64, "enable_metrics": True}
@@ -195,18 +199,78 @@ def test_configuration_is_frozen() -> None:
     ("flags", "field", "reason", "fix"),
     [
         (["--temperatur", "1"], "command line", "no such flag", "--temperature"),
-        (["--learning-rate", "1e-5"], "command line", "no such flag", "did you mean --lr?"),
-        (["--learning_rate=1e-5"], "command line", "no such flag", "did you mean --lr?"),
-        (["--learnin-rate", "1e-5"], "command line", "no such flag", "did you mean --lr?"),
-        (["--batch-size", "8"], "command line", "no such flag", "did you mean --rollout-batch-size?"),
-        (["--epochs", "3"], "command line", "no such flag", "did you mean --num-steps or --data-epochs?"),
-        (["--epochs", "3", "--data-path", "d"], "command line", "no such flag", "mean --data-epochs?"),
-        (["--max-tokens", "64"], "command line", "no such flag", "did you mean --max-new-tokens?"),
-        (["--temp", "1"], "command line", "no such flag", "did you mean --temperature?"),
-        (["--model", "x"], "command line", "no such flag", "did you mean --model-path?"),
-        (["--dataset", "x"], "command line", "no such flag", "did you mean --task-file?"),
-        (["--model_path", "x"], "command line", "no such flag", "did you mean --model-path?"),
-        (["--ttl-of-a-session", "9"], "command line", "no such flag", "--session-ttl-s"),
+        (
+            ["--learning-rate", "1e-5"],
+            "command line",
+            "no such flag",
+            "did you mean --lr?",
+        ),
+        (
+            ["--learning_rate=1e-5"],
+            "command line",
+            "no such flag",
+            "did you mean --lr?",
+        ),
+        (
+            ["--learnin-rate", "1e-5"],
+            "command line",
+            "no such flag",
+            "did you mean --lr?",
+        ),
+        (
+            ["--batch-size", "8"],
+            "command line",
+            "no such flag",
+            "did you mean --rollout-batch-size?",
+        ),
+        (
+            ["--epochs", "3"],
+            "command line",
+            "no such flag",
+            "did you mean --num-steps or --data-epochs?",
+        ),
+        (
+            ["--epochs", "3", "--data-path", "d"],
+            "command line",
+            "no such flag",
+            "mean --data-epochs?",
+        ),
+        (
+            ["--max-tokens", "64"],
+            "command line",
+            "no such flag",
+            "did you mean --max-new-tokens?",
+        ),
+        (
+            ["--temp", "1"],
+            "command line",
+            "no such flag",
+            "did you mean --temperature?",
+        ),
+        (
+            ["--model", "x"],
+            "command line",
+            "no such flag",
+            "did you mean --model-path?",
+        ),
+        (
+            ["--dataset", "x"],
+            "command line",
+            "no such flag",
+            "did you mean --task-file?",
+        ),
+        (
+            ["--model_path", "x"],
+            "command line",
+            "no such flag",
+            "did you mean --model-path?",
+        ),
+        (
+            ["--ttl-of-a-session", "9"],
+            "command line",
+            "no such flag",
+            "--session-ttl-s",
+        ),
         (["--xyzzy", "9"], "command line", "no such flag", "see --help"),
         (["--no-tensorbord"], "command line", "no such flag", "--no-tensorboard"),
         (["--no-lr"], "command line", "no such flag", ""),
@@ -218,115 +282,275 @@ def test_configuration_is_frozen() -> None:
         (["--tensorboard=yes"], "--tensorboard", "takes no value", "--no-name"),
         (["--lr", "fast"], "train.lr", "command line", "learning rate"),
         (["--lr", "nan"], "train.lr", "greater than 0", "learning rate"),
-        (["--temperature", "0"], "rollout.temperature", "greater than 0", "temperature"),
-        (["--train-dtype", "fp16"], "train.train_dtype", "'bfloat16' or 'float32'", "float32"),
+        (
+            ["--temperature", "0"],
+            "rollout.temperature",
+            "greater than 0",
+            "temperature",
+        ),
+        (
+            ["--train-dtype", "fp16"],
+            "train.train_dtype",
+            "'bfloat16' or 'float32'",
+            "float32",
+        ),
         (["--num-steps", "1.5"], "run.num_steps", "integer", "batches"),
         (["--num-steps", "2147483648"], "run.num_steps", "2^31", "smaller"),
-        (["--algorithm-preset", "grop"], "algorithm.algorithm_preset", "'grpo'", "by name"),
+        (
+            ["--algorithm-preset", "grop"],
+            "algorithm.algorithm_preset",
+            "'grpo'",
+            "by name",
+        ),
         (["--config", "/no/such.toml"], "--config", "neither such a file", "readable"),
-        (["--data-parallel-size", "33"], "train.data_parallel_size", "33 copies", "--data-parallel"),
-        (["--num-minibatches", "5"], "algorithm.num_minibatches", "whole groups", "--num-minibatches"),
+        (
+            ["--data-parallel-size", "33"],
+            "train.data_parallel_size",
+            "33 copies",
+            "--data-parallel",
+        ),
+        (
+            ["--num-minibatches", "5"],
+            "algorithm.num_minibatches",
+            "whole groups",
+            "--num-minibatches",
+        ),
         (
             ["--n-samples-per-prompt", "1", "--advantage", "reinforce"],
-            "buffer.group_filter", "a group of one", "--group-filter none",
+            "buffer.group_filter",
+            "a group of one",
+            "--group-filter none",
         ),
-        (["--advantage", "pass_at_k", "--pass-at-k", "8"], "algorithm.pass_at_k", "below", "--pass-at-k"),
+        (
+            ["--advantage", "pass_at_k", "--pass-at-k", "8"],
+            "algorithm.pass_at_k",
+            "below",
+            "--pass-at-k",
+        ),
         (
             ["--critic.lr", "1e-4", "--advantage", "rloo"],
-            "algorithm.advantage", "does not read the table [critic]", "--advantage or [critic]",
+            "algorithm.advantage",
+            "does not read the table [critic]",
+            "--advantage or [critic]",
         ),
-        (["--no-critic", "--advantage", "gae"], "algorithm.advantage", "needs the table [critic]", "one of the two"),
+        (
+            ["--no-critic", "--advantage", "gae"],
+            "algorithm.advantage",
+            "needs the table [critic]",
+            "one of the two",
+        ),
         (
             ["--advantage", "gae", "--critic.data-parallel-size", "33"],
-            "critic.data_parallel_size", "33 copies of the critic", "lower --critic.data",
-        ),
-        (
-            ["--advantage", "gae", "--critic.targets", "vtrace", "--correction", "truncated"],
-            "algorithm.correction", "old/rollout already", "--correction none",
+            "critic.data_parallel_size",
+            "33 copies of the critic",
+            "lower --critic.data",
         ),
         (
             [
-                "--advantage", "gae", "--critic.targets", "vtrace", "--correction", "none",
-                "--old-logprobs", "engine",
+                "--advantage",
+                "gae",
+                "--critic.targets",
+                "vtrace",
+                "--correction",
+                "truncated",
             ],
-            "critic.targets", "--old-logprobs engine", "recompute",
+            "algorithm.correction",
+            "old/rollout already",
+            "--correction none",
+        ),
+        (
+            [
+                "--advantage",
+                "gae",
+                "--critic.targets",
+                "vtrace",
+                "--correction",
+                "none",
+                "--old-logprobs",
+                "engine",
+            ],
+            "critic.targets",
+            "--old-logprobs engine",
+            "recompute",
         ),
         (
             ["--advantage", "gae", "--critic.vtrace-c-cap", "2"],
-            "critic.vtrace_c_cap", "not vtrace", "--critic.targets vtrace",
+            "critic.vtrace_c_cap",
+            "not vtrace",
+            "--critic.targets vtrace",
         ),
         (
             ["--advantage", "gae", "--critic.warmup-steps", "4", "--num-steps", "4"],
-            "critic.warmup_steps", "never learn", "--num-steps",
+            "critic.warmup_steps",
+            "never learn",
+            "--num-steps",
         ),
-        (["--discount", "0.9"], "algorithm.discount", "added up", "--turn-reward-use add"),
-        (["--reward-columns", "progress"], "algorithm.reward_columns", "no rewards of tokens", "gae"),
+        (
+            ["--discount", "0.9"],
+            "algorithm.discount",
+            "added up",
+            "--turn-reward-use add",
+        ),
+        (
+            ["--reward-columns", "progress"],
+            "algorithm.reward_columns",
+            "no rewards of tokens",
+            "gae",
+        ),
         (
             ["--overlong.buffer", "15", "--max-new-tokens", "14"],
-            "overlong.buffer", "14 tokens", "--overlong.length",
+            "overlong.buffer",
+            "14 tokens",
+            "--overlong.length",
         ),
         (
-            ["--advantage", "gae", "--reward-columns", "progress", "--extra-columns", "progress:rollout"],
-            "algorithm.reward_columns", "of tokens or turns", "--extra-columns progress:token",
+            [
+                "--advantage",
+                "gae",
+                "--reward-columns",
+                "progress",
+                "--extra-columns",
+                "progress:rollout",
+            ],
+            "algorithm.reward_columns",
+            "of tokens or turns",
+            "--extra-columns progress:token",
         ),
-        (["--overlong.length", "99"], "overlong.buffer", "required", "give overlong.buffer too"),
-        (["--n-samples-per-prompt", "1"], "rollout.n_samples_per_prompt", "compares", "2 or more"),
-        (["--eval-interval", "5"], "rollout.eval_interval", "no held-out", "--eval-tasks"),
+        (
+            ["--overlong.length", "99"],
+            "overlong.buffer",
+            "required",
+            "give overlong.buffer too",
+        ),
+        (
+            ["--n-samples-per-prompt", "1"],
+            "rollout.n_samples_per_prompt",
+            "compares",
+            "2 or more",
+        ),
+        (
+            ["--eval-interval", "5"],
+            "rollout.eval_interval",
+            "no held-out",
+            "--eval-tasks",
+        ),
         (
             ["--eval-sets", "a=m:f", "--eval-task-file", "x.jsonl"],
-            "rollout.eval_task_file", "would be ignored", "NAME=x.jsonl",
+            "rollout.eval_task_file",
+            "would be ignored",
+            "NAME=x.jsonl",
         ),
         (
             ["--eval-samples-per-task", "64"],
-            "rollout.eval_samples_per_task", "32 rollouts may", "--rollout-concurrency",
+            "rollout.eval_samples_per_task",
+            "32 rollouts may",
+            "--rollout-concurrency",
         ),
-        (["--eval-modes", "sampled,beam"], "rollout.eval_modes", "'greedy'", "eval_modes"),
+        (
+            ["--eval-modes", "sampled,beam"],
+            "rollout.eval_modes",
+            "'greedy'",
+            "eval_modes",
+        ),
         (["--eval-modes="], "rollout.eval_modes", "at least 1", "eval_modes"),
         (
             ["--max-new-tokens", "900", "--engine-max-total-tokens", "900"],
-            "rollout.max_new_tokens", "KV cache", "--engine-max",
+            "rollout.max_new_tokens",
+            "KV cache",
+            "--engine-max",
         ),
         (["--colocate", "--debug-rollout-only"], "run.colocate", "not both", "leave"),
         (
             ["--colocate", "--debug-train-only", "--load-rollout-data", "x"],
-            "run.colocate", "not both", "leave",
+            "run.colocate",
+            "not both",
+            "leave",
         ),
         (
-            ["--colocate", "--external-engines", "http://10.0.0.5:30000", "--weight-transport", "disk"],
-            "engine.external_engines", "give no memory back", "--colocate",
+            [
+                "--colocate",
+                "--external-engines",
+                "http://10.0.0.5:30000",
+                "--weight-transport",
+                "disk",
+            ],
+            "engine.external_engines",
+            "give no memory back",
+            "--colocate",
         ),
         (
             ["--colocate", "--advantage", "gae", "--critic.data-parallel-size", "1"],
-            "critic.data_parallel_size", "gives no memory back", "--colocate",
+            "critic.data_parallel_size",
+            "gives no memory back",
+            "--colocate",
         ),
-        (["--colocate", "--weight-update", "rolling"], "weight_sync.weight_update", "all engines", "leave"),
+        (
+            ["--colocate", "--weight-update", "rolling"],
+            "weight_sync.weight_update",
+            "all engines",
+            "leave",
+        ),
         (
             ["--colocate", "--weight-update-inflight", "in_place"],
-            "weight_sync.weight_update_inflight", "cannot keep", "retract or drain",
+            "weight_sync.weight_update_inflight",
+            "cannot keep",
+            "retract or drain",
         ),
-        (["--colocate", "--constrained", "masked"], "gateway.constrained", "grammar", "--constrained free"),
-        (["--rollout-concurrency", "2000"], "rollout.rollout_concurrency", "admits 1024", "--max-open"),
-        (["--rollout-workers", "64"], "rollout.rollout_workers", "at a time", "--rollout-conc"),
+        (
+            ["--colocate", "--constrained", "masked"],
+            "gateway.constrained",
+            "grammar",
+            "--constrained free",
+        ),
+        (
+            ["--rollout-concurrency", "2000"],
+            "rollout.rollout_concurrency",
+            "admits 1024",
+            "--max-open",
+        ),
+        (
+            ["--rollout-workers", "64"],
+            "rollout.rollout_workers",
+            "at a time",
+            "--rollout-conc",
+        ),
         (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),
         (
             ["--seeded-sampling", "--sglang-attention-backend", "flex_attention"],
-            "sglang.attention_backend", "by seed", "torch_native",
+            "sglang.attention_backend",
+            "by seed",
+            "torch_native",
         ),
         (
             ["--sglang-sampling-backend", "flashinfer", "--seeded-sampling"],
-            "sglang.sampling_backend", "by seed", "--no-seeded-sampling",
+            "sglang.sampling_backend",
+            "by seed",
+            "--no-seeded-sampling",
         ),
         (
             ["--constrained", "masked", "--sglang-grammar-backend", "llguidance"],
-            "sglang.grammar_backend", "masked", "--constrained free",
+            "sglang.grammar_backend",
+            "masked",
+            "--constrained free",
         ),
         (
-            ["--constrained", "masked", "--sglang-constrained-json-disable-any-whitespace"],
-            "sglang.constrained_json_disable_any_whitespace", "masked", "--constrained free",
+            [
+                "--constrained",
+                "masked",
+                "--sglang-constrained-json-disable-any-whitespace",
+            ],
+            "sglang.constrained_json_disable_any_whitespace",
+            "masked",
+            "--constrained free",
         ),
-        (["--sglang-api-key", "s3cret"], "sglang.api_key", "keys", "leave --sglang-api-key out"),
+        (
+            ["--sglang-api-key", "s3cret"],
+            "sglang.api_key",
+            "keys",
+            "leave --sglang-api-key out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_flags_name_field_reason_and_fix(
     flags: list[str], field: str, reason: str, fix: str
 ) -> None:
@@ -398,7 +622,8 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
     with pytest.raises(ConfigError) as caught:
         make_checks(resolve(), USER_CODE)
     error = caught.value
-    assert (error.field, error.value) == ("rollout.rollout_function_path", "")
+    assert error.field == "rollout.rollout_function_path"
+    assert error.value == ""
     assert "--rollout-function-path my_agent:rollout" in error.fix
     assert "--config quickstart" in error.fix
 
@@ -457,7 +682,12 @@ def test_passed_through_values_keep_their_written_type() -> None:
     ]
     (source,) = parse_flags(arguments)
     assert source.tables == {
-        "sglang": {"a": 1, "b": -0.5, "c": True, "d": True},
+        "sglang": {
+            "a": 1,
+            "b": -0.5,
+            "c": True,
+            "d": True,
+        },
         "router": {"e": "x-y", "f": "007"},
     }
 
@@ -512,9 +742,8 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
-    from invrl.run.cluster import (
-        _gateway_settings,
-    )  # slow to import, and only needed here
+    # slow to import, and only needed here
+    from invrl.run.cluster import _gateway_settings
 
     flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
     flags += "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
@@ -535,11 +764,9 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
         )
 
     settings = gateway_settings(None)
-    assert (
-        settings.gateway_workers,
-        settings.session_max_turns,
-        settings.late_reward,
-    ) == (3, 7, "accept")
+    assert settings.gateway_workers == 3
+    assert settings.session_max_turns == 7
+    assert settings.late_reward == "accept"
     taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
     assert taken == config.gateway.model_dump() | {
         "gateway_port": settings.gateway_port
@@ -577,7 +804,12 @@ def test_settings_without_effect_are_listed(flags: list[str], inert: list[str]) 
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--algorithm-preset", "dapo"], ["--debug-rollout-only"]]
+    "flags",
+    [
+        [],
+        ["--algorithm-preset", "dapo"],
+        ["--debug-rollout-only"],
+    ],
 )
 def test_run_prints_settings_without_effect_at_its_start(
     flags: list[str],
@@ -590,10 +822,10 @@ def test_run_prints_settings_without_effect_at_its_start(
     )
     monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
     run_incarnation(config, make_run_folder(config))
-    told = [
+    notes = [
         line
         for line in capsys.readouterr().out.splitlines()
         if line.startswith("note: ")
     ]
-    assert len(told) == (1 if not flags else 0)
-    assert all("the clip" in line and "--num-minibatches" in line for line in told)
+    assert len(notes) == (1 if not flags else 0)
+    assert all("the clip" in line and "--num-minibatches" in line for line in notes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from loop_parts import EmptyBatches, Notes
 from recorded_run import record_run
-from stored_rollouts import finish, summary_of
+from stored_rollouts import finish, taken_batch
 
 from invrl.observe.console_samples import choose_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
@@ -20,34 +20,12 @@ from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import (
     Group,
-    GroupLease,
-    GroupMember,
     RolloutSummary,
     TakenBatch,
-    Task,
     TrainBatch,
     TrainSample,
     WeightVersion,
 )
-
-
-def taken(groups: int = 4, members: int = 8) -> TakenBatch:
-    made = []
-    for number in range(groups):
-        places = tuple(GroupMember(index=index, attempt=0) for index in range(members))
-        lease = GroupLease(
-            group_id=f"g{number}",
-            task=Task(id=f"task-{number}", payload={}),
-            members=places,
-        )
-        rollouts = tuple(
-            summary_of(lease, index=index, attempt=0, version=0)
-            for index in range(members)
-        )
-        made.append(
-            Group(id=lease.group_id, task_id=lease.task.id, rollouts_G=rollouts)
-        )
-    return TakenBatch(batch_id=0, version=WeightVersion(0), groups=tuple(made))
 
 
 def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
@@ -68,7 +46,7 @@ def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:
 
 
 def batch(*rows: TrainSample) -> TrainBatch:
-    advantages = tuple(np.zeros(len(one.tokens_T), np.float32) for one in rows)
+    advantages = tuple(np.zeros(len(sample.tokens_T), np.float32) for sample in rows)
     return TrainBatch(
         batch_id=0, version=WeightVersion(0), samples=rows, advantages=advantages
     )
@@ -90,11 +68,20 @@ def test_collapsed_policy_has_one_distinct_reply_over_all_tasks() -> None:
 
 def test_a_rollout_of_several_rows_is_one_reply() -> None:
     """Branches and turns count with their rollout: what it said altogether."""
-    one = (row("a", [9], [1]), row("a", [9, 1, 3], [2]))
-    same = (row("b", [8], [1]), row("b", [8, 1, 3], [2]))
-    other = (row("c", [8], [1]), row("c", [8, 1, 3], [4]))
-    assert distinct(*one) == distinct(*one, *same) == 1
-    assert distinct(*one, *same, *other) == 2
+    rows_of_rollout = (
+        row("a", [9], [1]),
+        row("a", [9, 1, 3], [2]),
+    )
+    same = (
+        row("b", [8], [1]),
+        row("b", [8, 1, 3], [2]),
+    )
+    other = (
+        row("c", [8], [1]),
+        row("c", [8, 1, 3], [4]),
+    )
+    assert distinct(*rows_of_rollout) == distinct(*rows_of_rollout, *same) == 1
+    assert distinct(*rows_of_rollout, *same, *other) == 2
     assert distinct(row("a", [9], [1]), row("a", [9], [2])) == 1
     assert (
         distinct(row("a", [9], [1, 2]), row("b", [9], [1]), row("b", [9, 1], [2])) == 2
@@ -114,7 +101,7 @@ def test_step_line_shows_shares_of_truncated_and_distinct_replies(
 
 
 def test_samples_come_from_several_groups_and_change_members_each_step() -> None:
-    of_step = [choose_rollouts(taken(), 4, step) for step in range(3)]
+    of_step = [choose_rollouts(taken_batch(), 4, step) for step in range(3)]
     assert [[sample.group_id for sample in chosen] for chosen in of_step] == [
         ["g0", "g1", "g2", "g3"]
     ] * 3
@@ -123,9 +110,9 @@ def test_samples_come_from_several_groups_and_change_members_each_step() -> None
         {1},
         {2},
     ]
-    assert len(choose_rollouts(taken(1, 3), 9, 5)) == 3
-    assert choose_rollouts(taken(), 0, 5) == []
-    assert choose_rollouts(taken(0), 2, 5) == []
+    assert len(choose_rollouts(taken_batch(1, 3), 9, 5)) == 3
+    assert choose_rollouts(taken_batch(), 0, 5) == []
+    assert choose_rollouts(taken_batch(0), 2, 5) == []
 
 
 def test_a_sample_is_shown_with_task_reward_prompt_and_reply(tmp_path: Path) -> None:
@@ -152,15 +139,15 @@ def test_unreadable_store_does_not_end_the_run_over_its_samples(
     path = tmp_path / "run.sqlite"
     path.write_text("no database" * 1000)
     with caplog.at_level(logging.ERROR):
-        assert show_samples(path, 1, 7, taken()) == []
+        assert show_samples(path, 1, 7, taken_batch()) == []
     assert "the samples of step 7 cannot be shown" in caplog.text
 
 
 def test_rollout_without_any_text_is_shown_as_empty(tmp_path: Path) -> None:
     store = RunStoreWriter(tmp_path / "run.sqlite")
-    for rollout in _rollouts(taken(1, 1)):
+    for rollout in _rollouts(taken_batch(1, 1)):
         finish(store, rollout)
-    (text,) = show_samples(tmp_path / "run.sqlite", 1, 1, taken(1, 1))
+    (text,) = show_samples(tmp_path / "run.sqlite", 1, 1, taken_batch(1, 1))
     assert text.endswith("    model: (nothing)")
 
 
@@ -169,14 +156,14 @@ def _rollouts(of: TakenBatch) -> list[RolloutSummary]:
 
 
 async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     class Observer(Notes):
         def note(self, text: str) -> None:
-            told.append(text)
+            lines.append(text)
 
         def step(self, step: int, values: object) -> None:
-            told.append(f"step {step}")
+            lines.append(f"step {step}")
 
     def assemble(step: int, of_step: TakenBatch) -> TrainBatch:
         return batch()
@@ -192,7 +179,7 @@ async def test_loop_prints_samples_after_the_line_of_their_step() -> None:
         show_samples=show,
     )
     await run_loop(parts, done=0, num_steps=2)
-    assert told == [
+    assert lines == [
         "step 1",
         "sample 1 of step 1",
         "sample 2 of step 1",

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import xgrammar
 from running_gateway import ASK, Running, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
@@ -21,20 +20,28 @@ from invrl.reasons import FailureReason
 from invrl.types import FailedRollout, RolloutSummary
 
 END = 2
-PARSERS = Parsers(tool_calls="qwen25", reasoning="qwen3")
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
     "required": ["a"],
 }
-CALC = {"type": "function", "function": {"name": "calc", "parameters": PARAMETERS}}
-SHELL = {"type": "function", "function": {"name": "shell", "parameters": PARAMETERS}}
+CALC = {
+    "type": "function",
+    "function": {"name": "calc", "parameters": PARAMETERS},
+}
+SHELL = {
+    "type": "function",
+    "function": {"name": "shell", "parameters": PARAMETERS},
+}
 SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}},
     "required": ["sum"],
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "sum", "schema": SCHEMA},
+}
 CALL = '<tool_call>\n{"name":"%s", "arguments":{"a": 12}}\n</tool_call>'
 FORCED: dict[str, dict[str, Any]] = {
     "tool_choice=required": {"tools": [CALC, SHELL], "tool_choice": "required"},
@@ -47,28 +54,16 @@ FORCED: dict[str, dict[str, Any]] = {
 every_way = pytest.mark.parametrize("way", list(FORCED))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer, request: pytest.FixtureRequest
 ) -> AsyncIterator[Running]:
     """`request.param`: --constrained."""
     settings = {"max_new_tokens": 256, "constrained": request.param}
-    async with running(tmp_path, model, renderer, PARSERS, **settings) as made:
-        yield made
-
-
-def say(gateway: Running, renderer: Renderer, text: str) -> None:
-    gateway.engine.script = lambda _: [*renderer.encode(text), END]
+    async with running(
+        tmp_path, model, renderer, PARSERS, **settings
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def grammar_of(gateway: Running) -> set[str]:
@@ -87,9 +82,10 @@ async def test_constrained_free_samples_without_a_grammar_and_trains_the_turn(
     gateway: Running, renderer: Renderer, way: str
 ):
     say(gateway, renderer, "I would rather not.")
-    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
-    for each in (session, evaluated):
-        answer = await gateway.client(each).chat.completions.create(
+    [session] = await gateway.open()
+    [evaluated] = await gateway.open(purpose="eval")
+    for asking_session in (session, evaluated):
+        answer = await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]
         )
         assert answer.choices[0].message.content == "I would rather not."
@@ -113,9 +109,8 @@ async def test_constrained_free_parses_the_calls_that_the_model_makes(
             model="tiny", messages=[ASK], **FORCED[way]
         )
         [call] = answer.choices[0].message.tool_calls or []
-        assert (
-            call.function.name == "shell"
-        )  # another than the named one: the client judges it
+        # another than the named one: the client judges it
+        assert call.function.name == "shell"
 
 
 @every_way
@@ -165,9 +160,10 @@ async def test_constrained_masked_forces_the_reply_and_records_its_grammar(
     gateway: Running, renderer: Renderer, way: str
 ):
     say(gateway, renderer, CALL % "calc")
-    [session], [evaluated] = await gateway.open(), await gateway.open(purpose="eval")
-    for each in (session, evaluated):
-        await gateway.client(each).chat.completions.create(
+    [session] = await gateway.open()
+    [evaluated] = await gateway.open(purpose="eval")
+    for asking_session in (session, evaluated):
+        await gateway.client(asking_session).chat.completions.create(
             model="tiny", messages=[ASK], **FORCED[way]
         )
     params = gateway.engine.requests[0]["sampling_params"]
@@ -213,7 +209,7 @@ def accepts(model: Path, ebnf: str, text: str) -> bool:
 
 
 def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
-    functions = [each["function"] for each in shown]
+    functions = [tool["function"] for tool in shown]
     return tuple(
         Tool(name=function["name"], parameters=json.dumps(function["parameters"]))
         for function in functions
@@ -223,7 +219,7 @@ def tools(*shown: dict[str, Any]) -> tuple[Tool, ...]:
 @pytest.mark.parametrize("parser", ["qwen25", "hermes", "llama3", "mistral"])
 def test_response_format_applies_to_the_final_message_only(model: Path, parser: str):
     parsers = Parsers(tool_calls=parser)
-    made = parsers.constraint(
+    constraint = parsers.constraint(
         tools(CALC), ToolChoice(), parallel=True, schema=json.dumps(SCHEMA)
     )
     calls = {
@@ -232,7 +228,7 @@ def test_response_format_applies_to_the_final_message_only(model: Path, parser: 
         "llama3": '<|python_tag|>{"name":"calc", "arguments":{"a": 12}}',
         "mistral": '[TOOL_CALLS] [{"name":"calc", "arguments":{"a": 12}}]',
     }
-    ebnf = str(made["ebnf"])
+    ebnf = str(constraint["ebnf"])
     assert accepts(model, ebnf, '{"sum": 156}')
     assert accepts(model, ebnf, calls[parser])
     assert not accepts(model, ebnf, "It is 156.")
@@ -251,11 +247,11 @@ def test_response_format_without_calls_is_the_schema():
 
 def test_required_call_precedes_the_response_format(model: Path):
     choice = ToolChoice(mode="required")
-    made = PARSERS.constraint(
+    constraint = PARSERS.constraint(
         tools(CALC), choice, parallel=True, schema=json.dumps(SCHEMA)
     )
-    assert accepts(model, str(made["ebnf"]), CALL % "calc")
-    assert not accepts(model, str(made["ebnf"]), '{"sum": 156}')
+    assert accepts(model, str(constraint["ebnf"]), CALL % "calc")
+    assert not accepts(model, str(constraint["ebnf"]), '{"sum": 156}')
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
@@ -269,7 +265,7 @@ async def test_only_allowed_tools_may_be_called(
     async def names(mode: str, *allowed: str) -> list[str]:
         if dialect == "chat":
             listed = [
-                {"type": "function", "function": {"name": each}} for each in allowed
+                {"type": "function", "function": {"name": tool}} for tool in allowed
             ]
             choice: Any = {
                 "type": "allowed_tools",
@@ -282,11 +278,11 @@ async def test_only_allowed_tools_may_be_called(
                 call.function.name
                 for call in answer.choices[0].message.tool_calls or []
             ]
-        listed = [{"type": "function", "name": each} for each in allowed]
+        listed = [{"type": "function", "name": tool} for tool in allowed]
         choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
         flat: list[Any] = [
-            {"type": "function", "strict": False, **each["function"]}
-            for each in (CALC, SHELL)
+            {"type": "function", "strict": False, **tool["function"]}
+            for tool in (CALC, SHELL)
         ]
         answer = await client.responses.create(
             model="tiny", input=[ASK], tools=flat, tool_choice=choice
@@ -296,9 +292,8 @@ async def test_only_allowed_tools_may_be_called(
     say(gateway, renderer, CALL % "shell")
     assert await names("auto", "shell") == ["shell"]
     assert await names("auto", "calc", "shell") == ["shell"]
-    assert (
-        await names("auto", "calc") == []
-    )  # not offered: what looks like a call of it is text
+    # not offered: what looks like a call of it is text
+    assert await names("auto", "calc") == []
     prompts = [request["input_ids"] for request in gateway.engine.requests]
     assert prompts[0] == prompts[1] == prompts[2]  # which shows both tools
     assert "shell" in renderer.decode(prompts[0])

@@ -7,36 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import LAYOUTS, rows, visible
+from packed_rows import LAYOUTS, rows, shares_of, sights, visible
 
 from invrl.train import packing
-from invrl.train.context_share import ContextShare
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, AttentionBlock, MicroBatch, Row
+from invrl.train.micro_batch import EMPTY_MICRO_BATCH, Row
 from invrl.train.packing import pack
 from invrl.train.sliding_window import windowed
-
-
-def shares_of(
-    micro_batch: MicroBatch, ranks: int, multiple: int = 1
-) -> list[ContextShare]:
-    return [
-        ContextShare.of(micro_batch, rank=rank, ranks=ranks, multiple=multiple)
-        for rank in range(ranks)
-    ]
-
-
-def sights(blocks: list[AttentionBlock]) -> list[set[int]]:
-    """Places that each query sees, in the order of the blocks' queries."""
-    seen: list[set[int]] = []
-    for block in blocks:
-        keys_K = np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
-        count = block.end - block.start
-        mask_QK = block.mask_QK
-        if mask_QK is None:
-            mask_QK = np.tri(count, len(keys_K), len(block.prefix_K), dtype=bool)
-        assert mask_QK.shape == (count, len(keys_K))
-        seen += [set(keys_K[mask_K].tolist()) for mask_K in mask_QK]
-    return seen
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,16 +56,20 @@ def test_queries_of_context_ranks_see_the_keys_of_one_rank(
         assert sights(own_blocks) == [expected[place] for place in queries]
 
 
-@given(data=rows(), ranks=st.integers(1, 4), multiple=st.integers(1, 5))
+@given(
+    data=rows(),
+    ranks=st.integers(1, 4),
+    multiple=st.integers(1, 5),
+)
 def test_padding_is_a_separate_tree(data: list[Row], ranks: int, multiple: int) -> None:
     (micro_batch,) = pack(data, max_tokens=1000, share_prefixes=True)
     num_tokens = len(micro_batch.tokens_P)
     padded = shares_of(micro_batch, ranks, multiple)[0].micro_batch
     attended = visible(padded)
-    for expected, found in zip(
+    for expected, seen_places in zip(
         visible(micro_batch), attended[:num_tokens], strict=True
     ):
-        assert (found == expected).all()
+        assert (seen_places == expected).all()
     for places in attended[num_tokens:]:
         assert places.min() >= num_tokens
     assert padded.rows is micro_batch.rows
@@ -126,15 +106,15 @@ def test_a_grammar_stays_with_its_row_of_logits() -> None:
         allowed_N=masks,
     )
     (micro_batch,) = pack([row], max_tokens=100, share_prefixes=True)
-    found: dict[int, int] = {}
+    grammar_by_target: dict[int, int] = {}
     for share in shares_of(micro_batch, 2):
         own, _ = share.own_projections()
         for row_of_logits, allowed_W in zip(
             own.restricted_M, own.allowed_MW, strict=True
         ):
             [token] = own.targets_N[own.projection_N == row_of_logits]
-            found[int(token)] = int(allowed_W[0])
-    assert found == {1: 1, 3: 3, 5: 5, 7: 7}
+            grammar_by_target[int(token)] = int(allowed_W[0])
+    assert grammar_by_target == {1: 1, 3: 3, 5: 5, 7: 7}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -35,7 +35,9 @@ has ended."""
 
 def alive() -> list[object]:
     return [
-        found for found in gc.get_objects() if type(found) in (Conversation, Generation)
+        instance
+        for instance in gc.get_objects()
+        if type(instance) in (Conversation, Generation)
     ]
 
 
@@ -65,12 +67,17 @@ async def gateway(
 
 async def all_let_go() -> None:
     """No conversation and no generation of this test is alive any more."""
-    earlier = {id(found) for found in _earlier}
-    await eventually(lambda: all(id(found) in earlier for found in alive()), 20)
+    earlier = {id(instance) for instance in _earlier}
+    await eventually(lambda: all(id(instance) in earlier for instance in alive()), 20)
 
 
 async def ask(gateway: Running, session: Session, *, stream: bool, n: int = 1) -> int:
-    body = {"model": "tiny", "messages": [ASK], "stream": stream, "n": n}
+    body = {
+        "model": "tiny",
+        "messages": [ASK],
+        "stream": stream,
+        "n": n,
+    }
     url = session.base_url + "/chat/completions"
     return (await gateway.http.post(url, json=body)).status_code
 
@@ -79,7 +86,7 @@ async def go_away(gateway: Running, session: Session, stream: bool) -> None:
     """The client disconnects in the middle of the answer."""
     gateway.engine.holds = lambda count: count > 20
     before = len(gateway.engine.cancelled)
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(verify=False) as http:
         body = {"model": "tiny", "messages": [ASK], "stream": stream}
         call = asyncio.create_task(
             http.post(session.base_url + "/chat/completions", json=body)
@@ -172,7 +179,9 @@ async def test_closed_session_is_freed(gateway: Running, end: End, stream: bool)
 async def test_session_whose_engine_timed_out_is_freed(
     gateway: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    for client in [found for found in gc.get_objects() if type(found) is SglangClient]:
+    for client in [
+        instance for instance in gc.get_objects() if type(instance) is SglangClient
+    ]:
         monkeypatch.setattr(client, "_generate_deadline_s", 0.2)
     [session] = await gateway.open()
     gateway.engine.holds = lambda count: count > 20
@@ -212,7 +221,9 @@ async def test_session_with_an_internal_error_is_freed(
             patched.setattr(TextStream, "push", fail)
         else:
             for store in [
-                found for found in gc.get_objects() if type(found) is RunStoreWriter
+                instance
+                for instance in gc.get_objects()
+                if type(instance) is RunStoreWriter
             ]:
                 patched.setattr(store, "_db", FullDisk(store._db))
         assert await ask(gateway, session, stream=stream) == 500 or stream

@@ -193,8 +193,8 @@ def failed(member: RolloutSummary) -> RolloutSummary:
 
 def test_failed_rollout_is_trained_or_only_counted_or_left_out() -> None:
     """Rewards 1, 2 and a failure that counts 0."""
-    one, two, three = members("g", [1.0, 2.0, 0.0])
-    group = [one, two, failed(three)]
+    first, second, third = members("g", [1.0, 2.0, 0.0])
+    group = [first, second, failed(third)]
     assert firsts(built(group, advantage="dr_grpo")) == [0.0, 1.0, -1.0]
     assert firsts(built(group, advantage="dr_grpo", failed_rollouts="baseline")) == [
         0.0,
@@ -205,23 +205,25 @@ def test_failed_rollout_is_trained_or_only_counted_or_left_out() -> None:
         0.5,
     ]
     batch = built(
-        [failed(one), failed(two)], advantage="dr_grpo", failed_rollouts="leave_out"
+        [failed(first), failed(second)],
+        advantage="dr_grpo",
+        failed_rollouts="leave_out",
     )
     assert batch.samples == ()
 
 
 def test_stricter_rule_applies_to_a_truncated_failed_rollout() -> None:
-    one, two, three = members("g", [1.0, 2.0, 0.0])
-    cut = replace(three, truncated=True)
+    first, second, third = members("g", [1.0, 2.0, 0.0])
+    cut = replace(third, truncated=True)
     assert firsts(
-        built([one, two, cut], advantage="dr_grpo", failed_rollouts="leave_out")
+        built([first, second, cut], advantage="dr_grpo", failed_rollouts="leave_out")
     ) == [0, 1, -1]
     assert firsts(
-        built([one, two, cut], advantage="dr_grpo", truncated_rollouts="baseline")
+        built([first, second, cut], advantage="dr_grpo", truncated_rollouts="baseline")
     ) == [0, 1]
     both = failed(cut)
     batch = built(
-        [one, two, both],
+        [first, second, both],
         advantage="dr_grpo",
         truncated_rollouts="baseline",
         failed_rollouts="leave_out",
@@ -235,8 +237,11 @@ def test_stricter_rule_applies_to_a_truncated_failed_rollout() -> None:
 def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
     """Both are right; the second is 90 tokens long, with a limit of 100 and a buffer of
     20: it loses 0.5."""
-    one, two = members("g", [1.0, 1.0])
-    group = [replace(one, sampled_tokens=10), replace(two, sampled_tokens=90)]
+    first, second = members("g", [1.0, 1.0])
+    group = [
+        replace(first, sampled_tokens=10),
+        replace(second, sampled_tokens=90),
+    ]
     batch = built(group, advantage="dr_grpo", overlong={"buffer": 20})
     assert firsts(batch) == [0.25, -0.25]
     assert [sample.reward for sample in batch.samples] == [1.0, 1.0]
@@ -258,11 +263,11 @@ def test_shaping_metrics_exist_only_with_shaping() -> None:
 
 
 def test_length_reward_compares_only_rollouts_that_count() -> None:
-    one, two, three = members("g", [1.0, 1.0, 0.0])
+    first, second, third = members("g", [1.0, 1.0, 0.0])
     group = [
-        replace(one, sampled_tokens=10),
-        replace(two, sampled_tokens=20),
-        failed(replace(three, sampled_tokens=1000)),
+        replace(first, sampled_tokens=10),
+        replace(second, sampled_tokens=20),
+        failed(replace(third, sampled_tokens=1000)),
     ]
     batch = built(
         group, advantage="dr_grpo", length_penalty=1.0, failed_rollouts="leave_out"

@@ -16,10 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from test_rank_slices import LAYOUT as SLICED_LAYOUT
-from test_rank_slices import Engine as SlicedEngine
-from test_rank_slices import values as sliced_values
-from test_weight_receiver import LAYOUT, Engine, receiver_of
+from loader_engines import (
+    LAYOUT,
+    SLICED_LAYOUT,
+    LoaderEngine,
+    SlicedEngine,
+    receiver_of,
+    sliced_values,
+)
 
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
@@ -55,7 +59,8 @@ class Driver:
         return 0
 
     def cuIpcOpenMemHandle_v2(self, address, handle, flags) -> int:
-        assert (handle.reserved[63], flags.value) == (7, 1)
+        assert handle.reserved[63] == 7
+        assert flags.value == 1
         address._obj.value = int.from_bytes(bytes(handle.reserved[:8]), "little")
         self.opened.append((self.device, address._obj.value))
         return self.status
@@ -124,11 +129,8 @@ def test_a_handle_opens_the_memory_on_the_gpu_of_its_uuid(
         lambda index: types.SimpleNamespace(uuid=UUIDS[1 - index]),
     )
     opened = cuda_memory.open_memory(received)
-    assert place_of(opened) == (
-        8192,
-        1000,
-        0,
-    )  # this process numbers the GPUs otherwise
+    # this process numbers the GPUs otherwise
+    assert place_of(opened) == (8192, 1000, 0)
     assert driver.opened == [(0, 8192)]
     del opened
     assert driver.opened == []
@@ -201,7 +203,7 @@ def stage(writer: ArenaWriter, version: int) -> StagedWeights:
 
 @pytest.mark.usefixtures("shared_memory_as_gpu")
 async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
-    engine = Engine()
+    engine = LoaderEngine()
     receiver = receiver_of(engine, readback_every=2)
     writer = ArenaWriter(LAYOUT, device=GPU)
     for version in (1, 2, 3, 4):

@@ -102,14 +102,14 @@ def test_tasks_are_drawn_in_proportion_to_their_weight(scheme: str) -> None:
         weight = mean - (variance + mean**2)
     expected = weight / weight.sum()
     picks = 4000
-    found = shares(curriculum, picks)
+    measured = shares(curriculum, picks)
     for index, share in enumerate(expected):
         error = (share * (1.0 - share) / picks) ** 0.5
-        assert found[f"q{index}"] == pytest.approx(share, abs=4 * error)
+        assert measured[f"q{index}"] == pytest.approx(share, abs=4 * error)
     if scheme == "learnability":
-        assert found["q1"] > found["q3"] > max(found["q0"], found["q2"])
+        assert measured["q1"] > measured["q3"] > max(measured["q0"], measured["q2"])
     else:
-        assert found["q0"] > found["q3"] > found["q2"]
+        assert measured["q0"] > measured["q3"] > measured["q2"]
 
 
 def test_thompson_prefers_tasks_with_a_success_rate_near_one_half() -> None:
@@ -117,11 +117,11 @@ def test_thompson_prefers_tasks_with_a_success_rate_near_one_half() -> None:
     for _ in range(3):
         for task_id, solved in (("q0", 0), ("q1", 4), ("q2", 8)):
             curriculum.record(ended(task_id, solved))
-    found = shares(curriculum, 1000)
-    assert found["q1"] > 0.6
-    assert found["q1"] > found["q3"] > 0.1, "what was never seen is explored"
-    assert found.get("q0", 0.0) < 0.02
-    assert found.get("q2", 0.0) < 0.02
+    measured = shares(curriculum, 1000)
+    assert measured["q1"] > 0.6
+    assert measured["q1"] > measured["q3"] > 0.1, "what was never seen is explored"
+    assert measured.get("q0", 0.0) < 0.02
+    assert measured.get("q2", 0.0) < 0.02
 
 
 def test_solved_task_returns_when_the_model_forgets_it() -> None:

@@ -85,12 +85,13 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
     tmp_path: Path, name: str, damage
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    older = write(checkpoints, 4)
+    newer = write(checkpoints, 8)
     assert files_of(newer) == EVERY_FILE
     damage(newer.path / name)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    [line] = notes
     assert "checkpoint of step 8 is damaged" in line
     assert "Steps 5 to 8 are lost" in line
     if name != MANIFEST_NAME:
@@ -98,8 +99,8 @@ def test_damaged_checkpoint_is_put_aside_and_the_previous_one_is_used(
     assert "step-000008.damaged" in line
     assert (tmp_path / "step-000008.damaged").is_dir(), "kept, not deleted"
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [4]
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    assert len(told) == 1
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    assert len(notes) == 1
 
 
 def make_newer(checkpoint: Checkpoint) -> None:
@@ -119,9 +120,14 @@ def save_config(checkpoints: Checkpoints, step: int, **changes: object) -> Check
 
 def write_config(folder: Path, **changes: object) -> None:
     architecture = {
-        "model_type": "llama", "vocab_size": 8, "num_hidden_layers": 2, "hidden_size": 8,
-        "intermediate_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 8,
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 8,
+    }
     (folder / "config.json").write_text(json.dumps({**architecture, **changes}))
 
 
@@ -129,11 +135,12 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
     tmp_path: Path,
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
-    older, newer = write(checkpoints, 4), write(checkpoints, 8)
+    older = write(checkpoints, 4)
+    newer = write(checkpoints, 8)
     make_newer(newer)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, NO_MODEL) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, NO_MODEL) == older
+    [line] = notes
     assert (
         "manifest.json: it is of format 2, and this version of invrl reads formats up to 1"
         in line
@@ -144,7 +151,7 @@ def test_checkpoint_of_a_newer_format_is_put_aside_for_the_previous_one(
         DamagedFileError,
         match=r"step-000004/manifest.json: it is of format 2.*Fix: use the",
     ):
-        checkpoints.newest_whole(told.append, NO_MODEL)
+        checkpoints.newest_whole(notes.append, NO_MODEL)
     assert older.path.is_dir(), "the version that wrote it finds it"
 
 
@@ -168,15 +175,15 @@ def test_checkpoint_of_another_model_is_put_aside_for_the_previous_one(
     checkpoints = Checkpoints(tmp_path / "run")
     older = save_config(checkpoints, 4, dtype="float32", eos_token_id=7)
     save_config(checkpoints, 8, **changes)
-    told: list[str] = []
-    assert checkpoints.newest_whole(told.append, model) == older
-    [line] = told
+    notes: list[str] = []
+    assert checkpoints.newest_whole(notes.append, model) == older
+    [line] = notes
     assert re.search(
         f"step 8 cannot be used: config.json: it is of another model: {reason}", line
     )
     write_config(model, num_hidden_layers=5)
     with pytest.raises(DamagedFileError, match="another model: num_hidden_layers is 2"):
-        checkpoints.newest_whole(told.append, model)
+        checkpoints.newest_whole(notes.append, model)
     assert older.path.is_dir(), "the right model finds it"
 
 
@@ -228,8 +235,10 @@ def test_damaged_checkpoint_is_not_removed_by_keep(tmp_path: Path) -> None:
     checkpoints.newest_whole(lambda _: None, NO_MODEL)
     write(checkpoints, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000002", "step-000004", "step-000004.damaged",
-    ]  # fmt: skip
+        "step-000002",
+        "step-000004",
+        "step-000004.damaged",
+    ]
 
 
 def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(
@@ -254,11 +263,20 @@ def test_served_checkpoint_is_checked_except_for_files_that_are_not_served(
 def snapshot(*, incarnation: int, outbox_seq: int = 0) -> bytes:
     return msgspec.json.encode(
         BufferSnapshot(
-            version=WeightVersion(3), trained=WeightVersion(4), groups_leased=0, batches_taken=4,
-            in_flight=(), ready=(), counts={}, dropped={}, failed={}, sequence=7,
-            incarnation=incarnation, outbox_seq=outbox_seq,
+            version=WeightVersion(3),
+            trained=WeightVersion(4),
+            groups_leased=0,
+            batches_taken=4,
+            in_flight=(),
+            ready=(),
+            counts={},
+            dropped={},
+            failed={},
+            sequence=7,
+            incarnation=incarnation,
+            outbox_seq=outbox_seq,
         )
-    )  # fmt: skip
+    )
 
 
 def store(path: Path, incarnations: int = 1, rows: int = 400) -> Path:
@@ -311,7 +329,13 @@ def test_store_that_contradicts_the_checkpoint_is_named_with_a_fix(
     assert path.exists() == (damage is not remove), "it is not made anew"
 
 
-@pytest.mark.parametrize(("incarnation", "row"), [(2, 0), (1, 401)])
+@pytest.mark.parametrize(
+    ("incarnation", "row"),
+    [
+        (2, 0),
+        (1, 401),
+    ],
+)
 def test_older_copy_of_the_store_is_refused(
     tmp_path: Path, incarnation: int, row: int
 ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
 from invrl.cli.checks.checklist import checks_of
@@ -26,11 +25,6 @@ GOOD = {
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SFT = ("--objective", "sft", "--data-path", "DATA")
 Refused = Callable[..., dict[str, str]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

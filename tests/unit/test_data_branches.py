@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
-from model_templates import MODELS, model_folder
+from model_templates import MODELS, NO_LIMIT, renderer_of
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
@@ -23,15 +22,6 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.template_corpus import CORPUS
 from invrl.gateway.types import Prompt
-
-NO_LIMIT = 2**31
-
-
-@cache
-def renderer_of(model: str, *, keep_thinking: bool = True) -> Renderer:
-    return load_renderer(
-        str(model_folder(model)), NO_LIMIT, keep_thinking=keep_thinking
-    )
 
 
 def replies_of(prompt: Prompt) -> tuple[int, ...]:
@@ -154,12 +144,14 @@ def test_each_reply_follows_the_prompt_that_the_gateway_would_send(
     for name, prompt in CORPUS.items():
         places = replies_of(prompt)
         try:
-            made = branches(renderer, Dialogue(prompt=prompt, trained=places))
+            dialogue_branches = branches(
+                renderer, Dialogue(prompt=prompt, trained=places)
+            )
         except UnusableRowError:
             refused.add((model, name))
             continue
         stretches = 0
-        for branch in made:
+        for branch in dialogue_branches:
             starts = [at for at in range(len(branch.trained_T)) if _begins(branch, at)]
             place = places[stretches]
             first = renderer.render_first(
@@ -239,12 +231,12 @@ def test_tokens_outside_of_the_templates_marks_are_not_trained(
     assert marked.count("Well") == 1
     (folder / "chat_template.jinja").write_text(marked)
     renderer = load_renderer(str(folder), NO_LIMIT)
-    made = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
+    dialogue_branches = branches(renderer, conversation(ASK, REPLY, MORE, REPLY))
     assert [
         shown(renderer, branch).count("assistant\nWell: [[Yes.<|im_end|>]]")
-        for branch in made
+        for branch in dialogue_branches
     ] == [1, 1]
-    assert "Well: Yes.<|im_end|>" in shown(renderer, made[1]), (
+    assert "Well: Yes.<|im_end|>" in shown(renderer, dialogue_branches[1]), (
         "the first reply is context of the second"
     )
 

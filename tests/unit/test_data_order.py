@@ -45,8 +45,8 @@ def test_rows_are_in_file_order_or_shuffled_by_the_seed() -> None:
     shuffled = replace(order, shuffle=True)
     other_seed = replace(shuffled, seed=1)
     orders = [
-        tuple(draw.index for draw in each.batch(step))
-        for each in (shuffled, other_seed)
+        tuple(draw.index for draw in shuffled_order.batch(step))
+        for shuffled_order in (shuffled, other_seed)
         for step in (1, 2)
     ]
     assert len({tuple(range(50)), *orders}) == 5, (

@@ -27,7 +27,10 @@ CALL = {
 }
 TOOL = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
@@ -48,7 +51,14 @@ def test_every_reply_of_a_conversation_is_trained() -> None:
 
 def test_reply_of_weight_0_is_context() -> None:
     assert trained(
-        row(messages=[USER, {**FOUR, "weight": 0}, MORE, {**SIX, "weight": 1}])
+        row(
+            messages=[
+                USER,
+                {**FOUR, "weight": 0},
+                MORE,
+                {**SIX, "weight": 1},
+            ]
+        )
     ) == [["6"]]
 
 
@@ -65,7 +75,10 @@ def test_a_completion_is_trained_and_its_prompt_is_context() -> None:
 
 
 def test_calls_and_tools_of_a_row_are_read_like_in_the_gateway() -> None:
-    as_object = {**CALL, "function": {"name": "add", "arguments": {"a": 2}}}
+    as_object = {
+        **CALL,
+        "function": {"name": "add", "arguments": {"a": 2}},
+    }
     result = {"role": "tool", "content": "4", "tool_call_id": "c1"}
     replies = []
     for call in (CALL, as_object):
@@ -107,8 +120,10 @@ def test_pair_trains_only_the_differing_replies() -> None:
 def test_labelled_reply_is_read_with_its_label() -> None:
     good = row("labels", messages=[USER, FOUR], label=True)
     bad = row("labels", prompt="2+2?", completion="5", label=False)
-    assert (trained(good), good.label) == ([["4"]], True)
-    assert (trained(bad), bad.label) == ([["5"]], False)
+    assert trained(good) == [["4"]]
+    assert good.label is True
+    assert trained(bad) == [["5"]]
+    assert bad.label is False
 
 
 @pytest.mark.parametrize(

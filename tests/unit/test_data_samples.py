@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.datasets.config import DataConfig
 from invrl.datasets.dataset import Dataset, ModelText, load_dataset
@@ -22,11 +21,6 @@ ASK = {"role": "user", "content": "2+2?"}
 
 def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def dataset(
@@ -74,7 +68,9 @@ def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
     ]
     assert len({sample.rollout_id for sample in batch.samples}) == 6
     counts = TrainedCounts.of(batch.samples)
-    assert (counts.groups, counts.rows, counts.rollouts) == (3, 6, 6)
+    assert counts.groups == 3
+    assert counts.rows == 6
+    assert counts.rollouts == 6
     chosen, rejected = batch.samples[:2]
     context = np.flatnonzero(chosen.loss_mask_T)[0]
     assert chosen.tokens_T[:context].tolist() == rejected.tokens_T[:context].tolist()
@@ -110,9 +106,8 @@ def test_labelled_row_carries_its_label_as_a_number(
         {"desirable": 0.0},
     ]
     alone = dataset(tmp_path, model, rows, objective="kto", data_batch_size=1)
-    assert (alone.step(1).batch.samples, alone.step(1).skipped) == ((), 1), (
-        "kto compares rows"
-    )
+    assert alone.step(1).batch.samples == (), "kto compares rows"
+    assert alone.step(1).skipped == 1, "kto compares rows"
 
 
 def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -> None:
@@ -123,7 +118,9 @@ def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -
     )
     assert not sample.rollout_logprobs_T.any()
     assert np.array_equal(sample.versions_T, np.where(sample.loss_mask_T, 0, -1))
-    assert (sample.temperature, sample.reward, sample.numbers) == (1.0, 0.0, {})
+    assert sample.temperature == 1.0
+    assert sample.reward == 0.0
+    assert sample.numbers == {}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +152,10 @@ def test_a_row_that_is_too_long_is_skipped_and_counted(
         tmp_path, model, [SHORT, LONG, SHORT], data_batch_size=3, data_shuffle=False
     )
     step = data.step(1)
-    assert (len(step.batch.samples), step.rows, step.skipped, step.unusable) == (
-        2,
-        3,
-        1,
-        (),
-    )
+    assert len(step.batch.samples) == 2
+    assert step.rows == 3
+    assert step.skipped == 1
+    assert step.unusable == ()
     assert "3 rows" in data.check_tokens()
 
 
@@ -203,7 +198,8 @@ def test_data_file_with_only_too_long_rows_is_refused(
 def test_pair_with_one_too_long_side_is_skipped(tmp_path: Path, model: Path) -> None:
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "4 " * 300}
     step = dataset(tmp_path, model, [pair], objective="dpo", data_batch_size=1).step(1)
-    assert (step.batch.samples, step.skipped) == ((), 1)
+    assert step.batch.samples == ()
+    assert step.skipped == 1
 
 
 REFUSING = "{{ raise_exception('no digits') if '7' in messages[-1].content }}"
@@ -246,7 +242,8 @@ def test_held_out_rows_are_one_batch(tmp_path: Path, model: Path) -> None:
     assert held_out is not None
     trained = {sample.tokens_T.tobytes() for sample in data.step(1).batch.samples}
     kept_out = {sample.tokens_T.tobytes() for sample in held_out.samples}
-    assert (len(trained), len(kept_out)) == (16, 4)
+    assert len(trained) == 16
+    assert len(kept_out) == 4
     assert not trained & kept_out
     assert dataset(tmp_path, model, rows).held_out_batch() is None
     with pytest.raises(ConfigError, match="nothing would be left to train on"):

@@ -4,268 +4,35 @@ own."""
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
+from mortal_fleet import (
+    Deaths,
+    FakeClient,
+    FakeReceiver,
+    FakeRouter,
+    FakeServer,
+    eventually,
+    receiver,
+)
 
+from invrl.engines import engine_restarts
 from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
-from invrl.errors import ConfigError, ServerError, WeightSyncError
+from invrl.errors import ConfigError, ServerError
 from invrl.host.incidents import incidents_shown
 from invrl.host.process import RestartLimit
-from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.run.weight_updater import WeightUpdater
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.transaction import WeightTransaction
-
-SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
-
-
-class Deaths:
-    """What the watches find: `engine` and `router` stand in for the heartbeat."""
-
-    def __init__(self) -> None:
-        self.of: dict[object, asyncio.Future[str]] = {}
-
-    def future(self, server: object) -> asyncio.Future[str]:
-        return self.of.setdefault(server, asyncio.get_running_loop().create_future())
-
-    async def engine(self, server: object, *_: object, **__: object) -> str:
-        return await asyncio.shield(self.future(server))
-
-    async def router(self, *_: object, **__: object) -> str:
-        return await asyncio.shield(self.future(FakeRouter.made[-1]))
-
-
-class FakeParent:
-    def __init__(self, module: str, *, log: Path) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-class FakeServer:
-    """An engine's process. `ready` is waited for in a thread, as the real one."""
-
-    made: ClassVar[list[FakeServer]] = []
-    may_be_ready = threading.Event()
-
-    def __init__(
-        self,
-        name: str,
-        config: EngineConfig,
-        *,
-        model_path: Path,
-        run_folder: Path,
-        **_: object,
-    ):
-        self.name = name
-        self.url = f"http://{name}-{len(self.made)}"
-        self.api_key = self.admin_key = "key"
-        self.stopped = False
-        self.port_lost = False
-        self.cannot_stop = False
-        self.start_error: Exception | None = None
-        self.made.append(self)
-
-    def processes(self) -> FakeServer:
-        """What the fake heartbeat knows it by."""
-        return self
-
-    def wait_ready(self) -> None:
-        while not self.may_be_ready.wait(0.01):
-            if self.stopped:
-                raise ServerError(f"{self.name} ended")
-        if self.start_error is not None:
-            raise self.start_error
-
-    def lost_its_port(self) -> bool:
-        return self.port_lost
-
-    def stop(self) -> None:
-        self.stopped = True
-        if self.cannot_stop:
-            raise ServerError(f"{self.name} does not end")
-
-
-class FakeClient:
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    async def close(self) -> None: ...
-
-
-class FakeRouter:
-    """Knows which engines it routes to."""
-
-    made: ClassVar[list[FakeRouter]] = []
-
-    class Address:
-        def close(self) -> None: ...
-
-    def __init__(self, *, address: object = None, **_: object) -> None:
-        self.address = address or self.Address()
-        self.engine_api_key = None
-        self.log = Path("router.log")
-        self.pid = os.getpid()
-        self.urls: set[str] = set()
-        self.unreachable: set[str] = set()
-        self.is_away = False
-        self.stopped = False
-        self.made.append(self)
-
-    def wait_ready(self) -> None: ...
-
-    def answers(self, deadline_s: float) -> bool:
-        return not self.is_away
-
-    def register(self, url: str, *, api_key: str) -> None:
-        if self.is_away or url in self.unreachable:
-            raise ServerError(f"no route to {url}")
-        self.urls.add(url)
-
-    def registered(self, url: str) -> bool:
-        return url in self.urls
-
-    def unregister(self, url: str) -> None:
-        self.urls.discard(url)
-
-    def log_tail(self) -> str:
-        return "no more lines"
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
-class Trainer:
-    """Stages into two slots in turn, as the arena does, and takes a while to write
-    one."""
-
-    def __init__(self) -> None:
-        self.slots = ["", ""]
-        self.staged: list[int] = []
-        self.hold: asyncio.Event | None = None
-
-    async def layout(self) -> WeightLayout:
-        return (SPEC,)
-
-    async def stage(self, version: WeightVersion) -> StagedWeights:
-        self.staged.append(version)
-        slot = version % 2
-        self.slots[slot] = "half written"
-        if self.hold is not None:
-            await self.hold.wait()
-        self.slots[slot] = str(version)
-        return StagedWeights(
-            version=version,
-            handle=str(slot),
-            checksums={"w": str(version)},
-            num_bytes=1,
-        )
-
-    async def logprobs(self, prompts: Sequence[Sequence[int]]):
-        return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
-
-
-class FakeReceiver:
-    """Reads the trainer's slot while it loads."""
-
-    trainer: Trainer
-    made: ClassVar[list[FakeReceiver]] = []
-
-    def __init__(
-        self, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int
-    ) -> None:
-        self.name = name
-        self.deadline_s = settings.weight_sync_timeout_s
-        self.is_paused = False
-        self.weights = ""
-        self.version = 0
-        self.fails = ""
-        self.load_waits: asyncio.Event | None = None
-        self.loading = asyncio.Event()
-        self.made.append(self)
-
-    def _phase(self, phase: str) -> None:
-        if self.fails == phase:
-            raise WeightSyncError(f"{self.name} refuses")
-
-    async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        self._phase("check")
-
-    async def pause(self) -> None:
-        self._phase("pause")
-        self.is_paused = True
-
-    async def load(self, staged: StagedWeights) -> None:
-        self._phase("load")
-        self.loading.set()
-        if self.load_waits is not None:
-            await self.load_waits.wait()
-        self.weights = self.trainer.slots[int(staged.handle)]
-
-    async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        return {"w": self.weights}
-
-    async def commit(self, version: WeightVersion) -> None:
-        self._phase("commit")
-        self.version = version
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def resume(self) -> None:
-        self.is_paused = False
-
-    async def logprobs(self, prompts: Sequence[Sequence[int]]):
-        return [np.zeros(len(ids) - 1, np.float32) for ids in prompts]
-
-
-@pytest.fixture
-def deaths() -> Deaths:
-    return Deaths()
-
-
-@pytest.fixture
-async def fleet(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, deaths: Deaths
-) -> AsyncIterator[Fleet]:
-    for fake in (FakeServer, FakeRouter, FakeReceiver):
-        monkeypatch.setattr(fake, "made", [])
-    monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
-    monkeypatch.setattr(FakeReceiver, "trainer", Trainer(), raising=False)
-    monkeypatch.setattr(fleet_module, "EngineServer", FakeServer)
-    monkeypatch.setattr(fleet_module, "ForkParent", FakeParent)
-    monkeypatch.setattr(fleet_module, "RouterServer", FakeRouter)
-    monkeypatch.setattr(fleet_module, "SglangClient", FakeClient)
-    monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})
-    monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
-    monkeypatch.setattr(fleet_module, "router_death", deaths.router)
-    config = EngineConfig(num_engines=3, engine_max_restarts=2)
-    fleet = Fleet(
-        config,
-        tiny_model,
-        tmp_path,
-        weight_sync=WeightSyncConfig(weight_sync_timeout_s=900.0),
-    )
-    FakeServer.may_be_ready.set()
-    await fleet.start()
-    try:
-        yield fleet
-    finally:
-        FakeServer.may_be_ready.set()
-        await fleet.stop()
 
 
 @pytest.fixture
@@ -275,18 +42,6 @@ def updater(fleet: Fleet) -> WeightUpdater:
         FakeReceiver.trainer, fleet.receivers, canary_prompts=[[1, 2, 3]], bound=bound
     )
     return WeightUpdater(transaction, fleet)
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
-def receiver(fleet: Fleet, name: str) -> FakeReceiver:
-    found = fleet.engines[name].receiver
-    assert isinstance(found, FakeReceiver)
-    return found
 
 
 async def test_call_that_moves_weights_has_the_deadline_of_its_phase(
@@ -315,10 +70,8 @@ async def test_update_continues_without_waiting_for_a_lost_engine(
     await updater.update(WeightVersion(3))
     FakeServer.may_be_ready.set()
     await eventually(lambda: len(fleet.engines) == 3)
-    assert (
-        receiver(fleet, "engine-1").weights,
-        receiver(fleet, "engine-1").version,
-    ) == ("3", 3)
+    assert receiver(fleet, "engine-1").weights == "3"
+    assert receiver(fleet, "engine-1").version == 3
     assert fleet.evicted == {}
     await eventually(
         lambda: fleet.router.registered(fleet.engines["engine-1"].server.url)
@@ -338,10 +91,12 @@ async def test_engine_that_starts_while_weights_are_staged_takes_part_in_the_upd
     fleet.evict("engine-1", "it died")
     await eventually(lambda: "engine-1" in fleet.engines)
     newcomer = receiver(fleet, "engine-1")
-    assert (newcomer.weights, newcomer.version) == ("1", 1)
+    assert newcomer.weights == "1"
+    assert newcomer.version == 1
     FakeReceiver.trainer.hold.set()
     await update
-    assert (newcomer.weights, newcomer.version) == ("2", 2)
+    assert newcomer.weights == "2"
+    assert newcomer.version == 2
 
 
 async def newcomer_that_loads(
@@ -442,9 +197,8 @@ async def test_engine_is_restarted_a_limited_number_of_times(
 ) -> None:
     await updater.update(WeightVersion(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            FakeReceiver, "check", FakeReceiver.commit
-        )  # raises: it takes no such arguments
+        # raises: it takes no such arguments
+        patch.setattr(FakeReceiver, "check", FakeReceiver.commit)
         fleet.evict("engine-1", "it died")
         await eventually(fleet._replacements["engine-1"].done)
     assert len(FakeServer.made) == 5
@@ -635,9 +389,8 @@ async def test_failed_start_of_one_engine_stops_all_engines(
     starting = asyncio.create_task(second.start())
     await eventually(lambda: len(FakeServer.made) == 23)
 
-    FakeServer.made[
-        10
-    ].stopped = True  # its process has died: the wait for it fails, the others' go on
+    # its process has died: the wait for it fails, the others' go on
+    FakeServer.made[10].stopped = True
     with pytest.raises(ServerError, match="engine-7 ended"):
         await starting
     assert all(server.stopped for server in FakeServer.made[3:])
@@ -770,13 +523,8 @@ async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns
         newcomer = mixed.engines["external-0"]
         assert newcomer is not left
         assert left.server.stopped  # type: ignore[attr-defined]
-        assert (
-            receiver(mixed, "external-0").weights,
-            receiver(mixed, "external-0").version,
-        ) == (
-            str(version),
-            version,
-        )
+        assert receiver(mixed, "external-0").weights == str(version)
+        assert receiver(mixed, "external-0").version == version
         assert newcomer.client.api_key != left.client.api_key
     assert mixed.evicted == {}
 
@@ -876,7 +624,10 @@ async def test_each_version_is_announced_before_an_engine_gets_it(fleet: Fleet) 
     )
     for version in (4, 5):
         await updater.update(WeightVersion(version))
-    assert announced == [(4, [0, 0, 0]), (5, [4, 4, 4])]
+    assert announced == [
+        (4, [0, 0, 0]),
+        (5, [4, 4, 4]),
+    ]
 
 
 async def test_an_engine_that_comes_back_while_the_router_is_away_waits_for_it(
@@ -927,7 +678,7 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
     """At most 2; a run of weeks forgets those of yesterday."""
     now = [0.0]
     monkeypatch.setattr(
-        fleet_module, "RestartLimit", partial(RestartLimit, clock=lambda: now[0])
+        engine_restarts, "RestartLimit", partial(RestartLimit, clock=lambda: now[0])
     )
     await updater.update(WeightVersion(1))
     for hour in range(3):
@@ -935,7 +686,7 @@ async def test_restarts_of_an_engine_are_counted_by_the_hour(
         for _ in range(2):
             fleet.evict("engine-1", "it died")
             await eventually(lambda: "engine-1" in fleet.engines)
-    assert fleet._restarts == {"engine-1": 6}
+    assert fleet.state().restarts == {"engine-1": 6}
     fleet.evict("engine-1", "it died")
     await eventually(fleet._replacements["engine-1"].done)
     assert "engine-1" not in fleet.engines

@@ -38,15 +38,15 @@ Tensors = dict[str, torch.Tensor]
 
 def tensors(version: int) -> Tensors:
     """Each version differs a little from the one before."""
-    found: Tensors = {}
+    values_by_name: Tensors = {}
     for spec in LAYOUT:
         values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(1))
         for step in range(version):
             values += 1e-4 * torch.randn(
                 spec.shape, generator=torch.Generator().manual_seed(step)
             )
-        found[spec.name] = values.to(getattr(torch, spec.dtype))
-    return found
+        values_by_name[spec.name] = values.to(getattr(torch, spec.dtype))
+    return values_by_name
 
 
 def stage(
@@ -91,9 +91,8 @@ def test_engine_on_the_previous_version_reads_only_deltas(
     for version in range(1, 4):
         staged = stage(folders, version)
         if version > 1:
-            Path(chain(staged)[0], WEIGHTS_NAME).unlink(
-                missing_ok=True
-            )  # nobody needs it who is up to date
+            # nobody needs it who is up to date
+            Path(chain(staged)[0], WEIGHTS_NAME).unlink(missing_ok=True)
         load_chain(chain(staged), LAYOUT, held)
         assert checksums(held) == staged.checksums == checksums(tensors(version))
 
@@ -116,9 +115,8 @@ def test_engine_that_is_behind_or_ahead_reaches_the_version(
     behind = tensors(1)
     load_chain(chain(third), LAYOUT, behind)
     assert checksums(behind) == third.checksums
-    load_chain(
-        chain(second), LAYOUT, behind
-    )  # an update that failed after it had loaded
+    # an update that failed after it had loaded
+    load_chain(chain(second), LAYOUT, behind)
     assert checksums(behind) == second.checksums
     assert names(first) == names(third)[:1]
 
@@ -155,12 +153,12 @@ def test_tensors_outside_of_the_layout_are_not_staged_and_the_next_version_is_wh
     folders: DeltaFolders, fault: str
 ) -> None:
     before = stage(folders, 1)
-    given = list(tensors(2).items())
+    named_tensors = list(tensors(2).items())
     faulty = {
-        "missing": given[:1],
-        "shape": [("a", torch.zeros(50, 30)), *given[1:]],
-        "order": given[::-1],
-        "twice": [*given, given[0]],
+        "missing": named_tensors[:1],
+        "shape": [("a", torch.zeros(50, 30)), *named_tensors[1:]],
+        "order": named_tensors[::-1],
+        "twice": [*named_tensors, named_tensors[0]],
     }
     with pytest.raises(LayoutError, match="not those of the layout"):
         folders.stage(WeightVersion(2), faulty[fault])
@@ -241,10 +239,10 @@ def test_delta_frame_of_another_size_is_refused() -> None:
     small, large = (
         TensorSpec(name="w", shape=(size,), dtype="float32") for size in (10, 1000)
     )
-    for one, other in ((small, large), (large, small)):
-        frame = compress(torch.zeros(4 * one.shape[0], dtype=torch.uint8), one)
+    for spec, other_spec in ((small, large), (large, small)):
+        frame = compress(torch.zeros(4 * spec.shape[0], dtype=torch.uint8), spec)
         with pytest.raises(WeightSyncError, match="difference of w"):
-            decompress(frame, other)
+            decompress(frame, other_spec)
 
 
 @given(st.data())

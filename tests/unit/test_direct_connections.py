@@ -49,7 +49,9 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("no_proxy", "")  # so that it is restored after the test
     monkeypatch.setenv("NO_PROXY", "")
     with http.server.HTTPServer(("127.0.0.1", 0), _Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 

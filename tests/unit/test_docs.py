@@ -204,10 +204,11 @@ def test_settings_reference_lists_every_setting(site: Path) -> None:
             assert f"<code>{name}</code>" in page, f"{table}.{name}"
 
 
-def test_first_line_of_every_settings_section_is_a_sentence() -> None:
+def test_first_paragraph_of_every_settings_section_is_sentences() -> None:
     """The reference and `invrl train --help` show it as the section's summary."""
     for table, section in SECTIONS.items():
-        assert (section.__doc__ or "").strip().splitlines()[0].endswith("."), table
+        summary, _, _ = (section.__doc__ or "").partition("\n\n")
+        assert summary.strip().endswith("."), table
 
 
 # ----------------------------------------------------------------- snippets
@@ -232,14 +233,14 @@ def test_python_snippets_compile_and_their_imports_exist(snippet: Snippet) -> No
         module = node.module or ""
         if module.split(".")[0] not in ("invrl", "rollout_fns"):
             continue
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
         for alias in node.names:
             is_submodule = (
                 importlib.util.find_spec(f"{module}.{alias.name}")
-                if hasattr(found, "__path__")
+                if hasattr(imported, "__path__")
                 else None
             )
-            assert hasattr(found, alias.name) or is_submodule, (
+            assert hasattr(imported, alias.name) or is_submodule, (
                 f"{snippet.place}: {module}.{alias.name}"
             )
 
@@ -375,7 +376,9 @@ def test_objective_example_of_the_docs_adds_up_over_micro_batches() -> None:
 
 def test_filter_and_task_source_examples_of_the_docs_work() -> None:
     filters, source = (
-        one for one in of_language("python") if one.page == "docs/extend/tasks.md"
+        python_snippet
+        for python_snippet in of_language("python")
+        if python_snippet.page == "docs/extend/tasks.md"
     )
     module: dict[str, Any] = {}
     for snippet in (filters, source):
@@ -384,9 +387,13 @@ def test_filter_and_task_source_examples_of_the_docs_work() -> None:
     def ended(task_id: str, num_solved: int) -> GroupOutcome:
         rewards_G = (1.0,) * num_solved + (0.0,) * (4 - num_solved)
         return GroupOutcome(
-            task_id=task_id, group_id="g", version=WeightVersion(0), rewards_G=rewards_G,
-            num_solved=num_solved, complete=True,
-        )  # fmt: skip
+            task_id=task_id,
+            group_id="g",
+            version=WeightVersion(0),
+            rewards_G=rewards_G,
+            num_solved=num_solved,
+            complete=True,
+        )
 
     group = Group(id="g", task_id="t", rollouts_G=())
     for solved, verdict in (
@@ -451,7 +458,8 @@ def check_command(
     """`words` after `invrl`: the command exists, and takes these flags."""
     if not words or words[0] in ("--version", "--help"):
         return
-    command, arguments = words[0], words[1:]
+    command = words[0]
+    arguments = words[1:]
     capsys.readouterr()
     assert cli.main([command, "--help"]) == 0, f"{place}: there is no `invrl {command}`"
     help_text = capsys.readouterr().out
@@ -490,7 +498,8 @@ def test_shell_snippets_parse(
     )
     assert checked.returncode == 0, checked.stderr
     for words in command_lines(snippet):
-        program, arguments = words[0], words[1:]
+        program = words[0]
+        arguments = words[1:]
         arguments = [word for word in arguments if word != "..."]
         if program.removeprefix(".venv/bin/") == "invrl":
             check_command(arguments, snippet.place, capsys)

@@ -95,10 +95,10 @@ def plot(
         "--task-source-path": "rollout_fns.calculator:task_source",
         "--rollout-function-path": "rollout_fns.calculator:rollout",
     }
-    made = Plot(here=tmp_path, flags=flags, patch=monkeypatch)
-    yield made
+    fault_plot = Plot(here=tmp_path, flags=flags, patch=monkeypatch)
+    yield fault_plot
     sys.modules.pop("doctors_agent", None)
-    for end in made.clean_up:
+    for end in fault_plot.clean_up:
         end()
 
 
@@ -197,7 +197,8 @@ def extra(*more: str) -> Callable[[Plot], None]:
     return plant
 
 
-FAILED, WARNING = Status.FAILED, Status.WARNING
+FAILED = Status.FAILED
+WARNING = Status.WARNING
 FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     # name, how it is planted, the check that finds it, how bad, what it says, what to
     # do
@@ -614,20 +615,23 @@ def test_doctor_finds_each_planted_fault(
     fix: str,
 ) -> None:
     plant(plot)
-    found = by_check(diagnose(plot.arguments, plot.machine))
-    assert list(found) == CHECKS, "every check has its line"
-    (finding,) = found[check]
+    findings = by_check(diagnose(plot.arguments, plot.machine))
+    assert list(findings) == CHECKS, "every check has its line"
+    (finding,) = findings[check]
     assert finding.status is status
     assert reason in f"{finding.value} {finding.reason}"
     assert fix in finding.fix
     assert "itself raised" not in "".join(
-        str(each) for several in found.values() for each in several
+        str(shown_finding) for several in findings.values() for shown_finding in several
     )
 
 
 @pytest.mark.parametrize(
     ("gpus", "more"),
-    [(1, ()), (0, ("--debug-train-only", "--load-rollout-data", "saved"))],
+    [
+        (1, ()),
+        (0, ("--debug-train-only", "--load-rollout-data", "saved")),
+    ],
     ids=["gpu", "trainer alone"],
 )
 def test_family_without_cpu_engines_is_accepted_if_no_engine_runs_on_a_cpu(
@@ -746,9 +750,9 @@ def test_doctor_names_the_longest_conversation_that_fits(plot: Plot) -> None:
 def test_train_only_run_needs_no_chat_template(plot: Plot) -> None:
     without_template(plot)
     plot.more = ("--debug-train-only", "--load-rollout-data", str(plot.here))
-    found = by_check(diagnose(plot.arguments, plot.machine))
-    assert found["model folder"][0].status is Status.OK
-    assert "chat template" not in found
+    findings = by_check(diagnose(plot.arguments, plot.machine))
+    assert findings["model folder"][0].status is Status.OK
+    assert "chat template" not in findings
 
 
 def test_healthy_machine_passes_all_checks(

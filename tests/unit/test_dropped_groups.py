@@ -17,9 +17,7 @@ import pytest
 from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 from fake_workers import FakeWorker, assignment, given, reasons, started_pool
 from running_gateway import ASK, ENV_KEY, Running, eventually, running
-from test_buffer_state_machine import failed, finished
-from test_buffer_waits import Outbox
-from test_buffer_waits import running as buffering
+from small_buffer import Outbox, failed, finished, running_buffer
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
@@ -98,16 +96,15 @@ def test_running_stale_group_is_reported_and_an_ended_group_is_not() -> None:
     buffer.advance(WeightVersion(1))
     assert buffer.unwanted() == ()
     buffer.lease()
-    buffer.record(
-        finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1)
-    )  # begun under version 0
+    # begun under version 0
+    buffer.record(finished(Place("g1", 0, 0), reward=1.0, oldest=0, newest=1))
     assert buffer.unwanted() == (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 
 
 async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closing() -> (
     None
 ):
-    async with buffering(Outbox()) as actor:
+    async with running_buffer(Outbox()) as actor:
         lease = await actor.lease()
         assert lease is not None
         waiting = asyncio.create_task(actor.unwanted())
@@ -115,9 +112,8 @@ async def test_buffer_actor_reports_dropped_groups_at_once_and_answers_on_closin
         assert await waiting == (INCOMPLETE_G0,)
         at_the_end = asyncio.create_task(actor.unwanted())
         await asyncio.sleep(0)
-    assert (
-        await asyncio.wait_for(at_the_end, 15.0) == ()
-    )  # it would wait for 20 s otherwise
+    # it would wait for 20 s otherwise
+    assert await asyncio.wait_for(at_the_end, 15.0) == ()
 
 
 # ----------------------------------------------------------------- the dispatcher
@@ -199,9 +195,8 @@ async def test_waiting_rollouts_of_a_dropped_group_never_run():
     pool = DroppingPool()
     opener.may_end.set()
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=3)
-    await until(
-        lambda: len(pool.running) == 3 and len(opener.opened) == 4
-    )  # the fourth waits
+    # the fourth waits
+    await until(lambda: len(pool.running) == 3 and len(opener.opened) == 4)
     buffer.dropped.put_nowait(DroppedGroup(group_id="g1", reason=DropReason.STALE))
     await until(lambda: ("g2/0",) in pool.running)
     assert opener.aborted == dict.fromkeys(
@@ -271,7 +266,8 @@ async def test_pool_repeats_a_cancellation_until_the_worker_knows_the_rollout() 
     dropped.set()
     assert reasons(await run) == [FailureReason.EXCEPTION]
     assert workers[0].asked == ["hold-a", "hold-a"]
-    assert (pool.replaced, aborts.seen) == (0, {})
+    assert pool.replaced == 0
+    assert aborts.seen == {}
 
 
 async def test_a_rollout_dropped_while_its_worker_starts_never_runs() -> None:
@@ -588,9 +584,8 @@ async def test_group_dropped_while_it_is_offered_is_withdrawn(
     buffer.dropped.put_nowait(INCOMPLETE_G0)
     await until(lambda: "g0" in offers._dropped and not offers._drops)
     may_offer.set()
-    await until(
-        lambda: buffer.asked > 1
-    )  # until then an environment may take it, which cannot open it
+    # until then an environment may take it, which cannot open it
+    await until(lambda: buffer.asked > 1)
     assert (await leased(gateway))["group_id"] == "g1"
     await offers.stop()
 

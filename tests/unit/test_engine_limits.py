@@ -38,7 +38,13 @@ def test_each_rank_of_a_cpu_engine_has_a_core(
 
 
 @pytest.mark.parametrize(
-    ("token", "is_sent"), [(0, True), (511, True), (512, False), (-1, False)]
+    ("token", "is_sent"),
+    [
+        (0, True),
+        (511, True),
+        (512, False),
+        (-1, False),
+    ],
 )
 async def test_an_id_outside_of_the_vocabulary_is_never_sent(
     token: int, is_sent: bool
@@ -53,7 +59,12 @@ async def test_an_id_outside_of_the_vocabulary_is_never_sent(
 
 
 @pytest.mark.parametrize(
-    ("max_total_tokens", "context_length"), [(None, 2048), (4096, 2048), (1000, 936)]
+    ("max_total_tokens", "context_length"),
+    [
+        (None, 2048),
+        (4096, 2048),
+        (1000, 936),
+    ],
 )
 def test_context_length_is_bounded_by_model_and_cache(
     model: Path, max_total_tokens: int | None, context_length: int
@@ -64,7 +75,12 @@ def test_context_length_is_bounded_by_model_and_cache(
 
 @pytest.mark.parametrize(
     ("gpus", "setting", "expected"),
-    [(0, 0, 16384), (0, 900, 900), (1, 0, None), (1, 900, 900)],
+    [
+        (0, 0, 16384),
+        (0, 900, 900),
+        (1, 0, None),
+        (1, 900, 900),
+    ],
 )
 def test_cache_size_is_the_setting_or_sglangs_choice_on_a_gpu(
     model: Path,

@@ -9,7 +9,12 @@ from collections import deque
 import pytest
 from engine_tap import EngineTap, _Reader, read_generation
 
-REQUEST = {"rid": "turn-1", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
+REQUEST = {
+    "rid": "turn-1",
+    "input_ids": [5, 6],
+    "sampling_params": {},
+    "stream": True,
+}
 
 
 def event(ids: list[int], total: int, finish: dict | None, label: str = "3") -> bytes:
@@ -76,11 +81,11 @@ def test_tap_of_a_broken_stream_has_its_whole_events():
     parts = [EVENTS[0], EVENTS[1][:30]]
     tap, waiting = read(chunked(parts), 16)
     assert tap.generations == []
-    one = read_generation(waiting[0])
-    assert one.ids == [7, 8]
-    assert one.spans == []
-    assert one.finish == ""
-    assert one.earlier_labels == [3, 3]
+    generation = read_generation(waiting[0])
+    assert generation.ids == [7, 8]
+    assert generation.spans == []
+    assert generation.finish == ""
+    assert generation.earlier_labels == [3, 3]
 
 
 def test_each_tapped_token_has_the_version_label_of_the_previous_event():
@@ -90,8 +95,8 @@ def test_each_tapped_token_has_the_version_label_of_the_previous_event():
         event([6], 5, None, "4"),
     ]
     _, waiting = read(chunked(parts), 64)
-    one = read_generation(waiting[0])
-    assert one.earlier_labels == [3, 3, 3, 3, 4]
+    generation = read_generation(waiting[0])
+    assert generation.earlier_labels == [3, 3, 3, 3, 4]
 
 
 def test_tap_does_not_read_http2():
@@ -102,4 +107,5 @@ def test_tap_does_not_read_http2():
     there.feed(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x01")
     there.feed(b"\x00\x02")
     back.feed(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-    assert (list(waiting), tap.generations) == ([], [])
+    assert list(waiting) == []
+    assert tap.generations == []

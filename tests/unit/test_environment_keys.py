@@ -21,7 +21,11 @@ KEYS = {
 
 def told_by(program: str) -> dict:
     """What a fresh process with both keys says, as JSON."""
-    environment = {**os.environ, **KEYS, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        **KEYS,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-c", textwrap.dedent(program)]
     return json.loads(
         subprocess.run(command, env=environment, capture_output=True, check=True).stdout
@@ -29,7 +33,7 @@ def told_by(program: str) -> dict:
 
 
 def test_process_and_its_children_have_no_keys_after_forgetting_them():
-    told = told_by("""
+    printed = told_by("""
         import json, os, subprocess, sys
         from invrl.host.environment_keys import forget_keys
         def shown():
@@ -42,23 +46,23 @@ def test_process_and_its_children_have_no_keys_after_forgetting_them():
         print(json.dumps({"before": before, "after": shown()}))
     """)
     for key in KEYS.values():
-        assert all(key in text for text in told["before"].values())
-        assert not any(key in text for text in told["after"].values())
+        assert all(key in text for text in printed["before"].values())
+        assert not any(key in text for text in printed["after"].values())
     for place in ("proc", "os", "child"):
-        assert "PYTHONPATH" in told["after"][place], "nothing else is lost"
+        assert "PYTHONPATH" in printed["after"][place], "nothing else is lost"
 
 
 def test_environment_key_is_read_once_and_rays_token_stays():
-    told = told_by("""
+    printed = told_by("""
         import json, os
         from invrl.host.environment_keys import take_environment_key
         keys = [take_environment_key(), take_environment_key()]
         print(json.dumps({"keys": keys, "token": os.environ.get("RAY_AUTH_TOKEN"),
                           "proc": open("/proc/self/environ").read()}))
     """)
-    assert told["keys"] == [KEYS["INVRL_ENV_KEY"], ""]
-    assert told["token"] == KEYS["RAY_AUTH_TOKEN"]
-    assert KEYS["INVRL_ENV_KEY"] not in told["proc"]
+    assert printed["keys"] == [KEYS["INVRL_ENV_KEY"], ""]
+    assert printed["token"] == KEYS["RAY_AUTH_TOKEN"]
+    assert KEYS["INVRL_ENV_KEY"] not in printed["proc"]
 
 
 def test_key_set_later_is_forgotten_too(monkeypatch: pytest.MonkeyPatch):
@@ -95,14 +99,14 @@ def test_user_code_imported_by_checks_sees_no_keys(tmp_path: Path) -> None:
         "looking:rollout",
     ]
     subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
-    found = json.loads((tmp_path / "found").read_text())
-    for place, text in found.items():
+    seen_keys = json.loads((tmp_path / "found").read_text())
+    for place, text in seen_keys.items():
         assert "FOUND" in text, place
         assert not any(key in text for key in KEYS.values()), place
 
 
 def test_held_key_is_visible_only_to_the_process_started_with_it():
-    told = told_by("""
+    printed = told_by("""
         import json, os, subprocess
         from invrl.host.environment_keys import (
             ENVIRONMENT_KEY, RAY_TOKEN, held_key, held_keys, hold_keys, key_in_environment,
@@ -121,10 +125,10 @@ def test_held_key_is_visible_only_to_the_process_started_with_it():
         print(json.dumps({"held": held, "within": within, "after": after, "again": again, "taken": taken,
                           "left": held_key(ENVIRONMENT_KEY)}))
     """)
-    assert told["held"] == KEYS
+    assert printed["held"] == KEYS
     for place in ("within", "again"):
-        assert KEYS["RAY_AUTH_TOKEN"] in told[place]
-        assert KEYS["INVRL_ENV_KEY"] not in told[place]
-    assert not any(key in told["after"] for key in KEYS.values())
-    assert told["taken"] == [KEYS["INVRL_ENV_KEY"], ""]
-    assert told["left"] is None
+        assert KEYS["RAY_AUTH_TOKEN"] in printed[place]
+        assert KEYS["INVRL_ENV_KEY"] not in printed[place]
+    assert not any(key in printed["after"] for key in KEYS.values())
+    assert printed["taken"] == [KEYS["INVRL_ENV_KEY"], ""]
+    assert printed["left"] is None

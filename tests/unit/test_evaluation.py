@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 
+import handmade_rollouts
 import msgspec
 import numpy as np
 import pytest
@@ -34,28 +36,11 @@ from invrl.run.resolved_config import load_resolved
 from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
 
 
-def summary(session, reward):
-    return RolloutSummary(
-        session_id=session.id,
-        task_id=session.task_id,
-        group_id=session.group_id,
-        index=session.index,
-        attempt=session.attempt,
-        reward=reward,
-        num_turns=1,
-        prompt_tokens=1,
-        cached_tokens=0,
-        later_prompt_tokens=0,
-        later_cached_tokens=0,
-        sampled_tokens=1,
-        trained_tokens=1,
-        truncated=False,
-        oldest_version=0,  # type: ignore[arg-type]
-        newest_version=0,  # type: ignore[arg-type]
-        forks=0,
-        started_at=0.0,
-        finished_at=1.0,
+def summary(session: Session, reward: float) -> RolloutSummary:
+    of_session = handmade_rollouts.summary(
+        session.id, session.group_id, session.index, reward
     )
+    return replace(of_session, task_id=session.task_id, attempt=session.attempt)
 
 
 class Stage:
@@ -68,7 +53,7 @@ class Stage:
         self.running = self.most = 0
 
     async def open(self, lease, *, purpose="train", sampling=None, deadline_s=None):
-        made = [
+        sessions = [
             Session(
                 id=f"{lease.group_id}/{m.index}/{m.attempt}",
                 key="k",
@@ -82,8 +67,8 @@ class Stage:
             )
             for m in lease.members
         ]
-        self.opened.extend(made)
-        return made
+        self.opened.extend(sessions)
+        return sessions
 
     async def abort(self, session, reason, detail):
         raise AssertionError("nothing to abort here")
@@ -226,10 +211,8 @@ def test_wilson_interval_equals_known_values(successes, n, low, high):
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_interval_holds_its_value_and_mirrors(pair):
     successes, n = pair
-    interval, mirrored = (
-        wilson_interval(successes, n),
-        wilson_interval(n - successes, n),
-    )
+    interval = wilson_interval(successes, n)
+    mirrored = wilson_interval(n - successes, n)
     assert 0.0 <= interval.low <= interval.value + 1e-12
     assert interval.value - 1e-12 <= interval.high <= 1.0
     assert mirrored.low == pytest.approx(1 - interval.high, abs=1e-9)
@@ -251,7 +234,8 @@ def test_gain_counts_exact_answers_only():
 
 def test_gain_agrees_with_the_normal_interval_of_paired_differences():
     draw = np.random.default_rng(0)
-    before, after = draw.random(200) < 0.3, draw.random(200) < 0.6
+    before = draw.random(200) < 0.3
+    after = draw.random(200) < 0.6
     gain = gain_interval(score(*before.astype(float)), score(*after.astype(float)))
     differences = after.astype(float) - before
     half = 1.96 * differences.std(ddof=1) / np.sqrt(200)
@@ -262,7 +246,8 @@ def test_gain_agrees_with_the_normal_interval_of_paired_differences():
 
 def test_gain_without_tasks_is_empty_and_its_interval_depends_only_on_the_seed():
     same = score(1.0, 0.0, 1.0)
-    assert (gain_interval(same, same).low, gain_interval(same, same).high) == (0.0, 0.0)
+    assert gain_interval(same, same).low == 0.0
+    assert gain_interval(same, same).high == 0.0
     before, after = score(*[0.0] * 30), score(*[1.0, 0.0] * 15)
     assert gain_interval(before, after, seed=1) == gain_interval(before, after, seed=1)
 
@@ -289,7 +274,8 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     # (1000 - i).
     missed = np.prod([(500 - i) / (1000 - i) for i in range(10)])
     assert pass_at_k(1000, 10, 500) == pytest.approx(1 - missed, rel=1e-12)
-    assert (pass_at_k(1000, 0, 1), pass_at_k(1000, 501, 500)) == (0.0, 1.0)
+    assert pass_at_k(1000, 0, 1) == 0.0
+    assert pass_at_k(1000, 501, 500) == 1.0
 
 
 def test_score_has_pass_at_k_for_each_power_of_two():
@@ -303,7 +289,8 @@ def test_score_has_pass_at_k_for_each_power_of_two():
     assert list(passed) == [1, 2]
     assert passed[1].value == pytest.approx(1 / 6) == of.accuracy.value
     assert passed[2].value == pytest.approx((2 / 3) / 2)
-    assert (passed[2].low, passed[2].high) == (0.0, pytest.approx(2 / 3))
+    assert passed[2].low == 0.0
+    assert passed[2].high == pytest.approx(2 / 3)
     values = of.values()
     assert values["eval/sampled/pass_at_2"] == passed[2].value
     assert values["eval/sampled/pass_at_2_high"] == passed[2].high
@@ -336,7 +323,10 @@ def test_evaluation_is_read_back_from_json_unchanged():
         failures={"timeout": 2},
     )
     evaluation = Evaluation(
-        scores={"hard/sampled": once, "greedy": score(1.0, mode="greedy")}
+        scores={
+            "hard/sampled": once,
+            "greedy": score(1.0, mode="greedy"),
+        }
     )
     again = msgspec.json.decode(msgspec.json.encode(evaluation), type=Evaluation)
     assert again == evaluation
@@ -379,16 +369,16 @@ def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
         eval_sets=sets,
         eval_tasks=2,
     )
-    found = load_eval_sets(config, 0)
-    assert list(found) == ["small", "calc-2"]
-    assert [task.id for task in found["small"]] == ["q0", "q1"]
-    assert [task.split for task in found["calc-2"]] == ["eval", "eval"]
+    loaded = load_eval_sets(config, 0)
+    assert list(loaded) == ["small", "calc-2"]
+    assert [task.id for task in loaded["small"]] == ["q0", "q1"]
+    assert [task.split for task in loaded["calc-2"]] == ["eval", "eval"]
     assert (
         len(load_eval_sets(config.model_copy(update={"eval_tasks": None}), 0)["small"])
         == 3
     )
     unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
-    assert unnamed == {"": found["calc-2"]}
+    assert unnamed == {"": loaded["calc-2"]}
 
 
 def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(

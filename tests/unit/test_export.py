@@ -95,9 +95,9 @@ def test_exported_model_equals_the_steps_weights_and_loads_in_transformers(
             "metadata"
         ]["total_size"]
         assert total == sum(tensor.nbytes for tensor in expected.values())
-    found = tensors_of(out)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    exported = tensors_of(out)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
     prompt = torch.tensor([[1, 30, 40]])
     loaded = AutoModelForCausalLM.from_pretrained(out)(prompt).logits
     assert torch.equal(

@@ -11,18 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded_run import RecordedRun, record_run
+from recorded_run import RecordedRun, database_rows, record_run
 from running_gateway import Running, running
-from test_chat_tools import CALC, PARSERS, SHELL, say
-from test_samples import rows_of
-from tiny_model import make_tiny_model
+from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.buffer.training_samples import rows_of as training_rows
 from invrl.cli import main as cli
 from invrl.datasets.config import Kind
 from invrl.datasets.rows import load_rows
 from invrl.datasets.samples import RowTokenizer
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.row_checksums import delivered_item
@@ -32,16 +29,6 @@ from invrl.types import Session, TrainSample, Turn
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}
 TOOLS = [CALC, SHELL]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
 
 
 @pytest.fixture
@@ -120,12 +107,10 @@ def test_best_rollout_of_each_task_is_written_and_all_rollouts_are_counted(
     ):
         assert f"1  {reason}" in out
     first = rows(run)[0]
-    assert (first["task_id"], first["rollout_id"], first["reward"], first["step"]) == (
-        "1+1",
-        best,
-        1.0,
-        1,
-    )
+    assert first["task_id"] == "1+1"
+    assert first["rollout_id"] == best
+    assert first["reward"] == 1.0
+    assert first["step"] == 1
     assert_same_tokens(
         samples_of_file(run, renderer, "conversations")[:1], recorded_samples(run, best)
     )
@@ -152,7 +137,10 @@ def test_rollouts_are_labelled_by_their_reward(
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [(["--labels", "x"], "not a reward"), (["--labels", "1", "--pairs"], "a pair or")],
+    [
+        (["--labels", "x"], "not a reward"),
+        (["--labels", "1", "--pairs"], "a pair or"),
+    ],
 )
 def test_impossible_label_thresholds_are_refused(
     run: RecordedRun, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
@@ -256,8 +244,10 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
         "right",
     ]
     assert row["rejected"] == [{"role": "assistant", "content": "wrong"}]
-    assert (row["rollout_id"], row["rejected_rollout_id"]) == (good, bad)
-    assert (row["reward"], row["rejected_reward"]) == (1.0, 0.0)
+    assert row["rollout_id"] == good
+    assert row["rejected_rollout_id"] == bad
+    assert row["reward"] == 1.0
+    assert row["rejected_reward"] == 0.0
     assert "1 pair of 2 rollouts of 1 task" in out
     assert "1  neither the best nor the worst of its group" in out
     assert "2  all rewards of its group are equal" in out
@@ -270,7 +260,11 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(
 def test_pair_comes_from_the_group_with_the_largest_reward_difference(
     run: RecordedRun,
 ) -> None:
-    rewards = {"a": (0.5, 0.0), "a@1": (1.0, 0.0), "a@2": (1.0, 0.5)}
+    rewards = {
+        "a": (0.5, 0.0),
+        "a@1": (1.0, 0.0),
+        "a@2": (1.0, 0.5),
+    }
     for step, (name, of_group) in enumerate(rewards.items(), start=1):
         for index, reward in enumerate(of_group):
             run.add(name, f"{name} {index}", reward, index=index, step=step)
@@ -376,9 +370,9 @@ def test_path_of_a_moved_model_can_be_given(
 
 def test_live_run_is_exported_without_changing_its_folder(run: RecordedRun) -> None:
     run.add("a", "first", 1.0, step=None)
-    before = rows_of(run.folder.store_path)
+    before = database_rows(run.folder.store_path)
     assert export(run) == 0
-    assert rows_of(run.folder.store_path) == before
+    assert database_rows(run.folder.store_path) == before
     run.add("b", "second", 1.0)  # the writer was not disturbed
     assert export(run, "--overwrite") == 0
     assert replies(run) == ["first", "second"]
@@ -416,8 +410,8 @@ async def gateway(
         "constrained": "skip",
         "store_path": str(run.folder.store_path),
     }
-    async with running(folder, model, renderer, PARSERS, **changes) as made:
-        yield made
+    async with running(folder, model, renderer, PARSERS, **changes) as gateway_of_run:
+        yield gateway_of_run
 
 
 async def ask(
@@ -450,7 +444,11 @@ async def test_exported_tool_loop_is_read_back_with_the_sampled_ids(
         gateway, session, [{"role": "system", "content": "Be brief."}, ASK], tools=TOOLS
     )
     [call] = messages[-1]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "156"}
+    result = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": "156",
+    }
     messages = await ask(gateway, session, [*messages, result], tools=TOOLS)
     await ask(gateway, session, [*messages, MORE], tools=TOOLS)
     await gateway.finish(session)
@@ -549,9 +547,8 @@ async def test_exported_rows_train_only_sampled_and_delivered_tokens(
     ]
     say(gateway, renderer, "156.", "A title")
     messages = await ask(gateway, session, shots)
-    await ask(
-        gateway, session, [{"role": "user", "content": "A title for it?"}]
-    )  # auxiliary
+    # auxiliary
+    await ask(gateway, session, [{"role": "user", "content": "A title for it?"}])
     say(gateway, renderer, "Yes.")
     await ask(gateway, session, [*messages, MORE])
     await gateway.finish(session)
@@ -647,10 +644,8 @@ async def test_rollout_of_several_branches_is_not_used_in_pairs(
         await gateway.finish(session, reward)
     assert await exported(run, "--pairs") == 0
     [row] = rows(run)
-    assert (row["chosen"][0]["content"], row["rejected"][0]["content"]) == (
-        "157.",
-        "158.",
-    )
+    assert row["chosen"][0]["content"] == "157."
+    assert row["rejected"][0]["content"] == "158."
     assert (
         "1  it has several branches, or replies that are not trained"
         in capsys.readouterr().out

@@ -43,14 +43,14 @@ def test_leases_are_taken_once_and_in_order_by_any_process(tmp_path: Path) -> No
     stores = [LeaseStore(tmp_path / "run.sqlite") for _ in range(3)]
     assert stores[0].take(1.0) is None
     offered = [lease(f"g{n}") for n in range(30)]
-    for one in offered:
-        stores[0].offer(one)
+    for offered_lease in offered:
+        stores[0].offer(offered_lease)
     assert [store.take(1.0) for store in stores] == offered[:3]
     with ThreadPoolExecutor(6) as threads:
         taken = list(threads.map(lambda n: stores[n % 3].take(1.0), range(30)))
-    assert sorted(str(one) for one in taken if one) == sorted(
-        str(one) for one in offered[3:]
-    )
+    assert sorted(
+        str(offered_lease) for offered_lease in taken if offered_lease
+    ) == sorted(str(offered_lease) for offered_lease in offered[3:])
     assert taken.count(None) == 3
 
 
@@ -84,10 +84,8 @@ def opened(
 
 
 def test_sessions_of_a_lease_open_all_together_and_only_once(tmp_path: Path) -> None:
-    store, writer = (
-        LeaseStore(tmp_path / "run.sqlite"),
-        RunStoreWriter(tmp_path / "run.sqlite"),
-    )
+    store = LeaseStore(tmp_path / "run.sqlite")
+    writer = RunStoreWriter(tmp_path / "run.sqlite")
     of = lease("g", members=3)
     store.offer(of)
     first, second, third = of.members
@@ -141,10 +139,10 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
         tasks=iter(Task(id=str(n), payload={}) for n in range(100)),
         group_filter=GROUP_FILTERS["none"],
     )
-    held, store = Held(buffer), LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient(
-        "http://no-gateway", env_key="k"
-    )  # nothing is opened at one here
+    held = Held(buffer)
+    store = LeaseStore(tmp_path / "run.sqlite")
+    # nothing is opened at one here
+    sessions = SessionClient("http://no-gateway", env_key="k")
     clock = SteppedClock()
     offers = ExternalDispatcher(
         held,  # type: ignore[arg-type]
@@ -159,12 +157,12 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     taken = []
 
     def take() -> bool:
-        if (one := store.take(time.time())) is not None:
-            taken.append(one)
+        if (taken_lease := store.take(time.time())) is not None:
+            taken.append(taken_lease)
         return len(taken) == 2
 
     await until(take)  # as many as the bound of staleness admits
-    assert [one.group_id for one in taken] == ["g0", "g1"]
+    assert [taken_lease.group_id for taken_lease in taken] == ["g0", "g1"]
     assert opened(writer, taken[1], *taken[1].members)
     writer.close()
     clock.step(7200.0)  # the driver was stopped: nobody could open a session
@@ -174,9 +172,10 @@ async def test_expired_lease_is_leased_again_as_a_new_attempt(tmp_path: Path) ->
     await until(lambda: buffer.events.failed == {"timeout": 2})
     again = []
     await until(lambda: again.append(store.take(time.time())) or again[-1] is not None)
-    assert (again[-1].group_id, again[-1].members) == (
-        "g0",
-        (M(index=0, attempt=1), M(index=1, attempt=1)),
+    assert again[-1].group_id == "g0"
+    assert again[-1].members == (
+        M(index=0, attempt=1),
+        M(index=1, attempt=1),
     )
     held.error = RuntimeError("the buffer is gone")
     with pytest.raises(RuntimeError, match="the buffer is gone"):

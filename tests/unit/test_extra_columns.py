@@ -18,10 +18,10 @@ import pytest
 from handmade_rollouts import branches, forests, rollout, summary, taken, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_worker import worker_at
 from numpy.typing import NDArray
 from running_gateway import ASK, ENV_KEY, MORE, Running, running
 from stored_rollouts import finish, summary_of
-from test_refused_results import worker_at
 
 from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
@@ -73,8 +73,10 @@ COLUMNS = parse_extra_columns(DECLARED)
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer, extra_columns=DECLARED) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, extra_columns=DECLARED
+    ) as gateway_with_columns:
+        yield gateway_with_columns
 
 
 async def chat(gateway: Running, session: Session, *messages: Any) -> Any:
@@ -170,16 +172,18 @@ def test_extra_columns_flag_takes_several_values_and_refuses_wrong_ones() -> Non
 
 
 def test_saved_batches_without_a_declared_column_are_refused() -> None:
-    made = replace(rollout([turn("a", None, [1], [2])]), summary=summary("g.0"))
-    group = Group(id="g", task_id="t", rollouts_G=(made.summary,))
+    handmade_rollout = replace(
+        rollout([turn("a", None, [1], [2])]), summary=summary("g.0")
+    )
+    group = Group(id="g", task_id="t", rollouts_G=(handmade_rollout.summary,))
     batch = TakenBatch(batch_id=3, version=WeightVersion(0), groups=(group,))
     with_columns = build_batch(
-        batch, [made], dr_grpo, 1e-4, extra_columns=COLUMNS.values()
+        batch, [handmade_rollout], dr_grpo, 1e-4, extra_columns=COLUMNS.values()
     )
     declaring = resolve(*parse_flags(["--extra-columns", *DECLARED]))
     _refuse_missing_columns(with_columns, declaring)
     without = build_batch(
-        batch, [made], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]]
+        batch, [handmade_rollout], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]]
     )
     _refuse_missing_columns(without, resolve(*parse_flags([])))
     with pytest.raises(
@@ -218,7 +222,10 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
         shared.id: {"weight": 3.0},
         right.id: {"weight": 7.0},
     }
-    last = {"reward": 1.0, "token_numbers": {right.id: {"process_reward": right_T}}}
+    last = {
+        "reward": 1.0,
+        "token_numbers": {right.id: {"process_reward": right_T}},
+    }
     answer = await gateway.env(f"/sessions/{session.id}/finish", last)
     assert answer.status_code == 200, answer.text
     [(_, outcome)] = gateway.store.outbox_after(0)
@@ -230,20 +237,21 @@ async def test_extra_numbers_reach_the_rows_and_a_saved_batch(
     }
 
     batch = batch_of(gateway.store, outcome)
-    one, other = batch.samples
-    assert [row.turn_ids for row in (one, other)] == [
+    first_row, second_row = batch.samples
+    assert [row.turn_ids for row in (first_row, second_row)] == [
         (shared.id, left.id),
         (shared.id, right.id),
     ]
-    assert [dict(row.numbers) for row in (one, other)] == [{"score": 0.75}] * 2
+    assert [dict(row.numbers) for row in (first_row, second_row)] == [
+        {"score": 0.75}
+    ] * 2
     zeros_T = [0.0] * len(left.sampled_ids_T)
-    assert trained(one, "process_reward") == steps_T + zeros_T
-    assert trained(one, "weight") == [3.0] * len(steps_T) + [1.0] * len(zeros_T)
-    assert (
-        trained(other, "process_reward") == right_T
-    )  # the shared turn is trained in the first row
-    assert trained(other, "weight") == [7.0] * len(right_T)
-    for row in (one, other):
+    assert trained(first_row, "process_reward") == steps_T + zeros_T
+    assert trained(first_row, "weight") == [3.0] * len(steps_T) + [1.0] * len(zeros_T)
+    # the shared turn is trained in the first row
+    assert trained(second_row, "process_reward") == right_T
+    assert trained(second_row, "weight") == [7.0] * len(right_T)
+    for row in (first_row, second_row):
         for column_T in row.columns.values():
             assert column_T.dtype == np.float32
             assert (column_T[~row.loss_mask_T] == 0).all()
@@ -338,9 +346,9 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(
         ),
     ]
     for wrong_T in (good_T[:-1], [*good_T, 0.0], []):
-        told = f"{len(wrong_T)} numbers: the turn sampled {num_sampled} tokens. Fix: send one number"
+        reason = f"{len(wrong_T)} numbers: the turn sampled {num_sampled} tokens. Fix: send one number"
         body = {"token_numbers": {turn_id: {"process_reward": wrong_T}}}
-        refusals.append((body, 400, "wrong_length", token_field, told))
+        refusals.append((body, 400, "wrong_length", token_field, reason))
     for wrong in (math.nan, -math.inf, 1e39):
         body = {"token_numbers": {turn_id: {"process_reward": [*good_T[:-1], wrong]}}}
         refusals.append(
@@ -375,7 +383,7 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(
         ),
         ({"columns": {}}, 400, "invalid_request", "columns", ""),
     ]
-    for body, status, code, field, told in refusals:
+    for body, status, code, field, reason in refusals:
         for good_part in ({}, {"numbers": {"score": 9.0}}):
             body_with_more = {
                 **body,
@@ -390,7 +398,7 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(
                 assert error["code"] == code, error
                 assert error["param"] == field, error
                 assert error["message"].startswith(f"{field}: ")
-                assert told in error["message"]
+                assert reason in error["message"]
                 assert code == "invalid_request" or ". Fix: " in error["message"]
     shown = (await gateway.env(f"/sessions/{mine.id}")).json()
     assert shown["state"] == "open"
@@ -412,7 +420,8 @@ async def test_undeclared_numbers_are_refused_with_field_reason_and_fix(
     again = await gateway.env(
         f"/sessions/{mine.id}/finish", {"reward": 2.0, "numbers": {"score": 4.0}}
     )
-    assert (again.json()["reward"], again.json()["numbers"]) == (1.0, {})
+    assert again.json()["reward"] == 1.0
+    assert again.json()["numbers"] == {}
 
 
 async def test_column_names_outside_of_unicode_are_refused(gateway: Running) -> None:
@@ -747,8 +756,8 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
     turn_numbers: dict[str, dict[str, float]] = {}
     token_numbers: dict[str, dict[str, NDArray[np.float32]]] = {}
     expected: dict[int, tuple[float, float]] = {}
-    for one in turns:
-        num_sampled = len(one.sampled_ids_T)
+    for drawn_turn in turns:
+        num_sampled = len(drawn_turn.sampled_ids_T)
         rewards_T = np.zeros(num_sampled, np.float32)
         weight = 1.0
         if data.draw(st.booleans()):
@@ -756,20 +765,22 @@ def test_each_trained_token_has_its_own_number_in_exactly_one_row(
                 data.draw(st.lists(number, min_size=num_sampled, max_size=num_sampled)),
                 np.float32,
             )
-            token_numbers[one.id] = {
+            token_numbers[drawn_turn.id] = {
                 "process_reward": rewards_T,
                 "undeclared": rewards_T,
             }
         if data.draw(st.booleans()):
             weight = data.draw(number)
-            turn_numbers[one.id] = {"weight": weight}
+            turn_numbers[drawn_turn.id] = {"weight": weight}
         for token, reward in zip(
-            one.sampled_ids_T.tolist(), rewards_T.tolist(), strict=True
+            drawn_turn.sampled_ids_T.tolist(), rewards_T.tolist(), strict=True
         ):
             expected[token] = (reward, weight)
     of = replace(summary("g.0"), numbers={"score": 2.0}, turn_numbers=turn_numbers)
-    made = replace(rollout(*branches(turns), of=of), token_numbers=token_numbers)
-    rows = rows_of(made)
+    handmade_rollout = replace(
+        rollout(*branches(turns), of=of), token_numbers=token_numbers
+    )
+    rows = rows_of(handmade_rollout)
     measured: dict[int, tuple[float, float]] = {}
     for row in rows:
         assert row.columns.keys() == {"process_reward", "weight"}
@@ -799,12 +810,13 @@ def test_number_at_another_level_than_declared_does_not_count() -> None:
     of = replace(
         summary("g.0"), numbers={"weight": 5.0}, turn_numbers={"a": {"score": 5.0}}
     )
-    made = replace(
+    handmade_rollout = replace(
         rollout([turn("a", None, [1], [2])], of=of),
         token_numbers={"a": {"weight": np.ones(1, np.float32)}},
     )
-    [row] = rows_of(made)
-    assert (trained(row, "weight"), row.numbers) == ([1.0], {"score": 0.0})
+    [row] = rows_of(handmade_rollout)
+    assert trained(row, "weight") == [1.0]
+    assert row.numbers == {"score": 0.0}
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
@@ -820,15 +832,20 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
         a = turn(f"a{index}", None, [base + 1, base + 2], [base + 3, base + 4])
         b = turn(f"b{index}", f"a{index}", [base + 5], [base + 6])
         c = turn(f"c{index}", f"a{index}", [base + 7], [base + 8, base + 9])
-        weights = {one.id: {"weight": float(one.sampled_ids_T[0])} for one in (a, b, c)}
+        weights = {
+            sampled_turn.id: {"weight": float(sampled_turn.sampled_ids_T[0])}
+            for sampled_turn in (a, b, c)
+        }
         of = replace(
             summary(f"g.{index}", f"g{index // 2}", index % 2, float(index)),
             turn_numbers=weights,
         )
         members.append(replace(of, numbers={"score": float(index)}))
         rewards = {
-            one.id: {"process_reward": np.float32(one.sampled_ids_T / 10)}
-            for one in (a, b, c)
+            sampled_turn.id: {
+                "process_reward": np.float32(sampled_turn.sampled_ids_T / 10)
+            }
+            for sampled_turn in (a, b, c)
         }
         rollouts.append(
             replace(rollout([a, b], [a, c], of=members[-1]), token_numbers=rewards)
@@ -838,9 +855,11 @@ def test_numbers_stay_with_their_tokens_through_mini_batches_shards_and_packing(
         for n in range(3)
     )
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=groups)
-    made = build_batch(batch, rollouts, dr_grpo, 1e-4, extra_columns=COLUMNS.values())
+    train_batch = build_batch(
+        batch, rollouts, dr_grpo, 1e-4, extra_columns=COLUMNS.values()
+    )
     seen: list[int] = []
-    for shares in shard_batch(made, steps=2, ranks=2):
+    for shares in shard_batch(train_batch, steps=2, ranks=2):
         for share in shares:
             for micro_batch in pack(
                 micro_batch_rows(share.samples),
@@ -915,18 +934,24 @@ def test_advantage_function_over_the_group_reads_lengths_and_numbers() -> None:
     batch = replace(batch, groups=(replace(batch.groups[0], rollouts_G=members),))
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
-    rollouts = [rollout([a, b], of=members[0]), rollout([a], of=members[1])]
+    rollouts = [
+        rollout([a, b], of=members[0]),
+        rollout([a], of=members[1]),
+    ]
     function = advantage_function(f"{__name__}:by_length")
-    made = build_batch(batch, rollouts, function, 1e-4)
-    assert [row_T.tolist() for row_T in made.advantages] == [[0, 1, 0, -7], [0, 2]]
+    train_batch = build_batch(batch, rollouts, function, 1e-4)
+    assert [row_T.tolist() for row_T in train_batch.advantages] == [
+        [0, 1, 0, -7],
+        [0, 2],
+    ]
     for name, expected in (
         ("positional", [[0, 1, 0, 0], [0, 1]]),
         ("keywords", [[0, 3, 0, 1], [0, 5]]),
     ):
-        made = build_batch(
+        train_batch = build_batch(
             batch, rollouts, advantage_function(f"{__name__}:{name}"), 1e-4
         )
-        assert [row_T.tolist() for row_T in made.advantages] == expected
+        assert [row_T.tolist() for row_T in train_batch.advantages] == expected
 
 
 def test_advantage_function_that_needs_the_group_is_refused_without_it() -> None:
@@ -965,7 +990,8 @@ def test_store_without_number_tables_is_extended(tmp_path: Path) -> None:
     store = RunStore(path)
     assert store.outbox_after(0) == [(1, of)]
     [row] = batch_of(store, of).samples
-    assert (trained(row, "weight"), row.numbers) == ([1.0], {"score": 0.0})
+    assert trained(row, "weight") == [1.0]
+    assert row.numbers == {"score": 0.0}
     store.close()
     writer = RunStoreWriter(path)
     later = replace(of, session_id="later", index=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running_gateway import ENV_KEY, Running, running
-from small_buffer import failure, make, summary, tasks
+from running_gateway import ENV_KEY, Running
+from small_buffer import failure, make, summary, tasks, through_bytes
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
@@ -31,7 +31,6 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, IdenticalFailuresError
-from invrl.gateway.rendering.renderer import Renderer
 from invrl.metrics import resolve as resolved
 from invrl.observe.progress import PlainProgress
 from invrl.observe.step_metrics import rollout_metrics
@@ -42,14 +41,6 @@ from invrl.run.config import resolve
 from invrl.run.failed_rollouts import command_for_failures
 from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Task
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
 
 
 def failing(
@@ -94,8 +85,12 @@ def test_failed_rollout_that_counts_is_in_the_batch_with_reward_and_reason() -> 
     assert values["rollouts_counted/timeout"] == 1
     assert values["finished_reward_mean"] == 0.25
     assert resolved(rollout_metrics(batch))["failed_share/timeout"] == 0.5
-    told = [entry for entry in entries if entry.failure is FailureReason.TIMEOUT]
-    assert [str(one.state) for one in told] == ["finished"]
+    timeout_entries = [
+        entry for entry in entries if entry.failure is FailureReason.TIMEOUT
+    ]
+    assert [str(timeout_entry.state) for timeout_entry in timeout_entries] == [
+        "finished"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,12 +212,14 @@ async def test_the_tokens_of_a_failed_rollout_train_under_its_reward(
     beside = await ended_session(gateway, reason="aborted", turns=1)
     store = gateway.store
     outcomes = {outcome.session_id: outcome for _, outcome in store.outbox_after(0)}
-    failed, empty = outcomes[session.id], outcomes[silent.id]
+    failed = outcomes[session.id]
+    empty = outcomes[silent.id]
     assert isinstance(failed, FailedRollout)
     assert isinstance(empty, FailedRollout)
     assert empty.partial is None
     assert failed.partial is not None
-    assert (failed.partial.num_turns, failed.partial.reward) == (2, 0.0)
+    assert failed.partial.num_turns == 2
+    assert failed.partial.reward == 0.0
     other = outcomes[beside.id]
     assert isinstance(other, FailedRollout)
     assert other.partial is not None
@@ -334,8 +331,8 @@ async def test_refusals_by_the_gateway_have_the_reason_of_the_exhausted_limit(
 
 
 def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
-    one = failure(f"g{number}", 0)
-    return replace(one, reason=FailureReason.BAD_RETURN, detail=text)
+    failed_rollout = failure(f"g{number}", 0)
+    return replace(failed_rollout, reason=FailureReason.BAD_RETURN, detail=text)
 
 
 async def actor_after(
@@ -383,7 +380,9 @@ async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(
     assert "(bad_return): Traceback line 11 TypeError: at 0xb: no 'x11'" in text
     assert "--max-identical-failures" in text
     report = await actor.failures()
-    assert (report.alike, report.failed, report.finished) == (12, {"bad_return": 12}, 0)
+    assert report.alike == 12
+    assert report.failed == {"bad_return": 12}
+    assert report.finished == 0
     await actor.close()
 
 
@@ -498,14 +497,17 @@ def test_first_failure_of_each_reason_is_printed_at_once_with_its_line_of_user_c
     None
 ):
     reporter = FailureReporter(limits(128, at_start=32))
-    one = FailureReport(failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK})
-    assert reporter.texts(one) == [
+    single_report = FailureReport(
+        failed={}, finished=0, alike=1, firsts={"exception": TRACEBACK}
+    )
+    assert reporter.texts(single_report) == [
         "warning: the first rollout that failed (exception):\n    KeyError: 'awnser'\n"
         '    at my_agent.py:9, in rollout: return float(task.payload["awnser"])'
     ]
-    assert reporter.texts(one) == [], "once"
+    assert reporter.texts(single_report) == [], "once"
     two = replace(
-        one, firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"}
+        single_report,
+        firsts={"exception": TRACEBACK, "timeout": "no result within 300 s"},
     )
     (text,) = reporter.texts(two)
     assert (
@@ -535,8 +537,8 @@ def at_start(buffer: GroupBuffer) -> None:
 def broken(
     group: str, index: int, attempt: int = 0, reason: str = "exception"
 ) -> FailedRollout:
-    one = failure(group, index, attempt)
-    return replace(one, reason=FailureReason(reason), detail=TRACEBACK)
+    failed_rollout = failure(group, index, attempt)
+    return replace(failed_rollout, reason=FailureReason(reason), detail=TRACEBACK)
 
 
 def leased(buffer: GroupBuffer) -> None:
@@ -657,8 +659,6 @@ def test_an_evaluation_line_counts_the_rollouts_that_failed(
 
 
 def test_restored_buffer_keeps_failures_that_count() -> None:
-    from test_buffer_snapshot import through_bytes
-
     buffer = buffer_with("timeout=-1")
     buffer.lease()
     buffer.record(failing("g0", 1, reason=FailureReason.TIMEOUT))

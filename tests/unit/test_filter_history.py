@@ -103,7 +103,8 @@ def test_group_filter_sees_the_earlier_groups_of_the_task() -> None:
     finish(buffer, "g4", 0.0, 0.0)
     first, of_b, second, third = looks.seen
     assert first == TaskHistory(task_id="a")
-    assert (first.success_rate, first.mean_reward) == (None, None)
+    assert first.success_rate is None
+    assert first.mean_reward is None
     assert of_b == TaskHistory(task_id="b")
     assert second.num_groups == 1
     assert second.num_rollouts == 2
@@ -174,13 +175,13 @@ def test_reward_history_is_the_sum_of_its_groups(
         history.note(noted)
         if task_id == "a" and complete:
             of_a.append(noted)
-    found = history.of("a")
-    assert found.num_groups == len(of_a)
-    assert found.num_kept == sum(not noted.dropped for noted in of_a)
-    assert found.num_rollouts == 2 * len(of_a)
-    assert found.num_solved == sum(noted.num_solved for noted in of_a)
-    assert found.reward_sum == sum(sum(noted.rewards_G) for noted in of_a)
-    assert list(found.recent) == of_a[-RECENT_GROUPS:]
+    task_history = history.of("a")
+    assert task_history.num_groups == len(of_a)
+    assert task_history.num_kept == sum(not noted.dropped for noted in of_a)
+    assert task_history.num_rollouts == 2 * len(of_a)
+    assert task_history.num_solved == sum(noted.num_solved for noted in of_a)
+    assert task_history.reward_sum == sum(sum(noted.rewards_G) for noted in of_a)
+    assert list(task_history.recent) == of_a[-RECENT_GROUPS:]
     again = RewardHistory()
     again.restore(history.snapshot())
     assert again.snapshot() == history.snapshot()
@@ -214,7 +215,7 @@ def test_medium_difficulty_filter_follows_its_definition(
     for past in earlier:
         history.note(outcome("t", *past))
     low, high = bounds
-    found = medium_difficulty(
+    reason = medium_difficulty(
         group_of(*rewards),
         history=history.of("t"),
         low=low,
@@ -222,12 +223,12 @@ def test_medium_difficulty_filter_follows_its_definition(
         num_groups=num_groups,
     )
     if len(set(rewards)) == 1:
-        assert found == "zero_variance"
+        assert reason == "zero_variance"
         return
     counted = [reward for past in [*earlier, rewards][-num_groups:] for reward in past]
     rate = sum(reward == 1.0 for reward in counted) / len(counted)
     expected = "too_hard" if rate < low else "too_easy" if rate > high else None
-    assert found == expected
+    assert reason == expected
 
 
 def test_difficulty_settings_reach_the_filter() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from loop_parts import EmptyBatches, FixedSteps, Notes
+from loop_parts import EmptyBatches, FixedSteps, Notes, assemble_nothing, sync_at_once
 from small_buffer import failure, lease_all, summary, tasks
 
 from invrl.buffer.buffer_actor import BufferActor
@@ -41,8 +41,6 @@ from invrl.types import (
     Session,
     TakenBatch,
     Task,
-    TrainBatch,
-    WeightUpdate,
     WeightVersion,
 )
 
@@ -131,11 +129,11 @@ def test_error_in_a_group_filter_is_reported_at_once_with_its_line() -> None:
 
     buffer = GroupBuffer(config(), ROLLOUT, tasks=tasks(), group_filter=misspelt)
     finish(buffer, *[(0.0, 1.0)] * 6)
-    told = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
+    texts = FailureReporter(FailureLimits(identical=128, at_start=32)).texts(
         buffer.failure_report()
     )
-    assert len(told) == 1
-    first, error, place = told[0].splitlines()
+    assert len(texts) == 1
+    first, error, place = texts[0].splitlines()
     assert first == "warning: the group filter failed, and its groups are dropped:"
     assert error == "    KeyError: 'kep'"
     assert "test_filtered_out.py:" in place
@@ -211,7 +209,12 @@ class FiltersOut(EmptyBatches):
 
 @pytest.mark.parametrize(
     ("batches", "interval", "saved"),
-    [(3, 0, [3]), (3, 3, [3]), (3, 2, [2, 3]), (0, 0, [])],
+    [
+        (3, 0, [3]),
+        (3, 3, [3]),
+        (3, 2, [2, 3]),
+        (0, 0, []),
+    ],
 )
 async def test_run_ended_by_the_filter_saves_its_last_model_once(
     batches: int, interval: int, saved: list[int]
@@ -220,30 +223,18 @@ async def test_run_ended_by_the_filter_saves_its_last_model_once(
     buffer = FiltersOut(batches)
     written = list[int]()
 
-    async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
-
     async def save(step: int, snapshot: bytes) -> None:
         written.append(step)
 
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
     learner = Learner(
         trainer=FixedSteps([1] * 9),
-        sync=sync,
+        sync=sync_at_once,
         save=save,
         schedule=SaveSchedule(steps=interval),
     )
-    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    parts = Parts(
+        buffer=buffer, assemble=assemble_nothing, observer=observer, learner=learner
+    )
     assert await run_loop(parts, done=0, num_steps=9) == batches
     assert written == saved
     (note,) = observer.notes
@@ -396,7 +387,8 @@ async def test_buffer_finds_the_silent_environment_in_the_store(tmp_path: Path) 
     await asyncio.wrap_future(writer.open_sessions([record], leased=True))
     report = await actor.waiting()
     assert report.outside is not None
-    assert (report.outside.offered, report.outside.leased) == (2, 1)
+    assert report.outside.offered == 2
+    assert report.outside.leased == 1
     (silent,) = report.outside.sessions
     assert silent.session_id == "ses-silent"
     assert silent.silent_s >= 95.0

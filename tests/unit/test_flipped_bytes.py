@@ -122,9 +122,8 @@ def test_a_flip_anywhere_in_a_store_is_found_or_harmless(store: Path, tmp_path: 
     assert [len(part) for part in expected] == [8, 8]
     chance = random.Random(28)
     content = store.read_bytes()
-    used = [
-        place for place, byte in enumerate(content) if byte
-    ]  # most of a small store is empty
+    # most of a small store is empty
+    used = [place for place, byte in enumerate(content) if byte]
     verdicts: dict[str, int] = {}
     silent: list[int] = []
     for number in range(_FLIPS):
@@ -246,11 +245,11 @@ def test_a_flip_anywhere_in_a_configuration_is_refused_or_harmless(tmp_path: Pat
         path.write_bytes(content)
         flipped(path, place, chance.randrange(8))
         try:
-            found = load_resolved(path)
+            loaded = load_resolved(path)
         except ConfigError:
             refused += 1
             continue
-        assert found == wanted, content[place - 40 : place + 10]
+        assert loaded == wanted, content[place - 40 : place + 10]
     assert refused > _FLIPS / 2
 
 

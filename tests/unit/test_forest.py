@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from handmade_rollouts import turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from invrl.gateway.types import (
     Tool,
     ToolCall,
 )
-from invrl.types import Turn, VersionSpan, WeightVersion
+from invrl.types import Turn
 
 SYSTEM = Message("system", "s")
 ASK = Message("user", "q")
@@ -41,32 +42,22 @@ def node(
     parent: Node | None = None,
     tools: tuple[Tool, ...] = (),
 ) -> Node:
-    turn = Turn(
-        id=name,
-        session_id="s",
-        parent_id=parent.turn.id if parent else None,
-        context_ids_T=np.array([1, 2], np.int32),
-        sampled_ids_T=np.array([3], np.int32),
-        logprobs_T=np.array([-1], np.float32),
-        spans=(VersionSpan(version=WeightVersion(0), start=0, end=1),),
-        finish_reason="stop",
-        request_digest="",
-        delivered=True,
-        temperature=1.0,
-        prompt_tokens=2,
-        cached_tokens=0,
-        fork_reason="",
-        started_at=0.0,
-        finished_at=0.0,
-    )
+    parent_id = parent.turn.id if parent else None
+    sampled_turn = turn(name, parent_id, [1, 2], [3])
     return Node(
-        turn=turn, parent=parent, messages=tuple(messages), closed=True, tools=tools
+        turn=sampled_turn,
+        parent=parent,
+        messages=tuple(messages),
+        closed=True,
+        tools=tools,
     )
 
 
 def test_first_request_is_not_a_fork():
     match = Forest().match([SYSTEM, ASK])
-    assert (match.node, match.depth, match.fork) == (None, 0, None)
+    assert match.node is None
+    assert match.depth == 0
+    assert match.fork is None
 
 
 def test_a_request_continues_the_deepest_turn():
@@ -76,10 +67,14 @@ def test_a_request_continues_the_deepest_turn():
     forest.add(first)
     forest.add(second)
     match = forest.match([SYSTEM, ASK, REPLY, MORE, REPLY_2, MORE])
-    assert (match.node, match.depth, match.fork) == (second, 5, None)
+    assert match.node == second
+    assert match.depth == 5
+    assert match.fork is None
     assert second.ids() == [1, 2, 3, 1, 2, 3]
     branch = forest.match([SYSTEM, ASK, REPLY, Message("user", "something else")])
-    assert (branch.node, branch.depth, branch.fork) == (first, 3, None)
+    assert branch.node == first
+    assert branch.depth == 3
+    assert branch.fork is None
 
 
 def test_a_replaced_reply_is_an_edited_history():
@@ -88,7 +83,8 @@ def test_a_replaced_reply_is_an_edited_history():
     forest.add(first)
     forest.add(node("2", [MORE, REPLY_2], first))
     root = forest.match([ASK, Message("assistant", "edited"), MORE])
-    assert (root.node, root.fork) == (None, ForkReason.HISTORY_EDITED)
+    assert root.node is None
+    assert root.fork == ForkReason.HISTORY_EDITED
     branch = forest.match([ASK, REPLY, MORE, Message("assistant", "edited"), MORE])
     assert branch.node == first
     assert branch.depth == 2
@@ -197,12 +193,10 @@ def test_altered_reply_matches_at_its_match_level(
         if level is None or level > most:
             assert match.node is None
         else:
-            assert (match.node, match.depth, match.fork, match.level) == (
-                first,
-                2,
-                None,
-                level,
-            )
+            assert match.node == first
+            assert match.depth == 2
+            assert match.fork is None
+            assert match.level == level
 
 
 def test_renamed_call_ids_match_if_the_results_answer_the_same_calls():
@@ -292,18 +286,24 @@ def test_long_conversation_matches_the_history_of_its_request(level: MatchLevel)
         path = node(str(at), added, path)
         forest.add(path)
         said += added
-        found = forest.match([*said, MORE])
-        assert (found.node, found.depth, found.fork) == (path, len(said), None)
+        match = forest.match([*said, MORE])
+        assert match.node == path
+        assert match.depth == len(said)
+        assert match.fork is None
     renamed = [
-        replace(each, tool_call_id="x" + each.tool_call_id if each.tool_call_id else "")
-        for each in said
+        replace(
+            message,
+            tool_call_id="x" + message.tool_call_id if message.tool_call_id else "",
+        )
+        for message in said
     ]
     calls = [
-        tuple(replace(call, id="x" + call.id) for call in each.tool_calls)
-        for each in said
+        tuple(replace(call, id="x" + call.id) for call in message.tool_calls)
+        for message in said
     ]
     renamed = [
-        replace(each, tool_calls=own) for each, own in zip(renamed, calls, strict=True)
+        replace(message, tool_calls=own)
+        for message, own in zip(renamed, calls, strict=True)
     ]
     assert (forest.match(renamed).node is path) == (level > MatchLevel.EXACT)
 
@@ -328,12 +328,10 @@ def test_results_of_renamed_calls_are_kept_under_our_ids():
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
     again = forest.match([ASK, renamed, *results, REPLY, MORE])
-    assert (again.node, again.depth, again.fork, again.new) == (
-        second,
-        5,
-        None,
-        (MORE,),
-    )
+    assert again.node == second
+    assert again.depth == 5
+    assert again.fork is None
+    assert again.new == (MORE,)
     other = replace(CALLS, tool_calls=(ToolCall("xc1", "calc", "{}"),))
     assert forest.match([ASK, renamed, other, results[0]]).new == (other, results[0])
 
@@ -353,7 +351,8 @@ def test_branch_whose_call_ids_the_client_has_continues():
             for result in RESULTS
         ]
         match = forest.match([ASK, replace(reply, reasoning=""), *results])
-        assert (match.node, match.new) == (forest.turn(branch), tuple(results))
+        assert match.node == forest.turn(branch)
+        assert match.new == tuple(results)
     assert forest.match(
         [ASK, replace(CALLS, reasoning=""), *RESULTS]
     ).node is forest.turn("b")
@@ -481,10 +480,11 @@ def test_changed_time_in_the_system_prompt_is_named_and_not_called_compacted():
 
     forest = Forest()
     okay = Message("assistant", "okay")
-    for turn in range(1, 4):  # the reply says the same in every turn
-        forest.add(
-            node(str(turn), [system(40 + turn), ASK, *[okay, MORE] * (turn - 1), okay])
-        )
+    history: list[Message] = []
+    for number in range(1, 4):  # the reply says the same in every turn
+        messages = [system(40 + number), ASK, *history, okay]
+        forest.add(node(str(number), messages))
+        history += [okay, MORE]
     match = forest.match([system(44), ASK, okay, MORE, okay, MORE, okay, MORE])
     assert changed(match) == (
         ForkReason.CONTEXT_EDITED,
@@ -505,17 +505,13 @@ def test_departing_request_is_compared_once_with_each_message(
     forest = Forest()
     turns = 40
     history: list[Message] = []
-    for turn in range(turns):
-        poll = Message(
-            "assistant", tool_calls=(ToolCall(f"call-{turn}", "poll", "{}"),)
-        )
-        forest.add(
-            node(str(turn), [Message("system", f"time {turn}"), ASK, *history, poll])
-        )
-        history += [
-            poll,
-            Message("tool", "not yet", tool_call_id=poll.tool_calls[0].id),
-        ]
+    for number in range(turns):
+        call = ToolCall(f"call-{number}", "poll", "{}")
+        poll = Message("assistant", tool_calls=(call,))
+        system = Message("system", f"time {number}")
+        forest.add(node(str(number), [system, ASK, *history, poll]))
+        result = Message("tool", "not yet", tool_call_id=call.id)
+        history += [poll, result]
     sent = [Message("system", "time now"), ASK, *history]
     first = forest.match(sent)
     digested: list[int] = []
@@ -528,9 +524,8 @@ def test_departing_request_is_compared_once_with_each_message(
     again = forest.match(sent)
     assert changed(again) == changed(first)
     assert again.fork is ForkReason.CONTEXT_EDITED
-    passes = (
-        len(MatchLevel) + 3
-    )  # whole conversations, of any tools, message by message; some to spare
+    # whole conversations, of any tools, message by message; some to spare
+    passes = len(MatchLevel) + 3
     assert sum(digested) <= passes * len(sent)
 
 
@@ -557,7 +552,8 @@ def test_an_edited_message_behind_a_matched_one_is_a_fork_with_a_reason():
     forest.add(node("2", [*RESULTS, REPLY], first))
     cleared = replace(RESULTS[1], content="[cleared]")
     match = forest.match([ASK, CALLS, RESULTS[0], cleared, REPLY, MORE])
-    assert (match.node, match.depth) == (first, 2)
+    assert match.node == first
+    assert match.depth == 2
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 3, "content", "0", "[cleared]")
 
 
@@ -571,7 +567,8 @@ def test_results_for_other_calls_are_named():
         replace(RESULTS[1], tool_call_id="c1"),
     ]
     match = forest.match([ASK, CALLS, *swapped, REPLY, MORE])
-    assert (match.node, match.depth) == (first, 2)
+    assert match.node == first
+    assert match.depth == 2
     assert changed(match) == (ForkReason.CONTEXT_EDITED, 2, "tool_call_id", "c1", "c2")
 
 
@@ -625,12 +622,12 @@ def test_advice_names_a_higher_match_level_only_where_it_helps(level: MatchLevel
             assert match.fork is None
             continue
         assert match.fork is ForkReason.HISTORY_EDITED
-        told = advice(match.fork, match.change)
+        text = advice(match.fork, match.change)
         if needed is None:
-            assert told == ADVICE[match.fork]
-            assert "--match-level" not in told
+            assert text == ADVICE[match.fork]
+            assert "--match-level" not in text
         else:
-            assert f"--match-level {needed.name.lower()} " in told
+            assert f"--match-level {needed.name.lower()} " in text
 
 
 def test_changed_tools_are_shown():
@@ -659,7 +656,8 @@ def test_reply_matched_by_its_calls_reports_its_changed_text():
     first = node("1", [ASK, CALLS])
     forest.add(first)
     match = forest.match([ASK, replace(CALLS, content="", reasoning=""), *RESULTS])
-    assert (match.node, match.level) == (first, MatchLevel.REWRITTEN)
+    assert match.node == first
+    assert match.level == MatchLevel.REWRITTEN
     assert changed(match) == (None, 1, "content", "sure", "")
     second = node("2", [*match.new, REPLY], first)
     forest.add(second)
@@ -681,7 +679,9 @@ def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
     forest.add(stopped)
     for text in ("The answer</answer>", "The answer</answer>\n", "The answer"):
         match = forest.match([SYSTEM, ASK, Message("assistant", text), MORE])
-        assert (match.node, match.depth, match.fork) == (stopped, 3, None)
+        assert match.node == stopped
+        assert match.depth == 3
+        assert match.fork is None
     edited = forest.match(
         [SYSTEM, ASK, Message("assistant", "The answer</other>"), MORE]
     )
@@ -694,6 +694,121 @@ def test_a_reply_with_the_stop_string_behind_it_is_the_recorded_one():
         ).fork
         is not None
     )
+
+
+SAID = replace(CALLS, content="")
+"""The calls of a reply without the text beside them."""
+RENAMED = Message(
+    "assistant",
+    tool_calls=tuple(
+        replace(call, id=f"own-{place}") for place, call in enumerate(CALLS.tool_calls)
+    ),
+)
+RENAMED_RESULTS = [
+    replace(result, tool_call_id=f"own-{place}") for place, result in enumerate(RESULTS)
+]
+
+
+@pytest.mark.parametrize("text", ["sure", "sure\n\nb", " sure b"])
+@pytest.mark.parametrize(
+    ("calls", "results"), [(SAID, RESULTS), (RENAMED, RENAMED_RESULTS)]
+)
+def test_text_moved_from_a_call_into_a_later_reply_continues_the_recording(
+    text: str, calls: Message, results: list[Message]
+):
+    """The text is not rendered a second time: the model's own tokens have it."""
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    match = forest.match([ASK, calls, *results, Message("assistant", "sure")])
+    assert (match.node, match.fork, match.level) == (
+        first,
+        None,
+        MatchLevel.REWRITTEN,
+    )
+    assert match.new == tuple(RESULTS)
+    assert changed(match)[1:] == (1, "content", "sure", "")
+    second = node("2", [*match.new, REPLY_2], first)
+    forest.add(second)
+    ending = [REPLY_2] if text == "sure" else []
+    later = forest.match(
+        [ASK, calls, *results, Message("assistant", text), *ending, MORE]
+    )
+    assert (later.node, later.fork, later.new) == (second, None, (MORE,))
+
+
+def test_a_reply_that_repeats_the_text_beside_a_call_is_its_own():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    second = node("2", [*RESULTS, Message("assistant", "sure, it is 4")], first)
+    forest.add(first)
+    forest.add(second)
+    sent = [ASK, SAID, *RESULTS, Message("assistant", "sure, it is 4"), MORE]
+    assert forest.match(sent).node is second
+
+
+def test_text_sent_on_as_the_users_stays_the_users():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    users = Message("user", "sure")
+    match = forest.match([ASK, SAID, *RESULTS, users])
+    assert (match.node, match.fork, match.new) == (first, None, (*RESULTS, users))
+
+
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_moved_text_that_forks_is_not_called_an_edit(role: str):
+    strict = Forest(MatchLevel.WITHOUT_REASONING)
+    strict.add(node("1", [ASK, CALLS]))
+    match = strict.match([ASK, SAID, *RESULTS, Message(role, "sure")])
+    assert match.fork is ForkReason.TEXT_MOVED
+    assert "--match-level rewritten" in advice(match.fork, match.change)
+    dropped = strict.match([ASK, SAID, *RESULTS, Message(role, "else")])
+    assert dropped.fork is ForkReason.HISTORY_EDITED
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    forest.add(node("2", [*RESULTS, REPLY_2], first))
+    altered = Message("assistant", "Thought: sure\nb")
+    match = forest.match([ASK, SAID, *RESULTS, altered, MORE])
+    assert (match.node, match.fork) == (first, ForkReason.TEXT_MOVED)
+    assert advice(match.fork, match.change) == ADVICE[ForkReason.TEXT_MOVED]
+
+
+def test_a_kept_interrupted_reply_is_named():
+    """It was cancelled, was out of tokens, or reached the client in part."""
+    whole = Message("assistant", "The answer is four")
+    kept = [Message("assistant", "The answer is four"), Message("assistant", "The ans")]
+
+    def ended(name: str, finish_reason: str) -> Node:
+        of_turn = node(name, [ASK, whole])
+        turn = replace(of_turn.turn, finish_reason=finish_reason)
+        return replace(of_turn, turn=turn)
+
+    cancelled = ended("a", "abort")
+    forest = Forest(delivered=set())
+    forest.add_cancelled(cancelled)
+    assert forest.match([ASK]).fork is None
+    for reply in kept:
+        match = forest.match([ASK, reply, MORE])
+        assert (match.node, match.fork, match.kept) == (
+            None,
+            ForkReason.INTERRUPTED_REPLY,
+            cancelled,
+        )
+    cut = ended("b", "length")
+    forest = Forest(delivered={"b"})
+    forest.add(cut)
+    assert forest.match([ASK, kept[0], MORE]).node is cut
+    assert forest.match([ASK, kept[1], MORE]).kept is cut
+    for delivered, reason in (
+        (set[str](), ForkReason.INTERRUPTED_REPLY),
+        ({"c"}, ForkReason.HISTORY_EDITED),
+        (None, ForkReason.HISTORY_EDITED),
+    ):
+        forest = Forest(delivered=delivered)
+        forest.add(ended("c", "stop"))
+        assert forest.match([ASK, kept[1], MORE]).fork is reason
 
 
 def test_another_agents_system_prompt_is_a_handoff():

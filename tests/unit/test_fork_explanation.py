@@ -4,14 +4,16 @@ recording."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
-import numpy as np
+import pytest
+from handmade_rollouts import turn
 
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
-from invrl.types import Turn, VersionSpan, WeightVersion
-from invrl.viewer.fork_explanation import Explanation, explain_forks
+from invrl.types import FinishReason, Turn
+from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 
 SYSTEM = Message("system", "You add.")
 ASK = Message("user", "1+1")
@@ -51,28 +53,16 @@ class Session:
         if parent is None:
             messages = tuple(request)
         name = f"t-{len(self.recorded)}"
-        turn = Turn(
-            id=name,
-            session_id="s",
-            parent_id=parent.turn.id if parent else None,
-            context_ids_T=np.array(ids, np.int32),
-            sampled_ids_T=np.array([7], np.int32),
-            logprobs_T=np.array([-1], np.float32),
-            spans=(VersionSpan(version=WeightVersion(0), start=0, end=1),),
-            finish_reason="stop",
-            request_digest="",
-            delivered=True,
-            temperature=1.0,
-            prompt_tokens=2,
-            cached_tokens=0,
+        parent_id = parent.turn.id if parent else None
+        recorded_turn = replace(
+            turn(name, parent_id, ids, [7]),
             fork_reason=reason.value if reason else "",
-            started_at=0.0,
             finished_at=float(len(self.recorded)),
         )
         all_messages = (*messages, reply)
         self.forest.add(
             Node(
-                turn=turn,
+                turn=recorded_turn,
                 parent=parent,
                 messages=all_messages,
                 closed=True,
@@ -80,7 +70,11 @@ class Session:
             )
         )
         self.recorded.append(
-            (turn, msgspec.json.encode(all_messages), msgspec.json.encode(list(tools)))
+            (
+                recorded_turn,
+                msgspec.json.encode(all_messages),
+                msgspec.json.encode(list(tools)),
+            )
         )
         return name
 
@@ -97,15 +91,15 @@ def test_edited_reply_is_shown_with_the_recorded_reply() -> None:
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
     edited = Message("assistant", "2 it was")
-    found = session.explained(session.say([SYSTEM, ASK, edited, MORE], REPLY_2))
-    assert found.from_turn == "t-0"
-    assert found.shared == 2
-    assert found.messages == 4
-    assert found.what == "Message 3 (assistant): another text"
-    assert found.change
-    assert found.change.recorded == "2 it is"
-    assert found.change.sent == "2 it was"
-    assert "as it got them" in found.advice
+    explanation = session.explained(session.say([SYSTEM, ASK, edited, MORE], REPLY_2))
+    assert explanation.from_turn == "t-0"
+    assert explanation.shared == 2
+    assert explanation.messages == 4
+    assert explanation.what == "Message 3 (assistant): another text"
+    assert explanation.change
+    assert explanation.change.recorded == "2 it is"
+    assert explanation.change.sent == "2 it was"
+    assert "as it got them" in explanation.advice
 
 
 def test_an_edited_later_reply_branches_off_its_parent() -> None:
@@ -117,24 +111,24 @@ def test_an_edited_later_reply_branches_off_its_parent() -> None:
     )
     [turn] = [turn for turn, _, _ in session.recorded if turn.id == name]
     assert turn.parent_id == "t-0", "it records only what follows there"
-    found = session.explained(name)
-    assert found.from_turn == "t-1"
-    assert found.shared == 4
-    assert found.messages == 6
-    assert found.what == "Message 5 (assistant): another text"
+    explanation = session.explained(name)
+    assert explanation.from_turn == "t-1"
+    assert explanation.shared == 4
+    assert explanation.messages == 6
+    assert explanation.what == "Message 5 (assistant): another text"
 
 
 def test_a_changed_system_message_is_named() -> None:
     session = Session()
     session.say([Message("system", "It is 10:00."), ASK], REPLY)
     request = [Message("system", "It is 10:01."), ASK, REPLY, MORE]
-    found = session.explained(session.say(request, REPLY_2))
-    assert found.what == "The system message (message 1) has another text"
-    assert found.change
-    assert found.change.recorded == "It is 10:00."
-    assert found.change.sent == "It is 10:01."
-    assert "the time" in found.advice
-    assert found.from_turn == ""
+    explanation = session.explained(session.say(request, REPLY_2))
+    assert explanation.what == "The system message (message 1) has another text"
+    assert explanation.change
+    assert explanation.change.recorded == "It is 10:00."
+    assert explanation.change.sent == "It is 10:01."
+    assert "the time" in explanation.advice
+    assert explanation.from_turn == ""
 
 
 def test_first_request_with_another_system_message_is_explained_as_a_new_conversation() -> (
@@ -142,11 +136,11 @@ def test_first_request_with_another_system_message_is_explained_as_a_new_convers
 ):
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
-    found = session.explained(
+    explanation = session.explained(
         session.say([Message("system", "You add!"), ASK], REPLY_2)
     )
-    assert found.what == "The system message (message 1) has another text"
-    assert "send the system message as it was" in found.advice
+    assert explanation.what == "The system message (message 1) has another text"
+    assert "send the system message as it was" in explanation.advice
     other = session.explained(
         session.say([SYSTEM, Message("user", "Give it a title")], REPLY_2)
     )
@@ -174,23 +168,24 @@ def test_changed_tools_are_named() -> None:
 def test_change_of_whitespace_is_explained_as_whitespace() -> None:
     session = Session()
     session.say([Message("system", "a\n\nb"), ASK], REPLY)
-    found = session.explained(
+    explanation = session.explained(
         session.say([Message("system", "a\nb"), ASK, REPLY, MORE], REPLY_2)
     )
-    assert "only whitespace differs" in found.what
+    assert "only whitespace differs" in explanation.what
 
 
 def test_removed_messages_are_counted() -> None:
     session = Session()
     session.say([SYSTEM, ASK], REPLY)
     session.say([SYSTEM, ASK, REPLY, MORE], REPLY_2)
-    found = session.explained(session.say([SYSTEM, REPLY_2, MORE], REPLY))
+    explanation = session.explained(session.say([SYSTEM, REPLY_2, MORE], REPLY))
     assert (
-        found.what == "From message 2 on, other messages were sent than were recorded"
+        explanation.what
+        == "From message 2 on, other messages were sent than were recorded"
     )
-    assert found.change
-    assert found.change.recorded.startswith("3 messages, the first is user: 1+1")
-    assert found.change.sent == "0 messages"
+    assert explanation.change
+    assert explanation.change.recorded.startswith("3 messages, the first is user: 1+1")
+    assert explanation.change.sent == "0 messages"
 
 
 def test_a_template_that_renders_the_history_differently_is_compared_by_tokens() -> (
@@ -202,18 +197,42 @@ def test_a_template_that_renders_the_history_differently_is_compared_by_tokens()
     name = session.say(
         request, REPLY_2, ids=(1, 9, 3, 7, 8), fork=ForkReason.TEMPLATE_CHANGED
     )
-    found = session.explained(name)
-    assert found.what.endswith("renders them differently from token 1 on")
-    assert found.change
-    assert found.change.recorded == "ids 1 2 3 7"
-    assert found.change.sent == "ids 1 9 3 7 8"
+    explanation = session.explained(name)
+    assert explanation.what.endswith("renders them differently from token 1 on")
+    assert explanation.change
+    assert explanation.change.recorded == "ids 1 2 3 7"
+    assert explanation.change.sent == "ids 1 9 3 7 8"
     texts = explain_forks(
         session.recorded, MatchLevel.REWRITTEN, lambda ids: "-".join(map(str, ids))
     )
     change = texts[name].change
     assert change
     assert change.sent == "1-9-3-7-8"
-    assert "check-template" in found.advice
+    assert "check-template" in explanation.advice
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "ending"),
+    [("abort", "was cancelled"), ("length", "ran out of tokens")],
+)
+def test_a_kept_interrupted_reply_is_named_with_how_it_ended(
+    finish_reason: FinishReason, ending: str
+) -> None:
+    session = Session()
+    session.say([SYSTEM, ASK], REPLY)
+    turn, messages, tools = session.recorded[0]
+    turn = replace(turn, finish_reason=finish_reason)
+    session.recorded[0] = (turn, messages, tools)
+    kept = [SYSTEM, ASK, Message("assistant", "2 it"), MORE]
+    name = session.say(kept, REPLY_2, fork=ForkReason.INTERRUPTED_REPLY)
+    found = session.explained(name)
+    assert found.what == (
+        "Message 3 is an interrupted reply that the agent keeps (its first 4 of 7"
+        f" characters): the reply {ending}"
+    )
+    assert (found.from_turn, found.shared) == ("t-0", 2)
+    assert kept_reply(turn) == f"The agent keeps the reply before it, which {ending}"
+    assert kept_reply(replace(turn, finish_reason="stop")) == ""
 
 
 def test_damaged_turns_are_left_out() -> None:
@@ -222,6 +241,6 @@ def test_damaged_turns_are_left_out() -> None:
     turn, messages, tools = session.recorded[0]
     session.say([SYSTEM, ASK, Message("assistant", "x"), MORE], REPLY_2)
     session.recorded[0] = (turn, b"\xff", tools)
-    found = explain_forks(session.recorded, MatchLevel.REWRITTEN, None)
-    assert found["t-1"].what == ""
+    explanations = explain_forks(session.recorded, MatchLevel.REWRITTEN, None)
+    assert explanations["t-1"].what == ""
     assert messages

@@ -56,16 +56,18 @@ def parent(tmp_path: Path) -> Iterator[ForkParent]:
 
 @pytest.fixture
 def fork(parent: ForkParent, tmp_path: Path) -> Iterator[Fork]:
-    made: list[ServerProcess] = []
+    servers: list[ServerProcess] = []
 
     def fork(what: str, *arguments: str, **options: Any) -> ServerProcess:
         command = [*PYTHON_MODULE, MODULE, what, *arguments]
-        log = tmp_path / f"echo-{len(made)}.log"
-        made.append(ServerProcess("echo", command, log=log, parent=parent, **options))
-        return made[-1]
+        log = tmp_path / f"echo-{len(servers)}.log"
+        servers.append(
+            ServerProcess("echo", command, log=log, parent=parent, **options)
+        )
+        return servers[-1]
 
     yield fork
-    for server in made:
+    for server in servers:
         server.stop()
 
 
@@ -104,7 +106,14 @@ def test_fork_has_what_a_process_started_alone_has(
     assert "sleep" in command
 
 
-@pytest.mark.parametrize(("end", "code"), [("fail", 3), ("done", 0), ("kill", -9)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("fail", 3),
+        ("done", 0),
+        ("kill", -9),
+    ],
+)
 def test_fork_ends_with_its_own_exit_code(fork: Fork, end: str, code: int) -> None:
     server = fork("sleep" if end == "kill" else end)
     assert "GIVEN" in facts(server)
@@ -175,9 +184,8 @@ def test_driver_uses_the_parent_that_its_supervisor_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = EarlyParent(MODULE, log=tmp_path / "parent.log")
-    inherited = os.dup(
-        early.descriptor
-    )  # as in a driver, to which the descriptor is passed
+    # as in a driver, to which the descriptor is passed
+    inherited = os.dup(early.descriptor)
     early.opened_in_child()
     (name,) = early.environment
     monkeypatch.setenv(name, f"{MODULE}={inherited}")

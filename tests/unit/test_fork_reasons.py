@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from running_gateway import ASK, MORE, running
-from tiny_model import make_tiny_model
 
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
@@ -54,17 +53,55 @@ REQUESTS = {
         ],
         {},
     ),
+    ForkReason.TEXT_MOVED: (
+        [ASK],
+        [
+            ASK,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": "own",
+                        "type": "function",
+                        "function": {"name": "calc", "arguments": "{}"},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "own", "content": "4"},
+            {"role": "assistant", "content": "Sure."},
+        ],
+        {"tools": [CALC]},
+    ),
+    ForkReason.INTERRUPTED_REPLY: (
+        [ASK],
+        [ASK, {"role": "assistant", "content": "<think>h"}, MORE],
+        {},
+    ),
     ForkReason.COMPACTED: (
         [ASK, OTHER, MORE],
         [{"role": "user", "content": "so far: ..."}, SAID, MORE],
         {},
     ),
-    ForkReason.TOOLS_CHANGED: ([ASK], [ASK, SAID, MORE], {"tools": [CALC]}),
+    ForkReason.TOOLS_CHANGED: (
+        [ASK],
+        [ASK, SAID, MORE],
+        {"tools": [CALC]},
+    ),
     ForkReason.THINKING_STRIPPED: ([ASK], [ASK, SAID, MORE], {}),
     ForkReason.TEMPLATE_CHANGED: ([ASK], [ASK, SAID, MORE], {}),
 }
 """By reason: a request, and the next one that departs from it."""
 
+REPLIES = {
+    ForkReason.TEXT_MOVED: 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>'
+}
+"""The engine's replies where they are not `REPLY`."""
+LEVELS = {ForkReason.TEXT_MOVED: "canonical"}
+"""The sessions' match levels where another is needed."""
+FIRST_OPTIONS = {
+    ForkReason.TEXT_MOVED: {"tools": [CALC]},
+    ForkReason.INTERRUPTED_REPLY: {"max_tokens": 2},
+}
 CHANGED = {
     ForkReason.HISTORY_EDITED: {
         "message": 1,
@@ -87,6 +124,20 @@ CHANGED = {
         "recorded": "You triage.",
         "sent": "Now you calculate, step by step.",
     },
+    ForkReason.TEXT_MOVED: {
+        "message": 1,
+        "role": "assistant",
+        "part": "content",
+        "recorded": "Sure.",
+        "sent": "",
+    },
+    ForkReason.INTERRUPTED_REPLY: {
+        "message": 1,
+        "role": "assistant",
+        "part": "content",
+        "recorded": "<think>hm",
+        "sent": "<think>h",
+    },
     ForkReason.COMPACTED: {
         "message": 0,
         "role": "user",
@@ -105,11 +156,6 @@ CHANGED = {
 """By reason: what the second request's turn shows of it."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.mark.parametrize("reason", ForkReason)
 async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
     tmp_path: Path, model: Path, reason: ForkReason
@@ -120,12 +166,19 @@ async def test_a_fork_is_listed_with_its_advice_and_reaches_the_metrics(
     source = str(template) if reason in TEMPLATES else ""
     renderer = load_renderer(str(model), 512, chat_template=source, keep_thinking=False)
     async with running(
-        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+        tmp_path,
+        model,
+        renderer,
+        Parsers(tool_calls="qwen25"),
+        match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
-        gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
+        reply = renderer.encode(REPLIES.get(reason, REPLY))
+        gateway.engine.script = lambda _: [*reply, 2]
         [session] = await gateway.open()
         client = gateway.client(session)
-        for messages, extra in ((first, {}), (second, options)):
+        first_options = FIRST_OPTIONS.get(reason, {})
+        for messages, extra in ((first, first_options), (second, options)):
             await client.chat.completions.create(
                 model="tiny", messages=messages, **extra
             )
@@ -163,19 +216,34 @@ async def test_fork_explanation_survives_a_restart(
     changes = Forest.changes
     monkeypatch.setattr(Forest, "changes", counted)
     async with running(
-        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+        tmp_path,
+        model,
+        renderer,
+        Parsers(tool_calls="qwen25"),
+        match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
-        gateway.engine.script = lambda _: [*renderer.encode(REPLY), 2]
+        reply = renderer.encode(REPLIES.get(reason, REPLY))
+        gateway.engine.script = lambda _: [*reply, 2]
         [session] = await gateway.open()
         client = gateway.client(session)
-        for messages, extra in ((first, {}), (second, options)):
+        first_options = FIRST_OPTIONS.get(reason, {})
+        for messages, extra in ((first, first_options), (second, options)):
             await client.chat.completions.create(
                 model="tiny", messages=messages, **extra
             )
     async with running(
-        tmp_path, model, renderer, Parsers(tool_calls="qwen25")
+        tmp_path,
+        model,
+        renderer,
+        Parsers(tool_calls="qwen25"),
+        match_level=LEVELS.get(reason, "rewritten"),
+        max_new_tokens=128,
     ) as gateway:
-        again = {"messages": [{"role": "user", "content": "again"}], "model": "tiny"}
+        again = {
+            "messages": [{"role": "user", "content": "again"}],
+            "model": "tiny",
+        }
         assert (
             await gateway.env("/v1/chat/completions", again, key=session.key)
         ).status_code == 200

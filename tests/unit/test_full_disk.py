@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from running_gateway import ASK, running
-from test_run_store import stored_session
+from stored_rollouts import stored_session
 from tiny_model import make_tiny_model
 
 from invrl.errors import DiskFullError
@@ -102,7 +102,10 @@ async def test_a_request_that_cannot_be_recorded_is_to_come_again(
         url = f"{session.base_url}/chat/completions"
         headers = {"authorization": f"Bearer {session.key}"}
         body = {"model": "tiny", "messages": [ASK], "max_tokens": 8}
-        opening = {"task_id": "t", "members": [{"index": 0, "attempt": 0}]}
+        opening = {
+            "task_id": "t",
+            "members": [{"index": 0, "attempt": 0}],
+        }
 
         async def call(number: int) -> httpx.Response:
             return await gateway.http.post(url, json=body, headers=headers)
@@ -143,7 +146,8 @@ def test_log_lines_that_cannot_be_written_print_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     try:
         write_log_lines("test", LogSettings(), file=Path("/dev/full"))
         logging.getLogger("invrl.test").error("a line")

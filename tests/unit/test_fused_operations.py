@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from logprob_problem import Problem, assert_equal, set_block_tokens
 from slow_cases import first_quick
-from test_token_logprobs import Problem, assert_equal, set_block_tokens
 from torch._dynamo.utils import counters
 
 from invrl.train import device, logprobs
@@ -137,7 +137,7 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(
             for vector, scale in zip(vectors, scales, strict=True)
         ]
         expected.append(value)
-        found = _split_and_turned(
+        turned = _split_and_turned(
             mixed,
             angles.cos(),
             angles.sin(),
@@ -147,10 +147,10 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(
             is_zero_centered=is_zero_centered,
         )
         output_grads = [torch.randn_like(output) for output in expected]
-        torch.testing.assert_close(found, tuple(expected))
+        torch.testing.assert_close(turned, tuple(expected))
         inputs = [mixed, *norms]
         torch.testing.assert_close(
-            torch.autograd.grad(found, inputs, output_grads),
+            torch.autograd.grad(turned, inputs, output_grads),
             torch.autograd.grad(expected, inputs, output_grads),
         )
 
@@ -185,10 +185,10 @@ def test_fused_swiglu_and_its_gradient_equal_the_formula() -> None:
     output_grad = torch.randn(6, 1, 10, dtype=torch.float64)
     gates, values = gates_and_values.chunk(2, dim=-1)
     expected = gates * torch.sigmoid(gates) * values
-    found = fused_bias_swiglu.bias_swiglu_impl(gates_and_values, None)
-    torch.testing.assert_close(found, expected)
+    activations = fused_bias_swiglu.bias_swiglu_impl(gates_and_values, None)
+    torch.testing.assert_close(activations, expected)
     torch.testing.assert_close(
-        torch.autograd.grad(found, gates_and_values, output_grad),
+        torch.autograd.grad(activations, gates_and_values, output_grad),
         torch.autograd.grad(expected, gates_and_values, output_grad),
     )
 

@@ -41,7 +41,10 @@ CHECKS = (
     "ignored_auth",
 )
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALL = {
     "id": "c1",
@@ -145,7 +148,8 @@ async def test_generated_requests_are_answered_as_openapi_says(
     async with running(
         tmp_path, model, renderer, leases=True, max_open_sessions=1000
     ) as gateway:
-        store, member = LeaseStore(tmp_path / "run.db"), GroupMember(index=0, attempt=0)
+        store = LeaseStore(tmp_path / "run.db")
+        member = GroupMember(index=0, attempt=0)
         for number in range(300):  # a lease that has to wait takes up to a minute
             task = Task(id=f"t{number}", payload={}, label="", split="train")
             store.offer(GroupLease(group_id=f"g{number}", task=task, members=(member,)))
@@ -207,12 +211,12 @@ async def test_generated_requests_are_answered_as_openapi_says(
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            told, _ = await asyncio.wait_for(run.communicate(), 540)
+            printed, _ = await asyncio.wait_for(run.communicate(), 540)
         finally:
             if run.returncode is None:
                 run.kill()
         store.close()
-        assert run.returncode == 0, told.decode()[-6000:]
+        assert run.returncode == 0, printed.decode()[-6000:]
         accepted = json.loads((tmp_path / "report.json").read_text())["valid_rates"]
         assert len(accepted) == sum(len(path) for path in schema["paths"].values())
         assert all(
@@ -230,12 +234,12 @@ def spoiled(draw: st.DrawFn, value: Any, odds: int) -> Any:
     if draw(st.integers(1, odds)) == 1:
         return draw(JSON)
     if isinstance(value, list):
-        kept = [spoiled(draw, each, odds) for each in value]
+        kept = [spoiled(draw, item, odds) for item in value]
         return (
             kept * draw(st.integers(0, 3)) if draw(st.integers(1, odds)) == 1 else kept
         )
     if isinstance(value, dict):
-        kept = {name: spoiled(draw, each, odds) for name, each in value.items()}
+        kept = {name: spoiled(draw, item, odds) for name, item in value.items()}
         if kept and draw(st.integers(1, odds)) == 1:
             kept.pop(draw(st.sampled_from(sorted(kept))))
         if draw(st.integers(1, odds)) == 1:
@@ -299,15 +303,18 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
-    async with running(tmp_path, model, renderer, parsers=parsers) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, parsers=parsers
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_shape(
     gateway: Running,
 ):
     [session] = await gateway.open(purpose="serve")
-    loop, seen = asyncio.get_running_loop(), Counter[tuple[str, bool]]()
+    loop = asyncio.get_running_loop()
+    seen = Counter[tuple[str, bool]]()
     for path, body in RICH.items():
         whole = await gateway.http.post(session.base_url + path, json=body)
         assert whole.status_code == 200, (path, whole.text)
@@ -331,8 +338,8 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
         seen[path, answer.status_code < 300] += 1
         if answer.status_code >= 300:
             assert 400 <= answer.status_code < 500, (path, raw, answer.text)
-            told = answer.json()
-            assert set(told) == (
+            answer_body = answer.json()
+            assert set(answer_body) == (
                 {"type", "error", "request_id"} if "messages" in path else {"error"}
             )
             fields = (
@@ -340,7 +347,7 @@ async def test_fuzzed_requests_of_the_dialects_are_answered_or_refused_in_their_
                 if "messages" in path
                 else {"message", "type", "param", "code"}
             )
-            assert set(told["error"]) == fields
+            assert set(answer_body["error"]) == fields
         elif answer.headers["content-type"] == "application/json":
             answer.json()
         else:

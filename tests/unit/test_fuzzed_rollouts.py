@@ -106,7 +106,8 @@ class Address:
 def circular() -> Exception:
     first = ValueError("a")
     second = ValueError("b")
-    first.__cause__, second.__cause__ = second, first
+    first.__cause__ = second
+    second.__cause__ = first
     return first
 
 
@@ -143,7 +144,13 @@ def returned(r: random.Random) -> object:
     value = r.choice(REWARDS if r.random() < 0.5 else REWARDS[:6])(r)
     if r.random() < 0.6:
         return value
-    usual = [{}, {"a": 1}, {"a": r.choice(REWARDS)(r)}, {3: 0.5}, {"\ud800": 1.0}]
+    usual = [
+        {},
+        {"a": 1},
+        {"a": r.choice(REWARDS)(r)},
+        {3: 0.5},
+        {"\ud800": 1.0},
+    ]
     parts = r.choice([*usual, [1.0], None, BadMapping(a=1), {"x" * 5000: "no"}])
     value = RolloutResult(reward=value) if r.random() < 0.1 else value  # type: ignore[arg-type]
     return RolloutResult(
@@ -209,10 +216,12 @@ class Deadline:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._come, self._left = asyncio.Event(), 0
+        self._come = asyncio.Event()
+        self._left = 0
 
     def start(self, rollouts: int) -> None:
-        self._come, self._left = asyncio.Event(), rollouts
+        self._come = asyncio.Event()
+        self._left = rollouts
 
     def one_less(self) -> None:
         """A rollout has ended or, from any thread, will not."""
@@ -252,7 +261,8 @@ class Fuzz:
         self, seed: int, *, release: threading.Event, deadline: Deadline
     ) -> None:
         self._seed = seed
-        self._release, self._deadline = release, deadline
+        self._release = release
+        self._deadline = deadline
 
     def source(self, address: Address) -> random.Random:
         return random.Random(f"{self._seed}/{address.base_url}")
@@ -334,15 +344,15 @@ def turns_of(session: Session, r: random.Random, version: int) -> list[Turn]:
 def trajectories(turns: list[Turn]) -> tuple[Trajectory, ...]:
     by_id = {turn.id: turn for turn in turns}
     parents = {turn.parent_id for turn in turns}
-    found: list[Trajectory] = []
+    paths: list[Trajectory] = []
     for leaf in turns:
         if leaf.id in parents:
             continue
         path = [leaf]
         while path[0].parent_id is not None:
             path.insert(0, by_id[path[0].parent_id])
-        found.append(Trajectory(turns=tuple(path)))
-    return tuple(found)
+        paths.append(Trajectory(turns=tuple(path)))
+    return tuple(paths)
 
 
 class Loop:
@@ -429,7 +439,8 @@ class Loop:
             self.details.append(outcome.detail)
             ended = failed(record, outcome.reason, outcome.detail)
         else:
-            record.reward, record.components = outcome.reward, dict(outcome.components)
+            record.reward = outcome.reward
+            record.components = dict(outcome.components)
             record.numbers = dict(outcome.extra.numbers)
             turns = turns_of(session, random.Random(f"turns/{name}"), started)
             ended = summarise(

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from fakes import FakeEngine, random_reply
+from gateway_workers import Workers
 from running_gateway import ENV_KEY, Running, running
-from test_gateway_workers import Workers
 
 from invrl.gateway.rendering.renderer import Renderer
 
@@ -47,8 +47,10 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     # Longer than the test waits: a 408 would mean that the body was waited for.
-    async with running(tmp_path, model, renderer, body_timeout_s=300) as made:
-        yield made
+    async with running(
+        tmp_path, model, renderer, body_timeout_s=300
+    ) as patient_gateway:
+        yield patient_gateway
 
 
 @pytest.mark.parametrize("path", OF_THE_ENVIRONMENT)

@@ -4,13 +4,12 @@ answers, old outcomes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
-from pathlib import Path
 
 import openai
 import pytest
-from running_gateway import ASK, MORE, Running, eventually, running
+from gateway_lives import Life, ask
+from running_gateway import ASK, MORE, Running, eventually
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
@@ -26,41 +25,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-class Life:
-    """The same store and key under one gateway after the other."""
-
-    def __init__(
-        self, folder: Path, model: Path, renderer: Renderer, **settings: object
-    ) -> None:
-        self._of, self._settings = (folder, model, renderer), settings
-        self.store = folder / "run.db"
-
-    @contextlib.asynccontextmanager
-    async def again(self, **changes: object):
-        async with running(*self._of, **(self._settings | changes)) as gateway:
-            yield gateway
-
-
-@pytest.fixture
-def life(tmp_path: Path, model: Path, renderer: Renderer) -> Life:
-    return Life(tmp_path, model, renderer, sampling_seed=7)
-
-
-async def ask(
-    gateway: Running,
-    session: Session,
-    messages: list,
-    *,
-    retry: bool | None = None,
-    **more,
-):
-    """`retry`: what the client says of its request; None: its first try."""
-    client = gateway.client(session, base_url=f"{gateway.url}/s/{session.key}/v1")
-    if retry is not None:
-        more["extra_headers"] = {"x-stainless-retry-count": str(int(retry))}
-    return await client.chat.completions.create(model="tiny", messages=messages, **more)
 
 
 def reply(answer) -> dict:
@@ -116,7 +80,11 @@ async def test_retry_after_a_restart_gets_the_recorded_turn(
     life: Life, renderer: Renderer
 ):
     stop = renderer._tokenizer.encode("abc STOP")
-    asked = {"stop": "STOP", "logprobs": True, "max_tokens": len(stop)}
+    asked = {
+        "stop": "STOP",
+        "logprobs": True,
+        "max_tokens": len(stop),
+    }
     async with life.again() as gateway:
         gateway.engine.script = lambda _: stop
         [session] = await gateway.open(purpose="serve")
@@ -134,15 +102,17 @@ async def test_streamed_reply_is_replayed_as_a_stream_after_a_restart(life: Life
         stream = await ask(
             gateway, session, [ASK], retry=retry, stream=True, logprobs=True
         )
-        found = [event async for event in stream]
-        text = "".join(event.choices[0].delta.content or "" for event in found)
+        streamed_events = [event async for event in stream]
+        text = "".join(
+            event.choices[0].delta.content or "" for event in streamed_events
+        )
         logprobs = [
             t.logprob
-            for e in found
+            for e in streamed_events
             if e.choices[0].logprobs
             for t in e.choices[0].logprobs.content
         ]
-        return found[0].id, text, logprobs
+        return streamed_events[0].id, text, logprobs
 
     async with life.again() as gateway:
         [session] = await gateway.open()
@@ -176,6 +146,52 @@ async def test_aborted_turn_is_neither_continued_nor_replayed_after_a_restart(
         assert summary.trained_tokens == len(whole.sampled_ids_T)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_reply_of_a_cancelled_turn_that_the_agent_keeps_is_named(
+    life: Life, renderer: Renderer, *, restarts: bool
+):
+    text = ""
+    async with life.again() as gateway:
+        said = renderer.encode("The answer is four, as far as I can tell.")
+        gateway.engine.script = lambda _: [*said, 2]
+        gateway.engine.holds = lambda count: count > 5
+        [session] = await gateway.open()
+        call = asyncio.create_task(ask(gateway, session, [ASK], stream=True))
+        async for event in await call:
+            text += event.choices[0].delta.content or ""
+            if text.strip():
+                break
+        await call.result().close()
+        await eventually(
+            lambda: [t.finish_reason for t in gateway.turns(session)] == ["abort"]
+        )
+        gateway.engine.holds = lambda count: False
+        kept = [ASK, {"role": "assistant", "content": text}, MORE]
+        if not restarts:
+            await ask(gateway, session, kept)
+    async with life.again() as gateway:
+        if restarts:
+            await ask(gateway, session, kept)
+        shown = (await gateway.env(f"/sessions/{session.id}")).json()["turns"][1]
+        assert (shown["fork_reason"], shown["parent_id"]) == ("interrupted_reply", None)
+        assert shown["changed"]["sent"].startswith(text.strip())
+
+
+async def test_reply_out_of_tokens_that_the_agent_keeps_is_named(
+    life: Life, renderer: Renderer
+):
+    async with life.again() as gateway:
+        said = renderer.encode("The answer is four, as far as I can tell.")
+        gateway.engine.script = lambda _: [*said, 2]
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], max_tokens=3)
+        await ask(gateway, session, [ASK, reply(first), MORE])
+        shown = (await gateway.env(f"/sessions/{session.id}")).json()["turns"]
+        assert shown[1]["keeps_interrupted_reply"] == shown[0]["id"]
+        assert shown[1]["fork_reason"] == ""
+        assert "keeps_interrupted_reply" not in shown[0]
+
+
 async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_seed_count(
     life: Life,
 ):
@@ -198,6 +214,31 @@ async def test_undelivered_turn_is_replayed_to_the_next_request_and_keeps_its_se
         assert later not in seeds
 
 
+async def test_stop_string_behind_a_reply_is_known_after_a_restart(
+    life: Life, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    """Agents append it, because the API leaves it out. A text with another ending is
+    still an edit."""
+
+    def stopped(*_: object):
+        return renderer.encode("4 STOP"), {"type": "stop", "matched": "STOP"}
+
+    async with life.again() as gateway:
+        monkeypatch.setattr(gateway.engine, "_reply", stopped)
+        [session] = await gateway.open()
+        first = await ask(gateway, session, [ASK], stop=["x", "STOP"])
+        text = first.choices[0].message.content
+        assert text == "4 "
+    async with life.again() as gateway:
+        with_stop = {"role": "assistant", "content": text + "STOP"}
+        await ask(gateway, session, [ASK, with_stop, MORE])
+        edited = {"role": "assistant", "content": text + "x"}
+        await ask(gateway, session, [ASK, edited, MORE])
+        asked, continued, forked = gateway.turns(session)
+        assert (continued.parent_id, continued.fork_reason) == (asked.id, "")
+        assert forked.fork_reason == "history_edited"
+
+
 async def test_reply_that_a_client_continues_counts_as_delivered(life: Life):
     async with life.again() as gateway:
         [session] = await gateway.open()
@@ -218,7 +259,11 @@ async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit
     async with life.again(max_open_sessions=2) as gateway:
         sessions = await gateway.open(members=2)
     async with life.again(max_open_sessions=2) as gateway:
-        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "members": [{"index": 0}],
+        }
         assert (await gateway.env("/sessions", body)).status_code == 429
     async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
@@ -274,7 +319,11 @@ async def test_child_sessions_keep_their_limits_and_rewards_after_a_restart(life
         for session in (child, done, gone, grandchild):
             await ask(gateway, session, [ASK])
         first, second = [turn.id for turn in gateway.turns(parent)]
-        own = {"reward": 3.0, "turn": first, "components": {"x": 1.0}}
+        own = {
+            "reward": 3.0,
+            "turn": first,
+            "components": {"x": 1.0},
+        }
         for body in (own, {"reward": -2.0, "branch": second}):
             await gateway.env(f"/sessions/{parent.id}/reward", body, key=parent.key)
         await gateway.finish(done, reward=5.0)
@@ -355,7 +404,8 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
     db.close()
     async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
-        assert (answer.status_code, answer.json()["deadline"]) == (202, deadline)
+        assert answer.status_code == 202
+        assert answer.json()["deadline"] == deadline
         turn = gateway.turns(judged)[0].id
         for body in ({"reward": 2.0, "turn": turn}, {"reward": 0.5}):
             answer = await gateway.env(
@@ -363,22 +413,22 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
             )
         assert answer.json()["state"] == "finished"
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
-        found = {
+        turns_by_id = {
             o.session_id: o
             for _, o in gateway.store.outbox_after(0)
             if isinstance(o, RolloutSummary)
         }
-        assert {name: o.reward for name, o in found.items()} == {
+        assert {name: o.reward for name, o in turns_by_id.items()} == {
             judged.id: 0.5,
             stored.id: 0.25,
         }
-        assert found[judged.id].turn_rewards == {turn: 2.0}
+        assert turns_by_id[judged.id].turn_rewards == {turn: 2.0}
         assert (await gateway.env("/metrics")).json()["sessions"] == {
             "unrewarded": 1,
             "finished": 2,
         }
     async with life.again(reward_deadline_s=3000.0) as gateway:
-        assert await gateway.finish(judged, reward=9.0) == found[judged.id]
+        assert await gateway.finish(judged, reward=9.0) == turns_by_id[judged.id]
 
 
 async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life: Life):
@@ -396,7 +446,7 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
     async with life.again(leases=True) as gateway:
         [session] = await gateway.open(request_id="one")
     async with life.again(leases=True) as gateway:
-        assert [one.key for one in await gateway.open(request_id="one")] == [
+        assert [opened.key for opened in await gateway.open(request_id="one")] == [
             session.key
         ]
         refused = await gateway.env(
@@ -408,10 +458,8 @@ async def test_lease_survives_the_worker_that_gave_it_and_opens_by_a_retry(life:
                 "request_id": "two",
             },
         )
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            409,
-            "not_leased",
-        )
+        assert refused.status_code == 409
+        assert refused.json()["error"]["code"] == "not_leased"
         assert store.taken() == []
     store.close()
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_run_store import turn
+from stored_rollouts import turn
 
 from invrl.errors import SessionError
 from invrl.gateway.keys import is_signed
@@ -31,7 +31,10 @@ from invrl.types import (
     Turn,
 )
 
-MEMBERS = [GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2)]
+MEMBERS = [
+    GroupMember(index=0, attempt=0),
+    GroupMember(index=1, attempt=2),
+]
 
 
 def registry(max_open: int = 8) -> SessionRegistry:
@@ -54,7 +57,7 @@ def test_a_key_opens_its_own_session_only():
     assert first.session.key != second.session.key
     assert len(first.session.key) >= 4 + 32
     assert first.session.base_url == f"http://host:1/s/{first.session.key}/v1"
-    assert [r.session.attempt for r in (first, second)] == [0, 2]
+    assert [record.session.attempt for record in (first, second)] == [0, 2]
     assert book.by_key([first.session.key]) is first
     assert book.by_key([first.session.key] * 2) is first
     for keys in (
@@ -93,7 +96,8 @@ def test_ten_thousand_guessed_keys_open_nothing():
     for guess in guesses:
         with pytest.raises(SessionError) as caught:
             book.by_key([guess])
-        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+        assert caught.value.status == 401
+        assert caught.value.code == "invalid_api_key"
     assert book.by_key([key]).session.key == key
 
 
@@ -166,7 +170,8 @@ def test_admission_accepts_a_whole_group_or_refuses_it():
     first = opened(book)
     with pytest.raises(SessionError) as caught:
         opened(book)
-    assert (caught.value.status, caught.value.retry_after_s) == (429, 1.0)
+    assert caught.value.status == 429
+    assert caught.value.retry_after_s == 1.0
     assert book.counts() == {"open": 2}
     book.close(first[0], "finished", failed(first[0], FailureReason.EMPTY, ""))
     opened(book)
@@ -180,7 +185,8 @@ def test_closed_session_refuses_requests_and_keeps_its_outcome():
     book.close(record, "aborted", outcome)
     with pytest.raises(SessionError, match="aborted") as caught:
         book.by_key([record.session.key])
-    assert (caught.value.status, caught.value.code) == (401, "session_closed")
+    assert caught.value.status == 401
+    assert caught.value.code == "session_closed"
     with pytest.raises(SessionError) as late:
         book.reward(record, Reward(value=1.0))
     assert late.value.status == 409
@@ -189,7 +195,8 @@ def test_closed_session_refuses_requests_and_keeps_its_outcome():
 
 def test_sessions_expire_after_their_time():
     book = registry()
-    old, young = opened(book, now=0.0), opened(book, now=5.0)
+    old = opened(book, now=0.0)
+    young = opened(book, now=5.0)
     assert book.expired(10.0) == []
     assert book.expired(10.1) == old
     book.close(old[0], "expired", failed(old[0], FailureReason.TIMEOUT, ""))
@@ -207,17 +214,20 @@ def test_a_summary_counts_only_what_was_delivered_as_trained():
     ]
     outcome = summarise(record, turns, {"1", "2", "3"}, 9.0)
     assert isinstance(outcome, RolloutSummary)
-    assert (outcome.reward, outcome.num_turns, outcome.forks, outcome.truncated) == (
-        0.25,
-        4,
-        1,
-        True,
-    )
-    assert (outcome.prompt_tokens, outcome.later_prompt_tokens) == (20, 5)
-    assert (outcome.cached_tokens, outcome.later_cached_tokens) == (8, 2)
-    assert (outcome.sampled_tokens, outcome.trained_tokens) == (12, 6)
-    assert (outcome.oldest_version, outcome.newest_version) == (3, 4)
-    assert (outcome.started_at, outcome.finished_at) == (0.0, 9.0)
+    assert outcome.reward == 0.25
+    assert outcome.num_turns == 4
+    assert outcome.forks == 1
+    assert outcome.truncated is True
+    assert outcome.prompt_tokens == 20
+    assert outcome.later_prompt_tokens == 5
+    assert outcome.cached_tokens == 8
+    assert outcome.later_cached_tokens == 2
+    assert outcome.sampled_tokens == 12
+    assert outcome.trained_tokens == 6
+    assert outcome.oldest_version == 3
+    assert outcome.newest_version == 4
+    assert outcome.started_at == 0.0
+    assert outcome.finished_at == 9.0
 
 
 def test_sessions_without_tokens_or_reward_have_failed():
@@ -254,10 +264,10 @@ def test_session_without_trained_tokens_reports_why():
         record, turns, {"forced", "aborted", "title"}, 0.0, train_auxiliary=False
     )
     assert isinstance(outcome, FailedRollout)
-    assert (outcome.reason, outcome.detail) == (
-        FailureReason.EMPTY,
+    assert outcome.reason == FailureReason.EMPTY
+    assert outcome.detail == (
         "no token to train: of 29 sampled in 4 turns 9 did not reach the client, "
-        "15 were constrained or aborted, 5 are of auxiliary conversations",
+        "15 were constrained or aborted, 5 are of auxiliary conversations"
     )
 
 
@@ -283,10 +293,8 @@ def test_sampling_parameters_come_from_the_run_in_training_and_from_the_client_i
     assert served.extra == {"sampling_seed": 3}
     assert served.overridden == ()
     bounded = resolve("serve", pinned, ClientSampling(max_new_tokens=21))
-    assert (bounded.sampling.max_new_tokens, bounded.overridden) == (
-        20,
-        ("max_new_tokens",),
-    )
+    assert bounded.sampling.max_new_tokens == 20
+    assert bounded.overridden == ("max_new_tokens",)
     neutral = ClientSampling(
         temperature=1.0, top_k=-1, frequency_penalty=0.0, logit_bias={}
     )
@@ -329,7 +337,10 @@ def test_the_main_conversation_has_the_most_tokens_its_forks_included():
         (one.trained_tokens, one.auxiliary_tokens, one.untrained_roots)
         for one in trained
         if isinstance(one, RolloutSummary)
-    ] == [(19, 9, ()), (10, 9, ("title", "summary", "retitled"))]
+    ] == [
+        (19, 9, ()),
+        (10, 9, ("title", "summary", "retitled")),
+    ]
 
 
 def test_abandoned_and_aborted_turns_do_not_count_for_the_main_conversation():

@@ -50,7 +50,9 @@ async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(
     summary = await gateway.finish(session, reward=0.5)
     assert [turn.delivered for turn in gateway.turns(session)] == [True] * 4
     assert isinstance(summary, RolloutSummary)
-    assert (summary.reward, summary.num_turns, summary.forks) == (0.5, 4, 0)
+    assert summary.reward == 0.5
+    assert summary.num_turns == 4
+    assert summary.forks == 0
     assert summary.later_cached_tokens / summary.later_prompt_tokens > 0.5
     rollout = gateway.store.rollout(session.id)
     assert rollout.summary == summary
@@ -90,7 +92,8 @@ async def test_streams_carry_tokens_as_they_are_sampled(
     gateway: Running, renderer: Renderer
 ):
     """None is sampled before what those before it say has been seen."""
-    said, text = "Hello 漢字🙂 world, hello 漢字🙂 and all of you ", ""
+    said = "Hello 漢字🙂 world, hello 漢字🙂 and all of you "
+    text = ""
     ids = renderer._tokenizer.encode(said)
     assert len(ids) > 48, "what has been seen is joined by 16 chunks"
     gateway.engine.script = lambda _: [*ids, 2]
@@ -202,11 +205,11 @@ async def test_edited_history_and_side_requests_fork_with_a_reason(gateway: Runn
     assert metrics["forks"] == {"history_edited": 1, "new_conversation": 1}
     assert metrics["turns"]["stop"] == 3
     assert metrics["loop_lag_ms"].keys() == {"p50", "p99", "max"}
-    summary = await gateway.finish(
-        session
-    )  # waits until the last answer is known to have arrived
+    # waits until the last answer is known to have arrived
+    summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    assert (summary.forks, summary.trained_tokens) == (2, summary.sampled_tokens)
+    assert summary.forks == 2
+    assert summary.trained_tokens == summary.sampled_tokens
 
 
 async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(
@@ -229,15 +232,12 @@ async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(
     assert "x-invrl-overridden" not in second.headers
     for request in gateway.engine.requests:
         params = request["sampling_params"]
-        assert (params["temperature"], params["top_p"], params["max_new_tokens"]) == (
-            0.7,
-            1.0,
-            20,
-        )
-        assert (params["top_k"], params["frequency_penalty"]) == (
-            -1,
-            0.0,
-        )  # as the model is, said so
+        assert params["temperature"] == 0.7
+        assert params["top_p"] == 1.0
+        assert params["max_new_tokens"] == 20
+        # as the model is, said so
+        assert params["top_k"] == -1
+        assert params["frequency_penalty"] == 0.0
         assert "sampling_seed" not in params
     assert gateway.turns(session)[0].temperature == pytest.approx(0.7)
     shown = (await gateway.env(f"/sessions/{session.id}")).json()
@@ -247,7 +247,8 @@ async def test_sampling_of_the_run_overrides_the_clients_and_is_reported_once(
         model="tiny", messages=[ASK], temperature=0.1, top_p=0.5
     )
     params = gateway.engine.requests[-1]["sampling_params"]
-    assert (params["temperature"], params["top_p"]) == (0.1, 0.5)
+    assert params["temperature"] == 0.1
+    assert params["top_p"] == 0.5
 
 
 async def test_a_retry_does_not_join_a_generation_that_is_being_cancelled(
@@ -311,7 +312,8 @@ async def test_a_disconnect_cancels_the_generation_and_leaves_the_turn_undeliver
         if stream:
             await eventually(lambda here=session: len(gateway.turns(here)) == 1)
             [turn] = gateway.turns(session)
-            assert (turn.finish_reason, turn.delivered) == ("abort", False)
+            assert turn.finish_reason == "abort"
+            assert turn.delivered is False
             assert 0 < len(turn.sampled_ids_T) < 50
         outcome = await gateway.finish(session)
         assert isinstance(outcome, FailedRollout)
@@ -379,10 +381,8 @@ async def test_a_stream_asked_for_again_has_the_same_text_and_log_probs(
     )
     assert len(turn.sampled_ids_T) == 50
     for text, logprobs in (await first, again, await ask("1")):
-        assert (text, logprobs) == (
-            again[0],
-            pytest.approx(turn.logprobs_T.tolist(), abs=1e-6),
-        )
+        assert text == again[0]
+        assert logprobs == pytest.approx(turn.logprobs_T.tolist(), abs=1e-6)
 
 
 async def test_retry_of_the_openai_client_recovers_from_a_lost_engine(gateway: Running):
@@ -422,7 +422,8 @@ async def test_generation_aborted_by_the_engine_is_an_error_and_not_trained(
     with pytest.raises(openai.APIError, match="abort"):
         await ask()
     [turn] = gateway.turns(session)
-    assert (turn.finish_reason, turn.delivered) == ("abort", False)
+    assert turn.finish_reason == "abort"
+    assert turn.delivered is False
     assert isinstance(await gateway.finish(session), FailedRollout)
 
 
@@ -440,10 +441,8 @@ async def test_turn_that_spans_an_update_records_both_versions(gateway: Running)
     assert turn.versions_T[-1] == 1
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    assert (summary.oldest_version, summary.newest_version) == (
-        turn.versions_T.min(),
-        1,
-    )
+    assert summary.oldest_version == turn.versions_T.min()
+    assert summary.newest_version == 1
 
 
 async def test_stream_that_breaks_off_after_an_update_records_both_versions(
@@ -530,15 +529,17 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(
     assert unknown.value.code == "model_not_found"
     assert [m.id for m in (await client.models.list()).data] == ["tiny"]
     assert (await client.models.retrieve("tiny")).model_dump() == {
-        "id": "tiny", "object": "model", "created": 0, "owned_by": "invrl", "max_model_len": 1024
-    }  # fmt: skip
+        "id": "tiny",
+        "object": "model",
+        "created": 0,
+        "owned_by": "invrl",
+        "max_model_len": 1024,
+    }
     for name in ("gpt-9", "tiny/b"):
         with pytest.raises(openai.NotFoundError, match=name) as unknown:
             await client.models.retrieve(name)
-        assert (unknown.value.code, unknown.value.type) == (
-            "model_not_found",
-            "invalid_request_error",
-        )
+        assert unknown.value.code == "model_not_found"
+        assert unknown.value.type == "invalid_request_error"
     guessed = gateway.client(session, base_url=f"{gateway.url}/v1", api_key="isk-guess")
     with pytest.raises(openai.AuthenticationError):
         await guessed.chat.completions.create(model="tiny", messages=[ASK])
@@ -586,7 +587,8 @@ async def test_expired_sessions_are_aborted_as_timeouts(
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 1)
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, FailedRollout)
-        assert (outcome.session_id, outcome.reason) == (session.id, "timeout")
+        assert outcome.session_id == session.id
+        assert outcome.reason == "timeout"
         assert gateway.store.closed_session(session.id).state == "expired"
 
 
@@ -600,7 +602,8 @@ async def test_last_reward_wins_and_finishing_twice_changes_nothing(gateway: Run
             await gateway.env(path + "/reward", body, key=session.key)
         ).status_code == 200
     finished = await gateway.env(path + "/finish", {})
-    assert (finished.json()["reward"], finished.json()["outcome"]) == (0.7, "finished")
+    assert finished.json()["reward"] == 0.7
+    assert finished.json()["outcome"] == "finished"
     again = await gateway.env(path + "/finish", {"reward": 5.0})
     assert again.json() == finished.json()
     assert (

@@ -5,120 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from fakes import FakeEngine, random_reply
-from running_gateway import ASK, ENV_KEY, MORE, Running, eventually
+from gateway_workers import Workers
+from running_gateway import ASK, ENV_KEY, MORE, eventually
 
-from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.gateway.keys import signed_key
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server import forwarder
-from invrl.gateway.server.app import make_app
-from invrl.gateway.server.http_protocol import LimitedHttpProtocol
 from invrl.gateway.server.peers import merge_metrics
-from invrl.gateway.server.settings import GatewaySettings
-from invrl.store.run_store import RunStore
-from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import RolloutSummary
-
-
-class Workers:
-    """`at[n]` is worker n as a client that reached it sees it; `stop(n)` ends one."""
-
-    def __init__(
-        self, engine: FakeEngine, http: httpx.AsyncClient, folder: Path
-    ) -> None:
-        self.engine, self.folder, self.at = (
-            engine,
-            folder,
-            [Running("", engine, RunStore(folder / "run.db"), http) for _ in range(2)],
-        )
-        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        self.urls = [
-            f"http://127.0.0.1:{listener.getsockname()[1]}"
-            for listener in self.listeners
-        ]
-        self._shared = memoryview(bytearray(16)).cast("Q")
-        self._servers: list[uvicorn.Server | None] = [None, None]
-        self._ends = contextlib.AsyncExitStack()
-
-    async def start(
-        self, number: int, model: Path, renderer: Renderer, **changes: object
-    ) -> None:
-        url = self.at[number].url = self.urls[number]
-        values = {
-            "gateway_port": int(url.rpartition(":")[2]),
-            "router_url": self.engine.url,
-            "env_key": ENV_KEY,
-            "model_path": str(model),
-            "model_name": "tiny",
-            "store_path": str(self.folder / "run.db"),
-            "context_length": 1024,
-            "vocab_size": 512,
-            **changes,
-        }
-        settings = GatewaySettings.model_validate(values)
-        store = RunStoreWriter(Path(settings.store_path))
-        client = SglangClient(
-            settings.router_url,
-            limits=EngineLimits(vocab_size=512, context_length=1024),
-        )
-        place = WorkerPlace(number=number, urls=self.urls, open_sessions=self._shared)
-        parts = {
-            "sampler": client,
-            "renderer": renderer,
-            "store": store,
-            "on_shutdown": client.close,
-        }
-        app = make_app(settings, **parts, place=place)
-        served = {
-            "http": LimitedHttpProtocol,
-            "timeout_graceful_shutdown": 1,
-            "timeout_keep_alive": 600,
-        }
-        config = uvicorn.Config(
-            app, port=settings.gateway_port, log_level="critical", **served
-        )
-        server = self._servers[number] = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
-        self._ends.callback(store.close)
-        self._ends.push_async_callback(asyncio.wait, [serving])
-        await eventually(lambda: server.started)
-
-    async def stop(self) -> None:
-        for server in self._servers:
-            if server is not None:
-                server.should_exit = True
-        await self._ends.aclose()
-        for listener in self.listeners:
-            listener.close()
-
-
-@pytest.fixture
-async def workers(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Workers]:
-    async with (
-        FakeEngine(random_reply()) as engine,
-        httpx.AsyncClient(timeout=120) as http,
-    ):
-        both = Workers(engine, http, tmp_path)
-        try:
-            for number in range(2):
-                await both.start(
-                    number, model, renderer, max_body_bytes=20_000, max_open_sessions=6
-                )
-            yield both
-        finally:
-            await both.stop()
 
 
 async def test_any_worker_serves_any_session(workers: Workers):
@@ -147,10 +48,10 @@ async def test_any_worker_serves_any_session(workers: Workers):
             session, base_url=workers.urls[1 - owner] + "/v1", api_key=session.key
         )
         assert [card.id for card in (await bearer.models.list()).data] == ["tiny"]
-        made = await bearer.responses.create(model="tiny", input="Hi")
+        response = await bearer.responses.create(model="tiny", input="Hi")
         assert (
-            await bearer.responses.retrieve(made.id)
-        ).output_text == made.output_text
+            await bearer.responses.retrieve(response.id)
+        ).output_text == response.output_text
         other = workers.at[1 - owner]
         assert len((await other.env(f"/sessions/{session.id}")).json()["turns"]) == 5
         summary = await other.finish(session)
@@ -283,7 +184,8 @@ async def test_child_session_is_owned_by_the_worker_of_its_parent(workers: Worke
         assert child["key"][:6] == "isk-01"
         assert child["parent_id"] == parent.id
     shown = (await workers.at[0].env(f"/sessions/{parent.id}")).json()
-    assert (len(shown["children"]), shown["children"][-1]) == (2, child["id"])
+    assert len(shown["children"]) == 2
+    assert shown["children"][-1] == child["id"]
     assert (await workers.at[0].env("/metrics?worker=own")).json()["sessions"] == {}
 
 
@@ -324,7 +226,8 @@ async def test_metrics_sum_over_all_workers(workers: Workers):
                 .chat.completions.create(model="tiny", messages=[ASK])
             )
     metrics = (await workers.at[0].env("/metrics")).json()
-    assert (metrics["sessions"]["open"], metrics["turns"]["stop"]) == (4, 4)
+    assert metrics["sessions"]["open"] == 4
+    assert metrics["turns"]["stop"] == 4
     assert metrics["workers"].keys() == {"0", "1"}
     assert (await workers.at[1].env("/metrics?worker=own")).json()["turns"]["stop"] == 3
     assert (await workers.at[1].env("/metrics", key="guess")).status_code == 401
@@ -348,7 +251,9 @@ class DyingOwner:
     `last` says."""
 
     def __init__(self, deaths: int, last: bytes) -> None:
-        self.deaths, self.last, self.heard = deaths, last, list[bytes]()
+        self.deaths = deaths
+        self.last = last
+        self.heard = list[bytes]()
 
     async def __call__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -420,6 +325,14 @@ async def test_dead_owning_worker_is_a_503_that_clients_retry(
 
 def test_owning_worker_is_read_from_the_name_of_a_session_or_key():
     place = WorkerPlace(number=1, urls=("a", "b"))
-    assert [place.owner(name) for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")] == [
-        1, 0, None, None, None, None,
-    ]  # fmt: skip
+    assert [
+        place.owner(name)
+        for name in ("isk-01x", "ses-00", "isk-02x", "isk-zz", "", "01")
+    ] == [
+        1,
+        0,
+        None,
+        None,
+        None,
+        None,
+    ]

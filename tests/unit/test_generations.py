@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from running_gateway import (
     ASK,
     MORE,
@@ -19,17 +21,11 @@ from running_gateway import (
     running,
 )
 
+from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
+from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as gateway:
-        yield gateway
+from invrl.gateway.turns import generation
+from invrl.types import Sampling
 
 
 async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(
@@ -61,7 +57,8 @@ async def test_a_generation_that_breaks_off_is_not_begun_again(gateway: Running)
             pass
     assert len(gateway.engine.requests) == 1
     [turn] = gateway.turns(session)
-    assert (turn.finish_reason, len(turn.sampled_ids_T)) == ("abort", 3)
+    assert turn.finish_reason == "abort"
+    assert len(turn.sampled_ids_T) == 3
 
 
 async def test_what_was_aborted_is_never_continued(
@@ -100,3 +97,65 @@ async def test_a_reply_is_whole_only_when_its_turn_is_in_the_store(
         other_process.execute("ROLLBACK")
     await call
     assert len(gateway.turns(session)) == 1
+
+
+async def test_a_request_waits_while_the_router_has_no_engine(
+    gateway: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(generation, "_ENGINE_POLL_S", 0.01)
+    sample = SglangClient.generate
+    asked: list[str] = []
+
+    async def generate(client: SglangClient, request: GenerateRequest):
+        asked.append(request.rid)
+        if len(asked) < 20:
+            raise NoEngineError("the router answered /generate with 503")
+        return await sample(client, request)
+
+    monkeypatch.setattr(SglangClient, "generate", generate)
+    [session] = await gateway.open()
+    await gateway.client(session).chat.completions.create(model="tiny", messages=[ASK])
+    assert len(set(asked)) == 20, "an engine may know an id that it has seen"
+    [turn] = gateway.turns(session)
+    assert turn.id == asked[0]
+
+
+async def test_a_request_waits_for_an_engine_until_a_deadline(
+    tmp_path: Path, model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(generation, "_ENGINE_POLL_S", 0.01)
+
+    async def generate(client: SglangClient, request: GenerateRequest):
+        raise NoEngineError("no engine is there")
+
+    monkeypatch.setattr(SglangClient, "generate", generate)
+    async with running(tmp_path, model, renderer, engine_return_s=0.1) as gateway:
+        [session] = await gateway.open()
+        with pytest.raises(openai.APIError, match="no engine is there"):
+            await gateway.client(session).chat.completions.create(
+                model="tiny", messages=[ASK]
+            )
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, NoEngineError), (500, ServerError)])
+async def test_a_router_without_engines_is_told_from_an_engine_that_fails(
+    status: int, kind: type[ServerError]
+):
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, text="no_available_workers")
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    limits = EngineLimits(vocab_size=512, context_length=1024)
+    request = GenerateRequest(
+        rid="a",
+        input_ids_T=np.array([1], np.int32),
+        sampling=Sampling(max_new_tokens=1),
+    )
+    async with (
+        TestServer(app) as router,
+        SglangClient(str(router.make_url("")), limits=limits) as client,
+    ):
+        with pytest.raises(ServerError) as raised:
+            await client.generate(request)
+    assert type(raised.value) is kind

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from handmade_rollouts import rollout, turn
-from tiny_model import make_tiny_model
 from training_rows import training_rows
 from transformers import AutoTokenizer
 
@@ -26,11 +25,6 @@ DIGITS = json.dumps({"ebnf": 'root ::= [0-9] [0-9]? "!"'})
 SCHEMA = json.dumps(
     {"json_schema": '{"type": "object", "properties": {"a": {"enum": [1, 22]}}}'}
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +109,12 @@ def row(ids: list[int], kept: tuple[bytes | None, ...] = ()) -> Row:
 
 def test_logits_are_shared_only_between_equal_masks() -> None:
     """Equal tokens, chosen freely, under one grammar, and under another."""
-    one = b"\xff\x00"
+    mask = b"\xff\x00"
     other = b"\x0f\x00"
     data = [
         row([1, 2, 3]),
-        row([1, 2, 3], (one, None)),
-        row([1, 2, 3], (one, one)),
+        row([1, 2, 3], (mask, None)),
+        row([1, 2, 3], (mask, mask)),
         row([1, 2, 3], (other, None)),
     ]
     [packed] = pack(data, max_tokens=100, share_prefixes=True)
@@ -141,9 +135,8 @@ def test_logits_are_shared_only_between_equal_masks() -> None:
             )
             assert packed.project_U[projection] == nth
             at += 1
-    assert (
-        len(packed.project_U) == 3 + 2
-    )  # of the first token: free, one, other; of the second: free, one
+    # of the first token: free, one, other; of the second: free, one
+    assert len(packed.project_U) == 3 + 2
 
 
 def test_sample_without_grammars_loads_no_tokenizer() -> None:
@@ -161,5 +154,6 @@ def test_sample_without_grammars_loads_no_tokenizer() -> None:
         attempt=0,
         turn_ids=("t",),
     )
-    [made] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
-    assert (made.wanted_N.tolist(), made.allowed_N) == ([1, 2], ())
+    [masked_row] = GrammarMasks("/nowhere", VOCABULARY).rows([sample])
+    assert masked_row.wanted_N.tolist() == [1, 2]
+    assert masked_row.allowed_N == ()

@@ -26,10 +26,10 @@ OF_RAY = "\n".join(
 
 
 def lines(error: BaseException) -> list[str]:
-    found = headline(error).lines(LOG)
-    assert len(found) == 2
-    assert not any("\n" in line or "\x1b" in line for line in found)
-    return found
+    text_lines = headline(error).lines(LOG)
+    assert len(text_lines) == 2
+    assert not any("\n" in line or "\x1b" in line for line in text_lines)
+    return text_lines
 
 
 def test_actor_error_is_printed_without_rays_traceback() -> None:
@@ -104,6 +104,6 @@ def test_internal_error_names_its_file_and_line() -> None:
     try:
         {}["x"]
     except KeyError as error:
-        (told, _) = lines(error)
-    assert told.startswith("KeyError: 'x' (")
-    assert "test_headline.py:" in told
+        (text, _) = lines(error)
+    assert text.startswith("KeyError: 'x' (")
+    assert "test_headline.py:" in text

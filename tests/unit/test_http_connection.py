@@ -33,7 +33,9 @@ class Server:
     for the connection's end."""
 
     def __init__(self, *answers: list[bytes | asyncio.Event | None]) -> None:
-        self.answers, self.requests, self.connections = list(answers), [], 0
+        self.answers = list(answers)
+        self.requests = []
+        self.connections = 0
         self.left = asyncio.Event()
 
     async def _serve(

@@ -62,7 +62,8 @@ async def test_closing_sends_held_bytes_first():
     transport = _CoalescingTransport(wire, 30.0)  # type: ignore[arg-type]
     transport.write(b"last")
     transport.close()
-    assert (wire.written, wire.closed) == ([b"last"], True)
+    assert wire.written == [b"last"]
+    assert wire.closed is True
     transport.write(b"too late")
     await asyncio.sleep(0)
     assert wire.written == [b"last"]
@@ -201,7 +202,11 @@ CHUNKED = (
 
 @pytest.mark.parametrize(
     ("begin", "line"),
-    [(b"0\r\n", b"x: y\r\n"), (b"0\r\nx: ", b"yyyyyy"), (b"1;x=", b"yyyyyy")],
+    [
+        (b"0\r\n", b"x: y\r\n"),
+        (b"0\r\nx: ", b"yyyyyy"),
+        (b"1;x=", b"yyyyyy"),
+    ],
     ids=["trailers", "one trailer", "the length of a chunk"],
 )
 async def test_endless_chunk_headers_and_trailers_close_the_connection(

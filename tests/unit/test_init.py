@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.cli import main as cli
 from invrl.cli.checks import machine
@@ -19,11 +18,6 @@ from invrl.cli.flags import parse_flags
 from invrl.run.config import resolve
 
 TEMPLATE = Path(__file__).parents[2] / "rollout_fns" / "your_task"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -76,7 +70,8 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     folder = tmp_path / "project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
-    assert (config.engine.engine_dtype, config.train.train_dtype) == (dtype, dtype)
+    assert config.engine.engine_dtype == dtype
+    assert config.train.train_dtype == dtype
     assert config.train.max_row_tokens == 4096, (
         "a row of the model's whole context may not fit into memory"
     )
@@ -143,7 +138,14 @@ def test_init_accepts_an_empty_folder_and_names_the_command_for_a_missing_model(
     assert f"invrl train --config {SETTINGS_FILE}" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--no-such-flag"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "b"],
+        ["--no-such-flag"],
+    ],
+)
 def test_init_takes_exactly_one_folder(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

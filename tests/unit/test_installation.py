@@ -96,9 +96,8 @@ def test_install_command_named_by_an_error_exists(
 ) -> None:
     script = installation.install_command(gpu=False).split()[-1]
     assert os.access(script, os.X_OK), "a checkout's"
-    monkeypatch.setattr(
-        installation, "_INSTALL_SCRIPT", tmp_path / "install.sh"
-    )  # as in an installed wheel
+    # as in an installed wheel
+    monkeypatch.setattr(installation, "_INSTALL_SCRIPT", tmp_path / "install.sh")
     assert installation.install_command(gpu=True) == "invrl install --device gpu"
 
 
@@ -158,12 +157,10 @@ def test_every_dependency_is_imported_somewhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = imported_names([ROOT / "invrl", ROOT / "rollout_fns"])
     for line in project["dependencies"]:
-        assert module_of(line) in ours | {"jinja2"}, (
-            f"{line}: nothing imports it"
-        )  # transformers' templates
-    upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {
-        "multipart"
-    }  # FastAPI's forms
+        # transformers' templates
+        assert module_of(line) in ours | {"jinja2"}, f"{line}: nothing imports it"
+    # FastAPI's forms
+    upstream = imported_names([SITE / "sglang", SITE / "megatron"]) | {"multipart"}
     for line in project["optional-dependencies"]["cpu"]:
         assert module_of(line) in ours | upstream, f"{line}: nothing imports it"
 
@@ -172,8 +169,11 @@ def module_of(requirement: str) -> str:
     """The module that a distribution is imported as."""
     name = re.split(r"[=<>\[]", requirement)[0]
     other_names = {
-        "pillow": "PIL", "pyzmq": "zmq", "python-multipart": "multipart", "apache-tvm-ffi": "tvm_ffi",
-    }  # fmt: skip
+        "pillow": "PIL",
+        "pyzmq": "zmq",
+        "python-multipart": "multipart",
+        "apache-tvm-ffi": "tvm_ffi",
+    }
     return other_names.get(name, name.replace("-", "_"))
 
 

@@ -65,9 +65,13 @@ class Program(subprocess.Popen[str]):
         root = Path(__file__).parents[2]
         super().__init__(
             [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": str(root)}, process_group=0,
-            stdin=pipe, stdout=pipe, stderr=pipe, text=True,
-        )  # fmt: skip
+            env=os.environ | {"PYTHONPATH": str(root)},
+            process_group=0,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
 
     def says(self, line: str) -> None:
         assert self.stdout is not None
@@ -88,14 +92,14 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    made: list[Program] = []
+    programs: list[Program] = []
 
     def start(*arguments: str, **more: object) -> Program:
-        made.append(Program(*arguments, **more))  # type: ignore[arg-type]
-        return made[-1]
+        programs.append(Program(*arguments, **more))  # type: ignore[arg-type]
+        return programs[-1]
 
     yield start
-    for program in made:
+    for program in programs:
         program.kill()
         program.communicate()
 
@@ -128,7 +132,8 @@ def test_first_interrupt_starts_the_clean_up_and_later_interrupts_do_not_cut_it_
     program.interrupt(first)
     goes_on_through(program)
     code, out, err = program.end()
-    assert (code, out) == (130, "")
+    assert code == 130
+    assert out == ""
     assert err.count("ending; what is left") == 1, err
     assert "ValueError: of the clean-up" in err, "what an interrupt hides is logged"
     assert f"kill -9 {program.pid}" in err

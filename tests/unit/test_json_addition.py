@@ -20,7 +20,9 @@ class ScriptedModel:
     base_url = api_key = model = "m"
 
     def __init__(self, text: str | None, finish_reason: str = "stop") -> None:
-        self.text, self.finish_reason, self.asked = text, finish_reason, []
+        self.text = text
+        self.finish_reason = finish_reason
+        self.asked = []
 
     def openai(self):
         async def create(**request):
@@ -56,7 +58,8 @@ async def test_json_addition_reward_follows_from_the_reply(
     text: str | None, finish_reason: str, reward: float
 ) -> None:
     result = await json_addition.rollout(TASK, ScriptedModel(text, finish_reason))  # type: ignore[arg-type]
-    assert (result.reward, result.output) == (reward, text or "")
+    assert result.reward == reward
+    assert result.output == (text or "")
 
 
 async def test_json_true_does_not_count_as_1() -> None:

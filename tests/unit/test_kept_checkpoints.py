@@ -114,14 +114,14 @@ async def test_best_checkpoint_is_kept_with_the_newest(tmp_path: Path) -> None:
 async def test_model_in_use_is_kept_without_its_optimizer(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     await save(checkpoints, 2)
-    told = Checkpoint(step=2, path=tmp_path / "step-000002")
-    keep_model(told.hugging_face)
-    assert checkpoints.latest() == told
+    stripped = Checkpoint(step=2, path=tmp_path / "step-000002")
+    keep_model(stripped.hugging_face)
+    assert checkpoints.latest() == stripped
     await save(checkpoints, 4, 6)
     assert names(tmp_path) == ["step-000002", "step-000006"]
-    assert names(told.path) == ["hugging_face", "keep-model", "manifest.json"]
-    assert (told.hugging_face / "model.safetensors").read_text() == "weights 2"
-    check_served(told.hugging_face)
+    assert names(stripped.path) == ["hugging_face", "keep-model", "manifest.json"]
+    assert (stripped.hugging_face / "model.safetensors").read_text() == "weights 2"
+    check_served(stripped.hugging_face)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [6]
     newest = checkpoints.newest_whole(pytest.fail, NO_MODEL)
     assert newest is not None

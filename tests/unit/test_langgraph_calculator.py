@@ -12,7 +12,11 @@ from rollout_fns.langgraph_calculator import score
 
 
 def said(expression: object, result: str, answer: str, finish: str = "stop") -> list:
-    call = {"name": "calculator", "args": {"expression": expression}, "id": "c"}
+    call = {
+        "name": "calculator",
+        "args": {"expression": expression},
+        "id": "c",
+    }
     end = AIMessage(answer, response_metadata={"finish_reason": finish})
     return [
         HumanMessage("What is 17*23?"),

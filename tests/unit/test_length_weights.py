@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_rows import row_of_turns
+from training_rows import row_of_turns
 
 from invrl.algorithms.length_weights import (
     LENGTH_SLOPE,
@@ -47,7 +47,11 @@ def by_loops(values: list[int], exponent: float, scale: float) -> list[float]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(values=lengths, exponent=exponents, scale=st.sampled_from([0.01, 1 / 9, 0.29]))
+@given(
+    values=lengths,
+    exponent=exponents,
+    scale=st.sampled_from([0.01, 1 / 9, 0.29]),
+)
 def test_length_weights_and_their_slopes_equal_the_formula(
     values: list[int], exponent: float, scale: float
 ) -> None:
@@ -80,7 +84,11 @@ def test_lambda_0_weighs_all_rollouts_equally(values: list[int]) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(length=st.integers(1, 5000), size=st.integers(1, 100), exponent=exponents)
+@given(
+    length=st.integers(1, 5000),
+    size=st.integers(1, 100),
+    exponent=exponents,
+)
 def test_rollouts_of_equal_length_have_equal_weights(
     length: int, size: int, exponent: float
 ) -> None:
@@ -90,7 +98,11 @@ def test_rollouts_of_equal_length_have_equal_weights(
 
 
 @settings(max_examples=200, deadline=None)
-@given(values=lengths, exponent=st.floats(0.01, 6), data=st.data())
+@given(
+    values=lengths,
+    exponent=st.floats(0.01, 6),
+    data=st.data(),
+)
 def test_sign_of_lambda_prefers_long_or_short_rollouts(
     values: list[int], exponent: float, data: st.DataObject
 ) -> None:
@@ -131,8 +143,8 @@ def test_largest_scale_gives_a_lone_short_rollout_weight_0(size: int) -> None:
 def row(
     group: str, rollout: str, num_tokens: int, *, is_trained: bool = True
 ) -> TrainSample:
-    made = row_of_turns(("t", 3, num_tokens, is_trained))
-    return replace(made, group_id=group, rollout_id=rollout)
+    sample = row_of_turns(("t", 3, num_tokens, is_trained))
+    return replace(sample, group_id=group, rollout_id=rollout)
 
 
 def test_length_of_a_rollout_is_over_all_its_rows() -> None:

@@ -44,7 +44,9 @@ def busy_run() -> ShownRun:
         step_ended_at=98.0,
         step_seconds=[5.0] * 9,
     )
-    run.phase, run.phase_step, run.phase_began_at = "rollout", 13, 95.8
+    run.phase = "rollout"
+    run.phase_step = 13
+    run.phase_began_at = 95.8
     run.awaited = "37 of 64 rollouts (4 of 8 groups ready)"
     run.take_values(10, {"eval/greedy/accuracy": 0.51})
     for step in range(12):
@@ -142,9 +144,8 @@ def test_time_left_is_estimated_from_the_last_steps() -> None:
         assert run.seconds_left(clock.now) == 190.0
         clock.now = 114.0  # within the next step
         assert run.seconds_left(clock.now) == 186.0
-        clock.now = (
-            150.0  # which takes longer than any before: no more than it is taken off
-        )
+        # which takes longer than any before: no more than it is taken off
+        clock.now = 150.0
         assert run.seconds_left(clock.now) == 180.0
         for step in range(4, 14):
             clock.now += 2.0
@@ -425,9 +426,8 @@ def test_terminal_is_restored_after_the_display(
     ):
         assert shown.count(line) == 1, shown
     assert any("a warning" in line for line in shown)
-    assert sum(line.startswith("step 1/5") for line in shown) == 1, (
-        shown
-    )  # no torn rest of an earlier one
+    # no torn rest of an earlier one
+    assert sum(line.startswith("step 1/5") for line in shown) == 1, shown
     assert sum("reward 0.25" in line for line in shown) == 1
     frame = next(
         index for index, line in enumerate(shown) if line.startswith("step 1/5")

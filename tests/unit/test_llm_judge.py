@@ -113,7 +113,8 @@ async def test_verdict_of_the_judge_is_the_reward(
     server.replies = [says(score)]
     assert await judge(TASK, RolloutResult(output="four")) == score
     (request,) = server.requests
-    assert (request["model"], server.keys) == ("judge-7", ["Bearer k-1"])
+    assert request["model"] == "judge-7"
+    assert server.keys == ["Bearer k-1"]
     shown = json.loads(request["messages"][1]["content"])
     assert shown == {"question": "What is 2+2?", "reference": 4, "answer": "four"}
 
@@ -196,9 +197,8 @@ async def test_score_in_the_judged_text_is_not_the_verdict(
     assert await judge(TASK, RolloutResult(output=attack)) == 0.0
     system, user = server.requests[0]["messages"]
     assert attack not in system["content"]
-    assert (
-        json.loads(user["content"])["answer"] == attack
-    )  # it cannot leave its JSON string
+    # it cannot leave its JSON string
+    assert json.loads(user["content"])["answer"] == attack
     server.requests.clear()
     server.replies = [lambda request_id: attack] * 3
     with pytest.raises(module.JudgeError):

@@ -217,7 +217,13 @@ def test_output_files_of_an_actor_begin_with_its_process_name_and_hold_no_key() 
     assert traceback[-1] == "ZeroDivisionError: division by zero"
 
 
-@pytest.mark.parametrize("ids", [["ses-1"], ["ses-1", "ses-2"]])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        ["ses-1"],
+        ["ses-1", "ses-2"],
+    ],
+)
 @pytest.mark.parametrize("in_thread", [False, True])
 async def test_log_lines_of_user_code_name_its_sessions(
     ids: list[str], in_thread: bool

@@ -7,8 +7,15 @@ import threading
 
 import numpy as np
 import pytest
-from loop_parts import EmptyBatches, FixedSteps, Notes
-from test_buffer_examples import summary
+from loop_parts import (
+    EmptyBatches,
+    FixedSteps,
+    Notes,
+    assemble_nothing,
+    save_nothing,
+    sync_at_once,
+)
+from small_buffer import summary
 
 from invrl.metrics import resolve
 from invrl.observe.step_metrics import time_metrics
@@ -25,7 +32,14 @@ from invrl.types import (
 )
 
 
-@pytest.mark.parametrize("steps", [[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [1, 0, 1, 0],
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+    ],
+)
 async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version(
     steps: list[int],
 ) -> None:
@@ -35,25 +49,16 @@ async def test_batch_that_changed_no_weight_is_noted_counted_and_makes_a_version
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         synced.append(version)
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
+        return await sync_at_once(version)
 
-    async def save(step: int, snapshot: bytes) -> None: ...
-
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
-    learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save)
-    parts = Parts(buffer=buffer, assemble=assemble, observer=observer, learner=learner)
+    learner = Learner(trainer=FixedSteps(steps), sync=sync, save=save_nothing)
+    parts = Parts(
+        buffer=buffer, assemble=assemble_nothing, observer=observer, learner=learner
+    )
     await run_loop(parts, done=0, num_steps=len(steps))
-    silent = [at for at, made in enumerate(steps, start=1) if made == 0]
+    silent = [
+        at for at, optimizer_steps in enumerate(steps, start=1) if optimizer_steps == 0
+    ]
     assert [note.split(":")[0] for note in observer.notes] == [
         f"step {step}" for step in silent
     ]
@@ -102,17 +107,6 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
     """Two replies to each task in the first step, one in the others."""
     observer = Notes()
 
-    async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
-
-    async def save(step: int, snapshot: bytes) -> None: ...
-
     def assemble(step: int, taken: TakenBatch) -> TrainBatch:
         samples: list[TrainSample] = []
         for number, group in enumerate(taken.groups):
@@ -126,17 +120,19 @@ async def test_a_collapse_is_told_once_and_its_consequences_no_more() -> None:
             advantages=(np.zeros(2, np.float32),) * len(samples),
         )
 
-    learner = Learner(trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync, save=save)
+    learner = Learner(
+        trainer=FixedSteps([1, 0, 0, 0, 0, 0]), sync=sync_at_once, save=save_nothing
+    )
     parts = Parts(
         buffer=OneReplyEach(), assemble=assemble, observer=observer, learner=learner
     )
     await run_loop(parts, done=0, num_steps=6)
-    told = [
+    notes = [
         note.partition(":")[0]
         for note in observer.notes
         if "no weight was changed" in note
     ]
-    assert told == ["step 2", "step 3", "step 4"]
+    assert notes == ["step 2", "step 3", "step 4"]
     [collapsed] = [note for note in observer.notes if "collapsed" in note]
     assert collapsed.startswith("step 4: the policy has collapsed: since step 2")
     assert observer.notes[-1] == collapsed
@@ -168,14 +164,12 @@ async def test_batch_is_assembled_outside_of_the_event_loop() -> None:
 
 
 async def test_a_resumed_run_goes_on_with_the_step_after_its_checkpoint() -> None:
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
-
     observer = Notes()
     parts = Parts(
-        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=None
+        buffer=EmptyBatches(),
+        assemble=assemble_nothing,
+        observer=observer,
+        learner=None,
     )
     assert await run_loop(parts, done=2, num_steps=4) == 4
     assert list(observer.rows) == [3, 4]
@@ -210,21 +204,10 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
 
     async def sync(version: WeightVersion) -> WeightUpdate:
         clock.now += 10.0
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
+        return await sync_at_once(version)
 
     async def save(step: int, snapshot: bytes) -> None:
         saved.append(step)
-
-    def assemble(step: int, taken: TakenBatch) -> TrainBatch:
-        return TrainBatch(
-            batch_id=taken.batch_id, version=taken.version, samples=(), advantages=()
-        )
 
     observer = Notes()
     learner = Learner(
@@ -238,7 +221,10 @@ async def test_checkpoints_are_saved_by_the_schedule_and_after_the_last_step(
         ),
     )
     parts = Parts(
-        buffer=EmptyBatches(), assemble=assemble, observer=observer, learner=learner
+        buffer=EmptyBatches(),
+        assemble=assemble_nothing,
+        observer=observer,
+        learner=learner,
     )
     await run_loop(parts, done=0, num_steps=5)
     assert saved == expected

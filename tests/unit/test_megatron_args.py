@@ -105,9 +105,8 @@ def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
     optimizer.state[master_weight] = {**moments, "master_param": torch.ones(4)}
     with pytest.raises(KeyError):
         optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(
-        TypeError
-    ):  # it compares the version of TransformerEngine, which has none
+    # it compares the version of TransformerEngine, which has none
+    with pytest.raises(TypeError):
         OptimizerConfig(
             optimizer="adam",
             bf16=True,

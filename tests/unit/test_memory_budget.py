@@ -116,20 +116,20 @@ def test_a_critic_is_a_second_model_without_the_projection(
 
 
 def test_ranks_divide_the_memory_of_shared_state(model: Path) -> None:
-    one = estimated(model)
+    one_rank = estimated(model)
     replicas = estimated(model, data_parallel_size=4)
-    assert replicas.optimizer == one.optimizer / 4
-    assert replicas.weights == one.weights
+    assert replicas.optimizer == one_rank.optimizer / 4
+    assert replicas.weights == one_rank.weights
     assert (
         estimated(
             model, data_parallel_size=4, use_distributed_optimizer=False
         ).optimizer
-        == one.optimizer
+        == one_rank.optimizer
     )
     tensor = estimated(model, tensor_model_parallel_size=2)
-    assert tensor.weights == one.weights / 2
-    assert tensor.optimizer == one.optimizer / 2
-    assert tensor.step < one.step
+    assert tensor.weights == one_rank.weights / 2
+    assert tensor.optimizer == one_rank.optimizer / 2
+    assert tensor.step < one_rank.step
 
 
 def test_only_expert_parallel_ranks_divide_the_experts(tmp_path: Path) -> None:
@@ -173,28 +173,36 @@ def test_grouped_expert_gradients_need_one_buffer_per_layer(
 def test_context_ranks_divide_the_tokens_but_not_the_keys(model: Path) -> None:
     """A micro-batch then has as many tokens for each of them. (qwen3: two heads of
     keys, 16 wide.)"""
-    one = estimated(model, max_tokens_per_microbatch=1000)
+    one_rank = estimated(model, max_tokens_per_microbatch=1000)
     context = estimated(model, max_tokens_per_microbatch=1000, context_parallel_size=4)
-    assert context.weights == one.weights
-    assert context.optimizer == one.optimizer / 4
+    assert context.weights == one_rank.weights
+    assert context.optimizer == one_rank.optimizer / 4
     more_keys = 4 * 2 * (2 * 16) * 3 * 1000
     layers_and_backward = 2 + 1
-    assert context.step - one.step == pytest.approx(more_keys * layers_and_backward)
+    assert context.step - one_rank.step == pytest.approx(
+        more_keys * layers_and_backward
+    )
 
 
 def test_estimate_is_that_of_loading_a_checkpoint_if_larger_than_a_step(
     model: Path,
 ) -> None:
     """Each of several replicas then holds the whole optimizer's state once."""
-    one = estimated(model, max_tokens_per_microbatch=1)
+    estimate = estimated(model, max_tokens_per_microbatch=1)
     assert (
         estimated(model, data_parallel_size=2, max_tokens_per_microbatch=1).step
-        == one.optimizer
+        == estimate.optimizer
     )
-    assert one.step < one.optimizer
+    assert estimate.step < estimate.optimizer
 
 
-@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "item"),
+    [
+        ("bfloat16", 2),
+        ("float32", 4),
+    ],
+)
 def test_checkpoint_written_during_training_counts_on_the_ranks_that_write(
     model: Path, dtype: str, item: int
 ) -> None:
@@ -227,9 +235,9 @@ def test_memory_of_loading_and_of_copying_a_checkpoint_is_not_added(
     model: Path,
 ) -> None:
     replicas = {"data_parallel_size": 2, "max_tokens_per_microbatch": 1}
-    one = estimated(model, max_tokens_per_microbatch=1)
+    estimate = estimated(model, max_tokens_per_microbatch=1)
     copying = estimated(model, copies_checkpoints=True, **replicas)
-    assert copying.step == one.step
+    assert copying.step == estimate.step
     assert copying.step + copying.copy > estimated(model, **replicas).step
 
 
@@ -239,9 +247,8 @@ def test_memory_of_a_step_grows_with_its_tokens(model: Path) -> None:
         for tokens in (1000, 2000, 4000)
     ]
     assert steps[1] == pytest.approx(2 * steps[0], rel=0.01)
-    assert steps[2] == pytest.approx(
-        4 * steps[0], rel=0.3
-    )  # a block of logits is bounded
+    # a block of logits is bounded
+    assert steps[2] == pytest.approx(4 * steps[0], rel=0.3)
 
 
 def layer_of(**sizes: float) -> LayerActivations:
@@ -318,13 +325,12 @@ def test_recomputed_activations_are_not_counted(
         routed_experts=120,
         rest=20,
     )
-    assert (dense.total, experts.total) == (100, 200)
+    assert dense.total == 100
+    assert experts.total == 200
     chunk = [dense, dense, dense, experts]
     recomputation = Recomputation.of(options)
-    assert (recomputation.kept(chunk), recomputation.backward(chunk)) == (
-        kept,
-        backward,
-    )
+    assert recomputation.kept(chunk) == kept
+    assert recomputation.backward(chunk) == backward
 
 
 def test_recomputation_options_change_the_estimate(model: Path) -> None:
@@ -348,7 +354,11 @@ def test_recomputation_options_change_the_estimate(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "kept", "in_pass"),
-    [("device", 1.0, 0.0), ("cpu", 0.0, 1.0), ("cpu_by_layer", 0.0, None)],
+    [
+        ("device", 1.0, 0.0),
+        ("cpu", 0.0, 1.0),
+        ("cpu_by_layer", 0.0, None),
+    ],
 )
 def test_reference_counts_on_the_device_of_its_placement(
     model: Path, placement: str, kept: float, in_pass: float | None
@@ -519,13 +529,14 @@ def test_estimate_on_a_gpu_counts_only_inputs_of_kernels(tmp_path: Path) -> None
         head_dim=dim,
         intermediate=inner,
     )
-    norms = 2 * (
-        2 * hidden
-    )  # of each its input and its result, which is the next projection's input
+    # of each its input and its result, which is the next projection's input
+    norms = 2 * (2 * hidden)
     mixed = (heads + 2 * kv_heads) * dim
     attention = (2 * heads + 2 * kv_heads) * dim  # queries, keys, values and the output
     mlp = 2 * inner + inner  # gate and up, and what they give
     numbers = hidden + norms + mixed + attention + mlp  # and the layer's input
     in_float32 = 2 + heads  # the norms' rows, and the logarithms of attention's sums
-    found = LayerActivations.of(read_hf_config(folder), 0, 2, on_cuda=True).total
-    assert found == 2 * numbers + 4 * in_float32
+    activation_bytes = LayerActivations.of(
+        read_hf_config(folder), 0, 2, on_cuda=True
+    ).total
+    assert activation_bytes == 2 * numbers + 4 * in_float32

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from pydantic_core import from_json
 from running_gateway import Running, running
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.types import Session
@@ -24,7 +24,10 @@ ASK = {"role": "user", "content": "What is 12*13?"}
 CALC = {
     "name": "calc",
     "description": "Calculates",
-    "input_schema": {"type": "object", "properties": {"x": {"type": "string"}}},
+    "input_schema": {
+        "type": "object",
+        "properties": {"x": {"type": "string"}},
+    },
 }
 THINK = {"type": "enabled", "budget_tokens": 1024}
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "12*13"}}\n</tool_call>'
@@ -38,18 +41,11 @@ TWO = (
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path, model, renderer, parsers=parsers, max_new_tokens=200
-    ) as made:
-        yield made
-
-
-def says(gateway: Running, renderer: Renderer, *replies: str) -> None:
-    """The engine's next replies, each ended by the end-of-turn token; the last one
-    stays."""
-    left = [[*renderer.encode(text), 2] for text in replies]
-    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 async def post(
@@ -59,7 +55,11 @@ async def post(
     url = session.base_url.removesuffix("/v1") + "/v1/messages" + path
     headers = {"x-api-key": session.key, "anthropic-version": "2023-06-01"}
     headers["x-stainless-retry-count"] = str(retries)
-    body = {"model": "tiny", **({} if path else {"max_tokens": 200}), **body}
+    body = {
+        "model": "tiny",
+        **({} if path else {"max_tokens": 200}),
+        **body,
+    }
     return await gateway.http.post(url, json=body, headers=headers)
 
 
@@ -85,21 +85,23 @@ def assembled(text: str) -> dict[str, Any]:
     ended = False
     for event in text.strip().split("\n\n"):
         name, _, data = event.partition("\n")
-        told = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {told['type']}"
+        event_data = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event_data['type']}"
         assert not ended
-        match told["type"]:
+        match event_data["type"]:
             case "message_start":
-                message = told["message"]
-                assert (message["content"], message["stop_reason"]) == ([], None)
+                message = event_data["message"]
+                assert message["content"] == []
+                assert message["stop_reason"] is None
             case "content_block_start":
-                assert (open_block, told["index"]) == (None, len(message["content"]))
-                open_block = told["index"]
-                message["content"].append(told["content_block"])
+                assert open_block is None
+                assert event_data["index"] == len(message["content"])
+                open_block = event_data["index"]
+                message["content"].append(event_data["content_block"])
                 texts.append("")
             case "content_block_delta":
-                block = message["content"][told["index"]]
-                delta = told["delta"]
+                block = message["content"][event_data["index"]]
+                delta = event_data["delta"]
                 match delta["type"]:
                     case "text_delta":
                         block["text"] += delta["text"]
@@ -108,21 +110,20 @@ def assembled(text: str) -> dict[str, Any]:
                     case "signature_delta":
                         block["signature"] = delta["signature"]
                     case "input_json_delta":
-                        texts[told["index"]] += delta["partial_json"]
+                        texts[event_data["index"]] += delta["partial_json"]
             case "content_block_stop":
-                assert open_block == told["index"]
+                assert open_block == event_data["index"]
                 open_block = None
             case "message_delta":
                 assert open_block is None
-                message |= told["delta"]
+                message |= event_data["delta"]
                 begun = {
                     **message["usage"],
-                    "output_tokens": told["usage"]["output_tokens"],
+                    "output_tokens": event_data["usage"]["output_tokens"],
                 }
-                assert (
-                    begun == told["usage"]
-                )  # the prompt is counted alike before and after
-                message["usage"] |= told["usage"]
+                # the prompt is counted alike before and after
+                assert begun == event_data["usage"]
+                message["usage"] |= event_data["usage"]
             case "message_stop":
                 ended = True
             case other:
@@ -130,9 +131,8 @@ def assembled(text: str) -> dict[str, Any]:
     assert ended
     for block, arguments in zip(message["content"], texts, strict=True):
         if arguments:
-            block["input"] = from_json(
-                arguments, allow_partial=True
-            )  # as the clients do
+            # as the clients do
+            block["input"] = from_json(arguments, allow_partial=True)
     return message
 
 
@@ -164,20 +164,25 @@ async def test_message_start_reports_the_cached_tokens(
     """Nobody knows that before the first token: while it is long in coming there are
     pings alone."""
     async with running(tmp_path, model, renderer, keep_alive_s=0.02) as gateway:
-        says(gateway, renderer, "It is 156.", "Yes.")
+        say(gateway, renderer, "It is 156.", "Yes.")
         [session] = await gateway.open()
         first = await ask(gateway, session, [ASK])
         gateway.engine.holds = lambda _: True
         history = [ASK, {"role": "assistant", "content": first["content"]}, ASK]
         url = session.base_url + "/messages"
-        body = {"model": "tiny", "max_tokens": 9, "messages": history, "stream": True}
-        told = ""
+        body = {
+            "model": "tiny",
+            "max_tokens": 9,
+            "messages": history,
+            "stream": True,
+        }
+        history_text = ""
         async with gateway.http.stream("POST", url, json=body) as answer:
             async for text in answer.aiter_text():
-                told += text
-                if told.count("event: ping") > 2:
+                history_text += text
+                if history_text.count("event: ping") > 2:
                     gateway.engine.holds = lambda _: False
-        before, _, after = told.partition("event: message_start")
+        before, _, after = history_text.partition("event: message_start")
         assert before.count("event: ping") > 2
         assert set(before.split("\n\n")) == {'event: ping\ndata: {"type":"ping"}', ""}
         usage = assembled("event: message_start" + after)["usage"]
@@ -191,7 +196,7 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     gateway: Running, renderer: Renderer, stream: bool
 ):
     [session] = await gateway.open()
-    says(
+    say(
         gateway,
         renderer,
         "<think>multiply</think>Let me see." + CALL,
@@ -210,9 +215,11 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     assert first["role"] == "assistant"
     assert first["model"] == "tiny"
     assert first["stop_reason"] == "tool_use"
-    assert (thought["thinking"], text["text"]) == ("multiply", "Let me see.")
+    assert thought["thinking"] == "multiply"
+    assert text["text"] == "Let me see."
     assert thought["signature"]
-    assert (call["name"], call["input"]) == ("calc", {"x": "12*13"})
+    assert call["name"] == "calc"
+    assert call["input"] == {"x": "12*13"}
     [turn] = gateway.turns(session)
     assert first["id"] == f"msg_{turn.id}"
     history = [ASK, {"role": "assistant", "content": first["content"]}]
@@ -229,10 +236,8 @@ async def test_messages_tool_loop_continues_the_exact_ids(
     ]
     dropped = [block for block in first["content"] if block["type"] != "thinking"]
     history[1] = {"role": "assistant", "content": dropped}
-    second["content"][1]["input"] = {
-        "deep": {"b": [1, 2]},
-        "x": "é",
-    }  # as JavaScript may hand it back
+    # as JavaScript may hand it back
+    second["content"][1]["input"] = {"deep": {"b": [1, 2]}, "x": "é"}
     history += [
         {"role": "assistant", "content": [block]} for block in second["content"]
     ]
@@ -255,7 +260,7 @@ async def test_text_after_a_call_is_returned_and_can_be_sent_back(
     stream: bool,
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
+    say(gateway, renderer, f"One.{CALL} Two.{CALL} Three.", "156.")
     options = {"tools": [CALC], "stream": stream}
     first = await ask(gateway, session, [ASK], **options)
     texts = [block["text"] for block in first["content"] if block["type"] == "text"]
@@ -302,7 +307,7 @@ async def test_streamed_message_equals_the_whole_message(
             answers = []
             for stream in (False, True):
                 [session] = await gateway.open()
-                says(gateway, renderer, reply)
+                say(gateway, renderer, reply)
                 thinks = {"thinking": thinking} if thinking else {}
                 answer = await ask(
                     gateway, session, [ASK], tools=[CALC], stream=stream, **thinks
@@ -339,7 +344,7 @@ async def test_usage_and_count_tokens_equal_the_recorded_tokens(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "<think>hm</think>Yes.")
+    say(gateway, renderer, "<think>hm</think>Yes.")
     history: list[Any] = [ASK]
     for turn in range(3):
         asked = {
@@ -370,17 +375,11 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
     monkeypatch: pytest.MonkeyPatch,
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "one two three STOP four")
+    say(gateway, renderer, "one two three STOP four")
     cut = await ask(gateway, session, [ASK], max_tokens=3)
-    assert (
-        cut["stop_reason"],
-        cut["stop_sequence"],
-        cut["usage"]["output_tokens"],
-    ) == (
-        "max_tokens",
-        None,
-        3,
-    )
+    assert cut["stop_reason"] == "max_tokens"
+    assert cut["stop_sequence"] is None
+    assert cut["usage"]["output_tokens"] == 3
     ids = renderer.encode("one two three STOP")
     monkeypatch.setattr(
         gateway.engine, "_reply", lambda *_: (ids, {"type": "stop", "matched": "STOP"})
@@ -403,16 +402,47 @@ async def test_stop_reasons_and_stop_sequences_of_messages(
             retries=1,
         )
         assert again == stopped
-        assert (
-            len(gateway.engine.requests) == asked
-        )  # told again from the recorded turn
+        # told again from the recorded turn
+        assert len(gateway.engine.requests) == asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_beside_a_tool_use_may_come_back_behind_its_result(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    say(
+        gateway,
+        renderer,
+        'Sure.\n<tool_call>\n{"name": "calc", "arguments": {}}\n</tool_call>',
+        "It is 4.",
+    )
+    [session] = await gateway.open()
+    tools = [{"name": "calc", "input_schema": {"type": "object"}}]
+    first = await ask(gateway, session, [ASK], tools=tools, stream=stream)
+    text, call = first["content"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4"}
+    history = [
+        ASK,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [text]},
+        {"role": "user", "content": "And?"},
+    ]
+    second = await ask(gateway, session, history, tools=tools, stream=stream)
+    history += [{"role": "assistant", "content": second["content"]}, ASK]
+    await ask(gateway, session, history, tools=tools, stream=stream)
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+    prompt = renderer.decode(gateway.engine.requests[-1]["input_ids"])
+    assert prompt.count("Sure.") == 1
 
 
 async def test_message_parameters_reach_the_engine(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open(purpose="serve")
-    says(gateway, renderer, '{"x": 1}')
+    say(gateway, renderer, '{"x": 1}')
     await ask(
         gateway,
         session,
@@ -426,7 +456,10 @@ async def test_message_parameters_reach_the_engine(
     assert params["temperature"] == 0.25
     assert params["top_p"] == 0.5
     assert params["top_k"] == 7
-    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+    }
     form = {"type": "json_schema", "schema": schema}
     for body in (
         {"output_format": form},
@@ -444,11 +477,16 @@ async def test_message_parameters_reach_the_engine(
         await ask(gateway, session, [ASK], tools=[CALC], tool_choice=choice)
         params = gateway.engine.requests[-1]["sampling_params"]
         assert params.keys() & {"json_schema", "structural_tag", "ebnf"}
-    says(gateway, renderer, TWO)
-    one = {"type": "auto", "disable_parallel_tool_use": True}
+    say(gateway, renderer, TWO)
+    single_call = {"type": "auto", "disable_parallel_tool_use": True}
     for stream in (False, True):
         answer = await ask(
-            gateway, session, [ASK], tools=[CALC], tool_choice=one, stream=stream
+            gateway,
+            session,
+            [ASK],
+            tools=[CALC],
+            tool_choice=single_call,
+            stream=stream,
         )
         assert [block["type"] for block in answer["content"]] == ["tool_use"]
         answer = await ask(
@@ -474,7 +512,10 @@ async def test_message_blocks_reach_the_chat_template_as_text(
         {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
         for text in ("a", "b")
     ]
-    said = [{"type": "redacted_thinking", "data": "?"}, {"type": "text", "text": "c"}]
+    said = [
+        {"type": "redacted_thinking", "data": "?"},
+        {"type": "text", "text": "c"},
+    ]
     messages = [
         {"role": "user", "content": parts},
         {"role": "user", "content": "more"},
@@ -516,7 +557,7 @@ async def test_truncated_call_shows_its_readable_arguments(
     ] == [{}] * 7
     assert bytes(_input('{"x":  1.0}')) == b'{"x":  1.0}'  # pyright: ignore[reportArgumentType]
     [session] = await gateway.open()
-    says(gateway, renderer, CALL[: CALL.index("13") + 1])
+    say(gateway, renderer, CALL[: CALL.index("13") + 1])
     message = await ask(
         gateway, session, [ASK], tools=[CALC], stream=True, max_tokens=40
     )
@@ -527,7 +568,7 @@ async def test_broken_stream_ends_with_an_error_event(
     gateway: Running, renderer: Renderer
 ):
     [session] = await gateway.open()
-    says(gateway, renderer, "Hello")
+    say(gateway, renderer, "Hello")
     gateway.engine.abort_next = True
     answer = await post(gateway, session, messages=[ASK], stream=True)
     *_, last = answer.text.strip().split("\n\n")
@@ -592,10 +633,19 @@ _BAD: dict[str, dict[str, Any]] = {
     "no schema": {"tools": [{"name": "x"}]},
     "schema": {"tools": [{"name": "x", "input_schema": []}]},
     "same tools": {"tools": [CALC, CALC]},
-    "choice": {"tools": [CALC], "tool_choice": {"type": "x"}},
+    "choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "x"},
+    },
     "text choice": {"tools": [CALC], "tool_choice": "auto"},
-    "unnamed choice": {"tools": [CALC], "tool_choice": {"type": "tool"}},
-    "unknown choice": {"tools": [CALC], "tool_choice": {"type": "tool", "name": "x"}},
+    "unnamed choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "tool"},
+    },
+    "unknown choice": {
+        "tools": [CALC],
+        "tool_choice": {"type": "tool", "name": "x"},
+    },
     "choice without tools": {"tool_choice": {"type": "any"}},
     "thinking": {"thinking": {"type": "deep"}},
     "budget": {"thinking": {"type": "enabled", "budget_tokens": "many"}},
@@ -634,14 +684,15 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     [session] = await gateway.open(purpose="serve")
     base = gateway.url + f"/s/{session.key}/v1"
     version = {"anthropic-version": "2023-06-01"}
-    found = await gateway.http.get(base + "/models", headers=version)
-    assert [(card["type"], card["id"]) for card in found.json()["data"]] == [
+    models = await gateway.http.get(base + "/models", headers=version)
+    assert [(card["type"], card["id"]) for card in models.json()["data"]] == [
         ("model", "tiny")
     ]
-    assert (found.json()["has_more"], found.json()["first_id"]) == (False, "tiny")
+    assert models.json()["has_more"] is False
+    assert models.json()["first_id"] == "tiny"
     assert (await gateway.http.get(base + "/models")).json()["object"] == "list"
-    one = await gateway.http.get(base + "/models/tiny", headers=version)
-    assert one.json() == found.json()["data"][0]
+    single_model = await gateway.http.get(base + "/models/tiny", headers=version)
+    assert single_model.json() == models.json()["data"][0]
     body = {"model": "tiny", "max_tokens": 8, "messages": [ASK]}
     http = gateway.http
     open_url = gateway.url + "/v1/messages"
@@ -691,16 +742,14 @@ async def test_an_endpoint_has_an_anthropic_client(
     monkeypatch.setitem(sys.modules, "anthropic", None)
     with pytest.raises(ImportError, match="pip install anthropic"):
         endpoint.anthropic()
-    made = SimpleNamespace(
+    anthropic_module = SimpleNamespace(
         AsyncAnthropic=dict, DefaultAsyncHttpxClient=httpx.AsyncClient
     )
-    monkeypatch.setitem(sys.modules, "anthropic", made)
+    monkeypatch.setitem(sys.modules, "anthropic", anthropic_module)
     client = endpoint.anthropic()
-    assert (client["base_url"], client["api_key"], client["timeout"]) == (
-        f"{gateway.url}/s/{session.key}",
-        session.key,
-        9.0,
-    )
+    assert client["base_url"] == f"{gateway.url}/s/{session.key}"
+    assert client["api_key"] == session.key
+    assert client["timeout"] == 9.0
 
 
 CLIENT_TOOLS = [
@@ -737,7 +786,7 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
     shown: str,
 ):
     call = {"name": tool["name"], "arguments": arguments}
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path,
         model,
@@ -746,7 +795,7 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
         context_length=4096,
         max_new_tokens=200,
     ) as gateway:
-        says(
+        say(
             gateway, renderer, f"<tool_call>\n{json.dumps(call)}\n</tool_call>", "Done."
         )
         [session] = await gateway.open()
@@ -756,12 +805,14 @@ async def test_tools_that_the_client_runs_are_shown_as_functions(
         )
         assert shown in prompt
         [block] = first["content"]
-        assert (block["type"], block["name"], block["input"]) == (
-            "tool_use",
-            tool["name"],
-            arguments,
-        )
-        result = {"type": "tool_result", "tool_use_id": block["id"], "content": "a b"}
+        assert block["type"] == "tool_use"
+        assert block["name"] == tool["name"]
+        assert block["input"] == arguments
+        result = {
+            "type": "tool_result",
+            "tool_use_id": block["id"],
+            "content": "a b",
+        }
         reply = {"role": "assistant", "content": first["content"]}
         await ask(
             gateway,

@@ -139,14 +139,16 @@ def test_dashboard_panels_have_unique_ids_and_places() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
-        for x in range(place["x"], place["x"] + place["w"]):
+        for column in range(place["x"], place["x"] + place["w"]):
             for y in range(place["y"], place["y"] + place["h"]):
-                assert x < 24
-                assert (x, y) not in cells, panel["title"]
-                cells.add((x, y))
+                assert column < 24
+                assert (column, y) not in cells, panel["title"]
+                cells.add((column, y))
     assert all(panel["targets"] for panel in panels())
     [instance] = [
-        one for one in dashboard()["templating"]["list"] if one["name"] == "instance"
+        variable
+        for variable in dashboard()["templating"]["list"]
+        if variable["name"] == "instance"
     ]
     assert instance["definition"] == "label_values(invrl_run_info, instance)"
 

@@ -60,7 +60,10 @@ def test_jsonl_sink_writes_each_step_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "m.jsonl")
     sink.step(1, {"a": 0.5, "bad": math.inf, "worse": math.nan})
     (row,) = map(json.loads, (tmp_path / "m.jsonl").read_text().splitlines())
-    assert (row["step"], row["a"], row["bad"], row["worse"]) == (1, 0.5, None, None)
+    assert row["step"] == 1
+    assert row["a"] == 0.5
+    assert row["bad"] is None
+    assert row["worse"] is None
     sink.close()
     JsonlSink(tmp_path / "m.jsonl").step(2, {"a": 1.0})
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
@@ -88,7 +91,8 @@ print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_failing_sink_is_logged_once_and_removed(
@@ -125,8 +129,11 @@ class Collecting(Sink):
     """Takes rows once `go` is set; `at` says which call raises."""
 
     def __init__(self, at: str = "") -> None:
-        self.at, self.rows, self.closed = at, [], False
-        self.go, self.busy = threading.Event(), threading.Event()
+        self.at = at
+        self.rows = []
+        self.closed = False
+        self.go = threading.Event()
+        self.busy = threading.Event()
 
     def opened(self) -> Collecting:
         self._meet("open")
@@ -152,9 +159,9 @@ def errors(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]
     with caplog.at_level(logging.ERROR):
         # asyncio's are of what an earlier test left to the garbage collector
         yield lambda: [
-            f"{r.message} {r.exc_text or ''}"
-            for r in caplog.records
-            if r.name != "asyncio"
+            f"{record.message} {record.exc_text or ''}"
+            for record in caplog.records
+            if record.name != "asyncio"
         ]
 
 
@@ -169,7 +176,11 @@ def test_a_threaded_sink_gets_every_row_in_order(
     sinks.step(2, row)
     inner.go.set()
     sinks.close()
-    assert (inner.rows, inner.closed) == ([(1, {"a": 1.0}), (2, {"a": 2.0})], True)
+    assert inner.rows == [
+        (1, {"a": 1.0}),
+        (2, {"a": 2.0}),
+    ]
+    assert inner.closed is True
     assert errors() == []
 
 
@@ -220,10 +231,10 @@ print("closed")
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
-    told = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
+    warning = "warning: Hanging logs nothing from now on: waited 0.1 s for Hanging to take its last 2 rows"
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
-    assert first.startswith(told)
+    assert first.startswith(warning)
     assert last == "closed"
     assert "Hanging" in done.stderr
 
@@ -248,9 +259,8 @@ def test_wandb_writes_a_run_that_reads_back(
     assert errors() == []
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     deadline = time.monotonic() + 240.0
-    while (
-        len((read := read_wandb(path))[0]) < 2
-    ):  # wandb's own process writes on after `finish` returned
+    # wandb's own process writes on after `finish` returned
+    while len((read := read_wandb(path))[0]) < 2:
         assert time.monotonic() < deadline, f"two rows in {path}; there are: {read[0]}"
         time.sleep(0.05)
     history, settings = read
@@ -374,9 +384,8 @@ def test_mlflow_reads_back_values_steps_and_parameters(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv(
-        "MLFLOW_ALLOW_FILE_STORE", "true"
-    )  # the store that needs no database package
+    # the store that needs no database package
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
     config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
     check_trackers(config.run)
@@ -488,8 +497,8 @@ def test_failing_sink_is_reported_on_the_console(
     observer = RunObserver([Full()])
     observer.step(1, {})
     observer.step(2, {})
-    told = "warning: Full logs nothing from now on: no space left (logs/driver.log has the rest)\n"
-    assert capsys.readouterr().out == told
+    warning = "warning: Full logs nothing from now on: no space left (logs/driver.log has the rest)\n"
+    assert capsys.readouterr().out == warning
 
 
 def test_trackers_are_checked_before_a_run_starts() -> None:

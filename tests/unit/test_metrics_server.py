@@ -68,7 +68,9 @@ def engine(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
 
     server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    ).start()
     try:
         yield f"http://{LOOPBACK}:{server.server_port}/metrics/"
     finally:
@@ -182,7 +184,8 @@ def test_scrape_of_an_engine_without_metrics_names_the_setting() -> None:
         upstreams = {"engine-0": url, "router": url}
         with serving(None, lambda: upstreams) as server:
             status, text = get(server, "/metrics/engine-0")
-            assert (status, "--sglang-enable-metrics" in text) == (502, True)
+            assert status == 502
+            assert "--sglang-enable-metrics" in text
             assert get(server, "/metrics/router") == (502, "router answered 404\n")
 
 
@@ -260,9 +263,8 @@ def test_silent_metrics_clients_hold_no_threads_above_the_limit(
         silent[0].close()
         status = 0
         ends_at = time.monotonic() + 10
-        while (
-            status != 200 and time.monotonic() < ends_at
-        ):  # the thread of a closed connection ends soon
+        # the thread of a closed connection ends soon
+        while status != 200 and time.monotonic() < ends_at:
             with contextlib.suppress(OSError):
                 status, _ = get(server)
         assert status == 200
@@ -354,7 +356,8 @@ def test_who_asks_for_loopback_is_answered(host: str) -> None:
 def test_a_site_whose_name_points_here_is_refused(host: str, path: str) -> None:
     with serving() as server:
         status, text = get(server, path, headers={"Host": host})
-        assert (status, "invrl_" in text) == (421, False)
+        assert status == 421
+        assert "invrl_" not in text
 
 
 def test_a_server_for_other_machines_is_asked_by_any_name() -> None:

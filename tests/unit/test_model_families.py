@@ -70,7 +70,13 @@ def test_fused_qkv_is_interleaved_by_key_value_group_and_splits_back(
         assert back.is_contiguous()
 
 
-@pytest.mark.parametrize(("fusion", "count"), [("plain", 1), ("stack", 2)])
+@pytest.mark.parametrize(
+    ("fusion", "count"),
+    [
+        ("plain", 1),
+        ("stack", 2),
+    ],
+)
 def test_other_fused_weights_split_back(fusion: Fusion, count: int) -> None:
     tensors = [torch.randn(6, 4) for _ in range(count)]
     joined = join(fusion, list(tensors), groups=1)
@@ -246,7 +252,8 @@ def test_fields_missing_from_config_json_have_their_documented_defaults() -> Non
     assert parsed.num_key_value_heads == 4
     assert parsed.head_dim == 16
     assert parsed.rope.rope_theta == 10000.0
-    assert (parsed.rope.kind, parsed.tie_word_embeddings) == ("default", False)
+    assert parsed.rope.kind == "default"
+    assert parsed.tie_word_embeddings is False
 
 
 def test_null_in_config_json_means_the_default() -> None:
@@ -280,7 +287,12 @@ def test_model_that_would_be_computed_wrongly_is_refused_by_field(
 
 @pytest.mark.parametrize(
     ("model_type", "nearest"),
-    [("qwen3_5", "qwen3"), ("mistral3", "mistral"), ("mamba", None), (None, None)],
+    [
+        ("qwen3_5", "qwen3"),
+        ("mistral3", "mistral"),
+        ("mamba", None),
+        (None, None),
+    ],
 )
 def test_an_unsupported_family_is_refused_with_the_list_and_the_nearest(
     tmp_path: Path, model_type: str | None, nearest: str | None
@@ -315,7 +327,11 @@ def test_glm_that_megatron_would_compute_differently_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("qwen3", "no experts"), ("qwen3_moe", "no bias")]
+    ("family", "reason"),
+    [
+        ("qwen3", "no experts"),
+        ("qwen3_moe", "no bias"),
+    ],
 )
 def test_router_bias_rate_is_refused_for_a_family_without_the_bias(
     family: str, reason: str
@@ -349,7 +365,8 @@ def test_unsupported_deepseek_variant_is_refused(
 def test_deepseek_head_size_is_that_of_a_query() -> None:
     """transformers writes the size of its turned part into head_dim."""
     parsed = parse_hf_config(config(model_type="deepseek_v3", head_dim=64))
-    assert (parsed.head_dim, parsed.rotary_dim) == (192, 64)
+    assert parsed.head_dim == 192
+    assert parsed.rotary_dim == 64
 
 
 def test_prediction_layers_after_the_last_layer_are_ignored() -> None:
@@ -408,14 +425,14 @@ def test_both_formats_of_config_json_give_gemma_two_ropes() -> None:
     for parsed in (old, new):
         sliding = parsed.attention(0).rope
         full = parsed.attention(5).rope
-        assert (sliding.kind, sliding.rope_theta) == ("default", 2e4)
-        assert (full.kind, full.rope_theta) == ("linear", 2e6)
+        assert sliding.kind == "default"
+        assert sliding.rope_theta == 2e4
+        assert full.kind == "linear"
+        assert full.rope_theta == 2e6
         assert full.model_dump()["factor"] == 8.0
     plain = parse_hf_config(config(**GEMMA))
-    assert (plain.attention(0).rope.rope_theta, plain.attention(5).rope.rope_theta) == (
-        1e4,
-        1e6,
-    )
+    assert plain.attention(0).rope.rope_theta == 1e4
+    assert plain.attention(5).rope.rope_theta == 1e6
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 from running_gateway import ASK, Running, running
-from test_bad_requests import ROUTES, Route
+from sampling_routes import ROUTES, Route
 
 from invrl.cli.flags import parse_flags
 from invrl.gateway.rendering.renderer import Renderer
@@ -54,7 +54,8 @@ async def test_a_name_that_the_model_has_is_not_overridden(gateway: Running):
 async def test_a_training_session_shows_the_model_under_any_name(gateway: Running):
     [session] = await gateway.open()
     card = await gateway.client(session).models.retrieve("gpt-4o")
-    assert (card.id, card.model_dump()["max_model_len"]) == ("gpt-4o", 1024)
+    assert card.id == "gpt-4o"
+    assert card.model_dump()["max_model_len"] == 1024
     headers = {"anthropic-version": "2023-06-01"}
     claude = await gateway.http.get(
         session.base_url + "/models/claude-opus-4", headers=headers

@@ -44,7 +44,15 @@ def added(tensor: torch.Tensor, parts: list[tuple[torch.Tensor, TensorSlice]]) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("shape", [(24, 64), (32,), (8, 16, 4), (8, 3)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (24, 64),
+        (32,),
+        (8, 16, 4),
+        (8, 3),
+    ],
+)
 def test_checksums_of_slices_add_up_to_the_checksum_of_the_whole(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
@@ -104,9 +112,8 @@ def test_wrong_slice_in_one_rank_is_named() -> None:
     whole = checksum_of_whole(MATRIX)
     (first, first_place), (second, second_place) = cut(MATRIX, 0, 2)
     right = [{"x": checksum_of_slice(first, first_place, MATRIX.shape)}]
-    wrong = checksum_of_slice(
-        first, second_place, MATRIX.shape
-    )  # rank 1 holds the slice of rank 0
+    # rank 1 holds the slice of rank 0
+    wrong = checksum_of_slice(first, second_place, MATRIX.shape)
     assert checksums_of_ranks([*right, {"x": wrong}])["x"] != whole
     right.append({"x": checksum_of_slice(second, second_place, MATRIX.shape)})
     assert checksums_of_ranks(right) == {"x": whole}

@@ -112,7 +112,8 @@ def test_interrupted_run_prints_the_resume_command(
 def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(
     config: Config, folder: RunFolder
 ) -> None:
-    older, newer = save(folder, 2), save(folder, 4)
+    older = save(folder, 2)
+    newer = save(folder, 4)
     folder.store_path.write_bytes(b"")
     newer.rename(newer.with_name("step-000004.damaged"))
     assert "continue from step 2" in describe_next(config, folder, finished=False)
@@ -121,7 +122,11 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(
 
 
 @pytest.mark.parametrize(
-    ("purpose", "flags"), [("train", ["--failed"]), ("eval", ["--failed", "--eval"])]
+    ("purpose", "flags"),
+    [
+        ("train", ["--failed"]),
+        ("eval", ["--failed", "--eval"]),
+    ],
 )
 def test_rollouts_that_failed_have_a_command(
     tmp_path: Path, purpose: Purpose, flags: list[str]
@@ -140,7 +145,14 @@ def test_rollouts_that_failed_have_a_command(
     assert cli.main(["samples", str(run.folder.path), *flags]) == 0
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, "samples"), (1, "samples"), (2, "")])
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (0, "samples"),
+        (1, "samples"),
+        (2, ""),
+    ],
+)
 def test_eval_prints_them_too(
     config: Config,
     folder: RunFolder,
@@ -170,7 +182,13 @@ def test_eval_prints_them_too(
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(0, "samples"), (130, "resume"), (1, "resume"), (2, "")]
+    ("code", "said"),
+    [
+        (0, "samples"),
+        (130, "resume"),
+        (1, "resume"),
+        (2, ""),
+    ],
 )
 def test_train_prints_next_commands_after_every_kind_of_end(
     config: Config,

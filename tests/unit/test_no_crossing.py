@@ -102,9 +102,9 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
     all_have_asked = asyncio.Event()
 
     def repeat(prompt: Sequence[int]) -> list[int]:
-        found = CANARY.findall(renderer.decode(prompt))
-        assert len(set(found)) == 1, f"one prompt holds the canaries {set(found)}"
-        return [*renderer.encode(f"canary-{found[0]}-end"), 2]
+        canaries = CANARY.findall(renderer.decode(prompt))
+        assert len(set(canaries)) == 1, f"one prompt holds the canaries {set(canaries)}"
+        return [*renderer.encode(f"canary-{canaries[0]}-end"), 2]
 
     async with running(tmp_path, model, renderer, **limits) as gateway:
         gateway.engine.script = repeat
@@ -141,7 +141,7 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
                 return seen
 
             answers = await asyncio.gather(
-                *(agent(n, each) for n, each in enumerate(sessions))
+                *(agent(n, own_session) for n, own_session in enumerate(sessions))
             )
         stored = 0
         for number, session in enumerate(sessions):

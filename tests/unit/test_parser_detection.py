@@ -104,8 +104,8 @@ def renderer(tmp_path: Path, template: str) -> Renderer:
 def test_the_parser_is_the_first_that_reads_what_the_template_writes(
     tmp_path: Path, template: str, tool_calls: str, reasoning: str
 ):
-    found = choose_parsers("auto", "auto", renderer(tmp_path, template))
-    assert found == Parsers(tool_calls=tool_calls, reasoning=reasoning)
+    chosen = choose_parsers("auto", "auto", renderer(tmp_path, template))
+    assert chosen == Parsers(tool_calls=tool_calls, reasoning=reasoning)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,15 +121,22 @@ def test_the_parser_is_the_first_that_reads_what_the_template_writes(
 def test_turns_go_on_exactly_behind_calls_as_they_are_parsed(
     tmp_path: Path, template: str, stream: bool
 ):
-    made = renderer(tmp_path, template)
-    finding = check_calls(made, choose_parsers("auto", "auto", made), stream=stream)
-    assert (finding.outcome, finding.reason) == ("exact", "")
+    template_renderer = renderer(tmp_path, template)
+    finding = check_calls(
+        template_renderer,
+        choose_parsers("auto", "auto", template_renderer),
+        stream=stream,
+    )
+    assert finding.outcome == "exact"
+    assert finding.reason == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_parser_that_does_not_read_the_calls_is_found(tmp_path: Path, stream: bool):
-    made = renderer(tmp_path, chatml_with(GLM_CALL))
-    finding = check_calls(made, Parsers(tool_calls="qwen25"), stream=stream)
+    template_renderer = renderer(tmp_path, chatml_with(GLM_CALL))
+    finding = check_calls(
+        template_renderer, Parsers(tool_calls="qwen25"), stream=stream
+    )
     assert finding.outcome == "wrong"
     assert "the parser qwen25 reads" in finding.reason
 
@@ -137,13 +144,13 @@ def test_a_parser_that_does_not_read_the_calls_is_found(tmp_path: Path, stream: 
 def test_a_reply_that_does_not_think_stays_content_if_only_the_history_knows_thinking(
     tmp_path: Path,
 ):
-    made = renderer(tmp_path, HISTORY_ONLY)
+    template_renderer = renderer(tmp_path, HISTORY_ONLY)
     findings = {
         finding.pattern: finding.outcome
-        for finding in check_template(made, Parsers(reasoning="qwen3"))
+        for finding in check_template(template_renderer, Parsers(reasoning="qwen3"))
     }
     assert findings["several turns"] == "exact"
-    parsers = choose_parsers("auto", "auto", made)
+    parsers = choose_parsers("auto", "auto", template_renderer)
     for stream in (False, True):
         parser = parsers.reply(
             (), ToolChoice(), parallel=True, prompt_text="", stream=stream

@@ -162,17 +162,17 @@ def parsed(
     )
     at = 0
     turn = 0
-    told = []
+    pieces_of_stream = []
     while at < len(text):
         size = pieces[turn % len(pieces)] if pieces else len(text)
-        told.append(parser.push(text[at : at + size]))
+        pieces_of_stream.append(parser.push(text[at : at + size]))
         at, turn = at + size, turn + 1
-    told += parser.finish()
-    middle = len(told) // 2  # who comes late is told the first ones as one
-    assert join_deltas([join_deltas(told[:middle]), *told[middle:]]) == join_deltas(
-        told
-    )
-    return reply_message(join_deltas(told))
+    pieces_of_stream += parser.finish()
+    middle = len(pieces_of_stream) // 2  # who comes late is told the first ones as one
+    assert join_deltas(
+        [join_deltas(pieces_of_stream[:middle]), *pieces_of_stream[middle:]]
+    ) == join_deltas(pieces_of_stream)
+    return reply_message(join_deltas(pieces_of_stream))
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
@@ -198,7 +198,12 @@ def test_streamed_calls_equal_whole_and_generated_calls(
 
 @pytest.mark.parametrize("spelling", SPELLED)
 @settings(max_examples=30, deadline=None)
-@given(made=calls, text=before, pieces=sizes, at=st.floats(0, 1))
+@given(
+    made=calls,
+    text=before,
+    pieces=sizes,
+    at=st.floats(0, 1),
+)
 def test_reply_that_ends_inside_a_call_keeps_its_text_or_the_begun_call(
     spelling: str, made: list[Call], text: str, pieces: list[int], at: float
 ):
@@ -252,9 +257,8 @@ def test_text_that_calls_no_known_tool_is_content(
     )
     whole, streamed = (parsed(parser, reply + rest, sizes_) for sizes_ in ((), pieces))
     for message in (whole, streamed):
-        begun = len(message.tool_calls) > len(
-            made
-        )  # only a stream tells a call before it is whole
+        # only a stream tells a call before it is whole
+        begun = len(message.tool_calls) > len(made)
         assert not (begun and message is whole)
         assert [
             (c.name, json.loads(c.arguments)) for c in message.tool_calls[: len(made)]
@@ -274,8 +278,13 @@ ODD = {
     ],
     "hermes": ["42", "[1]", "[" * 100_000],
 }
-ODD = {name: [SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each) for each in odd]
-       for name, odd in ODD.items()}  # fmt: skip
+ODD = {
+    name: [
+        SPELLED[name][1]([("halt", {})]).replace(named(("halt", {})), each)
+        for each in odd
+    ]
+    for name, odd in ODD.items()
+}
 ODD |= {
     "mistral": ["[TOOL_CALLS] [1]", "[TOOL_CALLS] " + "[" * 100_000],
     "llama3": [
@@ -289,7 +298,14 @@ ODD |= {
 @pytest.mark.parametrize(
     ("parser", "reply"), [(name, each) for name, odd in ODD.items() for each in odd]
 )
-@pytest.mark.parametrize("pieces", [(), (50,), (100_000,)])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (50,),
+        (100_000,),
+    ],
+)
 def test_text_on_which_sglangs_parsers_fail_is_content(
     parser: str, reply: str, pieces: tuple[int, ...]
 ):
@@ -297,12 +313,12 @@ def test_text_on_which_sglangs_parsers_fail_is_content(
         parser, f"Look: {reply}" if "tool_call>" in reply else reply, pieces
     )
     calls = [call.name for call in message.tool_calls]
-    if (
-        "9999" in reply
-    ):  # a whole number that Python does not read: a stream has begun to tell the call
+    # a whole number that Python does not read: a stream has begun to tell the call
+    if "9999" in reply:
         assert calls == ["halt"] * bool(pieces and pieces[0] < len(reply))
     else:
-        assert (calls, message.content.endswith(reply)) == ([], True)
+        assert calls == []
+        assert message.content.endswith(reply)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +377,8 @@ def test_parsing_time_of_long_arguments_is_linear(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FunctionCallParser, "parse_stream_chunk", counted)
     call = ("get_weather", {"city": "x" * 20_000})
-    [made] = parsed("qwen25", SPELLED["qwen25"][1]([call]), [4]).tool_calls
-    assert json.loads(made.arguments) == call[1]
+    [parsed_call] = parsed("qwen25", SPELLED["qwen25"][1]([call]), [4]).tool_calls
+    assert json.loads(parsed_call.arguments) == call[1]
     assert sum(read) < 30 * 20_000  # and not 20,000 / 4 times half of it
 
 
@@ -372,11 +388,11 @@ def test_stream_emits_calls_and_text_in_order():
         TOOLS, ToolChoice(), parallel=True, prompt_text="", stream=True
     )
     deltas = [parser.push(f"One{call}two{call}three"), *parser.finish()]
-    told = [
+    events = [
         [delta.content, *(call.name for call in delta.calls if call.name)]
         for delta in deltas
     ]
-    assert told == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
+    assert events == [["One", "get_weather"], ["two", "get_weather"], ["three"]]
 
 
 @pytest.mark.parametrize("spelling", SPELLED)
@@ -385,13 +401,23 @@ def test_stream_emits_calls_and_text_in_order():
 def test_text_without_calls_is_content(spelling: str, text: str, pieces: list[int]):
     for sizes_ in ((), pieces):
         message = parsed(SPELLED[spelling][0], text, sizes_)
-        assert (message.content, message.tool_calls) == (text, ())
+        assert message.content == text
+        assert message.tool_calls == ()
 
 
 @settings(max_examples=60, deadline=None)
-@given(thought=before, text=before, made=calls | st.just([]), pieces=sizes)
+@given(
+    thought=before,
+    text=before,
+    made=calls | st.just([]),
+    pieces=sizes,
+)
 @pytest.mark.parametrize(
-    ("parser", "opened"), [("qwen3", "<think>\n"), ("deepseek-v3", "")]
+    ("parser", "opened"),
+    [
+        ("qwen3", "<think>\n"),
+        ("deepseek-v3", ""),
+    ],
 )
 def test_thinking_is_separated_whole_and_streamed(
     parser: str,
@@ -408,9 +434,8 @@ def test_thinking_is_separated_whole_and_streamed(
         message = parsed(parsers, shown, sizes_, prompt=prompt)
         assert message.reasoning.strip() == thought.strip()
         assert message.content.strip() == text.strip()
-        assert not message.content.startswith(
-            "\n"
-        )  # also behind thinking that is empty
+        # also behind thinking that is empty
+        assert not message.content.startswith("\n")
         assert [
             (call.name, json.loads(call.arguments)) for call in message.tool_calls
         ] == made
@@ -420,10 +445,19 @@ def test_thinking_is_separated_whole_and_streamed(
         pieces,
         prompt="</think>\n\n",
     )
-    assert (refused.content, refused.reasoning) == (text, "")
+    assert refused.content == text
+    assert refused.reasoning == ""
 
 
-@pytest.mark.parametrize("pieces", [(), (1,), (3,), (100,)])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (1,),
+        (3,),
+        (100,),
+    ],
+)
 @pytest.mark.parametrize(
     ("said", "reasoning", "content"),
     [
@@ -439,10 +473,17 @@ def test_thinking_stands_at_the_beginning_of_a_reply_whole_and_streamed(
     said: str, reasoning: str, content: str, pieces: tuple[int, ...]
 ):
     message = parsed(Parsers(tool_calls="qwen25", reasoning="qwen3"), said, pieces)
-    assert (message.reasoning, message.content) == (reasoning, content)
+    assert message.reasoning == reasoning
+    assert message.content == content
 
 
-@pytest.mark.parametrize("pieces", [(), (3,)])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (3,),
+    ],
+)
 def test_only_one_call_is_parsed_if_parallel_calls_are_off(pieces: tuple[int, ...]):
     name, spelled = SPELLED["qwen25"]
     text = spelled([("halt", {}), ("get_weather", {"city": "x"})])

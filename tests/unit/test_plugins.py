@@ -221,7 +221,8 @@ def test_plugin_mistakes_name_field_reason_and_fix(
         load_rollout_function(path)
     error = caught.value
     assert isinstance(error, ConfigError)
-    assert (error.field, error.value) == ("rollout_function_path", path)
+    assert error.field == "rollout_function_path"
+    assert error.value == path
     assert reason in error.reason
     assert fix in error.fix
 

@@ -121,7 +121,7 @@ async def test_no_group_is_dropped_if_no_turn_is_lost(tmp_path: Path) -> None:
     actor = await resumed(after, snapshot)
     for group, version in (("g1", 1), ("g2", 2)):
         batch = await actor.take(120.0)
-        assert [one.id for one in batch.groups] == [group]
+        assert [taken_group.id for taken_group in batch.groups] == [group]
         await actor.trained(batch.batch_id)
         await actor.advance(WeightVersion(version + 1))
     await actor.close()

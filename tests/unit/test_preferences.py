@@ -65,11 +65,9 @@ def drawn_rows(draw: st.DrawFn, kto: bool) -> list[DrawnRow]:
             length = int(rng.integers(1, 9))
             current_T = -rng.uniform(1e-4, largest, length).astype(np.float32)
             reference_T = (current_T + rng.normal(0, gap, length)).astype(np.float32)
-            numbers = (
-                {"desirable": label, "mismatched": 1 - first}
-                if kto
-                else {"chosen": first}
-            )
+            numbers = {"chosen": first}
+            if kto:
+                numbers = {"desirable": label, "mismatched": 1 - first}
             rows.append(DrawnRow(f"g{unit}", current_T, reference_T, numbers))
     return [rows[index] for index in rng.permutation(len(rows))]
 
@@ -81,75 +79,91 @@ def exact_loss(
     rows: list[DrawnRow], sums: list[torch.Tensor], config: AlgorithmConfig
 ) -> torch.Tensor:
     """`sums`: of the rows' current log-probs, float64."""
-    gaps = [
-        total - float(row.reference_T.astype(np.float64).sum())
-        for row, total in zip(rows, sums, strict=True)
-    ]
+    gaps: list[torch.Tensor] = []
+    for row, total in zip(rows, sums, strict=True):
+        gaps.append(total - float(row.reference_T.sum(dtype=np.float64)))
     if config.objective == "kto":
         return exact_kto(rows, gaps, config)
-    means = [total / len(row.current_T) for row, total in zip(rows, sums, strict=True)]
-    losses = []
-    for group in {row.group for row in rows}:
-        [chosen] = [
-            i
-            for i, row in enumerate(rows)
-            if row.group == group and row.numbers["chosen"] == 1
-        ]
-        [rejected] = [
-            i
-            for i, row in enumerate(rows)
-            if row.group == group and row.numbers["chosen"] == 0
-        ]
-        if config.objective == "ipo":
-            assert config.ipo is not None
-            gap_c = gaps[chosen] / len(rows[chosen].current_T)
-            gap_r = gaps[rejected] / len(rows[rejected].current_T)
-            losses.append((gap_c - gap_r - 0.5 / config.ipo.beta) ** 2)
-            continue
-        if config.objective == "orpo":
-            assert config.orpo is not None
-            p_c = means[chosen].exp()
-            p_r = means[rejected].exp()
-            odds_ratio = (p_c / (1 - p_c)) / (p_r / (1 - p_r))
-            losses.append(
-                -means[chosen] - config.orpo.weight * F.logsigmoid(odds_ratio.log())
-            )
-            continue
-        if config.objective == "dpo":
-            assert config.dpo is not None
-            smoothing = config.dpo.label_smoothing
-            margin = config.dpo.beta * (gaps[chosen] - gaps[rejected])
-        else:
-            assert config.simpo is not None
-            smoothing = config.simpo.label_smoothing
-            margin = (
-                config.simpo.beta * (means[chosen] - means[rejected])
-                - config.simpo.gamma
-            )
-        losses.append(
-            -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+    chosen_by_group: dict[str, int] = {}
+    rejected_by_group: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        is_chosen = row.numbers["chosen"] == 1
+        by_group = chosen_by_group if is_chosen else rejected_by_group
+        assert row.group not in by_group
+        by_group[row.group] = index
+    assert chosen_by_group.keys() == rejected_by_group.keys()
+    losses: list[torch.Tensor] = []
+    for group, chosen in chosen_by_group.items():
+        rejected = rejected_by_group[group]
+        loss = exact_pair_loss(
+            chosen_sum=sums[chosen],
+            rejected_sum=sums[rejected],
+            chosen_gap=gaps[chosen],
+            rejected_gap=gaps[rejected],
+            chosen_tokens=len(rows[chosen].current_T),
+            rejected_tokens=len(rows[rejected].current_T),
+            config=config,
         )
+        losses.append(loss)
     return torch.stack(losses).mean()
+
+
+def exact_pair_loss(
+    *,
+    chosen_sum: torch.Tensor,
+    rejected_sum: torch.Tensor,
+    chosen_gap: torch.Tensor,
+    rejected_gap: torch.Tensor,
+    chosen_tokens: int,
+    rejected_tokens: int,
+    config: AlgorithmConfig,
+) -> torch.Tensor:
+    chosen_mean = chosen_sum / chosen_tokens
+    rejected_mean = rejected_sum / rejected_tokens
+    if config.objective == "ipo":
+        assert config.ipo is not None
+        gap = chosen_gap / chosen_tokens - rejected_gap / rejected_tokens
+        return (gap - 0.5 / config.ipo.beta) ** 2
+    if config.objective == "orpo":
+        assert config.orpo is not None
+        chosen_odds = chosen_mean.exp() / (1 - chosen_mean.exp())
+        rejected_odds = rejected_mean.exp() / (1 - rejected_mean.exp())
+        log_odds_ratio = (chosen_odds / rejected_odds).log()
+        return -chosen_mean - config.orpo.weight * F.logsigmoid(log_odds_ratio)
+    if config.objective == "dpo":
+        assert config.dpo is not None
+        smoothing = config.dpo.label_smoothing
+        margin = config.dpo.beta * (chosen_gap - rejected_gap)
+    else:
+        assert config.simpo is not None
+        smoothing = config.simpo.label_smoothing
+        margin = config.simpo.beta * (chosen_mean - rejected_mean)
+        margin -= config.simpo.gamma
+    in_order = -F.logsigmoid(margin)
+    in_reverse = -F.logsigmoid(-margin)
+    return (1 - smoothing) * in_order + smoothing * in_reverse
 
 
 def exact_kto(
     rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmConfig
 ) -> torch.Tensor:
     assert config.kto is not None
-    others = [
-        gap for row, gap in zip(rows, gaps, strict=True) if row.numbers["mismatched"]
-    ]
-    z = torch.stack(others).mean().detach().clamp(min=0)
-    losses = []
+    mismatched_gaps: list[torch.Tensor] = []
+    for row, gap in zip(rows, gaps, strict=True):
+        if row.numbers["mismatched"]:
+            mismatched_gaps.append(gap)
+    z = torch.stack(mismatched_gaps).mean().detach().clamp(min=0)
+    losses: list[torch.Tensor] = []
     for row, gap in zip(rows, gaps, strict=True):
         if row.numbers["mismatched"]:
             continue
+        weight = config.kto.undesirable_weight
+        margin = z - gap
         if row.numbers["desirable"]:
             weight = config.kto.desirable_weight
-            losses.append(weight - weight * torch.sigmoid(config.kto.beta * (gap - z)))
-        else:
-            weight = config.kto.undesirable_weight
-            losses.append(weight - weight * torch.sigmoid(config.kto.beta * (z - gap)))
+            margin = gap - z
+        value = torch.sigmoid(config.kto.beta * margin)
+        losses.append(weight * (1 - value))
     return torch.stack(losses).mean()
 
 
@@ -157,19 +171,15 @@ def exact_kto(
 
 
 def table_of(rows: list[DrawnRow], reference: bool) -> RowTable:
+    current = [row.current_T.sum(dtype=np.float64) for row in rows]
+    references = [row.reference_T.sum(dtype=np.float64) for row in rows]
+    names = rows[0].numbers if rows else {}
     return RowTable(
         group_ids=tuple(row.group for row in rows),
         tokens_M=np.array([float(len(row.current_T)) for row in rows]),
-        current_M=np.array([row.current_T.sum(dtype=np.float64) for row in rows]),
-        reference_M=np.array([row.reference_T.sum(dtype=np.float64) for row in rows])
-        if reference
-        else None,
-        numbers={
-            name: np.array([row.numbers[name] for row in rows])
-            for name in rows[0].numbers
-        }
-        if rows
-        else {},
+        current_M=np.array(current),
+        reference_M=np.array(references) if reference else None,
+        numbers={name: np.array([row.numbers[name] for row in rows]) for name in names},
     )
 
 
@@ -203,19 +213,18 @@ def ours(
     """Loss, gradient of each row, metrics. `cuts`: where the second rank and its second
     micro-batch begin."""
     objective = objective_of(config)
-    reference = needs_of(config).reference
+    needs_reference = needs_of(config).reference
     first, second = sorted(cut % (len(rows) + 1) for cut in cuts)
-    table = RowTable.joined(
-        [table_of(rows[:first], reference), table_of(rows[first:], reference)]
-    )
+    first_rank = table_of(rows[:first], needs_reference)
+    second_rank = table_of(rows[first:], needs_reference)
+    table = RowTable.joined([first_rank, second_rank])
     coupled = coupling_of(config.objective, objective)(table)
-    numbers = [
-        {
-            **row.numbers,
-            **{name: float(values_M[at]) for name, values_M in coupled.items()},
+    numbers: list[dict[str, float]] = []
+    for index, row in enumerate(rows):
+        of_coupling = {
+            name: float(values_M[index]) for name, values_M in coupled.items()
         }
-        for at, row in enumerate(rows)
-    ]
+        numbers.append({**row.numbers, **of_coupling})
     denominators = Denominators(
         tokens=sum(len(row.current_T) for row in rows),
         rows=len(rows),
@@ -231,9 +240,10 @@ def ours(
         outputs.loss.backward()
         loss += float(outputs.loss.detach())
         metrics.append(dict(outputs.metrics))
-        ends = np.cumsum([len(row.current_T) for row in rows[part]])[:-1]
-        if rows[part]:
-            gradients += np.split(inputs.current_N.grad.numpy(), ends)
+        lengths = [len(row.current_T) for row in rows[part]]
+        if lengths:
+            gradient_N = inputs.current_N.grad.numpy()
+            gradients += np.split(gradient_N, np.cumsum(lengths)[:-1])
     return loss, gradients, resolve(merge(metrics))
 
 
@@ -274,11 +284,11 @@ def test_preference_loss_in_parts_equals_the_whole_mini_batch(
     loss, gradients, metrics = ours(rows, config, cuts)
     assert loss == pytest.approx(expected.item(), rel=RELATIVE, abs=1e-6)
     assert metrics["loss"] == pytest.approx(expected.item(), rel=RELATIVE, abs=1e-6)
-    for row_T, found_T in zip(tokens, gradients, strict=True):
-        exact_T = (
-            np.zeros(len(row_T)) if row_T.grad is None else row_T.grad.numpy()
-        )  # none: a mismatched row
-        assert found_T == pytest.approx(exact_T, rel=RELATIVE, abs=1e-9)
+    for row_T, gradient_T in zip(tokens, gradients, strict=True):
+        expected_T = np.zeros(len(row_T))
+        if row_T.grad is not None:  # none: a mismatched row
+            expected_T = row_T.grad.numpy()
+        assert gradient_T == pytest.approx(expected_T, rel=RELATIVE, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -286,33 +296,26 @@ def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> 
     """From where the policy is its reference and both answers are alike, no label is
     favoured."""
     logprobs_T = np.array([-1.0, -2.0, -0.5], np.float32)
-    rows = [
-        DrawnRow("a", logprobs_T, logprobs_T, {}),
-        DrawnRow("a", logprobs_T, logprobs_T, {}),
-    ]
-    config = AlgorithmConfig(objective=name, simpo={"gamma": 0.0})
-    slopes = []
-    for first in (1.0, 0.0):
-        labels = [first, 1 - first]
+    config = AlgorithmConfig(
+        objective=name, simpo=SimpoConfig(gamma=0.0) if name == "simpo" else None
+    )
+
+    def row(**numbers: float) -> DrawnRow:
+        return DrawnRow("a", logprobs_T, logprobs_T, numbers)
+
+    def slope(first_label: float) -> float:
+        """The gradient of the first row's margin over the second."""
+        labels = [first_label, 1 - first_label]
+        rows = [row(chosen=label) for label in labels]
         if name == "kto":
-            labelled = [
-                replace(row, numbers={"desirable": label, "mismatched": 0.0})
-                for row, label in zip(rows, labels, strict=True)
-            ]
-            labelled.append(
-                replace(rows[0], numbers={"desirable": 1.0, "mismatched": 1.0})
-            )
-        else:
-            labelled = [
-                replace(row, numbers={"chosen": label})
-                for row, label in zip(rows, labels, strict=True)
-            ]
-        _, gradients, _ = ours(labelled, config, (1, 2))
-        slopes.append(
-            gradients[0].sum() - gradients[1].sum()
-        )  # of the first row's margin over the second
-    assert slopes[0] < 0
-    assert slopes[1] == pytest.approx(-slopes[0], rel=1e-6)
+            rows = [row(desirable=label, mismatched=0.0) for label in labels]
+            rows.append(row(desirable=1.0, mismatched=1.0))
+        _, [first_T, second_T, *_], _ = ours(rows, config, (1, 2))
+        return first_T.sum() - second_T.sum()
+
+    in_order = slope(first_label=1.0)
+    assert in_order < 0
+    assert slope(first_label=0.0) == pytest.approx(-in_order, rel=1e-6)
 
 
 def test_preference_metrics_are_means_over_pairs() -> None:
@@ -320,14 +323,15 @@ def test_preference_metrics_are_means_over_pairs() -> None:
     their rows are."""
 
     def row(group: str, current: float, reference: float, chosen: float) -> DrawnRow:
-        values = (np.array([current], np.float32), np.array([reference], np.float32))
-        return DrawnRow(group, *values, {"chosen": chosen})
+        current_T = np.array([current], np.float32)
+        reference_T = np.array([reference], np.float32)
+        return DrawnRow(group, current_T, reference_T, {"chosen": chosen})
 
     rows = [
-        row("a", -1, -2, 1.0),
-        row("b", -1, -3, 0.0),
-        row("a", -4, -2, 0.0),
-        row("b", -5, -5, 1.0),
+        row("a", current=-1, reference=-2, chosen=1.0),
+        row("b", current=-1, reference=-3, chosen=0.0),
+        row("a", current=-4, reference=-2, chosen=0.0),
+        row("b", current=-5, reference=-5, chosen=1.0),
     ]
     config = AlgorithmConfig(objective="dpo", dpo={"beta": 0.5})
     _, _, metrics = ours(rows, config, (1, 3))
@@ -410,42 +414,32 @@ def test_sft_is_the_cross_entropy(
     lengths: list[int], seed: int, aggregation: str, weighted: bool, cut: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    rows = [
-        DrawnRow(
-            "g",
-            -rng.exponential(2, length).astype(np.float32),
-            np.zeros(length, np.float32),
-            {},
-        )
-        for length in lengths
-    ]
-    weights = np.float32(rng.uniform(0, 2, len(rows)))
+    rows: list[DrawnRow] = []
+    for length in lengths:
+        current_T = -rng.exponential(2, length).astype(np.float32)
+        rows.append(DrawnRow("g", current_T, np.zeros(length, np.float32), {}))
+    weights = np.float32(rng.uniform(0, 2, len(rows))).tolist()
+    if not weighted:
+        weights = [1.0] * len(rows)
     config = AlgorithmConfig(
         objective="sft", aggregation=aggregation, aggregation_constant=7.0
     )
     tokens = [torch.from_numpy(row.current_T).double().requires_grad_() for row in rows]
-    factors = weights if weighted else np.ones(len(rows))
-    if aggregation == "token_mean":
-        terms = [
-            -row_T.sum() * float(factor) / sum(lengths)
-            for row_T, factor in zip(tokens, factors, strict=True)
-        ]
-    elif aggregation == "constant":
-        terms = [
-            -row_T.sum() * float(factor) / 7 / len(rows)
-            for row_T, factor in zip(tokens, factors, strict=True)
-        ]
-    else:  # each row is a rollout and a group of its own
-        terms = [
-            -row_T.mean() * float(factor) / len(rows)
-            for row_T, factor in zip(tokens, factors, strict=True)
-        ]
+    terms: list[torch.Tensor] = []
+    for row_T, weight in zip(tokens, weights, strict=True):
+        # in every aggregation but two, each row is a rollout and a group of its own
+        denominator = len(row_T) * len(rows)
+        if aggregation == "token_mean":
+            denominator = sum(lengths)
+        elif aggregation == "constant":
+            denominator = 7 * len(rows)
+        terms.append(-row_T.sum() * weight / denominator)
     expected = torch.stack(terms).sum()
     expected.backward()
     denominators = Denominators(
         tokens=sum(lengths), rows=len(rows), rollouts=len(rows), groups=len(rows)
     )
-    numbers = [{"weight": float(weight)} if weighted else {} for weight in weights]
+    numbers = [{"weight": weight} if weighted else {} for weight in weights]
     loss = 0.0
     gradients: list[np.ndarray] = []
     for part in (slice(0, cut), slice(cut, None)):
@@ -456,10 +450,9 @@ def test_sft_is_the_cross_entropy(
         assert inputs.current_N.grad is not None
         gradients.append(inputs.current_N.grad.numpy())
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    exact_N = torch.cat(
-        [row_T.grad for row_T in tokens if row_T.grad is not None]
-    ).numpy()
-    assert np.concatenate(gradients) == pytest.approx(exact_N, rel=1e-5, abs=1e-9)
+    expected_N = torch.cat([row_T.grad for row_T in tokens if row_T.grad is not None])
+    gradient_N = np.concatenate(gradients)
+    assert gradient_N == pytest.approx(expected_N.numpy(), rel=1e-5, abs=1e-9)
 
 
 def test_sft_needs_no_other_forward_pass() -> None:
@@ -496,30 +489,26 @@ def batch_of(*samples: TrainSample) -> TrainBatch:
 
 
 def test_a_mismatched_row_is_a_prompt_with_the_next_answer() -> None:
-    answers_between = np.array(
-        [False, False, True, False, True, True]
-    )  # two assistant turns
-    first = sample([1, 2, 3, 4, 5, 6], 2, loss_mask_T=answers_between)
+    two_assistant_turns = np.array([False, False, True, False, True, True])
     batch = batch_of(
-        first, sample([20, 21], 2), sample([30, 31, 32, 33], 3), sample([40, 41], 1)
+        sample([1, 2, 3, 4, 5, 6], 2, loss_mask_T=two_assistant_turns),
+        sample([20, 21], 2),
+        sample([30, 31, 32, 33], 3),
+        sample([40, 41], 1),
     )
     rows = with_mismatched_rows(batch, max_tokens=0).samples
     assert [row.numbers["mismatched"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
-    assert [row.tokens_T.tolist() for row in rows[4:]] == [
-        [1, 2, 33],
-        [30, 31, 32, 41],
-        [40, 3, 4, 5, 6],
-    ]
-    assert [row.loss_mask_T.tolist() for row in rows[4:]] == [
-        [False, False, True],
-        [False, False, False, True],
-        [False, True, False, True, True],
-    ]
-    assert [row.group_id for row in rows[4:]] == [
-        "g1",
-        "g30",
-        "g40",
-    ]  # so it is in its prompt's mini-batch
+    first, second, third = rows[4:]
+    assert first.tokens_T.tolist() == [1, 2, 33]
+    assert first.loss_mask_T.tolist() == [False, False, True]
+    assert second.tokens_T.tolist() == [30, 31, 32, 41]
+    assert second.loss_mask_T.tolist() == [False, False, False, True]
+    assert third.tokens_T.tolist() == [40, 3, 4, 5, 6]
+    assert third.loss_mask_T.tolist() == [False, True, False, True, True]
+    # so each is in its prompt's mini-batch
+    assert first.group_id == "g1"
+    assert second.group_id == "g30"
+    assert third.group_id == "g40"
     assert len({row.rollout_id for row in rows}) == len(rows)
 
 
@@ -528,7 +517,6 @@ def test_mismatched_rows_are_cut_and_need_two_rows() -> None:
     *_, first, second = with_mismatched_rows(batch, max_tokens=4).samples
     assert first.tokens_T.tolist() == [1, 2, 5, 6]
     assert second.tokens_T.tolist() == [4, 3]
+    one_trained_row = batch_of(sample([1, 2, 3], 2), sample([4, 5], 2))
     with pytest.raises(TrainError, match="batch 3 has 1 rows to train"):
-        with_mismatched_rows(
-            batch_of(sample([1, 2, 3], 2), sample([4, 5], 2)), max_tokens=0
-        )
+        with_mismatched_rows(one_trained_row, max_tokens=0)

@@ -75,12 +75,12 @@ def test_memory_of_an_unknown_process_counts_by_its_name() -> None:
 
 
 def test_schedulers_of_an_engine_count_together() -> None:
-    one = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
+    load = b'{"num_running_reqs": 3, "num_waiting_reqs": 1, "token_usage": 0.5, "later": [1]}'
     other = b'{"num_running_reqs": 1, "num_waiting_reqs": 0, "token_usage": 0.1, "gen_throughput": 7.0}'
-    assert decode_load(b'{"loads": [' + one + b"]}") == EngineLoad(
+    assert decode_load(b'{"loads": [' + load + b"]}") == EngineLoad(
         running=3, waiting=1, kv_use=0.5
     )
-    both = decode_load(b'{"loads": [' + one + b"," + other + b"]}")
+    both = decode_load(b'{"loads": [' + load + b"," + other + b"]}")
     assert both.running == 4
     assert both.waiting == 1
     assert both.tokens_per_s == 7.0
@@ -132,7 +132,8 @@ async def test_train_only_run_has_memory_samples() -> None:
                     await asyncio.sleep(0.01)
         child.kill()
     for sample in kept.samples:
-        assert (sample.engines, sample.gateway) == ((), None)
+        assert sample.engines == ()
+        assert sample.gateway is None
         assert sample.memory["rank-0"] > 60_000_000
         assert sample.memory["driver"] > 0
     await sample_memory(trainer, kept, 0.0)  # none were asked for
@@ -178,11 +179,13 @@ def test_latencies_are_of_finished_turns() -> None:
     assert sample.requests == 100
     assert sample.latency_p50_s == 51.0
     assert sample.latency_p95_s == 96.0
-    assert (sample.cache_hit_rate, sample.tokens_per_s) == (0.25, 80.0)
+    assert sample.cache_hit_rate == 0.25
+    assert sample.tokens_per_s == 80.0
     nothing = gateway_sample(
         EndedTurns(
             sequence=1, seconds=(), prompt_tokens=0, cached_tokens=0, sampled_tokens=0
         ),
         5.0,
     )
-    assert (nothing.latency_p50_s, nothing.cache_hit_rate) == (None, None)
+    assert nothing.latency_p50_s is None
+    assert nothing.cache_hit_rate is None

@@ -3,15 +3,20 @@ with it. Without SGLang; with it: `tests/integration/test_engine_ranks.py`."""
 
 from __future__ import annotations
 
-import base64
-import pickle
-import types
-from collections.abc import Sequence
 from typing import cast
 
 import msgspec
 import pytest
 import torch
+from loader_engines import (
+    ATTENTION,
+    EXPERT,
+    RANKS,
+    SLICED_LAYOUT,
+    SlicedEngine,
+    rank_parameters,
+    sliced_values,
+)
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver, FolderReceiver
@@ -25,113 +30,18 @@ from invrl.weights.engine_parameters import parameter_of
 from invrl.weights.tensor_slice import EngineRank, slices_of_rank
 from invrl.weights.transaction import load_verified
 
-RANKS = 4
-EXPERT = "model.layers.1.mlp.experts"
-SHAPES = {
-    "model.embed_tokens.weight": (
-        50,
-        8,
-    ),  # padded to 64: the last rank has 2 rows of its 16
-    "model.layers.0.self_attn.q_proj.weight": (16, 8),
-    "model.layers.0.self_attn.k_proj.weight": (
-        8,
-        8,
-    ),  # two heads of 4 rows: two ranks share each
-    "model.layers.0.self_attn.v_proj.weight": (8, 8),
-    "model.layers.0.self_attn.q_proj.bias": (16,),
-    "model.layers.0.self_attn.k_proj.bias": (8,),
-    "model.layers.0.self_attn.v_proj.bias": (8,),
-    "model.layers.0.self_attn.o_proj.weight": (8, 16),
-    "model.layers.0.mlp.gate_proj.weight": (16, 8),
-    "model.layers.0.mlp.up_proj.weight": (16, 8),
-    "model.layers.0.mlp.down_proj.weight": (8, 16),
-    "model.layers.1.mlp.gate.weight": (2, 8),
-    **{
-        f"{EXPERT}.{e}.{n}_proj.weight": (8, 8)
-        for e in range(2)
-        for n in ("gate", "up", "down")
-    },
-    "model.norm.weight": (8,),
-}
-LAYOUT = tuple(
-    TensorSpec(name=name, shape=shape, dtype="float32")
-    for name, shape in SHAPES.items()
-)
-ATTENTION = "model.layers.0.self_attn"
-
-
-def rank_parameters() -> dict[str, torch.Tensor]:
-    """Of one rank of four, as SGLang makes them."""
-    return {
-        "model.embed_tokens.weight": torch.zeros(16, 8),
-        f"{ATTENTION}.qkv_proj.weight": torch.zeros(4 + 4 + 4, 8),
-        f"{ATTENTION}.qkv_proj.bias": torch.zeros(4 + 4 + 4),
-        f"{ATTENTION}.o_proj.weight": torch.zeros(8, 4),
-        "model.layers.0.mlp.gate_up_proj.weight": torch.zeros(4 + 4, 8),
-        "model.layers.0.mlp.down_proj.weight": torch.zeros(8, 4),
-        "model.layers.1.mlp.gate.weight": torch.zeros(2, 8),
-        f"{EXPERT}.w13_weight": torch.zeros(2, 2 + 2, 8),
-        f"{EXPERT}.w2_weight": torch.zeros(2, 8, 2),
-        "model.norm.weight": torch.zeros(8),
-    }
-
-
-class Engine:
-    """SGLang's weight requests, answered by our loader over the parameters of each
-    rank."""
-
-    def __init__(self) -> None:
-        self.ranks = [rank_parameters() for _ in range(RANKS)]
-        self.order = list(range(RANKS))
-        """The rank that gets the n-th payload."""
-        self.silent = -1
-        """The rank whose loader does nothing."""
-        self.is_paused = False
-
-    async def begin_weight_update(self) -> None: ...
-
-    async def end_weight_update(self) -> None: ...
-
-    async def pause(self, mode: str = "retract") -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def weight_version(self) -> str:
-        return "1"
-
-    async def update_weights_from_tensor(
-        self, payloads: Sequence[str], *, load_format: str, deadline_s: float
-    ) -> None:
-        for index, payload in zip(self.order, payloads, strict=True):
-            if index == self.silent:
-                continue
-            parameters = self.ranks[index]
-            layer = types.SimpleNamespace(tp_size=RANKS, tp_rank=index)
-            model = types.SimpleNamespace(
-                named_parameters=parameters.items,
-                modules=lambda layer=layer: [object(), layer],
-            )
-            in_engine.run(model, pickle.loads(base64.b64decode(payload)))  # type: ignore[arg-type]
-
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> SlicedEngine:
+    return SlicedEngine()
 
 
 @pytest.fixture
 def writer() -> ArenaWriter:
-    return ArenaWriter(LAYOUT, checksums_add_up=True)
+    return ArenaWriter(SLICED_LAYOUT, checksums_add_up=True)
 
 
-def values(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
-    }
-
-
-def receiver_of(engine: Engine, **settings) -> ArenaReceiver:
+def receiver_of(engine: SlicedEngine, **settings) -> ArenaReceiver:
     client = cast("SglangClient", engine)
     return ArenaReceiver(
         "engine-0", client, WeightSyncConfig(**settings), num_ranks=RANKS
@@ -139,20 +49,20 @@ def receiver_of(engine: Engine, **settings) -> ArenaReceiver:
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
-    return writer.stage(WeightVersion(version), values(version).items())
+    return writer.stage(WeightVersion(version), sliced_values(version).items())
 
 
 async def test_each_engine_rank_loads_its_slices(
-    engine: Engine, writer: ArenaWriter
+    engine: SlicedEngine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine)
     for version in (1, 2, 3):  # read back, not read back, into the slot of the first
         staged = stage(writer, version)
-        await receiver.check(LAYOUT, staged)
+        await receiver.check(SLICED_LAYOUT, staged)
         await load_verified(receiver, staged)
-    read_back = await receiver.read_back(LAYOUT)
+    read_back = await receiver.read_back(SLICED_LAYOUT)
     assert dict(read_back.checksums) == dict(staged.checksums)
-    new = values(3)
+    new = sliced_values(3)
     for rank, parameters in enumerate(engine.ranks):
         embedding = new["model.embed_tokens.weight"][16 * rank : 16 * rank + 16]
         assert torch.equal(
@@ -189,16 +99,16 @@ async def test_each_engine_rank_loads_its_slices(
 
 @pytest.mark.parametrize("name", list(rank_parameters()))
 async def test_readback_finds_one_wrong_bit_in_any_rank(
-    engine: Engine, writer: ArenaWriter, name: str
+    engine: SlicedEngine, writer: ArenaWriter, name: str
 ) -> None:
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
-    await receiver.check(LAYOUT, staged)
+    await receiver.check(SLICED_LAYOUT, staged)
     await load_verified(receiver, staged)
     for rank in range(RANKS):
         raw_bytes = engine.ranks[rank][name].view(-1).view(torch.uint8)
         raw_bytes[0] ^= 1
-        held = (await receiver.read_back(LAYOUT)).checksums
+        held = (await receiver.read_back(SLICED_LAYOUT)).checksums
         wrong = [
             tensor
             for tensor, value in staged.checksums.items()
@@ -210,12 +120,12 @@ async def test_readback_finds_one_wrong_bit_in_any_rank(
 
 
 async def test_checksum_finds_a_wrong_slice_in_rank_1(
-    engine: Engine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
+    engine: SlicedEngine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loader of rank 1 is given the division of rank 0, as a wrong rule would."""
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
-    await receiver.check(LAYOUT, staged)
+    await receiver.check(SLICED_LAYOUT, staged)
 
     def wrong_in_rank_1(parameter, shape, specs, rank):
         if rank.index == 1:
@@ -228,11 +138,11 @@ async def test_checksum_finds_a_wrong_slice_in_rank_1(
 
 
 async def test_checksum_finds_a_wrong_bit_that_only_one_rank_reads(
-    engine: Engine, writer: ArenaWriter
+    engine: SlicedEngine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
-    await receiver.check(LAYOUT, staged)
+    await receiver.check(SLICED_LAYOUT, staged)
     slot = msgspec.json.decode(staged.handle, type=ArenaHandle).slot
     writer._slots[slot][f"{ATTENTION}.o_proj.weight"][3, 9] += 1.0  # a column of rank 2
     with pytest.raises(ChecksumError, match=r"1 of 19 tensors .*o_proj"):
@@ -240,32 +150,32 @@ async def test_checksum_finds_a_wrong_bit_that_only_one_rank_reads(
 
 
 async def test_a_request_that_reaches_another_rank_is_refused(
-    engine: Engine, writer: ArenaWriter
+    engine: SlicedEngine, writer: ArenaWriter
 ) -> None:
     engine.order = [0, 2, 1, 3]
     with pytest.raises(
         LayoutError, match="for rank 1 of the engine has reached rank 2"
     ):
-        await receiver_of(engine).check(LAYOUT, stage(writer, 1))
+        await receiver_of(engine).check(SLICED_LAYOUT, stage(writer, 1))
 
 
 async def test_engine_rank_without_a_reply_is_named(
-    engine: Engine, writer: ArenaWriter
+    engine: SlicedEngine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine)
     staged = stage(writer, 1)
-    await receiver.check(LAYOUT, staged)
+    await receiver.check(SLICED_LAYOUT, staged)
     engine.silent = 2
     with pytest.raises(WeightSyncError, match=r"left no reply: .*engine-0-2"):
         await receiver.load(staged)
 
 
 async def test_aliases_and_folders_are_refused_before_a_byte_moves(
-    engine: Engine, writer: ArenaWriter
+    engine: SlicedEngine, writer: ArenaWriter
 ) -> None:
     staged = stage(writer, 1)
     with pytest.raises(LayoutError, match="in the mode copy"):
-        await receiver_of(engine, weight_arena="alias").check(LAYOUT, staged)
+        await receiver_of(engine, weight_arena="alias").check(SLICED_LAYOUT, staged)
     follower = FolderReceiver(
         "engine-0", cast("SglangClient", engine), WeightSyncConfig(), num_ranks=RANKS
     )

@@ -35,7 +35,9 @@ class ScriptedModel:
     base_url = api_key = model = "m"
 
     def __init__(self, text: str | None, finish_reason: str = "stop") -> None:
-        self.text, self.finish_reason, self.messages = text, finish_reason, []
+        self.text = text
+        self.finish_reason = finish_reason
+        self.messages = []
 
     def openai(self):
         async def create(*, model, messages):
@@ -96,8 +98,10 @@ async def test_text_that_a_scorer_cannot_read_scores_0_and_is_counted() -> None:
     task = first(gym.prime_factorization)
     unread = await reward(task, "two times three")
     read = await reward(task, str(task.label))
-    assert (unread.reward, unread.components) == (0.0, {"unreadable": 1.0})
-    assert (read.reward, read.components) == (1.0, {"unreadable": 0.0})
+    assert unread.reward == 0.0
+    assert unread.components == {"unreadable": 1.0}
+    assert read.reward == 1.0
+    assert read.components == {"unreadable": 0.0}
 
 
 async def test_worked_example_comes_first_and_is_in_no_split() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_data_branches import renderer_of
+from model_templates import renderer_of
 
 from invrl.datasets.recorded_rows import (
     Fidelity,
@@ -82,10 +82,12 @@ def said(text: str) -> Message:
 )
 def test_conversation_of_texts_is_exported_exactly(model: str) -> None:
     renderer = renderer_of(model)
-    thinking = (
-        False if model == "qwen3" else None
-    )  # otherwise it writes a thought, which was not sampled
-    turns = (((ASK,), "156", said("156")), ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")))
+    # otherwise it writes a thought, which was not sampled
+    thinking = False if model == "qwen3" else None
+    turns = (
+        ((ASK,), "156", said("156")),
+        ((MORE,), "Yes, 🙂.", said("Yes, 🙂.")),
+    )
     row = restore(renderer, branch_of(renderer, *turns[:1], thinking=thinking))
     assert row.fidelity is Fidelity.SAME_TOKENS
     row = restore(renderer, branch_of(renderer, *turns, thinking=thinking))

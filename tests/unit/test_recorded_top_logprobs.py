@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import fake_logprob
-from running_gateway import ASK, Running, running
-from test_routed_experts import conversation, rows
+from running_gateway import ASK, Running, edited_conversation, running
+from training_rows import rows_of_pair
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
@@ -53,7 +53,7 @@ def assert_same(top: TopLogprobs | None, other: TopLogprobs) -> None:
 async def finished(gateway: Running, session: Session) -> list[TrainSample]:
     summary = await gateway.finish(session)
     assert isinstance(summary, RolloutSummary)
-    return rows(gateway, summary)
+    return rows_of_pair(gateway, summary)
 
 
 # ----------------------------------------------------------------- the gateway
@@ -70,7 +70,7 @@ async def test_row_has_top_logprobs_of_all_its_trained_tokens(
     none."""
     async with running(tmp_path, model, renderer, record_top_logprobs=K) as gateway:
         [session] = await gateway.open()
-        await conversation(gateway, session, stream=stream)
+        await edited_conversation(gateway, session, stream=stream)
         samples = await finished(gateway, session)
         assert [request["top_logprobs_num"] for request in gateway.engine.requests] == [
             K
@@ -119,7 +119,12 @@ async def test_client_gets_the_number_of_top_logprobs_it_requested(
 
 
 @pytest.mark.parametrize(
-    ("purpose", "recorded"), [("train", 0), ("eval", K), ("serve", K)]
+    ("purpose", "recorded"),
+    [
+        ("train", 0),
+        ("eval", K),
+        ("serve", K),
+    ],
 )
 async def test_top_logprobs_are_requested_only_for_trained_sessions(
     tmp_path: Path,
@@ -132,7 +137,7 @@ async def test_top_logprobs_are_requested_only_for_trained_sessions(
         tmp_path, model, renderer, record_top_logprobs=recorded
     ) as gateway:
         [session] = await gateway.open(purpose=purpose)
-        await conversation(gateway, session, stream=False)
+        await edited_conversation(gateway, session, stream=False)
         samples = await finished(gateway, session)
         assert all(
             "top_logprobs_num" not in request for request in gateway.engine.requests
@@ -147,7 +152,7 @@ async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
 ) -> None:
     async with running(tmp_path, model, renderer, record_top_logprobs=K) as gateway:
         [session] = await gateway.open()
-        await conversation(gateway, session, stream=False)
+        await edited_conversation(gateway, session, stream=False)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
         first = gateway.turns(session)[0]
@@ -158,7 +163,7 @@ async def test_tokens_of_a_turn_without_a_record_have_no_top_logprobs(
         gateway.store._db.execute(
             "DELETE FROM checksums WHERE item=?", (top_item(first.id),)
         )
-        [sample, _] = rows(gateway, summary)
+        [sample, _] = rows_of_pair(gateway, summary)
     start = len(first.context_ids_T)
     end = start + len(first.sampled_ids_T)
     assert sample.loss_mask_T[start:end].all()

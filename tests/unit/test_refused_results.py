@@ -13,22 +13,21 @@ import msgspec
 import pytest
 from aiohttp import web
 from dispatcher_parts import HeldPool, Leases, Opener
-from running_gateway import ENV_KEY, Running, running
+from local_worker import worker_at
+from running_gateway import ENV_KEY, Running
 
 from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.errors import ConfigError, SessionError
-from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
 from invrl.rollout.external_environments import ExternalDispatcher
 from invrl.rollout.rewards import Rejected, valid_components
-from invrl.rollout.runner import Runner
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.tasks import check_tasks
-from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
+from invrl.rollout.worker_actor import Assignment
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types import (
@@ -41,25 +40,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
-
-
-def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
-    """A worker as after `ready`, of this function."""
-    rollout = RolloutConfig(rollout_worker_memory_gb=None)
-    worker = RolloutWorker(
-        WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
-    )
-    worker._runner = Runner(function, None, timeout_s=600.0)
-    worker._pool = None  # type: ignore[assignment]
-    return worker
 
 
 def components(count: int, length: int) -> dict[str, float]:
@@ -247,8 +227,8 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     gateway, url = refusing
     gone = (401, refusal("no such session"))
     gateway.answers = {"finish": gone, "abort": gone}
-    given = assignment()
-    (outcome,) = (await worker_at(url, good).run(given)).outcomes
+    work = assignment()
+    (outcome,) = (await worker_at(url, good).run(work)).outcomes
     assert isinstance(outcome, UnreportedRollout)
     assert outcome.group_id == "g"
     assert outcome.index == 3
@@ -262,11 +242,11 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
             return (outcome,)
 
     recorded = asyncio.Event()
-    told: list[object] = []
+    outcomes: list[object] = []
 
     class Buffered(Leases):
         async def record(self, outcome: object) -> None:
-            told.append(outcome)
+            outcomes.append(outcome)
             recorded.set()
 
     buffer = Buffered(groups=1, size=1)
@@ -274,7 +254,7 @@ async def test_session_unknown_to_the_gateway_is_reported_to_the_buffer(
     dispatcher.start()
     await asyncio.wait_for(dispatcher.guard(recorded.wait()), 120)
     await dispatcher.stop()
-    assert told == [outcome]
+    assert outcomes == [outcome]
 
 
 async def test_failing_gateway_ends_the_run(
@@ -298,7 +278,10 @@ async def test_gateway_refuses_a_reward_that_would_overflow(
     gateway: Running, route: str, reward: float
 ) -> None:
     [session] = await gateway.open()
-    bodies = [{"reward": reward}, {"reward": 1.0, "components": {"a": reward}}]
+    bodies = [
+        {"reward": reward},
+        {"reward": 1.0, "components": {"a": reward}},
+    ]
     for body in bodies:
         answer = await gateway.http.post(
             f"{gateway.url}/sessions/{session.id}/{route}",
@@ -343,9 +326,8 @@ async def test_task_outside_of_json_is_dropped_and_the_next_is_offered(
 
     details: list[str] = []
     store = LeaseStore(tmp_path / "run.sqlite")
-    sessions = SessionClient(
-        "http://no-gateway", env_key="k"
-    )  # nothing is opened at one here
+    # nothing is opened at one here
+    sessions = SessionClient("http://no-gateway", env_key="k")
     offers = ExternalDispatcher(
         Held(), store, RunStore(tmp_path / "run.sqlite"), sessions, timeout_s=600.0
     )  # type: ignore[arg-type]

@@ -20,7 +20,8 @@ from invrl.gateway.rendering.thinking import equal_without_thinking, find_though
 from invrl.gateway.types import ForkReason, Message, Prompt
 
 END = 2
-ASK, MORE = Message("user", "What is 12*13?"), Message("user", "and Ünïcödé 漢字 🙂?")
+ASK = Message("user", "What is 12*13?")
+MORE = Message("user", "and Ünïcödé 漢字 🙂?")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,8 @@ def chatml(messages: Sequence[Message], add_generation_prompt: bool) -> str:
 
 
 def test_end_of_turn_is_read_from_the_template(renderer: Renderer):
-    assert (renderer.end_of_turn, renderer.end_of_turn_id) == ("<|im_end|>", END)
+    assert renderer.end_of_turn == "<|im_end|>"
+    assert renderer.end_of_turn_id == END
     assert renderer.end_ids == {END}
 
 
@@ -130,10 +132,8 @@ def test_stripped_thinking_and_a_changed_template_fork(renderer: Renderer):
     kept = with_template(renderer, strips, keep_thinking=True).render_tail(
         chat(ASK, thought, MORE), 2, path
     )
-    assert (kept.ids, kept.kept_thinking) == (
-        renderer._tokenizer.encode("\n" + chatml([MORE], True)),
-        3,
-    )
+    assert kept.ids == renderer._tokenizer.encode("\n" + chatml([MORE], True))
+    assert kept.kept_thinking == 3
     changed = with_template(renderer, counts).render_tail(plain, 2, [END])
     assert changed.fork is ForkReason.TEMPLATE_CHANGED
 
@@ -200,9 +200,11 @@ def test_template_without_an_end_token_keeps_its_text_after_a_reply(renderer: Re
             + "assistant: " * add_generation_prompt
         )
 
-    made = with_template(renderer, plain)
-    assert made.end_of_turn_id is None
-    tail = made.render_tail(chat(ASK, Message("assistant", "4"), MORE), 2, [9])
+    plain_renderer = with_template(renderer, plain)
+    assert plain_renderer.end_of_turn_id is None
+    tail = plain_renderer.render_tail(
+        chat(ASK, Message("assistant", "4"), MORE), 2, [9]
+    )
     assert tail.ids == renderer._tokenizer.encode(
         f"\n\nuser: {MORE.content}\n\nassistant: "
     )

@@ -101,9 +101,8 @@ def test_stranger_connected_before_the_group_is_complete_is_found() -> None:
         )
         > 2
     ):
-        member.set(
-            "again", "value"
-        )  # until the store's thread has seen the end of the connection
+        # until the store's thread has seen the end of the connection
+        member.set("again", "value")
     refuse_strangers(listener, members=2)
 
 

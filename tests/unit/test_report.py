@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from test_console_samples import taken
+from stored_rollouts import taken_batch
 
 from invrl.errors import ConfigError
 from invrl.observe.report import (
@@ -135,10 +135,18 @@ RUNS: dict[str, Sequence[MetricsRow]] = {
         held_out(12, {"sampled": 1.0, "greedy": 1.0}),
     ],
     "one step": climb(1),
-    "one step, evaluated": [held_out(0, BOTH), *climb(1), held_out(1, BOTH)],
+    "one step, evaluated": [
+        held_out(0, BOTH),
+        *climb(1),
+        held_out(1, BOTH),
+    ],
     "two steps": climb(2),
     "evaluated only": [held_out(0, BOTH)],
-    "many sets": [held_out(0, MANY), *climb(30), held_out(30, MANY)],
+    "many sets": [
+        held_out(0, MANY),
+        *climb(30),
+        held_out(30, MANY),
+    ],
     "long names": [held_out(0, LONG), *climb(3)],
     "equal rewards": [rewards(step, 1.0, 0.0, 1.0, 1.0) for step in range(1, 20)],
     "equal large rewards": [
@@ -161,15 +169,17 @@ ABOVE = Titles(
 
 def texts(figure: Figure) -> list[Text]:
     """All that are drawn; a tick beyond the axes has a text that is not."""
-    found = [text for text in figure.findobj(Text) if text.get_text().strip()]
+    shown_texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
     for panel in figure.axes:
         for axis in (panel.xaxis, panel.yaxis):
             low, high = sorted(axis.get_view_interval())
             for tick in axis.get_major_ticks():
                 if not low <= tick.get_loc() <= high or not tick.label1.get_visible():
-                    found = [text for text in found if text is not tick.label1]
-                found = [text for text in found if text is not tick.label2]
-    return found
+                    shown_texts = [
+                        text for text in shown_texts if text is not tick.label1
+                    ]
+                shown_texts = [text for text in shown_texts if text is not tick.label2]
+    return shown_texts
 
 
 def long_titles(folder: Path) -> Titles:
@@ -248,7 +258,7 @@ def test_reward_band_lies_between_lowest_and_highest_reward_around_the_mean(
 
 
 def test_step_records_its_lowest_and_highest_reward() -> None:
-    metrics = rollout_metrics(taken(2, 3))
+    metrics = rollout_metrics(taken_batch(2, 3))
     assert [metrics[f"reward_{name}"].value() for name in ("min", "mean", "max")] == [
         0.0,
         1.0,

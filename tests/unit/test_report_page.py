@@ -155,7 +155,9 @@ def test_a_gain_is_paired_over_the_same_tasks() -> None:
     [gain] = _gains(rows, [*before[1:], *after])
     assert gain.gain_interval is None  # other tasks before: nothing to pair
     [gain] = _gains(rows[:1], before)
-    assert (gain.first_step, gain.last_step, gain.gain_interval) == (0, 0, None)
+    assert gain.first_step == 0
+    assert gain.last_step == 0
+    assert gain.gain_interval is None
 
 
 def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
@@ -163,7 +165,8 @@ def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
     [failed] = _failures(
         [sample(number, failure=detail) for number, detail in enumerate(details)]
     )
-    assert (failed.reason, failed.count) == ("timeout", 7)
+    assert failed.reason == "timeout"
+    assert failed.count == 7
     assert [(example.count, example.detail) for example in failed.examples] == [
         (3, "a\nboom"),
         (2, "crash"),
@@ -174,7 +177,13 @@ def test_failures_are_shown_by_reason_with_the_most_frequent_messages() -> None:
 
 def test_changed_settings_are_shown_with_their_default() -> None:
     config = resolve(
-        Source(name="test", tables={"run": {"num_steps": 7}, "train": {"lr": 1e-3}})
+        Source(
+            name="test",
+            tables={
+                "run": {"num_steps": 7},
+                "train": {"lr": 1e-3},
+            },
+        )
     )
     changed = {row.name: (row.value, row.default) for row in _changed_settings(config)}
     assert changed == {"run.num_steps": ("7", "100"), "train.lr": ("0.001", "1e-06")}

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gateway_workers import Workers
 from running_gateway import ASK, Running
 from starlette.types import Message, Scope
-from test_gateway_workers import Workers
-from test_gateway_workers import workers as workers
 
 from invrl.gateway.server.request_counts import (
     BOUNDS_S,
@@ -31,9 +30,18 @@ def test_latency_buckets_are_cumulative_and_include_their_bounds() -> None:
     buckets = summary["buckets"]
     assert isinstance(buckets, dict)
     assert list(buckets) == [*map(str, BOUNDS_S), "+Inf"]
-    assert [buckets[bound] for bound in ("0.005", "0.01", "0.5", "1.0", "60.0", "300.0", "+Inf")] == [
-        2, 3, 4, 5, 5, 6, 7,
-    ]  # fmt: skip
+    assert [
+        buckets[bound]
+        for bound in ("0.005", "0.01", "0.5", "1.0", "60.0", "300.0", "+Inf")
+    ] == [
+        2,
+        3,
+        4,
+        5,
+        5,
+        6,
+        7,
+    ]
     assert summary["seconds"] == pytest.approx(1300.5111)
 
 

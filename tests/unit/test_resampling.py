@@ -8,7 +8,6 @@ equal bytes for a retry."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -31,16 +30,6 @@ BODIES = {
 }
 
 
-@pytest.fixture
-async def gateway(
-    tmp_path: Path,
-    model: Path,
-    renderer: Renderer,
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as gateway:
-        yield gateway
-
-
 async def post(
     gateway: Running,
     session: Session,
@@ -51,7 +40,12 @@ async def post(
     **changes: object,
 ) -> httpx.Response:
     """As a client sends it that knows nothing of the official clients' headers."""
-    body = {"model": "tiny", "stream": stream, **BODIES[path], **changes}
+    body = {
+        "model": "tiny",
+        "stream": stream,
+        **BODIES[path],
+        **changes,
+    }
     url = f"{gateway.url}/s/{session.key}/v1{path}"
     return await gateway.http.post(url, json=body, headers=headers)
 
@@ -221,7 +215,8 @@ async def test_each_undelivered_reply_goes_to_only_one_request(
     """Also while the first of the askers is still being told it."""
     [session] = await gateway.open()
     await lose_answers(gateway, session, monkeypatch, 3)
-    sending, may_end = asyncio.Event(), asyncio.Event()
+    sending = asyncio.Event()
+    may_end = asyncio.Event()
     whole = ClientConnection.end
 
     async def slowly(self: ClientConnection, data: bytes) -> bool:
@@ -264,8 +259,8 @@ async def test_retries_of_failed_equal_requests_are_sampled_independently(
     gateway: Running,
 ):
     """Best of four with the official client's headers, while the fleet fails: each asks
-    once more."""
-    gateway.engine.drop_connections = 8  # each of four, twice
+    twice more."""
+    gateway.engine.drop_connections = 12  # each of four, three times
     [session] = await gateway.open()
     failed = await asyncio.gather(
         *(post(gateway, session, FIRST_TRY) for _ in range(4))

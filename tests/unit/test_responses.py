@@ -11,10 +11,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 from running_gateway import Running, eventually, running
-from tiny_model import make_tiny_model
+from tool_replies import PARSERS, say
 
-from invrl.gateway.rendering.loading import load_renderer
-from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.types import RolloutSummary
 
@@ -23,28 +21,21 @@ TOOL = {
     "type": "function",
     "name": "calc",
     "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "parameters": {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}},
+    },
     "strict": False,
 }
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": %d}}\n</tool_call>'
 THOUGHT = "<think>12 plus 13</think>"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return load_renderer(str(model), 512)
-
-
 @pytest.fixture
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    parsers = Parsers(tool_calls="qwen25", reasoning="qwen3")
+    parsers = PARSERS
     async with running(
         tmp_path,
         model,
@@ -52,14 +43,8 @@ async def gateway(
         parsers=parsers,
         context_length=4096,
         max_new_tokens=512,
-    ) as made:
-        yield made
-
-
-def say(gateway: Running, renderer: Renderer, *texts: str) -> None:
-    """The engine's replies, in order; the last one again and again."""
-    left = [[*renderer.encode(text), END] for text in texts]
-    gateway.engine.script = lambda _: left.pop(0) if len(left) > 1 else left[0]
+    ) as gateway_with_parsers:
+        yield gateway_with_parsers
 
 
 def check_exact(
@@ -94,7 +79,9 @@ async def test_a_chain_of_previous_responses_is_one_branch(
     first = await create(
         model="tiny", input="12*13?", instructions="Be brief.", metadata={"a": "b"}
     )
-    assert (first.status, first.output_text, first.error) == ("completed", "156.", None)
+    assert first.status == "completed"
+    assert first.output_text == "156."
+    assert first.error is None
     assert first.metadata == {"a": "b"}
     assert first.instructions == "Be brief."
     assert first.tools == []
@@ -151,7 +138,12 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     items: list = [{"role": "user", "content": "12+13?"}]
 
     async def ask() -> Response:
-        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": False}
+        settings = {
+            "model": "tiny",
+            "input": items,
+            "tools": [TOOL],
+            "store": False,
+        }
         if not stream:
             return await client.responses.create(**settings)
         async with client.responses.stream(**settings) as events:
@@ -161,8 +153,11 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
 
     first = await ask()
     assert [item.type for item in first.output] == [
-        "reasoning", "message", "function_call", "function_call"
-    ]  # fmt: skip
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
     reasoning, message, *called = [item.model_dump() for item in first.output]
     assert reasoning["content"][0]["text"] == "12 plus 13"
     assert message["content"][0]["text"] == "Let me see."
@@ -189,11 +184,8 @@ async def test_a_tools_loop_sent_back_as_items_is_one_branch(
     items.append({"role": "user", "content": "Thanks. 1+2?"})
     third = await ask()
     assert third.output_text == "A second."
-    kinds = [
-        "function_call",
-        "message",
-        "function_call",
-    ]  # a stream tells them as they come
+    # a stream tells them as they come
+    kinds = ["function_call", "message", "function_call"]
     assert [item.type for item in third.output] == (
         kinds if stream else sorted(kinds, reverse=True)
     )
@@ -237,7 +229,12 @@ async def test_items_referred_to_by_id_are_one_branch(
     items: list = [{"role": "user", "content": "12+13?"}]
 
     async def ask() -> Response:
-        settings = {"model": "tiny", "input": items, "tools": [TOOL], "store": True}
+        settings = {
+            "model": "tiny",
+            "input": items,
+            "tools": [TOOL],
+            "store": True,
+        }
         if not stream:
             return await client.responses.create(**settings)
         async with client.responses.stream(**settings) as events:
@@ -268,7 +265,8 @@ async def test_an_item_of_another_session_cannot_be_referred_to(
     gateway: Running, renderer: Renderer
 ):
     say(gateway, renderer, "A secret." + CALL % 1)
-    [session], [other] = await gateway.open(), await gateway.open()
+    [session] = await gateway.open()
+    [other] = await gateway.open()
     answer = await gateway.client(session).responses.create(
         model="tiny", input="Hi", tools=[TOOL]
     )
@@ -302,7 +300,8 @@ async def test_response_can_be_read_again_by_its_id(
     gateway: Running, renderer: Renderer
 ):
     say(gateway, renderer, THOUGHT + "Let me see." + CALL % 12, "156. 🙂")
-    [session], [other] = await gateway.open(), await gateway.open()
+    [session] = await gateway.open()
+    [other] = await gateway.open()
     client = gateway.client(session)
     settings = {"model": "tiny", "instructions": "Be brief.", "tools": [TOOL]}
     settings["include"] = ["message.output_text.logprobs"]
@@ -317,12 +316,12 @@ async def test_response_can_be_read_again_by_its_id(
     )
     cut = await client.responses.create(input="More?", max_output_tokens=1, **settings)
     bearer = gateway.client(session, base_url=f"{gateway.url}/v1", api_key=session.key)
-    for made, asker in ((first, client), (second, bearer), (cut, client)):
+    for response, asker in ((first, client), (second, bearer), (cut, client)):
         again = await asker.responses.retrieve(
-            made.id, include=["message.output_text.logprobs"]
+            response.id, include=["message.output_text.logprobs"]
         )
         unrecorded = {"max_output_tokens", "tools"}
-        assert again.model_dump(exclude=unrecorded) == made.model_dump(
+        assert again.model_dump(exclude=unrecorded) == response.model_dump(
             exclude=unrecorded
         )
         assert [(tool.name, tool.parameters) for tool in again.tools] == [
@@ -388,17 +387,19 @@ async def test_response_stream_equals_the_whole_response_in_order(
     final = events[-1].response
     for at, item in enumerate(final.output):
         own = [event for event in events if getattr(event, "output_index", None) == at]
-        told = "".join(event.delta for event in own if event.type.endswith(".delta"))
-        assert told == (
+        streamed_text = "".join(
+            event.delta for event in own if event.type.endswith(".delta")
+        )
+        assert streamed_text == (
             item.arguments if item.type == "function_call" else item.content[0].text
         )
         assert own[-1].item == item
     [turn] = gateway.turns(session)
     shown = final.output[1].content[0].logprobs
-    assert [each.logprob for each in shown] == pytest.approx(
+    assert [token.logprob for token in shown] == pytest.approx(
         turn.logprobs_T.tolist()[: len(shown)], abs=1e-6
     )
-    assert "".join(each.token for each in shown).startswith(THOUGHT + "Hello ")
+    assert "".join(token.token for token in shown).startswith(THOUGHT + "Hello ")
     await eventually(lambda: gateway.turns(session)[0].delivered)
 
 
@@ -424,8 +425,13 @@ async def test_namespaced_functions_are_known_by_both_names(
     extra = {"client_metadata": {"thread": "x"}}
     first = await create(input="Hi", extra_body=extra, **settings)
     [call] = [item.model_dump(exclude_unset=True) for item in first.output]
-    assert (call["name"], call["namespace"]) == ("calc", "agents")
-    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}
+    assert call["name"] == "calc"
+    assert call["namespace"] == "agents"
+    output = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": "1",
+    }
     await create(
         input=[{"role": "user", "content": "Hi"}, call, output],
         extra_body=extra,
@@ -490,20 +496,14 @@ async def test_custom_tools_and_the_local_shell_are_shown_as_functions(
     assert "start: begin_patch" in prompt
     assert "local_shell" in prompt
     patch, shell = first.output
-    assert (patch.type, patch.name, patch.input) == (
-        "custom_tool_call",
-        "apply_patch",
-        PATCH,
-    )
-    assert (shell.type, shell.action.command) == (
-        "local_shell_call",
-        ["bash", "-lc", "ls"],
-    )
-    assert (shell.action.timeout_ms, shell.action.env, shell.status) == (
-        1000,
-        {},
-        "completed",
-    )
+    assert patch.type == "custom_tool_call"
+    assert patch.name == "apply_patch"
+    assert patch.input == PATCH
+    assert shell.type == "local_shell_call"
+    assert shell.action.command == ["bash", "-lc", "ls"]
+    assert shell.action.timeout_ms == 1000
+    assert shell.action.env == {}
+    assert shell.status == "completed"
     sent_back = [
         item.model_dump(mode="json", exclude_none=True) for item in first.output
     ]
@@ -537,11 +537,16 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
     )
     [session] = await gateway.open()
     create = gateway.client(session).responses.create
-    settings = {"model": "tiny", "tools": [APPLY, {"type": "local_shell"}]}
+    settings = {
+        "model": "tiny",
+        "tools": [APPLY, {"type": "local_shell"}],
+    }
     first = await create(input="Add x", **settings)
     patch, shell = first.output
-    assert (patch.type, json.loads(patch.input)) == ("custom_tool_call", {"patch": "x"})
-    assert (shell.type, shell.action.command) == ("local_shell_call", [])
+    assert patch.type == "custom_tool_call"
+    assert json.loads(patch.input) == {"patch": "x"}
+    assert shell.type == "local_shell_call"
+    assert shell.action.command == []
     items = [item.model_dump(mode="json", exclude_none=True) for item in first.output]
     results = [
         {
@@ -559,6 +564,187 @@ async def test_a_call_of_another_form_than_its_tool_is_shown_as_it_is(
         input=[{"role": "user", "content": "Add x"}, *items, *results], **settings
     )
     check_exact(gateway, gateway.turns(session), parents=[None, 0])
+
+
+OPERATION = {"type": "update_file", "path": "a.py", "diff": "@@\n-x\n+y\n"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_shell_and_patch_tools_have_items_of_their_own(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    called = [
+        {"name": "shell", "arguments": {"commands": ["ls", "pwd"]}},
+        {"name": "apply_patch", "arguments": OPERATION},
+    ]
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called
+    )
+    say(gateway, renderer, calls, "Done.")
+    [session] = await gateway.open()
+    tools = [
+        {"type": "shell", "environment": {"type": "local"}},
+        {"type": "apply_patch"},
+    ]
+    body = {"model": "tiny", "tools": tools, "store": False, "stream": stream}
+
+    async def ask(items: list) -> tuple[list[dict], list[dict]]:
+        answer = await gateway.env(
+            "/v1/responses", {**body, "input": items}, key=session.key
+        )
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()["output"], []
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in answer.text.splitlines()
+            if line.startswith("data: {")
+        ]
+        return events[-1]["response"]["output"], events
+
+    question = {"role": "user", "content": "Replace x"}
+    output, events = await ask([question])
+    shell, patch = output
+    assert (shell["type"], shell["status"]) == ("shell_call", "completed")
+    assert shell["action"] == {
+        "commands": ["ls", "pwd"],
+        "timeout_ms": None,
+        "max_output_length": None,
+    }
+    assert (patch["type"], patch["status"]) == ("apply_patch_call", "completed")
+    assert patch["operation"] == OPERATION
+    assert "name" not in {**shell, **patch}
+    if stream:
+        done = [event for event in events if event["type"].endswith("command.done")]
+        assert [event["command"] for event in done] == ["ls", "pwd"]
+        assert [event["command_index"] for event in done] == [0, 1]
+        [diff] = [event for event in events if event["type"].endswith("diff.done")]
+        assert (diff["diff"], diff["output_index"]) == (OPERATION["diff"], 1)
+    results = [
+        {
+            "type": "shell_call_output",
+            "call_id": shell["call_id"],
+            "output": [
+                {
+                    "stdout": "a.py\n",
+                    "stderr": "",
+                    "outcome": {"type": "exit", "exit_code": 0},
+                },
+                {"stdout": "", "stderr": "slow", "outcome": {"type": "timeout"}},
+            ],
+        },
+        {
+            "type": "apply_patch_call_output",
+            "call_id": patch["call_id"],
+            "status": "failed",
+            "output": "no x",
+        },
+    ]
+    await ask([question, *output, *results])
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", ""]
+    check_exact(gateway, turns, parents=[None, 0])
+    tail = renderer.decode(turns[1].context_ids_T.tolist())
+    assert "a.py\nexit code 0\nstderr: slow\ntimed out" in tail
+    assert "failed\nno x" in tail
+
+
+async def test_calls_of_shell_and_patch_that_cannot_be_read_are_empty(
+    gateway: Running, renderer: Renderer
+):
+    called = [
+        {"name": "shell", "arguments": {"commands": "ls"}},
+        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
+        {"name": "apply_patch", "arguments": {"patch": "x"}},
+    ]
+    say(
+        gateway,
+        renderer,
+        "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in called),
+    )
+    [session] = await gateway.open()
+    body = {
+        "model": "tiny",
+        "tools": [{"type": "shell"}, {"type": "apply_patch"}],
+        "input": "Delete a",
+    }
+    answer = await gateway.env("/v1/responses", body, key=session.key)
+    shell, delete, unread = answer.json()["output"]
+    assert shell["action"]["commands"] == []
+    assert delete["operation"] == {"type": "delete_file", "path": "a"}
+    assert unread["operation"] == {"type": "update_file", "path": "", "diff": ""}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"tools": [{"type": "shell", "environment": {"type": "container_auto"}}]},
+            "tools[0].environment.type",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "shell_call", "call_id": "c", "action": {"command": "ls"}}
+                ]
+            },
+            "input[0].action",
+        ),
+        (
+            {
+                "input": [
+                    {
+                        "type": "apply_patch_call",
+                        "call_id": "c",
+                        "operation": {"type": "move_file", "path": "x"},
+                    }
+                ]
+            },
+            "input[0].operation",
+        ),
+    ],
+)
+async def test_tools_that_cannot_be_shown_are_refused_by_their_field(
+    gateway: Running, body: dict, param: str
+):
+    [session] = await gateway.open()
+    answer = await gateway.env(
+        "/v1/responses", {"model": "tiny", "input": "x", **body}, key=session.key
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_item_behind_the_result_of_a_call_is_no_edit(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    say(gateway, renderer, "Sure.\n" + CALL % 1, "It is 1.", "Bye.")
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    question = {"role": "user", "content": "1?"}
+
+    async def ask(items: list) -> list[dict]:
+        answer = await create(model="tiny", input=items, tools=[TOOL], stream=stream)
+        if stream:
+            events = [event async for event in answer]
+            answer = events[-1].response
+        return [item.model_dump(mode="json") for item in answer.output]
+
+    text, call = await ask([question])
+    result = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": "1",
+    }
+    items = [question, call, result, text]
+    output = await ask(items)
+    await ask([*items, *output, {"role": "user", "content": "Thanks"}])
+    check_exact(gateway, gateway.turns(session), parents=[None, 0, 1])
 
 
 async def test_a_custom_tool_can_be_required(gateway: Running, renderer: Renderer):
@@ -591,7 +777,12 @@ async def test_response_settings_reach_the_turn(gateway: Running, renderer: Rend
     assert cut.max_output_tokens == 3
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
     form = {
-        "format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+        "format": {
+            "type": "json_schema",
+            "name": "x",
+            "schema": schema,
+            "strict": True,
+        }
     }
     shaped = await create(
         model="tiny", input="Count", text=form, reasoning={"effort": "none"}
@@ -775,8 +966,8 @@ async def test_empty_and_truncated_replies_can_be_sent_back(
 
 
 async def test_a_response_of_another_session_is_not_found(gateway: Running):
-    one, other = await gateway.open(2)
-    first = await gateway.client(one).responses.create(model="tiny", input="secret")
+    own, other = await gateway.open(2)
+    first = await gateway.client(own).responses.create(model="tiny", input="secret")
     with pytest.raises(openai.BadRequestError) as refused:
         await gateway.client(other).responses.create(
             model="tiny", input="x", previous_response_id=first.id

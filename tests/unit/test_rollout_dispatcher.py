@@ -23,7 +23,8 @@ async def test_freed_slot_is_refilled_at_once():
     dispatcher = started_dispatcher(buffer, opener, pool, concurrency=6)
     await until(lambda: len(pool.running) == 6 and len(opener.opened) == 8)
     await asyncio.sleep(0.05)
-    assert (dispatcher.running, len(pool.running)) == (6, 6)
+    assert dispatcher.running == 6
+    assert len(pool.running) == 6
     # The second group is opened, half of it waits; the third is not leased.
     assert len(opener.opened) == 8
     assert len(buffer.left) == 1
@@ -219,8 +220,9 @@ async def test_rollout_with_only_forced_replies_is_reported_once_on_the_console(
     )
     await until(lambda: len(pool.calls) == 3 and not dispatcher.running)
     await dispatcher.stop()
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        told.count("all turns constrained: the client sends tool_choice=required") == 1
+        printed.count("all turns constrained: the client sends tool_choice=required")
+        == 1
     )
-    assert told.startswith("warning: rollout g1/0 trains nothing")
+    assert printed.startswith("warning: rollout g1/0 trains nothing")

@@ -118,7 +118,12 @@ async def test_an_exception_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()],
+    [
+        SystemExit(1),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+    ],
 )
 async def test_base_exceptions_of_user_code_fail_only_the_rollout(error):
     outcome = await run_one(raising(error))

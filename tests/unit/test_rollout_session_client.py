@@ -26,7 +26,10 @@ from invrl.types import (
 LEASE = GroupLease(
     group_id="g",
     task=Task(id="t", payload={"secret": 1}),
-    members=(GroupMember(index=0, attempt=0), GroupMember(index=3, attempt=2)),
+    members=(
+        GroupMember(index=0, attempt=0),
+        GroupMember(index=3, attempt=2),
+    ),
 )
 
 
@@ -116,7 +119,8 @@ class Clock:
     """The client's time, which passes in its pauses alone."""
 
     def __init__(self):
-        self.now, self.pauses = 0.0, []
+        self.now = 0.0
+        self.pauses = []
 
     def monotonic(self):
         return self.now
@@ -152,7 +156,10 @@ async def test_opening_a_session_sends_the_lease_with_the_environment_key(gatewa
             {
                 "task_id": "t",
                 "group_id": "g",
-                "members": [{"index": 0, "attempt": 0}, {"index": 3, "attempt": 2}],
+                "members": [
+                    {"index": 0, "attempt": 0},
+                    {"index": 3, "attempt": 2},
+                ],
                 "purpose": "eval",
                 "sampling": {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512},
             },
@@ -168,9 +175,8 @@ async def test_opening_a_session_waits_for_retry_after(gateway, clock):
     ]
     assert len(await gateway.client.open(LEASE)) == 2
     assert clock.pauses == [7.5, 0.1]
-    assert (
-        len({body["request_id"] for _, _, body in gateway.requests}) == 1
-    )  # a retry can be told from a new one
+    # a retry can be told from a new one
+    assert len({body["request_id"] for _, _, body in gateway.requests}) == 1
     assert len(gateway.requests) == 3
 
 
@@ -181,6 +187,16 @@ async def test_gateway_that_stays_full_ends_in_a_deadline_error_with_its_message
     with pytest.raises(DeadlineError, match=r"open 2 sessions of group g.*429 full"):
         await gateway.client.open(LEASE, deadline_s=30.0)
     assert clock.pauses == [30.0]
+
+
+async def test_a_gateway_whose_disk_is_full_is_waited_for_beyond_the_deadline(
+    gateway, clock
+):
+    full_disk = {"error": {"message": "the disk at / is full", "code": "disk_full"}}
+    refusals = [(503, full_disk, {"Retry-After": "5"})] * 100
+    gateway.answers = [*refusals, (201, OPENED, {})]
+    assert len(await gateway.client.open(LEASE, deadline_s=30.0)) == 2
+    assert sum(clock.pauses) == 500.0
 
 
 async def test_unreachable_gateway_ends_in_a_deadline_error(clock):
@@ -198,12 +214,19 @@ async def test_refused_session_opening_is_not_retried(gateway):
     ]
     with pytest.raises(SessionError, match="bad key") as caught:
         await gateway.client.open(LEASE)
-    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert caught.value.status == 401
+    assert caught.value.code == "invalid_api_key"
     assert len(gateway.requests) == 1
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"sessions": [session(0, 0)]}, {"sessions": [{"id": "x"}, 5]}, [1]]
+    "body",
+    [
+        {},
+        {"sessions": [session(0, 0)]},
+        {"sessions": [{"id": "x"}, 5]},
+        [1],
+    ],
 )
 async def test_malformed_gateway_reply_is_an_error(gateway, body):
     gateway.answers = [(201, body, {})]
@@ -250,7 +273,10 @@ FAILED = FailedRollout(
 
 
 async def test_abort_survives_a_restart_of_the_gateway(gateway):
-    gateway.answers = [(503, {}, {}), (200, FAILED, {})]
+    gateway.answers = [
+        (503, {}, {}),
+        (200, FAILED, {}),
+    ]
     assert (
         await gateway.client.abort(session(3, 2), FailureReason.TIMEOUT, "x" * 10_000)
         == FAILED

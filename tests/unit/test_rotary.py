@@ -59,8 +59,8 @@ def test_rotary_frequencies_equal_those_of_transformers(
             config, torch.device("cpu")
         )
     rope = read_rope({"rope_parameters": parameters, "max_position_embeddings": 2048})
-    found = frequencies(rope, head_dim)
-    assert torch.allclose(found, expected, rtol=2e-7, atol=0)
+    measured = frequencies(rope, head_dim)
+    assert torch.allclose(measured, expected, rtol=2e-7, atol=0)
     assert attention_factor(rope) == pytest.approx(factor, rel=1e-12)
 
 
@@ -82,12 +82,12 @@ def test_vectors_are_turned_as_complex_numbers_are() -> None:
     angle = torch.tensor([0.3, 2.0])
     vectors = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
     angles = torch.cat((angle, angle)).view(1, 1, 1, 4)
-    found = turned(vectors, angles.cos(), angles.sin()).flatten()
+    measured = turned(vectors, angles.cos(), angles.sin()).flatten()
     expected = torch.complex(
         torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
     ) * torch.exp(1j * angle)
     assert torch.allclose(
-        found, torch.cat((expected.real, expected.imag, torch.tensor([5.0])))
+        measured, torch.cat((expected.real, expected.imag, torch.tensor([5.0])))
     )
 
 
@@ -103,8 +103,8 @@ def test_both_formats_of_config_json_give_the_same_rope() -> None:
 
 def test_original_context_defaults_to_that_of_the_model() -> None:
     incomplete = {"rope_type": "yarn", "factor": 4.0}
-    found = read_rope({"rope_scaling": incomplete, "max_position_embeddings": 2048})
-    assert found == read_rope(
+    rope = read_rope({"rope_scaling": incomplete, "max_position_embeddings": 2048})
+    assert rope == read_rope(
         {"rope_scaling": incomplete | {"original_max_position_embeddings": 2048}}
     )
 

@@ -12,19 +12,15 @@ import pytest
 from fakes import fake_experts
 from family_models import make_family_model
 from numpy.typing import NDArray
-from running_gateway import ASK, MORE, Running, running
+from running_gateway import edited_conversation, running
+from training_rows import rows_of_pair
 
-from invrl.algorithms.advantages import grpo
-from invrl.buffer.training_samples import build_batch
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
 from invrl.store.row_checksums import experts_item
 from invrl.types import (
-    Group,
     RolloutSummary,
-    Session,
-    TakenBatch,
     TrainSample,
     VersionSpan,
     WeightVersion,
@@ -109,7 +105,12 @@ def test_invalid_expert_report_is_not_recorded(encoded: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16)]
+    ("count", "dtype"),
+    [
+        (8, np.uint8),
+        (255, np.uint8),
+        (256, np.uint16),
+    ],
 )
 def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
     assert experts_dtype(count) == dtype
@@ -118,7 +119,11 @@ def test_unknown_experts_have_their_own_number(count: int, dtype: type) -> None:
 
 @pytest.mark.parametrize(
     ("family", "count", "chosen"),
-    [("qwen3_moe", 4, 2), ("glm4_moe", 8, 4), ("deepseek_v3", 8, 3)],
+    [
+        ("qwen3_moe", 4, 2),
+        ("glm4_moe", 8, 4),
+        ("deepseek_v3", 8, 3),
+    ],
 )
 def test_expert_shape_is_read_from_the_model(
     tmp_path: Path, family: str, count: int, chosen: int
@@ -140,33 +145,6 @@ def test_model_without_experts_has_no_expert_shape(tmp_path: Path) -> None:
 # -------------------------------------------------- through the gateway and the store
 
 
-async def conversation(gateway: Running, session: Session, *, stream: bool) -> None:
-    """Three turns, then one that replaces the second question."""
-    client = gateway.client(session)
-    messages: list = [ASK]
-    for _ in range(3):
-        answer = await client.chat.completions.create(
-            model="tiny", messages=messages, stream=stream
-        )
-        text = ""
-        if stream:
-            async for event in answer:
-                text += event.choices[0].delta.content or "" if event.choices else ""
-        else:
-            text = answer.choices[0].message.content or ""
-        messages += [{"role": "assistant", "content": text}, MORE]
-    other = [*messages[:2], {"role": "user", "content": "another question"}]
-    await client.chat.completions.create(model="tiny", messages=other)
-
-
-def rows(gateway: Running, summary: RolloutSummary) -> list[TrainSample]:
-    """Of a group that has this rollout twice."""
-    group = Group(id="g", task_id="t", rollouts_G=(summary,))
-    taken = TakenBatch(batch_id=1, version=WeightVersion(0), groups=(group,))
-    batch = build_batch(taken, gateway.store.taken_rollouts(taken), grpo, 1e-4)
-    return list(batch.samples)
-
-
 def expected(sample: TrainSample) -> NDArray[np.int32]:
     """Of all tokens but the last one, which no pass has computed."""
     return fake_experts(sample.tokens_T.tolist())[:-1]
@@ -181,10 +159,10 @@ async def test_a_row_has_the_experts_of_all_its_turns(
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
         [session] = await gateway.open()
-        await conversation(gateway, session, stream=stream)
+        await edited_conversation(gateway, session, stream=stream)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        samples = rows(gateway, summary)
+        samples = rows_of_pair(gateway, summary)
         assert len(samples) == 2
         for sample in samples:
             experts_TLK = sample.experts_TLK
@@ -200,10 +178,10 @@ async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
 ) -> None:
     async with running(tmp_path, model, renderer, experts=SHAPE) as gateway:
         [session] = await gateway.open()
-        await conversation(gateway, session, stream=False)
+        await edited_conversation(gateway, session, stream=False)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
-        [sample, _] = rows(gateway, summary)
+        [sample, _] = rows_of_pair(gateway, summary)
         [first, second, *_] = gateway.turns(session)
         gateway.store._db.execute("PRAGMA query_only=0")
         gateway.store._db.execute(
@@ -212,7 +190,7 @@ async def test_tokens_of_a_turn_without_a_record_have_unknown_experts(
         gateway.store._db.execute(
             "DELETE FROM checksums WHERE item=?", (experts_item(second.id),)
         )
-        [without, _] = rows(gateway, summary)
+        [without, _] = rows_of_pair(gateway, summary)
     known: list[RoutedExperts | None] = [sample.experts_TLK, without.experts_TLK]
     assert known[0] is not None
     assert known[1] is not None
@@ -232,10 +210,13 @@ async def test_experts_are_requested_only_if_the_run_replays_them(
 ) -> None:
     async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
-        await conversation(gateway, session, stream=False)
+        await edited_conversation(gateway, session, stream=False)
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
         assert all(
             "custom_labels" not in request for request in gateway.engine.requests
         )
-        assert [sample.experts_TLK for sample in rows(gateway, summary)] == [None, None]
+        assert [sample.experts_TLK for sample in rows_of_pair(gateway, summary)] == [
+            None,
+            None,
+        ]

@@ -25,7 +25,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configuration(model: Path | str, **train: int) -> Config:
     return resolve(
         Source(
-            name="test", tables={"model": {"model_path": str(model)}, "train": train}
+            name="test",
+            tables={
+                "model": {"model_path": str(model)},
+                "train": train,
+            },
         )
     )
 

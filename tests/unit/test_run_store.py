@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stored_rollouts import open_session, stored_session, turn
 
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
@@ -22,69 +23,15 @@ from invrl.gateway.server.heartbeat_page import beat_interval_s
 from invrl.reasons import FailureReason
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
-from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
 from invrl.types import (
     FailedRollout,
     RolloutSummary,
-    Sampling,
-    Session,
     Turn,
-    VersionSpan,
     WeightVersion,
 )
-
-V = WeightVersion
-
-
-def session(name: str, index: int = 0) -> Session:
-    return Session(
-        id=name,
-        key="isk-secret-" + name,
-        base_url="http://x",
-        task_id="t",
-        group_id="g",
-        index=index,
-        attempt=0,
-        purpose="train",
-        sampling=Sampling(),
-    )
-
-
-def stored_session(
-    name: str, key_hash: bytes, opened_at: float, index: int = 0
-) -> StoredSession:
-    return StoredSession(
-        session=session(name, index), key_hash=key_hash, opened_at=opened_at
-    )
-
-
-def turn(
-    name: str, session_id: str = "a", parent: str | None = None, sampled: int = 3
-) -> Turn:
-    return Turn(
-        id=name,
-        session_id=session_id,
-        parent_id=parent,
-        context_ids_T=np.arange(5, dtype=np.int32),
-        sampled_ids_T=np.arange(sampled, dtype=np.int32) + 100_000,
-        logprobs_T=np.linspace(-3, -1e-7, sampled, dtype=np.float32),
-        spans=(
-            VersionSpan(version=V(3), start=0, end=1),
-            VersionSpan(version=V(4), start=1, end=sampled),
-        ),
-        finish_reason="stop",
-        request_digest="d",
-        delivered=False,
-        temperature=0.7,
-        prompt_tokens=5,
-        cached_tokens=2,
-        fork_reason="",
-        started_at=1.25,
-        finished_at=2.5,
-    )
 
 
 def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:
@@ -104,8 +51,8 @@ def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:
         sampled_tokens=6,
         trained_tokens=6,
         truncated=False,
-        oldest_version=V(3),
-        newest_version=V(4),
+        oldest_version=WeightVersion(3),
+        newest_version=WeightVersion(4),
         forks=0,
         started_at=1.0,
         finished_at=3.0,
@@ -139,8 +86,8 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     writer.open_sessions([stored_session("a", b"hash-a", 1.0)])
-    for made in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
-        writer.add_turn(made, b"[]")
+    for written_turn in (turn("1"), turn("2", parent="1"), turn("3", parent="1")):
+        writer.add_turn(written_turn, b"[]")
     writer.mark_delivered("1")
     writer.close_session("a", "finished", summary("a"), hand_over=True).result(60)
     rollout = reader.rollout("a")
@@ -149,7 +96,7 @@ def test_stored_rollout_is_read_back_unchanged(tmp_path: Path):
     assert paths == [["1", "2"], ["1", "3"]]
     assert same(rollout.trajectories[0].turns[1], turn("2", parent="1"))
     assert rollout.trajectories[0].turns[0].delivered
-    assert [r.summary.session_id for r in reader.rollouts(["a"])] == ["a"]
+    assert [stored.summary.session_id for stored in reader.rollouts(["a"])] == ["a"]
     writer.close()
 
 
@@ -218,10 +165,10 @@ def test_commits_are_immediate_and_in_order_behind_waiting_writes(tmp_path: Path
     blocker = sqlite3.connect(tmp_path / "run.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     waiting = [writer.add_turn(turn(name), b"[]") for name in ("2", "3")]
-    assert not any(one.done() for one in waiting)
+    assert not any(written.done() for written in waiting)
     blocker.execute("ROLLBACK")
-    for one in (*waiting, writer.add_turn(turn("4"), b"[]")):
-        one.result(60)
+    for written in (*waiting, writer.add_turn(turn("4"), b"[]")):
+        written.result(60)
     assert [t.id for t in reader.turns("a")] == ["1", "2", "3", "4"]
     writer.close()
 
@@ -230,9 +177,8 @@ def test_long_write_ahead_log_is_truncated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(run_store_writer, "_LONG_LOG", 100)
-    monkeypatch.setattr(
-        run_store_writer, "_CHECKPOINT_EVERY", 200
-    )  # once, when nothing more is written
+    # once, when nothing more is written
+    monkeypatch.setattr(run_store_writer, "_CHECKPOINT_EVERY", 200)
     writer = RunStoreWriter(tmp_path / "run.db")
     reader = RunStore(tmp_path / "run.db")
     for number in range(200):
@@ -252,9 +198,8 @@ def test_long_reader_does_not_block_writers(
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM turns").fetchone() == (0,)
     for number in range(100):
-        writer.add_turn(turn(str(number)), b"[]").result(
-            20
-        )  # of the 30 s that a connection waits
+        # of the 30 s that a connection waits
+        writer.add_turn(turn(str(number)), b"[]").result(20)
     reader.close()
     writer.close()
 
@@ -314,7 +259,7 @@ def test_store_file_contains_no_session_keys(tmp_path: Path):
     assert b"isk-secret" not in stored
     [stored] = RunStore(tmp_path / "run.db").live_sessions()
     assert stored.key_hash == b"hash"
-    assert stored.session == replace(session("a"), key="", base_url="")
+    assert stored.session == replace(open_session("a"), key="", base_url="")
 
 
 def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
@@ -323,7 +268,8 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
         import sys
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
-        from test_run_store import stored_session, turn, RunStoreWriter
+        from stored_rollouts import stored_session, turn
+        from invrl.store.run_store_writer import RunStoreWriter
         writer = RunStoreWriter(Path(sys.argv[1]))
         writer.open_sessions([stored_session("a", b"a", 1.0)])
         for number in range(100_000):
@@ -336,7 +282,7 @@ def test_acknowledged_turns_survive_kill_9(tmp_path: Path):
         "-c",
         program,
         str(tmp_path / "run.db"),
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     ]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -379,15 +325,17 @@ def test_equal_tools_are_stored_once(tmp_path: Path):
         [stored_session("a", b"a", 0.0), stored_session("b", b"b", 0.0)]
     ).result(60)
     for number in range(60):
-        made = turn(str(number), session_id="ab"[number % 2])
-        writer.add_turn(made, b"[]", own[number % 3]).result(60)
+        written_turn = turn(str(number), session_id="ab"[number % 2])
+        writer.add_turn(written_turn, b"[]", own[number % 3]).result(60)
     writer.add_turn(turn("none"), b"[]").result(60)
     writer.close()
     store = RunStore(path)
-    told = {
-        one.id: tools for name in "ab" for one, _, tools in store.recorded_turns(name)
+    tools_by_turn = {
+        recorded.id: tools
+        for name in "ab"
+        for recorded, _, tools in store.recorded_turns(name)
     }
-    assert told == {str(number): own[number % 3] for number in range(60)} | {
+    assert tools_by_turn == {str(number): own[number % 3] for number in range(60)} | {
         "none": b"[]"
     }
     with contextlib.closing(sqlite3.connect(path)) as db:

@@ -50,12 +50,12 @@ def test_safetensors_file_is_read_back_bit_for_bit_and_has_its_permissions(
 ) -> None:
     path = tmp_path / "model.safetensors"
     write(path, tensors())
-    found = load_file(path)
-    assert found.keys() == tensors().keys()
+    loaded = load_file(path)
+    assert loaded.keys() == tensors().keys()
     for name, tensor in tensors().items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name], tensor)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
@@ -63,9 +63,12 @@ def test_safetensors_header_equals_the_reference_implementations(
     tmp_path: Path,
 ) -> None:
     """Its writer orders tensors by dtype and name; here they come in that order."""
-    given = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
-    write(tmp_path / "ours", given)
-    save_file(given, tmp_path / "theirs", metadata={"format": "pt"})
+    named_tensors = {
+        "a": torch.ones(3),
+        "b": torch.zeros(2, 2),
+    }
+    write(tmp_path / "ours", named_tensors)
+    save_file(named_tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 

@@ -29,7 +29,11 @@ def turn(reply: str) -> dict[str, Any]:
     asked = {"content": "What?", "reasoning": "", "tool_calls": []}
     return {
         "messages": [asked],
-        "reply": {"content": reply, "reasoning": "hm", "tool_calls": [call]},
+        "reply": {
+            "content": reply,
+            "reasoning": "hm",
+            "tool_calls": [call],
+        },
     }
 
 

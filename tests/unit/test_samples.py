@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
-from recorded_run import RecordedRun, record_run
+from recorded_run import RecordedRun, database_rows, record_run
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
@@ -58,24 +56,32 @@ def test_samples_show_the_last_step_with_prompt_reply_and_reward(
     assert "(the prompt above)\n> model [length: cut]: 5\n" in out
 
 
+def test_samples_name_a_kept_interrupted_reply(
+    run: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.add("2+2", ["let me", "four"], 0.25, step=2, ending="length")
+    run.add("1+1", ["let me", "two"], 0.25, step=2)
+    out = shown(run, capsys)
+    kept = (
+        "> model [length: cut]: let me\n-- keeps the interrupted reply:\nuser: Go on."
+    )
+    assert kept in out
+    assert "> model: let me\nuser: Go on." in out
+
+
 def test_samples_of_a_live_run_do_not_change_its_folder(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("1+1", "2", 1.0, step=None)  # finished, its group is not complete
     record = StoredSession(session=_open_session(), key_hash=b"hash", opened_at=7.0)
     run.writer.open_sessions([record]).result(60)
-    before = rows_of(run.folder.store_path)
+    before = database_rows(run.folder.store_path)
     out = shown(run, capsys)
     assert "no step has trained on them yet" in out
     assert "reward 1.000, finished" in out
-    assert rows_of(run.folder.store_path) == before
+    assert database_rows(run.folder.store_path) == before
     run.add("1+1", "3", 0.0, step=1, index=1)  # the writer was not disturbed
     assert "> model: 3" in shown(run, capsys)
-
-
-def rows_of(path: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        return list(db.iterdump())
 
 
 def _open_session() -> Session:
@@ -210,9 +216,8 @@ def test_control_characters_of_the_model_never_reach_the_terminal(
     out = shown(run, capsys, "--full")
     assert {c for c in out if not c.isprintable()} <= {"\n", "\t"}
     assert r"\x1b]0;title\x07\x1b[2Jred\r\x9bK\u202egnirts\u2028" in out
-    assert (
-        "    line two\n" in out
-    )  # not at the margin, where it could be taken for another message
+    # not at the margin, where it could be taken for another message
+    assert "    line two\n" in out
     assert r"<think>hidden\x1b</think>" in out
     assert r'run\x1b[1m({"a": "\x08"})' in out
     assert {c for c in shown(run, capsys, "--json") if not c.isprintable()} <= {"\n"}
@@ -257,8 +262,8 @@ def test_unknown_step_or_task_is_refused_with_the_existing_ones(
     for step in (1, 2, 3):
         run.add("sum-of-two", "x", 0.5, step=step)
     run.add("held", "x", 0.5, step=0, purpose="eval")
-    told = refused(run, capsys, "--step", "7")
-    assert "the run has trained steps 1 to 3 and was evaluated after step 0" in told
+    refusal = refused(run, capsys, "--step", "7")
+    assert "the run has trained steps 1 to 3 and was evaluated after step 0" in refusal
     assert "did you mean sum-of-two?" in refused(run, capsys, "--task", "sum-of-tow")
     assert "evaluation after step 0" in shown(run, capsys, "--step", "0")
     assert "evaluation after step 0" in shown(run, capsys, "--eval")
@@ -300,7 +305,8 @@ def test_rollouts_trained_by_a_lost_incarnation_are_not_shown(run: RecordedRun) 
     run.sequence = 100
     again = run.add("a", "again", 1.0, step=1, group="g0")
     first, second = read_samples(run.folder.store_path, {})
-    assert (first.state, first.step) == ("lost", None)
+    assert first.state == "lost"
+    assert first.step is None
     assert second.identity.session_id == again
     assert second.state == "trained"
     assert second.step == 1

@@ -15,9 +15,16 @@ from invrl.host.sglang_on_cpu import seeded_noise
 from invrl.types import Sampling, Session
 
 SESSION = Session(
-    id="random", key="random", base_url="random", task_id="t", group_id="g7", index=3, attempt=0,
-    purpose="train", sampling=Sampling(),
-)  # fmt: skip
+    id="random",
+    key="random",
+    base_url="random",
+    task_id="t",
+    group_id="g7",
+    index=3,
+    attempt=0,
+    purpose="train",
+    sampling=Sampling(),
+)
 PROMPT = bytes(range(16))
 
 
@@ -46,9 +53,8 @@ def test_noise_depends_only_on_seed_and_position_and_is_uniform() -> None:
 
 def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     seed = sampling_seed(0, SESSION, PROMPT, 1)
-    assert (
-        seed == 1584714016
-    )  # pinned: a run that is resumed by a later version must go on as it began
+    # pinned: a run that is resumed by a later version must go on as it began
+    assert seed == 1584714016
     assert (
         sampling_seed(0, replace(SESSION, id="x", key="x", base_url="x"), PROMPT, 1)
         == seed
@@ -69,11 +75,11 @@ def test_sampling_seed_depends_only_on_the_place_in_the_run() -> None:
     ]
     assert len({seed, *others}) == 1 + 7
     drawn = [sampling_seed(0, SESSION, PROMPT, nth) for nth in range(4000)]
-    assert all(0 <= one < 2**31 for one in drawn)
+    assert all(0 <= drawn_seed < 2**31 for drawn_seed in drawn)
     assert len(set(drawn)) == 4000
     for bit in range(31):
         # 4000 fair coins: 6 standard deviations are 190
-        assert abs(sum(one >> bit & 1 for one in drawn) - 2000) < 190
+        assert abs(sum(drawn_seed >> bit & 1 for drawn_seed in drawn) - 2000) < 190
 
 
 async def test_the_gateway_sends_a_seed_with_each_generation(
@@ -111,11 +117,10 @@ async def test_the_gateway_sends_a_seed_with_each_generation(
         [served] = await gateway.open(purpose="serve")
         of_first = await seeds(first)
         assert len(set(of_first)) == 3
-        assert all(isinstance(one, int) for one in of_first)
+        assert all(isinstance(sent_seed, int) for sent_seed in of_first)
         assert not set(await seeds(second)) & set(of_first)
-        assert (
-            await seeds(replaced, seed=9) == of_first
-        )  # the same place; training does not ask the client
+        # the same place; training does not ask the client
+        assert await seeds(replaced, seed=9) == of_first
         assert await seeds(served, seed=9) == [9, 9, 9]
         [reordered] = await gateway.open()
         for message in (MORE, ASK):  # as requests that were sent at once may arrive

@@ -62,7 +62,11 @@ def test_saving_takes_at_most_a_twentieth_of_the_time(save_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [SaveSchedule(), SaveSchedule(seconds=0.0, clock=Clock())]
+    "schedule",
+    [
+        SaveSchedule(),
+        SaveSchedule(seconds=0.0, clock=Clock()),
+    ],
 )
 def test_no_save_is_due_without_a_schedule(schedule: SaveSchedule) -> None:
     schedule.begin()

@@ -58,14 +58,17 @@ async def test_tools_without_a_template_for_them_name_the_flag(
     model: Path,
     renderer: Renderer,
 ):
-    async with running(
-        tmp_path, model, renderer
-    ) as gateway:  # no parser: as for a template without tools
+    # no parser: as for a template without tools
+    async with running(tmp_path, model, renderer) as gateway:
         [session] = await gateway.open()
         tool = {"type": "function", "function": {"name": "calc"}}
         answer: httpx.Response = await gateway.http.post(
             session.base_url + "/chat/completions",
-            json={"model": "tiny", "messages": [ASK], "tools": [tool]},
+            json={
+                "model": "tiny",
+                "messages": [ASK],
+                "tools": [tool],
+            },
         )
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]

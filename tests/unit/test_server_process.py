@@ -84,13 +84,13 @@ def test_process_state_is_running_stopped_or_ended(tmp_path: Path) -> None:
     server = ServerProcess("server", [sys.executable, "-c", WAITS], log=log)
     server.grace_s = 0.1
     server.wait_until(lambda: b"up" in log.read_bytes(), deadline_s=300.0)
-    found = psutil.Process(server.pid)
-    assert state_of(found) not in (ENDED, STOPPED)
-    found.suspend()
-    while state_of(found) != STOPPED:
+    ps_process = psutil.Process(server.pid)
+    assert state_of(ps_process) not in (ENDED, STOPPED)
+    ps_process.suspend()
+    while state_of(ps_process) != STOPPED:
         pass
     server.stop()  # a stopped one too
-    assert state_of(found) == ENDED
+    assert state_of(ps_process) == ENDED
 
 
 class Answering(BaseHTTPRequestHandler):

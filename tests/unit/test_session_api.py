@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -20,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
+from slow_upload import CHUNKED, Upload
 from stepped_clock import SteppedClock
-from test_bad_requests import CHUNKED, Upload
 from training_rows import training_rows
 
 from invrl.cli.flags import parse_flags
@@ -52,14 +51,6 @@ from invrl.types import (
     Session,
     Task,
 )
-
-
-@pytest.fixture
-async def gateway(
-    tmp_path: Path, model: Path, renderer: Renderer
-) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        yield made
 
 
 async def chat(
@@ -173,7 +164,9 @@ async def test_session_key_works_only_for_its_own_open_session(gateway: Running)
             "session_closed",
         )
     state = (await gateway.env(f"/sessions/{other.id}")).json()
-    assert (state["state"], state["reward"], state["children"]) == ("open", None, [])
+    assert state["state"] == "open"
+    assert state["reward"] is None
+    assert state["children"] == []
 
 
 # ----------------------------------------------------------------- opening
@@ -275,7 +268,11 @@ async def test_session_limits_can_only_be_lowered(
         [session] = await gateway.open(limits={"max_turns": 4})
         assert session.limits.max_turns == 4
         assert session.limits.max_concurrent_calls == 3
-        body = {"task_id": "t", "group_id": "g", "members": [{"index": 0}]}
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "members": [{"index": 0}],
+        }
         for limits in (
             {"max_turns": 6},
             {"timeout_s": 4000},
@@ -373,7 +370,8 @@ async def test_a_reward_may_come_after_the_finish_until_its_deadline(
         )
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, RolloutSummary)
-        assert (outcome.reward, outcome.turn_rewards) == (0.5, {turn: 3.0})
+        assert outcome.reward == 0.5
+        assert outcome.turn_rewards == {turn: 3.0}
         assert gateway.store.rollout(judged.id).summary == outcome
         # A reward is not what an empty or an aborted session lacks.
         assert (await post(gateway, f"/sessions/{empty.id}/finish", {})).json()[
@@ -428,15 +426,14 @@ async def test_expired_session_ends_according_to_its_state(
             outcome.session_id: outcome for _, outcome in gateway.store.outbox_after(0)
         }
         if policy == "drop":
-            assert (shown["state"], code(answer)) == (
-                "expired",
-                (409, "reward_too_late"),
-            )
+            assert shown["state"] == "expired"
+            assert code(answer) == (409, "reward_too_late")
             assert [
                 o.reason for o in outcomes.values() if isinstance(o, FailedRollout)
             ] == ["timeout"] * 2
         else:
-            assert (shown["state"], answer.status_code) == ("unrewarded", 200)
+            assert shown["state"] == "unrewarded"
+            assert answer.status_code == 200
             rewards = {
                 name: o.reward
                 for name, o in outcomes.items()
@@ -496,12 +493,13 @@ async def test_children_train_with_their_parent_under_their_own_rewards(
         judged.id: judged.id,
         grandchild.id: judged.id,
     }
-    assert (summary.num_turns, summary.trained_tokens) == (4, 4 * 13)
+    assert summary.num_turns == 4
+    assert summary.trained_tokens == 4 * 13
     assert gateway.store.closed_session(default.id).state == "finished"
     assert [outcome for _, outcome in gateway.store.outbox_after(0)] == [summary]
     rows = training_rows(gateway.store.rollout(parent.id))
     assert [(row.rollout_id, row.reward) for row in rows] == [
-        (parent.id, r) for r in (1.0, 1.0, -2.0, -2.0)
+        (parent.id, reward) for reward in (1.0, 1.0, -2.0, -2.0)
     ]
     late = await post(gateway, f"/sessions/{judged.id}/reward", {"reward": 0.0})
     assert code(late) == (409, "session_closed")
@@ -533,14 +531,14 @@ async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
 ):
     """Whoever reads the store (the driver, for a group that was dropped) sees a session
     before the gateway's event loop has heard of the commit, and may abort it."""
-    told = Future[None]()
+    opened = Future[None]()
     commit = RunStoreWriter.open_sessions
     add = Turns.open
     all_turns: list[Turns] = []
 
     def held(writer: RunStoreWriter, *parts: Any, **options: Any) -> Future[None]:
         commit(writer, *parts, **options).result(60)
-        return told
+        return opened
 
     def seen(turns: Turns, record: SessionRecord) -> None:
         all_turns.append(turns)
@@ -552,7 +550,7 @@ async def test_session_that_ends_before_its_opening_is_answered_leaves_nothing(
     await eventually(lambda: len(gateway.store.open_sessions("g")) == 1)
     [stored] = gateway.store.open_sessions("g")
     await post(gateway, f"/sessions/{stored.id}/abort", {})
-    told.set_result(None)
+    opened.set_result(None)
     [session] = await opening
     assert session.id == stored.id
     assert (await gateway.env("/metrics")).json()["sessions"] == {
@@ -582,7 +580,7 @@ async def test_call_in_flight_does_not_change_a_finished_rollout(gateway: Runnin
     )
     assert isinstance(summary, RolloutSummary)
     ended = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(one, openai.AuthenticationError) for one in ended)
+    assert all(isinstance(result, openai.AuthenticationError) for result in ended)
     assert summary.reward == 0.5 or reward.status_code == 200
     rollout = gateway.store.rollout(session.id)
     assert rollout.summary == summary
@@ -622,7 +620,8 @@ async def test_session_whose_finish_has_begun_refuses_requests(
     go_on.set()
     summary = await finishing
     assert isinstance(summary, RolloutSummary)
-    assert (summary.reward, summary.num_turns) == (0.5, 1)
+    assert summary.reward == 0.5
+    assert summary.num_turns == 1
     assert await again == summary
 
 
@@ -714,7 +713,10 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
     ) as gateway:
         store = LeaseStore(tmp_path / "run.db")
         task = Task(id="t7", payload={"question": "6*7?"}, label="42", split="train")
-        members = (GroupMember(index=0, attempt=0), GroupMember(index=1, attempt=2))
+        members = (
+            GroupMember(index=0, attempt=0),
+            GroupMember(index=1, attempt=2),
+        )
         assert (await post(gateway, "/tasks/lease", {})).json() == {
             "lease": None,
             "ended": False,
@@ -738,7 +740,10 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
                 "label": "42",
                 "split": "train",
             },
-            "members": [{"index": 0, "attempt": 0}, {"index": 1, "attempt": 2}],
+            "members": [
+                {"index": 0, "attempt": 0},
+                {"index": 1, "attempt": 2},
+            ],
             "model": "tiny",
             "lease_timeout_s": 60.0,
         }
@@ -806,15 +811,15 @@ async def test_session_opening_returns_the_model_name(gateway: Running):
         "sessions"
     ]
     assert child["parent_id"] == session["id"]
-    for one in (session, child):
+    for opened in (session, child):
         client = openai.AsyncOpenAI(
-            base_url=one["base_url"], api_key=one["key"], max_retries=0
+            base_url=opened["base_url"], api_key=opened["key"], max_retries=0
         )
-        assert one["model"] in [model.id async for model in client.models.list()]
+        assert opened["model"] in [model.id async for model in client.models.list()]
         answer = await client.chat.completions.create(
-            model=one["model"], messages=[ASK]
+            model=opened["model"], messages=[ASK]
         )
-        assert answer.model == one["model"]
+        assert answer.model == opened["model"]
     assert (await gateway.env(own)).json()["model"] == session["model"] == "tiny"
 
 
@@ -847,7 +852,11 @@ async def test_lease_request_after_the_end_of_a_run_is_answered_with_the_end(
             "lease": None,
             "ended": True,
         }
-        late = {"task_id": "t7", "group_id": "g2", "members": [{"index": 0}]}
+        late = {
+            "task_id": "t7",
+            "group_id": "g2",
+            "members": [{"index": 0}],
+        }
         assert code(await post(gateway, "/sessions", late)) == (410, "run_ended")
 
         async def ended() -> bool:
@@ -858,9 +867,9 @@ async def test_lease_request_after_the_end_of_a_run_is_answered_with_the_end(
         async with asyncio.timeout(60):
             while not await ended():
                 await asyncio.sleep(0.01)
-        for one in (session, child):
+        for open_session in (session, child):
             with pytest.raises(openai.APIStatusError) as refused:
-                await chat(gateway, one)
+                await chat(gateway, open_session)
             assert code(refused.value.response) == (410, "run_ended")
         own = f"/sessions/{session.id}"
         assert code(await post(gateway, own + "/reward", {"reward": 1.0})) == (
@@ -1012,19 +1021,19 @@ async def test_openapi_lists_the_session_routes_with_types_and_refusals(
         for verb in verbs
         if path != "/health"
     }
-    one = "/sessions/{session_id}"
+    session_path = "/sessions/{session_id}"
     assert routes == {
-        ("post", f"{one}/{verb}")
+        ("post", f"{session_path}/{verb}")
         for verb in ("reward", "numbers", "finish", "abort", "children", "heartbeat")
     } | {
         ("post", "/tasks/lease"),
         ("post", "/sessions"),
-        ("get", one),
+        ("get", session_path),
         ("get", "/metrics"),
     }
     for verb, path in routes:
         operation = schema["paths"][path][verb]
-        good = "201" if path in ("/sessions", f"{one}/children") else "200"
+        good = "201" if path in ("/sessions", f"{session_path}/children") else "200"
         assert set(operation["responses"]) - {"202"} == {good, "4XX"}
         assert operation["responses"][good]["content"]["application/json"]["schema"]
         assert operation["security"]
@@ -1040,7 +1049,11 @@ async def test_session_api_replies_have_their_openapi_types(gateway: Running):
     good, bad = await gateway.open(members=2)
     await chat(gateway, good)
     turn = gateway.turns(good)[0].id
-    body = {"reward": 1.0, "turn": turn, "components": {"a": 1.0}}
+    body = {
+        "reward": 1.0,
+        "turn": turn,
+        "components": {"a": 1.0},
+    }
     Rewarded.model_validate(
         (await post(gateway, f"/sessions/{good.id}/reward", body)).json()
     )

@@ -45,8 +45,11 @@ def test_sglang_values_become_flags() -> None:
         "--disable-radix-cache",
     ]
     assert router_flags({"log-level": "info", "max_payload_size": "10"}) == [
-        "--log-level", "info", "--max-payload-size", "10"
-    ]  # fmt: skip
+        "--log-level",
+        "info",
+        "--max-payload-size",
+        "10",
+    ]
     assert sglang_flags({"disable_radix_cache": "false"}) == []
     assert router_flags({"request_id_headers": "a b"}) == [
         "--request-id-headers",
@@ -223,23 +226,26 @@ def test_every_upstream_option_is_passed_on_or_refused(flags: Flags) -> None:
                 continue
             walked += 1
             name = spelling.removeprefix("--")
-            given = answer(flags, name, valid_value(action))
-            if isinstance(given, ConfigError):
-                assert given.field.endswith(name)
-                if given.reason == "invrl sets this itself":
-                    assert given.fix in owned.values()
+            given_options = answer(flags, name, valid_value(action))
+            if isinstance(given_options, ConfigError):
+                assert given_options.field.endswith(name)
+                if given_options.reason == "invrl sets this itself":
+                    assert given_options.fix in owned.values()
                 else:
                     assert flags is sglang_flags
-                    assert (given.reason, given.fix) in SGLANG_REFUSED.values()
+                    assert (
+                        given_options.reason,
+                        given_options.fix,
+                    ) in SGLANG_REFUSED.values()
                 refused += 1
                 continue
-            read = vars(parser().parse_args(given))[action.dest]
+            read = vars(parser().parse_args(given_options))[action.dest]
             if action.nargs == 0:
                 assert read is not spelling.startswith("--no-"), spelling
                 off = vars(parser().parse_args(flags({name: "false"})))[action.dest]
                 assert bool(off) is spelling.startswith("--no-"), spelling
             else:
-                assert given[0] == spelling
+                assert given_options[0] == spelling
                 assert read != action.default or read in (
                     3,
                     [3],
@@ -310,11 +316,14 @@ def test_engine_on_a_shared_gpu_leaves_a_fifth_of_the_memory_by_default() -> Non
         return sglang_args.sglang_parser().parse_args(flags)
 
     shared = of_run({}, shares_gpu=True)
-    assert (shared.enable_memory_saver, shared.mem_fraction_static) == (True, 0.8)
+    assert shared.enable_memory_saver is True
+    assert shared.mem_fraction_static == 0.8
     chosen = of_run({"mem-fraction-static": "0.7"}, shares_gpu=True)
-    assert (chosen.enable_memory_saver, chosen.mem_fraction_static) == (True, 0.7)
+    assert chosen.enable_memory_saver is True
+    assert chosen.mem_fraction_static == 0.7
     alone = of_run({}, shares_gpu=False)
-    assert (alone.enable_memory_saver, alone.mem_fraction_static) == (False, None)
+    assert alone.enable_memory_saver is False
+    assert alone.mem_fraction_static is None
     with pytest.raises(ConfigError, match="use --colocate"):
         sglang_flags({"enable-memory-saver": True})
 

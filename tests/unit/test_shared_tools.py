@@ -44,7 +44,12 @@ async def talk(
 ) -> None:
     url = f"{gateway.url}/s/{session.key}/v1/chat/completions"
     for _ in range(turns):
-        body = {"model": "tiny", "messages": history, "tools": OFFERED, "max_tokens": 4}
+        body = {
+            "model": "tiny",
+            "messages": history,
+            "tools": OFFERED,
+            "max_tokens": 4,
+        }
         answer = await gateway.http.post(url, json=body)
         assert answer.status_code == 200, answer.text
         history += [answer.json()["choices"][0]["message"], ASK]
@@ -54,12 +59,16 @@ def held(earlier: list[Tool]) -> list[Tool]:
     """The tools in memory beside those of gateways that live on in the process although
     they have ended."""
     gc.collect()
-    found = [
-        one
-        for one in gc.get_objects()
-        if isinstance(one, Tool) and one.description == DESCRIPTION
+    texts = [
+        instance
+        for instance in gc.get_objects()
+        if isinstance(instance, Tool) and instance.description == DESCRIPTION
     ]
-    return [one for one in found if not any(one is other for other in earlier)]
+    return [
+        instance
+        for instance in texts
+        if not any(instance is other for other in earlier)
+    ]
 
 
 async def test_sessions_and_restored_sessions_share_their_tools(tmp_path: Path):

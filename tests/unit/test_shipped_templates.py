@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES
@@ -24,11 +23,6 @@ TOOL = Tool(
     description="Adds “a”.",
     parameters='{"type": "object", "properties": {}}',
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def shown(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
@@ -65,13 +59,19 @@ def test_call_of_a_reply_is_parsed_as_it_was_made(model: Path, name: str):
     )
     read = reply_message(join_deltas([parser.push(said), *parser.finish()]))
     [call] = read.tool_calls
-    assert (call.name, call.arguments) == ("calc", '{"a": "é", "b": [1]}')
+    assert call.name == "calc"
+    assert call.arguments == '{"a": "é", "b": [1]}'
     assert read.content.strip() == "Let me see."
 
 
 def test_chatml_tools_is_plain_chatml_without_tools(model: Path):
     renderer = load_renderer(str(model), 512, chat_template="chatml-tools")
-    messages = (Message("system", "Be brief."), ASK, Message("assistant", "Hi"), ASK)
+    messages = (
+        Message("system", "Be brief."),
+        ASK,
+        Message("assistant", "Hi"),
+        ASK,
+    )
     user = "<|im_start|>user\nx<|im_end|>\n"
     head = f"<|im_start|>system\nBe brief.<|im_end|>\n{user}"
     assert shown(renderer, *messages) == (

@@ -50,21 +50,24 @@ def test_tensors_in_a_slot_do_not_overlap_and_are_aligned(
     layout: tuple[TensorSpec, ...], seed: int
 ) -> None:
     shuffled = tuple(random.Random(seed).sample(layout, len(layout)))
-    found = slot_layout(shuffled)
+    shuffled_layout = slot_layout(shuffled)
     ends = {
-        tensor.name: found.offsets[tensor.name] + num_bytes(tensor)
+        tensor.name: shuffled_layout.offsets[tensor.name] + num_bytes(tensor)
         for tensor in shuffled
     }
-    in_order = sorted(found.offsets, key=lambda name: found.offsets[name])
+    in_order = sorted(
+        shuffled_layout.offsets, key=lambda name: shuffled_layout.offsets[name]
+    )
     for name, next_name in pairwise(in_order):
-        assert ends[name] <= found.offsets[next_name]
-    assert ends[in_order[-1]] <= found.num_bytes
+        assert ends[name] <= shuffled_layout.offsets[next_name]
+    assert ends[in_order[-1]] <= shuffled_layout.num_bytes
     for tensor in shuffled:
         assert (
-            found.offsets[tensor.name] % {"bfloat16": 2, "float32": 4}[tensor.dtype]
+            shuffled_layout.offsets[tensor.name]
+            % {"bfloat16": 2, "float32": 4}[tensor.dtype]
             == 0
         )
-    assert list(found.offsets) == [tensor.name for tensor in shuffled]
+    assert list(shuffled_layout.offsets) == [tensor.name for tensor in shuffled]
 
 
 def test_weights_fused_by_an_engine_are_contiguous_in_its_order() -> None:

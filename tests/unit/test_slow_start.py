@@ -40,7 +40,10 @@ def test_nothing_is_said_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("load", "text"),
-    [(2.9, ""), (9.24, "the machine is overloaded: load 9.2 on 2 cores")],
+    [
+        (2.9, ""),
+        (9.24, "the machine is overloaded: load 9.2 on 2 cores"),
+    ],
 )
 def test_an_overloaded_machine_is_called_so(
     monkeypatch: pytest.MonkeyPatch, load: float, text: str
@@ -76,7 +79,13 @@ def test_a_raylet_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert late.services.get_node == late.get_node, "Ray is as it was"
 
 
-@pytest.mark.parametrize(("lives", "deadline_s"), [(False, 600.0), (True, 0.0)])
+@pytest.mark.parametrize(
+    ("lives", "deadline_s"),
+    [
+        (False, 600.0),
+        (True, 0.0),
+    ],
+)
 def test_neither_a_dead_raylet_nor_one_without_end_is(
     monkeypatch: pytest.MonkeyPatch, lives: bool, deadline_s: float
 ) -> None:
@@ -106,7 +115,8 @@ def test_a_start_that_fails_on_an_overloaded_machine_says_so(
 
 
 def test_a_ray_of_several_nodes_is_refused() -> None:
-    living, dead = {"Alive": True}, {"Alive": False}
+    living = {"Alive": True}
+    dead = {"Alive": False}
     ray_session.refuse_several_nodes("10.0.0.1:6379", [living, dead])
     with pytest.raises(ConfigError, match="this Ray has 2 nodes") as refusal:
         ray_session.refuse_several_nodes("10.0.0.1:6379", [living, dead, living])

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 from running_gateway import ASK, MORE, Running, eventually, running
-from test_buffer_state_machine import failed, finished
+from small_buffer import failed, finished
 
 from invrl.buffer import buffer_actor
 from invrl.buffer.buffer_actor import BufferActor
@@ -87,9 +87,8 @@ def test_running_rollout_with_a_stale_token_drops_its_group() -> None:
     assert buffer.unwanted() == G1_IS_STALE
     assert buffer.events.dropped == {"stale": 1}
     assert buffer.suspects() == []
-    buffer.note_sampled(
-        [sampled(0, 0)]
-    )  # said once more, by a look that had begun before
+    # said once more, by a look that had begun before
+    buffer.note_sampled([sampled(0, 0)])
     assert buffer.events.dropped == {"stale": 1}
 
 
@@ -229,9 +228,8 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
         await say(gateway, session)
     assert gateway.store.sampled_so_far(["g"]) == []
 
-    await say(
-        gateway, second, response_format={"type": "json_object"}
-    )  # constrained: not trained
+    # constrained: not trained
+    await say(gateway, second, response_format={"type": "json_object"})
     gateway.engine.holds = lambda count: count > 3
     chat = gateway.client(first).chat.completions
     stream = await chat.create(model="tiny", messages=[ASK], stream=True)
@@ -256,9 +254,12 @@ async def test_store_reports_the_versions_that_the_summary_will_have(
     gateway.engine.version = 6
     await say(gateway, first, then=True)
     await say(gateway, second, then=True)
-    found = gateway.store.sampled_so_far(["g"])
-    assert found == [sampled(0, 5, group="g"), sampled(1, 4, group="g")]
-    for session, expected in zip((first, second), found, strict=True):
+    sampled_groups = gateway.store.sampled_so_far(["g"])
+    assert sampled_groups == [
+        sampled(0, 5, group="g"),
+        sampled(1, 4, group="g"),
+    ]
+    for session, expected in zip((first, second), sampled_groups, strict=True):
         summary = await gateway.finish(session)
         assert isinstance(summary, RolloutSummary)
         assert summary.oldest_version == expected.oldest_version

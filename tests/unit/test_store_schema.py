@@ -26,7 +26,11 @@ def make_store(path: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "age"), [(0, "an earlier"), (SCHEMA_VERSION + 1, "a later")]
+    ("version", "age"),
+    [
+        (0, "an earlier"),
+        (SCHEMA_VERSION + 1, "a later"),
+    ],
 )
 @pytest.mark.parametrize("read", [connect, check_store, RunStore])
 def test_a_store_of_another_version_is_refused(

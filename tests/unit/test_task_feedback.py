@@ -99,11 +99,11 @@ def test_task_source_learns_once_how_each_group_ended() -> None:
     finish(buffer, "g2", 1.0, 0.0)
     buffer.record(summary("g3", 1, reward=2.0))
     buffer.record(failure("g3", 0))
-    told = [
+    outcomes = [
         (o.group_id, o.task_id, o.rewards_G, o.num_solved, o.complete, o.dropped)
         for o in source.outcomes
     ]
-    assert told == [
+    assert outcomes == [
         ("g0", "t1", (0.0, 1.0), 1, True, ""),
         ("g1", "t2", (0.5, 0.5), 0, True, "zero_variance"),
         ("g2", "t3", (1.0, 0.0), 1, True, "filtered/begins_with_one"),
@@ -147,9 +147,17 @@ def test_the_reward_that_counts_as_solved_is_a_setting() -> None:
     lease_all(buffer)
     finish(buffer, "g0", -1.0, 0.2, 0.25, 1.0)
     assert source.outcomes[0].success_rate == 0.5
-    assert GroupOutcome(
-        task_id="t", group_id="g", version=WeightVersion(0), rewards_G=(), num_solved=0, complete=False
-    ).success_rate is None  # fmt: skip
+    assert (
+        GroupOutcome(
+            task_id="t",
+            group_id="g",
+            version=WeightVersion(0),
+            rewards_G=(),
+            num_solved=0,
+            complete=False,
+        ).success_rate
+        is None
+    )
 
 
 def test_repeated_task_is_reported_under_the_sources_own_id() -> None:
@@ -467,7 +475,7 @@ async def test_resumed_run_leases_the_tasks_of_the_uninterrupted_run(
         await again.advance(WeightVersion(step))
         expected = await play(actor, writer, step)
         assert await play(again, writer_again, step) == expected
-    for each in (actor, again):
-        await each.close()
+    for started_actor in (actor, again):
+        await started_actor.close()
     writer.close()
     writer_again.close()

@@ -46,13 +46,13 @@ def test_a_label_of_its_own_name_or_of_a_given_one_is_not_guessed(
     file = tmp_path / "t.jsonl"
     named = tasks_in(file, '{"label": 1, "answer": 2, "gold": 3}')
     assert next(load_tasks(named, "train", 0)).label == 1
-    given = tasks_in(
+    config = tasks_in(
         file, '{"label": 1, "answer": 2, "gold": 3}', task_label_key="gold"
     )
-    assert next(load_tasks(given, "train", 0)).label == 3
+    assert next(load_tasks(config, "train", 0)).label == 3
     some = tasks_in(file, '{"q": 1, "answer": 2}', '{"q": 2}')
     assert next(load_tasks(some, "train", 0)).label is None
-    assert guess_notes(named) == guess_notes(given) == guess_notes(some) == []
+    assert guess_notes(named) == guess_notes(config) == guess_notes(some) == []
 
 
 def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
         update={"eval_task_file": None, "eval_sets": (f"easy={held_out}",)}
     )
     alone = held_out_only(RolloutConfig(task_file=held_out))
-    for each in (config, sets, alone):
-        (note,) = guess_notes(each)
+    for task_config in (config, sets, alone):
+        (note,) = guess_notes(task_config)
         assert "h.jsonl" in note
     assert next(load_tasks(config, "eval", 0)).label == 6
 

@@ -72,7 +72,13 @@ def test_a_task_keeps_its_row_and_label(task_file):
     config = from_file(path, task_id_key="uid", task_label_key="gold")
     task = next(load_tasks(config, "train", 0))
     assert task == Task(
-        id="5", payload={"uid": 5, "gold": [1, 2], "q": "a\u2028b"}, label=[1, 2]
+        id="5",
+        payload={
+            "uid": 5,
+            "gold": [1, 2],
+            "q": "a\u2028b",
+        },
+        label=[1, 2],
     )
 
 
@@ -122,7 +128,13 @@ def test_missing_and_binary_task_files_are_refused(tmp_path):
         check_tasks(from_file(str(tmp_path / "binary")), seed=0)
 
 
-@pytest.mark.parametrize("fields", [{}, {"task_file": "a", "task_source_path": "b:c"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"task_file": "a", "task_source_path": "b:c"},
+    ],
+)
 def test_two_sources_of_tasks_are_refused(fields):
     with pytest.raises(ConfigError, match="give one of"):
         check_tasks(RolloutConfig(**fields), seed=0)
@@ -262,7 +274,8 @@ def test_parquet_rows_equal_those_of_jsonl(tmp_path, task_file):
 
 
 def test_parquet_values_without_a_json_type_become_text(tmp_path):
-    day, price = datetime.datetime(2026, 2, 3, 4, 5), decimal.Decimal("1.25")
+    day = datetime.datetime(2026, 2, 3, 4, 5)
+    price = decimal.Decimal("1.25")
     columns = {
         "when": [day],
         "price": [price],
@@ -277,7 +290,8 @@ def test_parquet_values_without_a_json_type_become_text(tmp_path):
         "pairs": [["k", 1]],
     }
     assert json.loads(json.dumps(task.payload)) == task.payload
-    assert (task.id, task.label) == ("1", None)
+    assert task.id == "1"
+    assert task.label is None
 
 
 def test_error_in_a_parquet_file_names_its_row(tmp_path):

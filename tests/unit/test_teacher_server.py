@@ -80,7 +80,11 @@ class TeacherServer:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=self._http.serve_forever,
+            kwargs={"poll_interval": 0.01},
+            daemon=True,
+        ).start()
 
     def stop(self) -> None:
         self._http.shutdown()
@@ -154,7 +158,11 @@ async def test_each_trained_token_gets_its_teacher_logprob(
     batch = batch_of(([5, 6, 7, 8, 9, 10], [2, 4]), ([1, 2, 3], [1, 2]), ([4, 5], []))
     scored = await teacher_at(server.url).score(batch)
     columns = [sample.columns["teacher"].tolist() for sample in scored.samples]
-    expected = [[0, 0, -0.07, 0, -0.09, 0], [0, -0.02, -0.03], [0, 0]]
+    expected = [
+        [0, 0, -0.07, 0, -0.09, 0],
+        [0, -0.02, -0.03],
+        [0, 0],
+    ]
     for column, values in zip(columns, expected, strict=True):
         assert column == pytest.approx(values)
     sent = sorted(server.requests, key=lambda body: len(body["input_ids"]))

@@ -15,7 +15,10 @@ from invrl.gateway.rendering.template_language import render_template
 CALL = {
     "id": "c1",
     "type": "function",
-    "function": {"name": "add", "arguments": {"b": "ü<&>'", "a": [1, 2.5]}},
+    "function": {
+        "name": "add",
+        "arguments": {"b": "ü<&>'", "a": [1, 2.5]},
+    },
 }
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "  Be brief. "},

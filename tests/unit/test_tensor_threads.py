@@ -90,11 +90,11 @@ def test_threads_can_write_tensors_made_in_inference_mode(num_cores: int) -> Non
     """SGLang calls the loader in inference mode, and its own tensors may be of that
     mode."""
     with torch.inference_mode():
-        made = {f"tensor {index}": torch.zeros(4) for index in range(6)}
+        tensors_by_name = {f"tensor {index}": torch.zeros(4) for index in range(6)}
 
         def write(name: str, tensor: torch.Tensor) -> str:
             tensor.fill_(1)
             return name
 
-        by_threads(write, made.items())
-    assert all(bool(tensor.eq(1).all()) for tensor in made.values())
+        by_threads(write, tensors_by_name.items())
+    assert all(bool(tensor.eq(1).all()) for tensor in tensors_by_name.values())

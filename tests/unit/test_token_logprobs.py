@@ -4,22 +4,27 @@ float64 formulas."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import ProcessGroup
+from logprob_problem import (
+    HIDDEN,
+    VOCABULARY,
+    Problem,
+    Results,
+    assert_equal,
+    set_block_tokens,
+)
 
 from invrl.top_logprobs import NO_TOKEN
-from invrl.train import device, logprobs
+from invrl.train import logprobs
 from invrl.train.logprobs import projected_logprobs
 from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
 from invrl.train.packing import pack
 
-VOCABULARY = 43  # no multiple of a byte, of a block or of a number of ranks
-HIDDEN = 16
 BLOCKS = {"one block": 64, "blocks of 16": 16, "blocks of 5": 5, "blocks of one": 1}
 
 
@@ -29,11 +34,6 @@ def block_tokens(
 ) -> int:
     set_block_tokens(monkeypatch, request.param)
     return request.param
-
-
-def set_block_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(logprobs, "_BLOCK_TOKENS", tokens)
-    monkeypatch.setattr(device, "logit_block_bytes", lambda: 0)
 
 
 def awkward_micro_batch(
@@ -93,144 +93,6 @@ def with_candidates(
         elif index % 4 == 0 and target not in candidates_NK[index]:
             candidates_NK[index, 2] = target
     return replace(row, candidates_NK=candidates_NK)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    logprobs_N: torch.Tensor
-    entropy_N: torch.Tensor
-    top_NK: torch.Tensor | None
-    hidden_grad_UH: torch.Tensor
-    weight_grad_VH: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    micro_batch: MicroBatch
-    hidden_UH: torch.Tensor
-    weight_VH: torch.Tensor
-    grad_N: torch.Tensor
-    softcap: float | None = None
-    entropy_weight: float = 0.0
-    """In the loss; 0: the entropies get no gradient."""
-
-    @staticmethod
-    def random(
-        micro_batch: MicroBatch,
-        dtype: torch.dtype = torch.float32,
-        softcap: float | None = None,
-        entropy_weight: float = 0.0,
-    ) -> Problem:
-        generator = torch.Generator().manual_seed(1)
-        num_rows = len(micro_batch.project_U)
-        return Problem(
-            micro_batch=micro_batch,
-            hidden_UH=torch.randn(num_rows, HIDDEN, generator=generator).to(dtype),
-            weight_VH=torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype),
-            grad_N=torch.randn(len(micro_batch.targets_N), generator=generator),
-            softcap=softcap,
-            entropy_weight=entropy_weight,
-        )
-
-    def loss(
-        self,
-        logprobs_N: torch.Tensor,
-        entropy_N: torch.Tensor,
-        top_NK: torch.Tensor | None,
-    ) -> torch.Tensor:
-        losses_N = logprobs_N * self.grad_N
-        if top_NK is not None:
-            weight_K = torch.linspace(-1, 1, top_NK.shape[1], dtype=top_NK.dtype)
-            known_NK = top_NK.masked_fill(top_NK == -torch.inf, 0.0)
-            losses_N = losses_N + self.grad_N.roll(1) * (known_NK * weight_K).sum(1)
-        if self.entropy_weight:
-            losses_N = losses_N + self.entropy_weight * entropy_N * self.grad_N.flip(0)
-        return losses_N.sum()
-
-    def measured(self) -> Results:
-        return self.shard(slice(None), None)
-
-    def shard(self, vocabulary: slice, group: ProcessGroup | None) -> Results:
-        """What one rank computes that has this slice of the vocabulary."""
-        hidden_UH = self.hidden_UH.clone().requires_grad_()
-        weight_VH = self.weight_VH[vocabulary].clone().requires_grad_()
-        logprobs_N, entropy_N, top_NK = projected_logprobs(
-            hidden_UH,
-            weight_VH,
-            self.micro_batch,
-            start=vocabulary.start or 0,
-            group=group,
-            softcap=self.softcap,
-        )
-        self.loss(logprobs_N, entropy_N, top_NK).backward()
-        assert hidden_UH.grad is not None
-        assert weight_VH.grad is not None
-        return Results(
-            logprobs_N=logprobs_N.detach(),
-            entropy_N=entropy_N.detach(),
-            top_NK=None if top_NK is None else top_NK.detach(),
-            hidden_grad_UH=hidden_UH.grad,
-            weight_grad_VH=weight_VH.grad,
-        )
-
-    def exact(self) -> Results:
-        """The formulas in float64, on all logits."""
-        micro_batch = self.micro_batch
-        hidden_UH = self.hidden_UH.double().requires_grad_()
-        weight_VH = self.weight_VH.double().requires_grad_()
-        logits_UV = hidden_UH @ weight_VH.T
-        if self.softcap is not None:
-            logits_UV = self.softcap * torch.tanh(logits_UV / self.softcap)
-        removed_UV = torch.zeros(logits_UV.shape, dtype=torch.bool)
-        if len(micro_batch.restricted_M):
-            bits = np.unpackbits(
-                micro_batch.allowed_MW, axis=1, count=VOCABULARY, bitorder="little"
-            )
-            removed_UV[torch.from_numpy(micro_batch.restricted_M)] = torch.from_numpy(
-                bits == 0
-            )
-        temperature_U = torch.from_numpy(micro_batch.temperature_U).double()
-        logits_UV = (
-            logits_UV.masked_fill(removed_UV, -torch.inf) / temperature_U[:, None]
-        )
-        logprobs_NV = logits_UV.log_softmax(1)[
-            torch.from_numpy(micro_batch.projection_N)
-        ]
-        logprobs_N = logprobs_NV.gather(
-            1, torch.from_numpy(micro_batch.targets_N)[:, None]
-        )[:, 0]
-        probability_NV = logprobs_NV.exp()
-        entropy_N = -(
-            probability_NV * logprobs_NV.masked_fill(probability_NV == 0, 0)
-        ).sum(1)
-        top_NK = None
-        if micro_batch.candidates_NK is not None:
-            candidates_NK = torch.from_numpy(micro_batch.candidates_NK)
-            top_NK = logprobs_NV.gather(1, candidates_NK.clamp(min=0))
-            top_NK = top_NK.masked_fill(candidates_NK == NO_TOKEN, -torch.inf)
-        self.loss(logprobs_N, entropy_N, top_NK).backward()
-        assert hidden_UH.grad is not None
-        assert weight_VH.grad is not None
-        return Results(
-            logprobs_N=logprobs_N.detach(),
-            entropy_N=entropy_N.detach(),
-            top_NK=None if top_NK is None else top_NK.detach(),
-            hidden_grad_UH=hidden_UH.grad,
-            weight_grad_VH=weight_VH.grad,
-        )
-
-
-def assert_equal(measured: Results, exact: Results, *, atol: float = 1e-5) -> None:
-    for name in ("logprobs_N", "entropy_N", "hidden_grad_UH", "weight_grad_VH"):
-        expected = getattr(exact, name)
-        torch.testing.assert_close(
-            getattr(measured, name).double(), expected, rtol=1e-6, atol=atol, msg=name
-        )
-    assert (measured.top_NK is None) == (exact.top_NK is None)
-    if measured.top_NK is not None:
-        torch.testing.assert_close(
-            measured.top_NK.double(), exact.top_NK, rtol=1e-6, atol=atol
-        )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "soft cap"])
@@ -355,9 +217,8 @@ def test_the_gradient_of_bf16_logits_is_rounded_once() -> None:
     (micro_batch,) = pack([row, row], max_tokens=10, share_prefixes=True)
     logits_V = torch.tensor([6.0, 0.0, 0.0]).bfloat16()
     hidden_UH = torch.ones(1, 1).bfloat16()
-    weight_VH = (
-        logits_V[:, None].clone().requires_grad_()
-    )  # whose gradient is then that of the logits
+    # whose gradient is then that of the logits
+    weight_VH = logits_V[:, None].clone().requires_grad_()
     logprobs_N, _, _ = projected_logprobs(hidden_UH, weight_VH, micro_batch)
     logprobs_N.sum().backward()
     assert weight_VH.grad is not None
@@ -461,7 +322,11 @@ def shard_results(
 def test_sharded_vocabulary_gives_the_logprobs_of_the_whole(tmp_path: Path) -> None:
     """Every rank has the same log-probs; gradients of hidden states add up, those of
     the weight are rows of the whole one's. In one shard a mask removes every token."""
-    shards = [slice(0, 3), slice(3, 26), slice(26, VOCABULARY)]
+    shards = [
+        slice(0, 3),
+        slice(3, 26),
+        slice(26, VOCABULARY),
+    ]
     problems = [
         Problem.random(
             awkward_micro_batch(num_candidates=number),

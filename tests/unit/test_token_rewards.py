@@ -25,22 +25,26 @@ def rewards_of(
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     rules = CreditRules(token_level=True)
-    batch = build_batch(
-        taken, [rollout(*paths, of=of)], dr_grpo, 1e-4, use=use, rules=rules
-    )
-    for sample, advantages_T in zip(batch.samples, batch.advantages, strict=True):
-        assert sample.columns["rewards"].dtype == np.float32
-        assert not sample.columns["rewards"][~sample.loss_mask_T].any()
+    rollouts = [rollout(*paths, of=of)]
+    batch = build_batch(taken, rollouts, dr_grpo, 1e-4, use=use, rules=rules)
+    columns = [sample.columns["rewards"] for sample in batch.samples]
+    for sample, rewards_T in zip(batch.samples, columns, strict=True):
+        assert rewards_T.dtype == np.float32
+        assert not rewards_T[~sample.loss_mask_T].any()
+    for advantages_T in batch.advantages:
         assert not advantages_T.any()
-    return [sample.columns["rewards"].tolist() for sample in batch.samples]
+    return [rewards_T.tolist() for rewards_T in columns]
 
 
 def test_final_reward_is_placed_at_the_last_trained_token() -> None:
     a = turn("a", None, [1, 2], [3, 4])
     b = turn("b", "a", [5], [6, 7])
-    assert rewards_of([a, b], of=summary(reward=2.0)) == [[0, 0, 0, 0, 0, 0, 2]]
-    lost = replace(b, delivered=False)
-    assert rewards_of([a, lost], of=summary(reward=2.0)) == [[0, 0, 0, 2]]
+    of = summary(reward=2.0)
+    [rewards_T] = rewards_of([a, b], of=of)
+    assert rewards_T == [0, 0, 0, 0, 0, 0, 2]
+    undelivered = replace(b, delivered=False)
+    [rewards_T] = rewards_of([a, undelivered], of=of)
+    assert rewards_T == [0, 0, 0, 2]
 
 
 def test_each_row_ends_with_the_reward_of_its_branch() -> None:
@@ -48,11 +52,12 @@ def test_each_row_ends_with_the_reward_of_its_branch() -> None:
     b = turn("b", "a", [3], [4])
     c = turn("c", "a", [5], [6])
     of = replace(summary(reward=2.0), branch_rewards={"c": 0.5})
-    assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0, 2], [0, 0, 0, 0.5]]
-    assert rewards_of([a, b], [a, c], of=of, use="add") == [
-        [0, 0, 0, 2],
-        [0, 0, 0, 2.5],
-    ]
+    first_T, second_T = rewards_of([a, b], [a, c], of=of)
+    assert first_T == [0, 0, 0, 2]
+    assert second_T == [0, 0, 0, 0.5]
+    first_T, second_T = rewards_of([a, b], [a, c], of=of, use="add")
+    assert first_T == [0, 0, 0, 2]
+    assert second_T == [0, 0, 0, 2.5]
 
 
 def test_turn_reward_is_placed_at_its_last_token_and_counts_once() -> None:
@@ -60,58 +65,62 @@ def test_turn_reward_is_placed_at_its_last_token_and_counts_once() -> None:
     b = turn("b", "a", [3], [4])
     c = turn("c", "a", [5], [6])
     of = replace(summary(reward=1.0), turn_rewards={"a": 0.25, "c": 0.5})
-    assert rewards_of([a, b], [a, c], of=of) == [[0, 0, 0.25, 0, 1], [0, 0, 0, 0, 1.5]]
+    first_T, second_T = rewards_of([a, b], [a, c], of=of)
+    assert first_T == [0, 0, 0.25, 0, 1]
+    assert second_T == [0, 0, 0, 0, 1.5]
 
 
 def test_reward_of_an_untrained_turn_moves_to_the_trained_turn_before() -> None:
     a = turn("a", None, [1], [2])
-    b = turn("b", "a", [3], [4], delivered=False)
+    b = turn("b", "a", [3], [4])
     c = turn("c", "b", [5], [6])
+    b_untrained = replace(b, delivered=False)
     of = replace(summary(reward=1.0), turn_rewards={"b": 0.5})
-    assert rewards_of([a, b, c], of=of) == [[0, 0.5, 0, 0, 0, 1]]
-    first = replace(a, delivered=False)
+    [rewards_T] = rewards_of([a, b_untrained, c], of=of)
+    assert rewards_T == [0, 0.5, 0, 0, 0, 1]
+    a_untrained = replace(a, delivered=False)
     of = replace(summary(reward=1.0), turn_rewards={"a": 0.5})
-    assert rewards_of([first, replace(b, delivered=True)], of=of) == [[0, 0, 0, 1]]
+    [rewards_T] = rewards_of([a_untrained, b], of=of)
+    assert rewards_T == [0, 0, 0, 1]
 
 
 def test_child_sessions_have_their_own_token_rewards() -> None:
-    a = turn("a", None, [1], [2])
-    k = replace(turn("k", None, [1], [2]), session_id="kid")
+    main_path = [turn("a", None, [1], [2])]
+    child_path = [replace(turn("k", None, [1], [2]), session_id="kid")]
     of = replace(
         summary(reward=1.0),
         child_rewards={"kid": 3.0},
         child_reward_from={"kid": "kid"},
     )
-    assert rewards_of([a], [k], of=of) == [[0, 1], [0, 3]]
-    assert rewards_of([a], [k], of=of, use="add") == [[0, 1], [0, 4]]
+    main_T, child_T = rewards_of(main_path, child_path, of=of)
+    assert main_T == [0, 1]
+    assert child_T == [0, 3]
+    main_T, child_T = rewards_of(main_path, child_path, of=of, use="add")
+    assert main_T == [0, 1]
+    assert child_T == [0, 4]
     heir = replace(of, child_rewards={"kid": 1.0}, child_reward_from={"kid": "s"})
-    assert rewards_of([a], [k], of=heir, use="add") == [[0, 1], [0, 1]]
+    main_T, child_T = rewards_of(main_path, child_path, of=heir, use="add")
+    assert main_T == [0, 1]
+    assert child_T == [0, 1]
 
 
 def test_reward_columns_are_added_on_trained_tokens() -> None:
     turns = [turn("a", None, [1], [2, 3])]
+    of = summary(reward=1.0)
     column_T = np.array([9.0, 0.25, -1.0], np.float32)
     mask_T = np.array([False, True, True])
-    rewards_T = token_rewards(
-        summary(reward=1.0), turns, mask_T, columns=[column_T, column_T]
-    )
+    rewards_T = token_rewards(of, turns, mask_T, columns=[column_T, column_T])
     assert rewards_T.tolist() == [0.0, 0.5, -1.0]
-    nothing_T = token_rewards(
-        summary(reward=1.0), turns, np.zeros(3, np.bool_), columns=[column_T]
-    )
-    assert nothing_T.tolist() == [0.0, 0.0, 0.0]
+    untrained_T = np.zeros(3, np.bool_)
+    rewards_T = token_rewards(of, turns, untrained_T, columns=[column_T])
+    assert rewards_T.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_missing_reward_column_is_refused() -> None:
     of = summary()
     group = Group(id="g", task_id="t", rollouts_G=(of,))
     taken = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
+    rollouts = [rollout([turn("a", None, [1], [2])], of=of)]
     rules = CreditRules(token_level=True, reward_columns=("progress",))
     with pytest.raises(ConfigError, match="reward_columns = 'progress'"):
-        build_batch(
-            taken,
-            [rollout([turn("a", None, [1], [2])], of=of)],
-            dr_grpo,
-            1e-4,
-            rules=rules,
-        )
+        build_batch(taken, rollouts, dr_grpo, 1e-4, rules=rules)

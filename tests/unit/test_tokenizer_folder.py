@@ -6,16 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_model import make_tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from invrl.store import tokenizer_folder
 from invrl.store.tokenizer_folder import TOKENIZER_NAME, copy_tokenizer, token_reader
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_a_copied_run_folder_shows_text_without_the_model(
@@ -71,7 +65,13 @@ def test_id_outside_of_the_vocabulary_has_a_name(model: Path, tmp_path: Path) ->
 
 
 def test_byte_level_tokens_are_the_bytes_that_they_stand_for(tmp_path: Path) -> None:
-    vocabulary = {"Ġhi": 0, "Ċ": 1, "Ã": 2, "©": 3, "Ã©": 4}
+    vocabulary = {
+        "Ġhi": 0,
+        "Ċ": 1,
+        "Ã": 2,
+        "©": 3,
+        "Ã©": 4,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ã", "©")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running_gateway import running
 from slow_cases import first_quick
-from test_gateway_turns import running
 from token_truth import Reference, stored_turns
 from tokenizer_kinds import CHATML, KINDS, make_tokenizer_folder
 
@@ -78,15 +78,17 @@ def test_a_prompt_has_the_ids_that_transformers_gives_it(
 def test_a_conversation_in_turns_has_the_ids_of_the_whole(
     folders: dict[str, Path], name: str
 ):
-    made = renderer(folders[name])
-    assert made.end_of_turn_id is not None
-    path = made.render_first(Prompt(messages=CONVERSATION[:1]))
+    kind_renderer = renderer(folders[name])
+    assert kind_renderer.end_of_turn_id is not None
+    path = kind_renderer.render_first(Prompt(messages=CONVERSATION[:1]))
     for depth in (2, 4):
         answered = whole_ids(folders[name], CONVERSATION[:depth], head=False)
         assert answered[: len(path)] == path
-        end = len(answered) - answered[::-1].index(made.end_of_turn_id)
+        end = len(answered) - answered[::-1].index(kind_renderer.end_of_turn_id)
         path = answered[:end]
-        tail = made.render_tail(Prompt(messages=CONVERSATION[: depth + 1]), depth, path)
+        tail = kind_renderer.render_tail(
+            Prompt(messages=CONVERSATION[: depth + 1]), depth, path
+        )
         assert tail.fork is None
         path = path + tail.ids
         assert path == whole_ids(folders[name], CONVERSATION[: depth + 1], head=True)
@@ -96,22 +98,22 @@ def test_a_conversation_in_turns_has_the_ids_of_the_whole(
 def test_a_trained_conversation_has_the_ids_of_the_whole(
     folders: dict[str, Path], name: str
 ):
-    made = renderer(folders[name])
+    kind_renderer = renderer(folders[name])
     messages = CONVERSATION[:4]
     [branch] = branches(
-        made, Dialogue(prompt=Prompt(messages=messages), trained=(1, 3))
+        kind_renderer, Dialogue(prompt=Prompt(messages=messages), trained=(1, 3))
     )
     tokens = branch.tokens_T.tolist()
     whole = whole_ids(folders[name], messages, head=False)
     assert tokens == whole[: len(tokens)]
-    replies = made.decode(
+    replies = kind_renderer.decode(
         [
             token
             for token, is_trained in zip(tokens, branch.trained_T, strict=True)
             if is_trained
         ]
     )
-    assert replies.count(made.end_of_turn) == 2
+    assert replies.count(kind_renderer.end_of_turn) == 2
     assert "weather" not in replies
 
 
@@ -119,29 +121,29 @@ def test_a_trained_conversation_has_the_ids_of_the_whole(
 def test_a_text_without_a_template_begins_as_the_tokenizer_begins_it(
     folders: dict[str, Path], name: str
 ):
-    made = renderer(folders[name])
+    kind_renderer = renderer(folders[name])
     tokenizer = reference(folders[name])
     text = "What is the weather"
     assert (
-        made.render_text(text)
-        == list(tokenizer(text)["input_ids"])[: len(made.render_text(text))]
+        kind_renderer.render_text(text)
+        == list(tokenizer(text)["input_ids"])[: len(kind_renderer.render_text(text))]
     )
-    begin = tokenizer.bos_token if made.render_text("") else ""
-    assert made.render_text(begin + text) == made.render_text(text), (
+    begin = tokenizer.bos_token if kind_renderer.render_text("") else ""
+    assert kind_renderer.render_text(begin + text) == kind_renderer.render_text(text), (
         "the token is not written twice"
     )
 
 
 @every_kind
 def test_a_text_goes_on_without_another_beginning(folders: dict[str, Path], name: str):
-    made = renderer(folders[name])
+    kind_renderer = renderer(folders[name])
     text = "What is the weather in Paris"
-    whole = made.render_text(text)
+    whole = kind_renderer.render_text(text)
     path = whole[:-1]
-    rest = made.reply_text(whole[-1:], inside=True)
-    assert made.decode(path[len(made.render_text("")) :]) + rest == made.decode(
-        whole[len(made.render_text("")) :]
-    )
+    rest = kind_renderer.reply_text(whole[-1:], inside=True)
+    assert kind_renderer.decode(
+        path[len(kind_renderer.render_text("")) :]
+    ) + rest == kind_renderer.decode(whole[len(kind_renderer.render_text("")) :])
 
 
 @every_kind
@@ -161,13 +163,15 @@ def test_the_check_fails_where_the_same_text_has_other_ids(
 ):
     """A tail that is tokenised alone begins with a space that the whole rendering does
     not have."""
-    made = renderer(folders["space before the first word, roles as text"])
+    kind_renderer = renderer(folders["space before the first word, roles as text"])
 
     def alone(path, text, room):
-        return made._tokenizer.encode(text)
+        return kind_renderer._tokenizer.encode(text)
 
-    monkeypatch.setattr(made, "_encode_behind", alone)
-    assert "wrong" in {finding.outcome for finding in check_template(made, Parsers())}
+    monkeypatch.setattr(kind_renderer, "_encode_behind", alone)
+    assert "wrong" in {
+        finding.outcome for finding in check_template(kind_renderer, Parsers())
+    }
 
 
 NAMED = [
@@ -192,10 +196,10 @@ def test_a_conversation_with_tools_gets_the_template_for_tools(
     else:
         settings["chat_template"] = NAMED
     settings_file.write_text(json.dumps(settings))
-    made = renderer(folder)
+    kind_renderer = renderer(folder)
     ask = CONVERSATION[:1]
-    assert not made.text(Prompt(messages=ask)).startswith("TOOLS")
-    text = made.text(Prompt(messages=ask, tools=(Tool(name="calc"),)))
+    assert not kind_renderer.text(Prompt(messages=ask)).startswith("TOOLS")
+    text = kind_renderer.text(Prompt(messages=ask, tools=(Tool(name="calc"),)))
     expected = reference(folder).apply_chat_template(
         [{"role": "user", "content": ask[0].content}],
         tools=[{"type": "function", "function": {"name": "calc", "parameters": {}}}],
@@ -211,10 +215,10 @@ def test_a_conversation_with_tools_gets_the_template_for_tools(
 async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
     tmp_path: Path, folders: dict[str, Path], name: str
 ):
-    made = renderer(folders[name])
+    kind_renderer = renderer(folders[name])
     judge = Reference(folders[name])
-    reply = [*made.encode("some more lines", inside=True), judge.end_id]
-    async with running(tmp_path, folders[name], made) as gateway:
+    reply = [*kind_renderer.encode("some more lines", inside=True), judge.end_id]
+    async with running(tmp_path, folders[name], kind_renderer) as gateway:
         gateway.engine.script = lambda _: reply
         [session] = await gateway.open()
         client = gateway.client(session)
@@ -253,7 +257,8 @@ async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
 def test_a_saved_model_keeps_its_template_for_tools(tmp_path: Path):
     from invrl.train.hf_export import copy_other_files
 
-    source, copy = tmp_path / "source", tmp_path / "copy"
+    source = tmp_path / "source"
+    copy = tmp_path / "copy"
     (source / "additional_chat_templates").mkdir(parents=True)
     copy.mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")

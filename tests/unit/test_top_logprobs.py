@@ -30,9 +30,9 @@ STREAMED = [False, True]
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer) as made:
-        made.engine.script = lambda _: [*renderer.encode(TEXT), END]
-        yield made
+    async with running(tmp_path, model, renderer) as plain_gateway:
+        plain_gateway.engine.script = lambda _: [*renderer.encode(TEXT), END]
+        yield plain_gateway
 
 
 def expected(renderer: Renderer) -> list[list[tuple[str, float]]]:
@@ -62,8 +62,8 @@ def shown(logprobs: list) -> list[list[tuple[str, float]]]:
             bytes(token.bytes).decode() == token.token for token in place.top_logprobs
         )
     return [
-        [(token.token, token.logprob) for token in each.top_logprobs]
-        for each in logprobs
+        [(token.token, token.logprob) for token in token_logprob.top_logprobs]
+        for token_logprob in logprobs
     ]
 
 
@@ -88,13 +88,13 @@ async def test_chat_returns_top_logprobs(
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=TOP, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [
+    streamed = [
         place
         for choice in choices
         if choice.logprobs
         for place in choice.logprobs.content or ()
     ]
-    assert shown(told) == expected(renderer)
+    assert shown(streamed) == expected(renderer)
     await recorded(gateway, session)
 
 
@@ -105,14 +105,14 @@ async def test_chat_with_0_top_logprobs_requests_none(gateway: Running, stream: 
         model="tiny", messages=[ASK], logprobs=True, top_logprobs=0, stream=stream
     )
     choices = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [
+    streamed = [
         place
         for choice in choices
         if choice.logprobs
         for place in choice.logprobs.content or ()
     ]
-    assert told
-    assert all(each.top_logprobs == [] for each in told)
+    assert streamed
+    assert all(token.top_logprobs == [] for token in streamed)
     await recorded(gateway, session, top=0)
 
 
@@ -127,11 +127,15 @@ async def test_completions_return_top_logprobs(
         model="tiny", prompt="Q", logprobs=TOP, max_tokens=60, stream=stream
     )
     pieces = [event.choices[0] async for event in answer] if stream else answer.choices
-    told = [piece.logprobs for piece in pieces if piece.logprobs]
+    streamed = [piece.logprobs for piece in pieces if piece.logprobs]
     wanted = [dict(reversed(place)) for place in expected(renderer)]
-    assert [token for one in told for token in one.top_logprobs] == wanted
-    tokens = [token for one in told for token in one.tokens]
-    assert [each for one in told for each in one.text_offset] == [
+    assert [
+        token for piece_logprobs in streamed for token in piece_logprobs.top_logprobs
+    ] == wanted
+    tokens = [token for piece_logprobs in streamed for token in piece_logprobs.tokens]
+    assert [
+        offset for piece_logprobs in streamed for offset in piece_logprobs.text_offset
+    ] == [
         0,
         *accumulate(map(len, tokens)),
     ][:-1]
@@ -155,12 +159,16 @@ async def test_responses_return_top_logprobs(
         deltas = [
             event for event in events if event.type == "response.output_text.delta"
         ]
-        told = [each for event in deltas for each in event.model_dump()["logprobs"]]
+        streamed = [
+            token for event in deltas for token in event.model_dump()["logprobs"]
+        ]
         answer = events[-1].response
         final = answer.output[0].content[0].model_dump()["logprobs"]
-        assert [each["token"] for each in told] == [each["token"] for each in final]
-        assert [each["top_logprobs"] for each in told] == [
-            each["top_logprobs"] for each in final
+        assert [token["token"] for token in streamed] == [
+            token["token"] for token in final
+        ]
+        assert [token["top_logprobs"] for token in streamed] == [
+            token["top_logprobs"] for token in final
         ]
     assert answer.top_logprobs == TOP
     assert shown(answer.output[0].content[0].logprobs) == expected(renderer)
@@ -180,9 +188,8 @@ async def test_invalid_top_logprobs_are_refused_and_unrequested_ones_are_not_sho
             await client.chat.completions.create(
                 **chat, logprobs=True, top_logprobs=top
             )
-    await client.responses.create(
-        model="tiny", input="Hi", top_logprobs=2
-    )  # log-probs are not included
+    # log-probs are not included
+    await client.responses.create(model="tiny", input="Hi", top_logprobs=2)
     await recorded(gateway, session, top=0)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import uvicorn
 from fakes import FakeEngine, random_reply
-from tiny_model import make_tiny_model
+from loop_parts import save_nothing, sync_at_once
 from trace_collector import Collector, running_collector
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
@@ -53,7 +53,6 @@ from invrl.types import (
     TrainBatch,
     TrainSample,
     Turn,
-    WeightUpdate,
     WeightVersion,
 )
 
@@ -68,11 +67,6 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 def collector() -> Iterator[Collector]:
     with running_collector() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @dataclass
@@ -249,22 +243,11 @@ async def train_on(turn: Turn, trace: StepTraces) -> None:
         advantages=tuple(np.zeros(len(row.tokens_T), np.float32) for row in rows),
     )
 
-    async def sync(version: WeightVersion) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
-
-    async def save(step: int, snapshot: bytes) -> None: ...
-
     parts = Parts(
         buffer=OneBatch(),
         assemble=lambda step, taken: batch,
         observer=Sink(),
-        learner=Learner(trainer=OneStep(), sync=sync, save=save),
+        learner=Learner(trainer=OneStep(), sync=sync_at_once, save=save_nothing),
         trace=trace.add,
     )
     assert await run_loop(parts, done=0, num_steps=1) == 1
@@ -397,9 +380,8 @@ def test_dead_collector_does_not_hold_up_requests(silent: bool) -> None:
         parent = SpanPlace(TRACE_ID, PARENT_ID)
         for _ in range(40_000):  # more than the queue holds
             traces.past_span("batch", parent, start=1.0, end=2.0, attributes={})
-        assert (
-            time.monotonic() - began < 60
-        )  # one wait for an answer would take 5 s for each 512
+        # one wait for an answer would take 5 s for each 512
+        assert time.monotonic() - began < 60
         began = time.monotonic()
         traces.close(deadline_s=1.0)
         assert time.monotonic() - began < 5
@@ -440,7 +422,8 @@ def test_a_drivers_step_is_a_trace_with_a_span_for_each_phase(
     root = chain.pop("step")
     assert root.parent_span_id == b""
     assert {span.parent_span_id for span in chain.values()} == {root.span_id}
-    assert (root.start_time_unix_nano, root.end_time_unix_nano) == (10e9, 12e9)
+    assert root.start_time_unix_nano == 10e9
+    assert root.end_time_unix_nano == 12e9
     assert [(item.key, item.value.int_value) for item in root.attributes] == [
         ("invrl.step", 1)
     ]

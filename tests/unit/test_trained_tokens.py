@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_rows import row_of_turns
+from training_rows import row_of_turns
 
 from invrl.errors import RunStoreError
 from invrl.interfaces import TokenRecord
@@ -54,7 +54,8 @@ def test_each_turn_has_the_record_of_its_own_tokens() -> None:
     row = row_of_turns(("a", 2, 3, True), ("b", 1, 2, False), ("c", 0, 2, True))
     batch = batch_of(row)
     first, last = trained_turns(batch, [record_of(batch, 0)])
-    assert (first.turn_id, last.turn_id) == ("a", "c")
+    assert first.turn_id == "a"
+    assert last.turn_id == "c"
     assert first.trained_N.tolist() == [True, True, True]
     assert first.advantages_N.tolist() == [2, 3, 4]
     assert (first.logprobs_N * -8).tolist() == [2, 3, 4]
@@ -131,14 +132,16 @@ def test_token_record_file_is_read_back_unchanged(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "trained_tokens").iterdir()] == [
         "step-00000012.npz"
     ]
-    found = read_trained_tokens(tmp_path / "trained_tokens", 12)
-    assert list(found) == ["a", "b/ü", "c"]
+    records = read_trained_tokens(tmp_path / "trained_tokens", 12)
+    assert list(records) == ["a", "b/ü", "c"]
     for turn in written:
         for name in ("trained_N", "advantages_N", "logprobs_N"):
             np.testing.assert_array_equal(
-                getattr(found[turn.turn_id], name), getattr(turn, name)
+                getattr(records[turn.turn_id], name), getattr(turn, name)
             )
-            assert getattr(found[turn.turn_id], name).dtype == getattr(turn, name).dtype
+            assert (
+                getattr(records[turn.turn_id], name).dtype == getattr(turn, name).dtype
+            )
 
 
 def test_step_without_turns_or_file_has_no_token_records(tmp_path: Path) -> None:
@@ -174,7 +177,11 @@ def test_token_record_file_with_wrong_arrays_or_pickles_is_refused(
     }
     np.savez(tokens_path(tmp_path, 1), **arrays)
     np.savez(
-        tokens_path(tmp_path, 2), **{**arrays, "turn_ids": np.array([{"a": 1}], object)}
+        tokens_path(tmp_path, 2),
+        **{
+            **arrays,
+            "turn_ids": np.array([{"a": 1}], object),
+        },
     )
     for step in (1, 2):
         with pytest.raises(RunStoreError, match="damaged"):

@@ -3,10 +3,12 @@ advantage."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
 from invrl.types import (
     Group,
-    RolloutSummary,
+    Rollout,
     TakenBatch,
     Turn,
     WeightVersion,
@@ -35,21 +37,16 @@ def test_one_branch_is_one_row() -> None:
     (row,) = training_rows(rollout([a, b]))
     assert row.tokens_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert row.loss_mask_T.tolist() == [False, False, True, True, False, True]
-    assert row.rollout_logprobs_T.tolist() == pytest.approx(
-        [0, 0, -0.03, -0.04, 0, -0.06]
-    )
+    logprobs = [0, 0, -0.03, -0.04, 0, -0.06]
+    assert row.rollout_logprobs_T.tolist() == pytest.approx(logprobs)
     assert row.versions_T.tolist() == [-1, -1, 0, 0, -1, 1]
     assert row.turn_ids == ("a", "b")
     assert row.group_id == "g"
     assert row.rollout_id == "s"
     assert row.attempt == 2
-    assert [
-        array.dtype for array in (row.tokens_T, row.rollout_logprobs_T, row.versions_T)
-    ] == [
-        np.int32,
-        np.float32,
-        np.int32,
-    ]
+    assert row.tokens_T.dtype == np.int32
+    assert row.rollout_logprobs_T.dtype == np.float32
+    assert row.versions_T.dtype == np.int32
 
 
 def test_a_shared_turn_is_trained_in_the_first_branch_only() -> None:
@@ -111,41 +108,39 @@ def test_several_temperatures_in_a_row_are_refused() -> None:
         training_rows(rollout([a, b]))
 
 
+def ids_of_turn(turn: Turn) -> list[int]:
+    return [*turn.context_ids_T.tolist(), *turn.sampled_ids_T.tolist()]
+
+
 @settings(max_examples=200, deadline=None)
 @given(turns=forests())
 def test_every_trainable_token_is_trained_exactly_once(turns: list[Turn]) -> None:
     rows = training_rows(rollout(*branches(turns)))
-    trained = Counter(
-        int(token) for row in rows for token in row.tokens_T[row.loss_mask_T]
-    )
-    expected = Counter(
-        int(token)
-        for t in turns
-        if t.delivered and t.finish_reason != "abort"
-        for token in t.sampled_ids_T
-    )
-    assert trained == expected
-    by_id = {t.id: t for t in turns}
+    trained: Counter[int] = Counter()
     for row in rows:
-        assert row.loss_mask_T.any()
-        path = [by_id[id] for id in row.turn_ids]
-        assert row.tokens_T.tolist() == [
-            int(n) for t in path for n in [*t.context_ids_T, *t.sampled_ids_T]
-        ]
-        mask = row.loss_mask_T
-        assert row.rollout_logprobs_T[mask].tolist() == pytest.approx(
-            (row.tokens_T[mask] / -100).tolist()
-        )
-        version_of = {
-            int(n): v
-            for t in path
-            for n, v in zip(t.sampled_ids_T, t.versions_T, strict=True)
-        }
-        assert [version_of[int(n)] for n in row.tokens_T[mask]] == row.versions_T[
-            mask
-        ].tolist()
-        assert (row.versions_T[~mask] == -1).all()
-        assert (row.rollout_logprobs_T[~mask] == 0).all()
+        trained.update(row.tokens_T[row.loss_mask_T].tolist())
+    trainable: Counter[int] = Counter()
+    for drawn_turn in turns:
+        if drawn_turn.delivered and drawn_turn.finish_reason != "abort":
+            trainable.update(drawn_turn.sampled_ids_T.tolist())
+    assert trained == trainable
+    turns_by_id = {turn.id: turn for turn in turns}
+    for row in rows:
+        path = [turns_by_id[id] for id in row.turn_ids]
+        assert row.tokens_T.tolist() == list(chain(*map(ids_of_turn, path)))
+        mask_T = row.loss_mask_T
+        assert mask_T.any()
+        trained_N = row.tokens_T[mask_T]
+        logprobs_N = row.rollout_logprobs_T[mask_T]
+        assert logprobs_N.tolist() == pytest.approx((trained_N / -100).tolist())
+        version_by_token: dict[int, int] = {}
+        for path_turn in path:
+            sampled = path_turn.sampled_ids_T.tolist()
+            version_by_token.update(zip(sampled, path_turn.versions_T, strict=True))
+        versions = [version_by_token[token] for token in trained_N.tolist()]
+        assert row.versions_T[mask_T].tolist() == versions
+        assert (row.versions_T[~mask_T] == -1).all()
+        assert (row.rollout_logprobs_T[~mask_T] == 0).all()
 
 
 # ----------------------------------------------------------------- batches
@@ -158,22 +153,25 @@ def test_a_rollout_of_two_rows_counts_once_in_the_baseline() -> None:
     a = turn("a", None, [1], [2, 3])
     b = turn("b", "a", [4], [5])
     c = turn("c", "a", [6], [7])
-    members = batch.groups[0].rollouts_G
+    undelivered = turn("x", None, [1], [9], delivered=False)
+    first, second, third = batch.groups[0].rollouts_G
     rollouts = [
-        rollout([a], of=members[0]),
-        rollout([turn("x", None, [1], [9], delivered=False)], of=members[1]),
-        rollout([a, b], [a, c], of=members[2]),
+        rollout([a], of=first),
+        rollout([undelivered], of=second),
+        rollout([a, b], [a, c], of=third),
     ]
-    made = build_batch(batch, reversed(rollouts), dr_grpo, 1e-4)
-    assert [sample.rollout_id for sample in made.samples] == ["g.0", "g.2", "g.2"]
-    assert [row_T.tolist() for row_T in made.advantages] == [
+    train_batch = build_batch(batch, reversed(rollouts), dr_grpo, 1e-4)
+    rollout_ids = [sample.rollout_id for sample in train_batch.samples]
+    assert rollout_ids == ["g.0", "g.2", "g.2"]
+    assert [row_T.tolist() for row_T in train_batch.advantages] == [
         [0, -1, -1],
         [0, 2, 2, 0, 2],
         [0, 0, 0, 0, 2],
     ]
-    assert (made.batch_id, made.version) == (4, 7)
-    assert made.trained.tokens == 6
-    assert all(row_T.dtype == np.float32 for row_T in made.advantages)
+    assert train_batch.batch_id == 4
+    assert train_batch.version == 7
+    assert train_batch.trained.tokens == 6
+    assert all(row_T.dtype == np.float32 for row_T in train_batch.advantages)
 
 
 def test_row_takes_the_branch_reward_of_its_last_rewarded_turn() -> None:
@@ -198,39 +196,43 @@ def test_group_with_equal_final_rewards_trains_if_turn_rewards_differ() -> None:
     (group,) = taken(("g", [1.0, 1.0])).groups
     assert nonzero_variance(group) == "zero_variance"
     first, second = group.rollouts_G
-    kinds = [
+    rewarded_ids = [
         ("turn_rewards", "a", "b"),
         ("branch_rewards", "a", "b"),
         ("child_rewards", "k", "l"),
     ]
-    for kind, name, other in kinds:
-        alone = replace(
-            group, rollouts_G=(first, replace(second, **{kind: {name: 0.0}}))
-        )
+    for rewards, first_id, second_id in rewarded_ids:
+        first_rewarded = replace(first, **{rewards: {first_id: 0.0}})
+        alone = replace(group, rollouts_G=(first_rewarded, second))
         assert nonzero_variance(alone) == "zero_variance", (
             "there is nothing to compare it with"
         )
-        both = replace(
-            group,
-            rollouts_G=(
-                replace(first, **{kind: {name: 0.0}}),
-                replace(second, **{kind: {other: 0.5}}),
-            ),
-        )
-        assert nonzero_variance(both) is None
+        second_rewarded = replace(second, **{rewards: {second_id: 0.5}})
+        differing = replace(group, rollouts_G=(first_rewarded, second_rewarded))
+        assert nonzero_variance(differing) is None
 
 
 def test_groups_have_their_own_baselines() -> None:
     batch = taken(("g", [0.0, 1.0]), ("h", [5.0, 5.0, 8.0]))
+    path = [turn("a", None, [1], [2])]
     rollouts = [
-        rollout([turn("a", None, [1], [2])], of=member)
+        rollout(path, of=member)
         for group in batch.groups
         for member in group.rollouts_G
     ]
-    made = build_batch(batch, rollouts, grpo, 1e-9)
-    expected = [-(0.5**0.5), 0.5**0.5, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5]
-    assert [float(row_T[1]) for row_T in made.advantages] == pytest.approx(
-        expected, rel=1e-6
+    train_batch = build_batch(batch, rollouts, grpo, 1e-9)
+    advantages = [float(row_T[1]) for row_T in train_batch.advantages]
+    root_half = math.sqrt(1 / 2)
+    root_third = math.sqrt(1 / 3)
+    assert advantages == pytest.approx(
+        [
+            -root_half,
+            root_half,
+            -root_third,
+            -root_third,
+            2 * root_third,
+        ],
+        rel=1e-6,
     )
 
 
@@ -240,7 +242,12 @@ def test_rollout_without_its_tokens_is_an_invariant_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [np.zeros(3), np.array([np.nan, 0.0]), np.float64(0.0)]
+    "wrong",
+    [
+        np.zeros(3),
+        np.array([np.nan, 0.0]),
+        np.float64(0.0),
+    ],
 )
 def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
     batch = taken(("g", [0.0, 1.0]))
@@ -249,6 +256,12 @@ def test_return_value_of_a_user_advantage_is_checked(wrong: np.ndarray) -> None:
 
 
 # -------------------------------------------- rewards of turns, branches and children
+
+
+def batch_of_group(rollouts: Sequence[Rollout]) -> TakenBatch:
+    members = tuple(rollout.summary for rollout in rollouts)
+    group = Group(id="g", task_id="t", rollouts_G=members)
+    return TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
 
 
 def judged(
@@ -261,34 +274,33 @@ def judged(
 ) -> list[list[float]]:
     """The advantage of each turn of each rollout: rollout i is one branch, its turn k
     earns `turn_rewards[i][k]` (None: nothing of its own)."""
-    paths: list[list[Turn]] = []
-    members: list[RolloutSummary] = []
+    rollouts: list[Rollout] = []
     for i, (final, rewards) in enumerate(zip(finals, turn_rewards, strict=True)):
-        ids = [f"r{i}t{k}" for k in range(len(rewards))]
-        parents = [None, *ids[:-1]]
-        paths.append(
-            [
-                turn(id, parent, [1], [2])
-                for id, parent in zip(ids, parents, strict=True)
-            ]
+        path: list[Turn] = []
+        reward_by_turn: dict[str, float] = {}
+        levels: dict[str, str] = {}
+        parent: str | None = None
+        for k, reward in enumerate(rewards):
+            id = f"r{i}t{k}"
+            path.append(turn(id, parent, [1], [2]))
+            parent = id
+            if reward is not None:
+                reward_by_turn[id] = reward
+                levels[id] = f"main/{k}"
+        member = replace(
+            summary(f"g.{i}", "g", i, final),
+            turn_rewards=reward_by_turn,
+            turn_levels=levels,
         )
-        own = {
-            id: reward
-            for id, reward in zip(ids, rewards, strict=True)
-            if reward is not None
-        }
-        levels = {id: f"main/{k}" for k, id in enumerate(ids) if id in own}
-        place = summary(f"g.{i}", "g", i, final)
-        members.append(replace(place, turn_rewards=own, turn_levels=levels))
-    group = Group(id="g", task_id="t", rollouts_G=tuple(members))
-    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
-    rollouts = [
-        rollout(path, of=member) for path, member in zip(paths, members, strict=True)
-    ]
-    made = build_batch(batch, rollouts, advantage_fn, 1e-4, baseline=baseline, use=use)
+        rollouts.append(rollout(path, of=member))
+    batch = batch_of_group(rollouts)
+    train_batch = build_batch(
+        batch, rollouts, advantage_fn, 1e-4, baseline=baseline, use=use
+    )
+    [group] = batch.groups
     differ = nonzero_variance(group, baseline=baseline) is None
-    assert differ == any(advantages_T.any() for advantages_T in made.advantages)
-    return [row_T[1::2].tolist() for row_T in made.advantages]
+    assert differ == any(row_T.any() for row_T in train_batch.advantages)
+    return [row_T[1::2].tolist() for row_T in train_batch.advantages]
 
 
 ALL_WAYS = [
@@ -302,7 +314,10 @@ def test_equal_turn_rewards_in_a_failed_group_give_zero_advantages(
 ) -> None:
     """All eight fail, all eight turns earn 0.1. Compared with the final rewards each
     had +2.64."""
-    assert judged([0.0] * 8, [[0.1]] * 8, baseline=baseline, use=use) == [[0.0]] * 8
+    finals = [0.0] * 8
+    turn_rewards = [[0.1]] * 8
+    advantages = judged(finals, turn_rewards, baseline=baseline, use=use)
+    assert advantages == [[0.0]] * 8
 
 
 @pytest.mark.parametrize(("baseline", "use"), ALL_WAYS)
@@ -312,9 +327,9 @@ def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
     """All eight solve the task; a call earned 0.1 or -0.1. Compared with the final
     rewards both had -2.65."""
     calls = [0.1, -0.1, 0.1, -0.1, 0.1, 0.1, -0.1, -0.1]
-    advantages = judged(
-        [1.0] * 8, [[call, None] for call in calls], baseline=baseline, use=use
-    )
+    finals = [1.0] * 8
+    turn_rewards = [[call, None] for call in calls]
+    advantages = judged(finals, turn_rewards, baseline=baseline, use=use)
     mean = statistics.mean(calls)
     deviation = statistics.stdev(calls)
     for call, (first, last) in zip(calls, advantages, strict=True):
@@ -325,28 +340,33 @@ def test_good_and_bad_calls_of_a_solved_group_have_opposite_signs(
 def test_a_turn_is_compared_at_its_own_depth_or_with_every_turn() -> None:
     """A reward that every rollout earns more of later: nobody was better than
     anybody."""
-    rewards = [[0.0, 1.0], [0.0, 1.0]]
-    assert judged([0.0, 0.0], rewards, baseline="depth") == [[0.0, 0.0], [0.0, 0.0]]
-    value = 0.5 / (3**-0.5 + 1e-4)  # four rewards: the sample's deviation is sqrt(1/3)
-    by_group = judged([0.0, 0.0], rewards, baseline="group")
-    assert by_group == [pytest.approx([-value, value], rel=1e-6)] * 2
+    finals = [0.0, 0.0]
+    turn_rewards = [[0.0, 1.0], [0.0, 1.0]]
+    by_depth = judged(finals, turn_rewards, baseline="depth")
+    assert by_depth == [[0.0, 0.0], [0.0, 0.0]]
+    by_group = judged(finals, turn_rewards, baseline="group")
+    deviation = math.sqrt(1 / 3)  # the sample's, of four rewards
+    advantage = 0.5 / (deviation + 1e-4)
+    assert by_group == [pytest.approx([-advantage, advantage], rel=1e-6)] * 2
 
 
 def test_added_reward_of_a_turn_includes_later_turns_and_the_final_reward() -> None:
-    """Without a deviation, so that every number can be read off: final 0 and 2; turns
-    0, 4 and 1, 0."""
-    advantages = judged(
-        [0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="add", advantage_fn=dr_grpo
-    )
-    assert advantages == [[-1 - 0.5 + 2, -1 + 2], [1 + 0.5 - 2, 1 - 2]]
-    replaced = judged(
-        [0.0, 2.0], [[0.0, 4.0], [1.0, 0.0]], use="replace", advantage_fn=dr_grpo
-    )
+    """Without a deviation, so that every number can be read off."""
+    finals = [0.0, 2.0]
+    turn_rewards = [[0.0, 4.0], [1.0, 0.0]]
+    added = judged(finals, turn_rewards, use="add", advantage_fn=dr_grpo)
+    assert added == [
+        [-1 - 0.5 + 2, -1 + 2],
+        [1 + 0.5 - 2, 1 - 2],
+    ]
+    replaced = judged(finals, turn_rewards, use="replace", advantage_fn=dr_grpo)
     assert replaced == [[-0.5, 2.0], [0.5, -2.0]]
 
 
 def test_only_rewarded_turn_has_zero_advantage() -> None:
-    assert judged([0.0, 1.0], [[0.7], [None]], advantage_fn=dr_grpo) == [[0.0], [0.5]]
+    turn_rewards = [[0.7], [None]]
+    advantages = judged([0.0, 1.0], turn_rewards, advantage_fn=dr_grpo)
+    assert advantages == [[0.0], [0.5]]
 
 
 def test_all_turn_rules_equal_the_final_reward_without_turn_rewards() -> None:
@@ -366,10 +386,13 @@ def family(use: RewardUse) -> list[list[float]]:
     """A group of two. The first rollout has a branch reward and a judged child with a
     child of its own; the second another branch reward, a judged child, and one that was
     not judged."""
+
+    def child(session_id: str) -> list[Turn]:
+        only_turn = turn(session_id, None, [1], [2])
+        return [replace(only_turn, session_id=session_id)]
+
     a = turn("a", None, [1], [2])
     b = turn("b", "a", [3], [4])
-    kid = turn("k", None, [1], [2])
-    grandkid = turn("l", None, [1], [2])
     first = replace(
         summary("g.0", "g", 0, 0.0),
         branch_rewards={"b": 5.0},
@@ -379,8 +402,6 @@ def family(use: RewardUse) -> list[list[float]]:
     )
     c = turn("c", None, [1], [2])
     d = turn("d", "c", [3], [4])
-    other = turn("m", None, [1], [2])
-    heir = turn("n", None, [1], [2])
     second = replace(
         summary("g.1", "g", 1, 1.0),
         branch_rewards={"d": 1.0},
@@ -388,37 +409,40 @@ def family(use: RewardUse) -> list[list[float]]:
         child_rewards={"other": 1.0, "heir": 1.0},
         child_reward_from={"other": "other", "heir": "g.1"},
     )
-    group = Group(id="g", task_id="t", rollouts_G=(first, second))
-    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     rollouts = [
-        rollout(
-            [a, b],
-            [replace(kid, session_id="kid")],
-            [replace(grandkid, session_id="grandkid")],
-            of=first,
-        ),
-        rollout(
-            [c, d],
-            [replace(other, session_id="other")],
-            [replace(heir, session_id="heir")],
-            of=second,
-        ),
+        rollout([a, b], child("kid"), child("grandkid"), of=first),
+        rollout([c, d], child("other"), child("heir"), of=second),
     ]
-    made = build_batch(batch, rollouts, dr_grpo, 1e-4, use=use)
-    return [row_T[1::2].tolist() for row_T in made.advantages]
+    batch = batch_of_group(rollouts)
+    train_batch = build_batch(batch, rollouts, dr_grpo, 1e-4, use=use)
+    return [row_T[1::2].tolist() for row_T in train_batch.advantages]
 
 
 def test_branches_and_children_are_compared_only_with_each_other() -> None:
     """Finals 0 and 1, branches 5 and 1, judged children 3 and 1 (a child of theirs
     counts with them; one that was not judged has the final reward)."""
-    assert family("replace") == [[2.0, 2.0], [1.0], [1.0], [-2.0, -2.0], [-1.0], [0.5]]
-    assert family("add") == [[1.5, 1.5], [0.5], [0.5], [-1.5, -1.5], [-0.5], [0.5]]
+    assert family("replace") == [
+        [2.0, 2.0],
+        [1.0],
+        [1.0],
+        [-2.0, -2.0],
+        [-1.0],
+        [0.5],
+    ]
+    assert family("add") == [
+        [1.5, 1.5],
+        [0.5],
+        [0.5],
+        [-1.5, -1.5],
+        [-0.5],
+        [0.5],
+    ]
 
 
 def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None:
     """Each is the only one of its level."""
-    a = turn("a", None, [1], [2])
-    k = replace(turn("k", None, [1], [2]), session_id="kid")
+    main_turn = turn("a", None, [1], [2])
+    child_turn = replace(turn("k", None, [1], [2]), session_id="kid")
     first = replace(
         summary("g.0", "g", 0, 0.0),
         turn_rewards={"a": 1.0},
@@ -431,12 +455,15 @@ def test_turns_of_children_are_not_compared_with_the_main_conversation() -> None
         child_rewards={"kid": 0.0},
         child_reward_from={"kid": "g.1"},
     )
-    group = Group(id="g", task_id="t", rollouts_G=(first, second))
-    batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
-    rollouts = [rollout([a], of=first), rollout([k], of=second)]
-    made = build_batch(batch, rollouts, dr_grpo, 1e-4)
-    assert [row_T.tolist() for row_T in made.advantages] == [[0.0, 0.0], [0.0, 0.0]]
+    rollouts = [
+        rollout([main_turn], of=first),
+        rollout([child_turn], of=second),
+    ]
+    batch = batch_of_group(rollouts)
+    [group] = batch.groups
+    by_level = build_batch(batch, rollouts, dr_grpo, 1e-4)
+    assert [row_T.tolist() for row_T in by_level.advantages] == [[0, 0], [0, 0]]
     assert nonzero_variance(group) == "zero_variance"
-    made = build_batch(batch, rollouts, dr_grpo, 1e-4, baseline="group")
-    assert [row_T.tolist() for row_T in made.advantages] == [[0.0, -4.0], [0.0, 4.0]]
+    by_group = build_batch(batch, rollouts, dr_grpo, 1e-4, baseline="group")
+    assert [row_T.tolist() for row_T in by_group.advantages] == [[0, -4], [0, 4]]
     assert nonzero_variance(group, baseline="group") is None

@@ -16,8 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import rows
-from test_context_share import shares_of, sights
+from packed_rows import rows, shares_of, sights
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -89,7 +88,11 @@ def seen_by_mask(tree_mask: TreeMask) -> torch.Tensor:
     return tree_mask.mask.mask_mod(none, none, query_Q, torch.arange(num_keys)[None, :])
 
 
-@given(data=rows(), ranks=st.integers(1, 3), window=st.sampled_from([None, 1, 3]))
+@given(
+    data=rows(),
+    ranks=st.integers(1, 3),
+    window=st.sampled_from([None, 1, 3]),
+)
 @settings(max_examples=60, deadline=None)
 def test_mask_shows_each_query_the_keys_of_its_block(
     data: list[Row], ranks: int, window: int | None
@@ -166,10 +169,10 @@ def test_flex_attention_equals_one_call_per_block(
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     share = shares_of(forest(), ranks)[-1]
     expected = forward_and_backward(calls_of(share, window), share, CPU, torch.float32)
-    found = forward_and_backward(
+    measured = forward_and_backward(
         TreeMask.of(share, window, CPU), share, CPU, torch.float32
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(measured, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -325,9 +328,9 @@ def test_compiled_kernel_equals_the_float32_calls_within_rounding(
         expected = forward_and_backward(
             calls_of(share, window), share, CPU, torch.float32
         )
-        found = forward_and_backward(
+        measured = forward_and_backward(
             TreeMask.of(share, window, target), share, target, dtype
         )
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(measured, expected, strict=True):
             error = (ours.cpu().float() - theirs).norm() / theirs.norm()
             assert error < tolerance

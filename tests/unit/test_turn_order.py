@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from loop_parts import sync_at_once
 from numpy.typing import NDArray
 
 from invrl.errors import WeightSyncError
@@ -42,13 +43,7 @@ class Noting:
     async def update(self, version: WeightVersion) -> WeightUpdate:
         await self.sender.stage(version)
         self.note("engines wake")
-        return WeightUpdate(
-            version=version,
-            num_bytes=0,
-            seconds={},
-            canary_max_gap=0.0,
-            canary_mean_gap=0.0,
-        )
+        return await sync_at_once(version)
 
     async def wake(self) -> int:
         self.note("trainer wakes")

@@ -91,7 +91,8 @@ async def test_an_interrupted_run_resumes_from_the_step_that_it_had_reached(
     )
     newest = Checkpoints(tmp_path).newest_whole(pytest.fail, tmp_path / "no model")
     assert newest is not None
-    assert (newest.step, newest.buffer.read_bytes()) == (2, b"after step 2")
+    assert newest.step == 2
+    assert newest.buffer.read_bytes() == b"after step 2"
     assert (newest.megatron / "state").read_text() == "2"
     assert "a run resumes from step 2" in notes[-1]
 

@@ -169,11 +169,11 @@ async def test_reward_that_is_not_a_number_is_named_with_its_line_and_fix(
 ) -> None:
     failure = await failure_of(in_folder(name))
     assert failure.reason is FailureReason.BAD_RETURN
-    told, place = failure.detail.splitlines()
-    assert told.startswith(
+    message, place = failure.detail.splitlines()
+    assert message.startswith(
         f"the rollout function returned {value}, not a number. Fix: "
     )
-    assert fix in told
+    assert fix in message
     assert place == line
 
 
@@ -183,8 +183,8 @@ async def test_error_in_the_reward_function_names_the_reward_function(
     function = in_folder("fine")
     failure = await failure_of(function, sys.modules["my_agent"].score)
     assert failure.reason is FailureReason.BAD_REWARD
-    told, place = failure.detail.splitlines()
-    assert told.startswith(
+    message, place = failure.detail.splitlines()
+    assert message.startswith(
         "the reward function's reward is nan, not a finite number. Fix: return a finite"
     )
     assert place == 'at my_agent.py:45, in score: return float("nan")'

@@ -41,8 +41,12 @@ def test_spans_of_the_last_event_replace_those_from_labels():
     versions = VersionTracker()
     versions.add("3", 2, None)
     versions.add("4", 3, None)
-    told = [EngineSpan("3", 0, 4), EngineSpan("3", 4, 4), EngineSpan("4", 4, 9)]
-    versions.add("4", 2, told)
+    spans = [
+        EngineSpan("3", 0, 4),
+        EngineSpan("3", 4, 4),
+        EngineSpan("4", 4, 9),
+    ]
+    versions.add("4", 2, spans)
     assert listed(versions) == [3, 3, 3, 3, 4, 4, 4]
     assert versions.certain
 
@@ -61,15 +65,17 @@ def test_recorded_version_is_never_newer_than_the_weights(seed: int):
     for _ in range(200):
         truth.append(version)
         if source.random() < 0.05:
-            version += source.randint(
-                1, 2
-            )  # what is not sent yet will have the new label
+            # what is not sent yet will have the new label
+            version += source.randint(1, 2)
         if source.random() < 0.5:
             versions.add(str(version), len(truth) - sent, None)
             sent = len(truth)
             recorded = listed(versions)
             assert len(recorded) == sent
-            assert all(one <= true for one, true in zip(recorded, truth, strict=False))
+            assert all(
+                recorded_version <= true
+                for recorded_version, true in zip(recorded, truth, strict=False)
+            )
 
 
 @pytest.mark.parametrize(

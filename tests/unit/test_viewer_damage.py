@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from recorded_run import RecordedRun, record_run
-from test_viewer_index import ids, refreshed, rows
+from indexed_run import closed, notes_of, refreshed, rollout_rows, session_ids, view_of
+from recorded_run import record_run
 
 from invrl.errors import ConfigError, RunStoreError
 from invrl.viewer.metrics_table import MetricsTable
-from invrl.viewer.page_server import encoded, runs_page
+from invrl.viewer.page_server import encoded
 from invrl.viewer.run_pages import (
     evaluations_page,
     ledger_page,
@@ -25,15 +25,14 @@ from invrl.viewer.run_pages import (
     timeline_page,
     weights_page,
 )
-from invrl.viewer.viewed_run import ViewedRun, open_runs
+from invrl.viewer.viewed_run import open_runs
 
 ROOT = Path(__file__).parents[2]
 _READER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-sys.path.insert(0, {unit!r})
-from test_viewer_index import ids, refreshed
+from indexed_run import session_ids, refreshed
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import runs_page
 from invrl.viewer.run_pages import ledger_page
@@ -42,31 +41,31 @@ from invrl.viewer.viewed_run import open_runs
 refreshed(run)
 runs_page([run])
 ledger_page(run)
-for session_id in ids(run):
+for session_id in session_ids(run):
     detail = rollout_detail(run, session_id, full=False)
     turn_tokens(run, detail["turns"][0]["id"], full=False)
-print(len(ids(run)), run.index_state.error)
+print(len(session_ids(run)), run.index_state.error)
 """
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int, int]]:
     """Of every file: a hash of what it holds, its mode, and when it was changed."""
-    found: dict[str, tuple[str, int, int]] = {}
+    entries: dict[str, tuple[str, int, int]] = {}
     for path in sorted(folder.rglob("*")):
         facts = path.stat()
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-        found[str(path.relative_to(folder))] = (
+        entries[str(path.relative_to(folder))] = (
             digest,
             facts.st_mode,
             facts.st_mtime_ns,
         )
-    return found
+    return entries
 
 
 def read_elsewhere(folder: Path, cache: Path) -> str:
     """Views the run in a process of its own, as a user does, and returns what it
     prints."""
-    script = _READER.format(tests=str(ROOT / "tests"), unit=str(ROOT / "tests/unit"))
+    script = _READER.format(tests=str(ROOT / "tests"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder), str(cache)],
@@ -78,12 +77,6 @@ def read_elsewhere(folder: Path, cache: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def closed(recorded: RecordedRun) -> Path:
-    recorded.writer.close()
-    recorded.ledger.close()
-    return recorded.folder.path
 
 
 def test_live_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
@@ -110,7 +103,12 @@ def test_dead_run_is_read_without_changing_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "endings", [("", "-wal"), ("", "-wal", "-shm")], ids=["log", "log and its index"]
+    "endings",
+    [
+        ("", "-wal"),
+        ("", "-wal", "-shm"),
+    ],
+    ids=["log", "log and its index"],
 )
 def test_copy_of_a_killed_run_is_read_completely(
     tmp_path: Path, endings: tuple[str, ...]
@@ -142,16 +140,6 @@ def test_read_only_run_folder_is_read(tmp_path: Path) -> None:
     finally:
         for path in [folder, *folder.rglob("*")]:
             path.chmod(0o755)
-
-
-def view_of(folder: Path, cache: Path) -> ViewedRun:
-    [run] = open_runs([folder], cache)
-    return refreshed(run)
-
-
-def notes_of(run: ViewedRun) -> str:
-    [row] = runs_page([run])["runs"]
-    return "\n".join(row["notes"])
 
 
 def test_torn_store_is_named_and_metrics_are_shown(tmp_path: Path) -> None:
@@ -200,7 +188,7 @@ def test_exclusively_locked_store_is_named_and_read_later(tmp_path: Path) -> Non
     assert "another process holds it alone" in notes_of(run)
     holder.close()
     refreshed(run)
-    assert ids(run) == {session}
+    assert session_ids(run) == {session}
     assert notes_of(run) == ""
 
 
@@ -213,7 +201,7 @@ def test_exclusively_locked_store_without_a_shared_index_is_read(
     holder = sqlite3.connect(recorded.folder.store_path, isolation_level=None)
     holder.execute("PRAGMA locking_mode=EXCLUSIVE")
     holder.execute("INSERT INTO flushes VALUES (77, 1.0)")
-    assert ids(view_of(folder, tmp_path / "cache")) == {session}
+    assert session_ids(view_of(folder, tmp_path / "cache")) == {session}
     holder.close()
 
 
@@ -264,8 +252,8 @@ def test_ten_thousand_metrics_are_read_and_found(tmp_path: Path) -> None:
     recorded.folder.metrics_path.write_text("".join(lines))
     run = view_of(closed(recorded), tmp_path / "cache")
     assert len(metric_names_page([run], "")["names"]) == 10_000
-    [found] = metric_names_page([run], "m/9999")["names"]
-    assert found == {"name": "m/9999", "runs": ["run"], "count": 20, "last": 9999.0}
+    [name] = metric_names_page([run], "m/9999")["names"]
+    assert name == {"name": "m/9999", "runs": ["run"], "count": 20, "last": 9999.0}
 
 
 def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
@@ -277,8 +265,8 @@ def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
         "bin\x00ary\x1b[31m", "\x00\x01\x7f \U0001f600 \ufffe marker", 1.0
     )
     run = view_of(closed(recorded), tmp_path / "cache")
-    assert ids(run, q="needle") == {large}
-    assert ids(run, q="marker") == {binary}
+    assert session_ids(run, q="needle") == {large}
+    assert session_ids(run, q="marker") == {binary}
     cut = rollout_detail(run, large, full=False)
     whole = rollout_detail(run, large, full=True)
     assert cut
@@ -288,7 +276,7 @@ def test_large_and_binary_texts_are_shown(tmp_path: Path) -> None:
     assert len(whole["turns"][0]["reply"]["content"]) == 1_000_007
     assert not whole["turns"][0]["reply"]["cut"]
     encoded(rollout_detail(run, binary, full=False))
-    [row] = rows(run, task="bin\x00ary\x1b[31m")
+    [row] = rollout_rows(run, task="bin\x00ary\x1b[31m")
     assert row["session_id"] == binary
 
 
@@ -298,7 +286,7 @@ def test_unreadable_configuration_becomes_a_note(tmp_path: Path) -> None:
     folder = closed(recorded)
     recorded.folder.config_path.write_bytes(b"[run\n\xff")
     run = view_of(folder, tmp_path / "cache")
-    assert ids(run) == {session}
+    assert session_ids(run) == {session}
     assert "config.resolved.toml cannot be read" in notes_of(run)
 
 
@@ -378,9 +366,9 @@ def test_a_rollout_whose_outcome_or_messages_are_damaged_is_shown(
         db.execute("UPDATE turns SET messages=X'00FF' WHERE session_id=?", (silent,))
     db.close()
     run = view_of(folder, tmp_path / "cache")
-    assert ids(run) == {whole, damaged, silent}
-    assert ids(run, q="x") == {whole, damaged}
-    [row] = rows(run, session=damaged)
+    assert session_ids(run) == {whole, damaged, silent}
+    assert session_ids(run, q="x") == {whole, damaged}
+    [row] = rollout_rows(run, session=damaged)
     assert "its outcome in the store is damaged" in row["detail"]
     with pytest.raises(RunStoreError, match="damaged"):
         rollout_detail(run, damaged, full=False)

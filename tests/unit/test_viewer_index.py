@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+from indexed_run import refreshed, rollout_rows, session_ids
 from recorded_run import RecordedRun, record_run
 
 from invrl.buffer.ledger_store import LedgerStore
@@ -18,28 +17,9 @@ from invrl.viewer.rollout_queries import match_expression
 from invrl.viewer.viewed_run import ViewedRun, open_runs
 
 
-def refreshed(run: ViewedRun) -> ViewedRun:
-    """Its index filled to the end."""
-    never = threading.Event()
-    for _ in range(1_000):
-        if "index" not in run.refresh(never):
-            return run
-    raise AssertionError("the index is never complete")
-
-
 def viewed(recorded: RecordedRun, cache: Path) -> ViewedRun:
     [run] = open_runs([recorded.folder.path], cache)
     return refreshed(run)
-
-
-def rows(run: ViewedRun, **filters: object) -> list[dict[str, Any]]:
-    parameters = {name: [str(value)] for name, value in filters.items()}
-    with run.queries() as queries:
-        return queries.rollouts(parameters)["rows"]
-
-
-def ids(run: ViewedRun, **filters: object) -> set[str]:
-    return {row["session_id"] for row in rows(run, **filters)}
 
 
 @pytest.fixture
@@ -58,7 +38,7 @@ def test_every_rollout_has_a_row_with_its_outcome(
     held_out = recorded.add("d", "seven", 1.0, purpose="eval", step=3)
     run = viewed(recorded, tmp_path / "cache")
 
-    by_id = {row["session_id"]: row for row in rows(run)}
+    by_id = {row["session_id"]: row for row in rollout_rows(run)}
     assert set(by_id) == {trained, dropped, failed, held_out}
     row = by_id[trained]
     assert row["state"] == "trained"
@@ -84,17 +64,17 @@ def test_filters_select_rows_and_facets_count_them(
     failed = recorded.add("c", "x", 0.0, failure=FailureReason.EXCEPTION, detail="no")
     run = viewed(recorded, tmp_path / "cache")
 
-    assert ids(run, min_reward=0.6) == {good}
-    assert ids(run, max_reward=0.2) == {bad}
-    assert ids(run, drop="stale") == {dropped}
-    assert ids(run, failure="exception") == {failed}
-    assert ids(run, truncated=1) == {bad}
-    assert ids(run, trained=1) == {good, bad}
-    assert ids(run, task="a", truncated=0) == {good}
-    assert ids(run, group="g") == {good, bad}
-    assert ids(run, session=failed) == {failed}
-    assert [row["session_id"] for row in rows(run, sort="best")][:1] == [good]
-    assert rows(run, sort="worst")[0]["session_id"] == bad
+    assert session_ids(run, min_reward=0.6) == {good}
+    assert session_ids(run, max_reward=0.2) == {bad}
+    assert session_ids(run, drop="stale") == {dropped}
+    assert session_ids(run, failure="exception") == {failed}
+    assert session_ids(run, truncated=1) == {bad}
+    assert session_ids(run, trained=1) == {good, bad}
+    assert session_ids(run, task="a", truncated=0) == {good}
+    assert session_ids(run, group="g") == {good, bad}
+    assert session_ids(run, session=failed) == {failed}
+    assert [row["session_id"] for row in rollout_rows(run, sort="best")][:1] == [good]
+    assert rollout_rows(run, sort="worst")[0]["session_id"] == bad
     with run.queries() as queries:
         facets = queries.facets({"task": ["a"]})
     assert facets["total"] == 2
@@ -109,7 +89,7 @@ def test_most_surprising_reward_is_farthest_from_its_groups_mean(
         recorded.add("a", "x", 0.0, group="g", index=index)
     odd = recorded.add("a", "x", 1.0, group="g", index=7)
     run = viewed(recorded, tmp_path / "cache")
-    first = rows(run, sort="surprising")[0]
+    first = rollout_rows(run, sort="surprising")[0]
     assert first["session_id"] == odd
     assert first["surprise"] == pytest.approx(7**0.5)  # (1 - 1/8) / sqrt(1/8 * 7/8)
 
@@ -123,14 +103,14 @@ def test_search_finds_texts_of_conversations(
     )
     plain = recorded.add("b", ["first reply", "second answer"], 1.0)
     run = viewed(recorded, tmp_path / "cache")
-    assert ids(run, q="zurich") == {with_call}
-    assert ids(run, q="thinking") == {with_call}
-    assert ids(run, q="seco") == {plain}
-    assert ids(run, q='"second answer"') == {plain}
-    assert ids(run, q='"answer second"') == set()
-    assert ids(run, q="first second") == set(), "both words in one turn"
-    assert ids(run, q=plain) == {plain}
-    assert ids(run, q="b") == {plain}, "the id of its task"
+    assert session_ids(run, q="zurich") == {with_call}
+    assert session_ids(run, q="thinking") == {with_call}
+    assert session_ids(run, q="seco") == {plain}
+    assert session_ids(run, q='"second answer"') == {plain}
+    assert session_ids(run, q='"answer second"') == set()
+    assert session_ids(run, q="first second") == set(), "both words in one turn"
+    assert session_ids(run, q=plain) == {plain}
+    assert session_ids(run, q="b") == {plain}, "the id of its task"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +133,7 @@ def test_search_text_is_never_an_operator(
 ) -> None:
     recorded.add("a", "hello", 1.0)
     run = viewed(recorded, tmp_path / "cache")
-    assert isinstance(rows(run, q=text), list)
+    assert isinstance(rollout_rows(run, q=text), list)
     assert (
         "AND" not in match_expression(text).replace('" AND "', "").replace("* AND ", "")
         or "AND" in text
@@ -163,12 +143,12 @@ def test_search_text_is_never_an_operator(
 def test_index_follows_a_growing_run(recorded: RecordedRun, tmp_path: Path) -> None:
     first = recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
-    assert ids(run) == {first}
+    assert session_ids(run) == {first}
     second = recorded.add("b", "later words", 1.0, step=2)
     refreshed(run)
-    assert ids(run) == {first, second}
-    assert ids(run, q="later") == {second}
-    assert ids(run, step=2) == {second}
+    assert session_ids(run) == {first, second}
+    assert session_ids(run, q="later") == {second}
+    assert session_ids(run, step=2) == {second}
 
 
 def test_second_start_reuses_the_index(recorded: RecordedRun, tmp_path: Path) -> None:
@@ -176,8 +156,8 @@ def test_second_start_reuses_the_index(recorded: RecordedRun, tmp_path: Path) ->
     run = viewed(recorded, tmp_path / "cache")
     run.close()
     again = viewed(recorded, tmp_path / "cache")
-    assert ids(again) == {first}
-    assert ids(again, q="x") == {first}
+    assert session_ids(again) == {first}
+    assert session_ids(again, q="x") == {first}
     assert again.index_state.turns_indexed == 1
 
 
@@ -192,8 +172,8 @@ def test_another_run_at_the_same_path_has_another_index(tmp_path: Path) -> None:
     replaced.opened = 7.0
     again = viewed(replaced, tmp_path / "cache")
     assert old == new, "both runs name their first session alike"
-    assert ids(again, q="old") == set()
-    assert ids(again, q="new") == {new}
+    assert session_ids(again, q="old") == set()
+    assert session_ids(again, q="new") == {new}
 
 
 def test_index_of_another_version_is_rebuilt(
@@ -204,7 +184,7 @@ def test_index_of_another_version_is_rebuilt(
     run.close()
     monkeypatch.setattr("invrl.viewer.viewed_run.INDEX_VERSION", 1_000)
     again = viewed(recorded, tmp_path / "cache")
-    assert ids(again) == {first}
+    assert session_ids(again) == {first}
     [index] = (tmp_path / "cache").glob("*/index.sqlite")
     assert index.stat().st_mode & 0o077 == 0, "conversations are private"
 
@@ -216,20 +196,20 @@ def test_rollouts_of_a_lost_incarnation_are_marked_as_lost(
     sequence = recorded.sequence
     gone = recorded.add("b", "x", 1.0, step=2)
     run = viewed(recorded, tmp_path / "cache")
-    assert ids(run, state="trained") == {kept, gone}
+    assert session_ids(run, state="trained") == {kept, gone}
     recorded.ledger = LedgerStore(recorded.folder.store_path)
     recorded.ledger.begin(parent=1, step=1, sequence=sequence)
     refreshed(run)
-    assert ids(run, state="trained") == {kept}
-    assert ids(run, state="lost") == {gone}
+    assert session_ids(run, state="trained") == {kept}
+    assert session_ids(run, state="lost") == {gone}
 
 
 def test_repeated_evaluation_counts_once(recorded: RecordedRun, tmp_path: Path) -> None:
     first = recorded.add("a", "x", 0.0, purpose="eval", step=0)
     second = recorded.add("a", "x", 1.0, purpose="eval", step=0)
     run = viewed(recorded, tmp_path / "cache")
-    assert ids(run, state="repeated") == {first}
-    assert ids(run, state="evaluated") == {second}
+    assert session_ids(run, state="repeated") == {first}
+    assert session_ids(run, state="evaluated") == {second}
     with run.queries() as queries:
         assert queries.held_out_rewards() == {("a", "greedy"): {"0": [1.0]}}
 
@@ -248,7 +228,8 @@ def test_index_lists_tasks_groups_and_steps(
     assert task["task"] == "a"
     assert task["rollouts"] == 3
     assert task["gain"] == 0.5
-    assert (groups["g1"]["reward_mean"], groups["g1"]["trained"]) == (0.5, 2)
+    assert groups["g1"]["reward_mean"] == 0.5
+    assert groups["g1"]["trained"] == 2
     assert groups["g1"]["reward_std"] == pytest.approx(0.5)
     assert [(step["step"], step["rollouts"]) for step in steps] == [(1, 2), (4, 1)]
 
@@ -257,11 +238,11 @@ def test_two_viewers_share_one_index(recorded: RecordedRun, tmp_path: Path) -> N
     first = recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     other = viewed(recorded, tmp_path / "cache")
-    assert ids(other) == {first}
+    assert session_ids(other) == {first}
     run.close()
     second = recorded.add("b", "x", 1.0)
     refreshed(other)
-    assert ids(other) == {first, second}
+    assert session_ids(other) == {first, second}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +261,7 @@ def test_wrong_filter_is_refused_by_name(
     recorded.add("a", "x", 1.0)
     run = viewed(recorded, tmp_path / "cache")
     with pytest.raises(ConfigError) as error:
-        rows(run, **query)
+        rollout_rows(run, **query)
     assert error.value.field == next(iter(query))
     assert error.value.fix
 

@@ -34,15 +34,16 @@ class Console:
         self.notes.append(text)
 
 
-def test_the_gain_that_the_run_measured_is_told_with_its_interval(
+async def test_the_gain_that_the_run_measured_is_told_with_its_interval(
     tmp_path: Path,
 ) -> None:
     run = record_run(tmp_path)
     run.folder.report_path.mkdir(exist_ok=True)
-    before, after = evaluation(0.2), evaluation(0.9)
+    before = evaluation(0.2)
+    after = evaluation(0.9)
     console = Console()
     held_out = HeldOutEvaluations(resolve(), run.folder, None, console)  # type: ignore[arg-type]
-    held_out.report_gain(before, after)
+    await held_out.report_gain(before, after)
     gain = gain_interval(before.scores["greedy"], after.scores["greedy"])
     line = outcome_line(
         state="ended",

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_run import closed, notes_of, refreshed, rollout_rows, view_of
 from recorded_run import record_run
-from test_viewer_damage import closed, notes_of, view_of
-from test_viewer_index import refreshed, rows
 
 from invrl.store.rows import TOP_COLUMNS, top_values
 from invrl.store.timeline_file import (
@@ -67,7 +66,7 @@ def test_viewer_shows_advantages_and_gaps_of_trained_tokens(tmp_path: Path) -> N
         recorded.folder.trained_tokens_path, 3, [trained_turn(first_id, length)]
     )
     refreshed(run)
-    by_id = {row["session_id"]: row for row in rows(run)}
+    by_id = {row["session_id"]: row for row in rollout_rows(run)}
     assert by_id[session]["advantage"] == pytest.approx(0.5)
     assert by_id[session]["gap"] == pytest.approx(0.25), "the engine's log-probs are 0"
     assert by_id[other]["advantage"] is None
@@ -138,7 +137,8 @@ def test_viewer_shows_the_top_tokens_of_each_position(
     assert candidates["ids"][1] == [0, 1]
     assert candidates["logprobs"][1] == [0.0, -1.0]
     assert candidates["texts"]["19"] == "<19>"
-    assert (candidates["recorded"], candidates["shown"]) == (30, 20)
+    assert candidates["recorded"] == 30
+    assert candidates["shown"] == 20
     other = turn_tokens(run, f"{without}/0", full=False)
     assert other
     assert other["sampled"]["candidates"] is None
@@ -214,7 +214,8 @@ def test_run_is_live_while_its_folder_is_locked(tmp_path: Path) -> None:
     with recorded.folder.held("train"):
         overview = run.overview()
         assert overview["state"] == "running"
-        assert (overview["phase"], overview["phase_since"]) == ("rollout", 9.5)
+        assert overview["phase"] == "rollout"
+        assert overview["phase_since"] == 9.5
         assert timeline_page(run, 0.0)["now"] == {
             "phase": "rollout",
             "step": 4,

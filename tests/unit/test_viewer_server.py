@@ -56,10 +56,10 @@ class Served:
         )
         assert self.process.stdout
         line = self.process.stdout.readline()
-        found = re.search(r"http://(127\.0\.0\.1):(\d+)/\?key=(\S+)", line)
-        assert found, line + self.process.communicate()[1]
-        self.port = int(found[2])
-        self.key = found[3]
+        address = re.search(r"http://(127\.0\.0\.1):(\d+)/\?key=(\S+)", line)
+        assert address, line + self.process.communicate()[1]
+        self.port = int(address[2])
+        self.key = address[3]
 
     def ask(
         self, path: str, *, method: str = "GET", **headers: str
@@ -121,13 +121,15 @@ def test_viewer_needs_its_key_and_every_response_has_security_headers(
         )
 
     status, headers, _ = served.ask(f"/?key={served.key}")
-    assert (status, headers["location"]) == (303, "./")
+    assert status == 303
+    assert headers["location"] == "./"
     cookie = headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert served.ask("/api/runs", Cookie=cookie.partition(";")[0])[0] == 200
     status, headers, _ = served.ask(f"/api/runs?key={served.key}&a=b")
-    assert (status, headers["location"]) == (303, "./runs?a=b")
+    assert status == 303
+    assert headers["location"] == "./runs?a=b"
 
     status, headers, _ = served.ask("/api/runs", Authorization=f"Bearer {served.key}")
     policy = headers["content-security-policy"]
@@ -177,9 +179,10 @@ def test_viewer_errors_name_field_value_reason_and_fix(served: Served) -> None:
         ("/api/runs/run/turns/none/tokens", 404, ""),
         ("/api/none", 404, ""),
     ):
-        found, _, body = served.ask(path, Authorization=right)
+        status_code, _, body = served.ask(path, Authorization=right)
         error = json.loads(body)["error"]
-        assert (found, error["field"]) == (status, field), path
+        assert status_code == status, path
+        assert error["field"] == field, path
         assert error["message"]
         assert error["fix"]
 
@@ -245,7 +248,8 @@ def test_taken_viewer_port_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as error:
             bind("127.0.0.1", port)
-    assert (error.value.field, error.value.value) == ("--port", str(port))
+    assert error.value.field == "--port"
+    assert error.value.value == str(port)
     with pytest.raises(ConfigError) as error:
         bind("203.0.113.7", 0)
     assert error.value.field == "--host"

@@ -237,9 +237,8 @@ def test_exclusively_locked_store_becomes_a_note(tmp_path: Path) -> None:
     with contextlib.closing(
         sqlite3.connect(folder.store_path, isolation_level=None)
     ) as holder:
-        holder.execute(
-            "INSERT INTO flushes VALUES (77, 1.0)"
-        )  # makes the index that processes share
+        # makes the index that processes share
+        holder.execute("INSERT INTO flushes VALUES (77, 1.0)")
         holder.execute("PRAGMA locking_mode=EXCLUSIVE")
         holder.execute("INSERT INTO flushes VALUES (78, 1.0)")
         assert folder.store_path.with_name("run.sqlite-shm").exists()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from slow_cases import first_quick
 from invrl.bench.loader_server import LoaderServer
 from invrl.engines.weight_receiver import BroadcastReceiver
 from invrl.errors import WeightSyncError
+from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
 from invrl.types import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights import broadcast, broadcast_loads
@@ -72,11 +73,12 @@ class Trainer:
 class Fleet:
     """Loaders, each a process of its own, and the transaction over them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: ForkParent) -> None:
         self.trainer = Trainer()
         self.engines: list[BroadcastReceiver] = []
         self.servers: dict[str, LoaderServer] = {}
         self._folder = folder
+        self._parent = parent
         self._stack = AsyncExitStack()
         self._loads = BroadcastLoads(self.trainer, timeout_s=TIMEOUT_S)
         self.transaction = WeightTransaction(
@@ -95,8 +97,9 @@ class Fleet:
         for name in names:
             folder = self._folder / name
             folder.mkdir(exist_ok=True)
-            self.servers[name] = LoaderServer(LAYOUT, folder)
-            self._stack.callback(self.servers[name].stop)
+            server = LoaderServer(LAYOUT, folder, parent=self._parent)
+            self.servers[name] = server
+            self._stack.callback(server.stop)
         for name in names:
             self.servers[name].wait_ready(deadline_s=120)
             client = await self._stack.enter_async_context(self.servers[name].client())
@@ -120,8 +123,8 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path)
+async def fleet(tmp_path: Path, loader_parent: ForkParent) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path, loader_parent)
     try:
         yield fleet
     finally:
@@ -174,9 +177,8 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
 
     def deadly(group: broadcast.WeightGroup, bucket: torch.Tensor):
         sent.append(bucket.numel())
-        if (
-            len(sent) == 2
-        ):  # what is left is more than sockets hold for a process that does not read
+        # what is left is more than sockets hold for a process that does not read
+        if len(sent) == 2:
             os.kill(victim, fault)
         return begin(group, bucket)
 
@@ -184,14 +186,18 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     try:
         update = await fleet.update(2)
     finally:
-        os.kill(victim, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGCONT)
     assert list(update.lost_engines) == ["b"]
     reason = {
         signal.SIGKILL: "the loader",
         signal.SIGSTOP: "waited 6.0 s for b to answer",
     }[fault]
     assert reason in update.lost_engines["b"]
-    assert fleet.trainer.offers[1:] == [(2, ["a", "b", "c"]), (2, ["a", "c"])]
+    assert fleet.trainer.offers[1:] == [
+        (2, ["a", "b", "c"]),
+        (2, ["a", "c"]),
+    ]
     assert await fleet.held() == 2 * [fleet.trainer.checksums()]
 
     # It comes back under its name, as another process, and gets the version that the
@@ -205,7 +211,10 @@ async def test_engine_that_dies_or_hangs_in_a_broadcast_is_lost_and_other_engine
     assert await fleet.held() == [fleet.trainer.checksums()]
     fleet.engines = [*others, newcomer]
     await fleet.update(3)
-    assert fleet.trainer.offers[3:] == [(2, ["b"]), (3, ["a", "c", "b"])]
+    assert fleet.trainer.offers[3:] == [
+        (2, ["b"]),
+        (3, ["a", "c", "b"]),
+    ]
     assert await fleet.held() == 3 * [fleet.trainer.checksums()]
 
 
@@ -220,10 +229,8 @@ async def test_failed_broadcast_leaves_every_engine_on_the_old_version(
     numbers = count()
 
     def failing(group: broadcast.WeightGroup, bucket: torch.Tensor):
-        if next(numbers) in (
-            3,
-            7,
-        ):  # in the middle of the broadcast, and of its repetition
+        # in the middle of the broadcast, and of its repetition
+        if next(numbers) in (3, 7):
             raise RuntimeError("the cable is cut")
         return begin(group, bucket)
 

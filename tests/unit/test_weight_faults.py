@@ -33,6 +33,7 @@ from weight_faults import (
 from invrl.bench.loader_server import LoaderServer
 from invrl.engines import weight_receiver
 from invrl.engines.weight_receiver import EngineReceiver
+from invrl.host.fork_parent import ForkParent
 from invrl.types import TensorSpec
 from invrl.weights import broadcast_loads
 
@@ -65,8 +66,9 @@ class Loaders:
     """Processes with the engine's loader. One more than is asked for is always
     starting."""
 
-    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, folder: Path, stack: AsyncExitStack, parent: ForkParent) -> None:
         self._folder = folder
+        self._parent = parent
         self._stack = stack
         self._number = 0
         self._starting = self._start()
@@ -76,7 +78,7 @@ class Loaders:
         folder = self._folder / f"loader-{self._number}"
         folder.mkdir()
         self._number += 1
-        server = LoaderServer(LAYOUT, folder)
+        server = LoaderServer(LAYOUT, folder, parent=self._parent)
         self._stack.callback(server.stop)
         return server
 
@@ -104,9 +106,11 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-async def loaders(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loaders]:
+async def loaders(
+    loader_parent: ForkParent, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Loaders]:
     async with AsyncExitStack() as stack:
-        yield Loaders(tmp_path_factory.mktemp("loaders"), stack)
+        yield Loaders(tmp_path_factory.mktemp("loaders"), stack, loader_parent)
 
 
 @pytest.fixture(scope="module")

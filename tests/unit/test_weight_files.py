@@ -43,15 +43,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensors(version: int) -> Tensors:
-    made: Tensors = {}
+    values_by_name: Tensors = {}
     for spec in LAYOUT:
         values = torch.linspace(0.5, 1.0, spec.shape[0]).view(
             -1, *[1] * (len(spec.shape) - 1)
         )
-        made[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(
+        values_by_name[spec.name] = (values.expand(spec.shape) * (1 + version / 64)).to(
             getattr(torch, spec.dtype)
         )
-    return made
+    return values_by_name
 
 
 def checksums(held: Tensors) -> dict[str, str]:
@@ -285,7 +285,9 @@ def bad_server(parent: Path, answer: Answer) -> Iterator[FileSource]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield FileSource(url=f"http://127.0.0.1:{server.server_port}", key="a-secret")
@@ -410,9 +412,8 @@ def test_fetch_of_a_trickling_head_ends_at_its_deadline(
             except OSError:
                 return
 
-    ends_the_test = threading.Timer(
-        60, released.set
-    )  # without the fix, by another error
+    # without the fix, by another error
+    ends_the_test = threading.Timer(60, released.set)
     ends_the_test.start()
     try:
         refused(folders, parent, trickle, "within 1 s", deadline_s=1.0)

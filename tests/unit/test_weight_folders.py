@@ -114,12 +114,12 @@ def test_failed_write_leaves_the_previous_version_whole(parent: Path) -> None:
 def test_folder_with_tensors_outside_of_the_layout_is_not_staged(
     parent: Path, fault: str
 ) -> None:
-    given = list(tensors(1).items())
+    named_tensors = list(tensors(1).items())
     faulty = {
-        "missing": given[:1],
-        "shape": [("a", torch.zeros(5, 3)), given[1]],
-        "order": given[::-1],
-        "twice": [*given, given[0]],
+        "missing": named_tensors[:1],
+        "shape": [("a", torch.zeros(5, 3)), named_tensors[1]],
+        "order": named_tensors[::-1],
+        "twice": [*named_tensors, named_tensors[0]],
     }
     folders = WeightFolders(LAYOUT, parent)
     with pytest.raises(LayoutError, match="not those of the layout"):

@@ -153,7 +153,7 @@ def handle(staged: StagedWeights) -> ArenaHandle:
 
 def processes_with(inode: int) -> list[str]:
     """Those that map the arena."""
-    found: list[str] = []
+    process_ids: list[str] = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text().splitlines()
@@ -161,8 +161,8 @@ def processes_with(inode: int) -> list[str]:
                 "memfd:invrl-weights" in line and line.split()[4] == str(inode)
                 for line in lines
             ):
-                found.append(maps.parent.name)
-    return found
+                process_ids.append(maps.parent.name)
+    return process_ids
 
 
 @pytest.mark.parametrize("alias", [False, True], ids=["copy", "alias"])

@@ -4,6 +4,8 @@ fit."""
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError, WeightSyncError
+from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import arena, engine_parameters, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
@@ -83,74 +86,99 @@ def ask(
     return ask_model(model(parameters), tmp_path, tensors, **fields)
 
 
+def run_request(served, request: LoaderRequest) -> None:
+    encoded = msgspec.json.encode(request).decode()
+    no_tensor = torch.empty(0)
+    with torch.inference_mode():  # as in SGLang's scheduler
+        run(served, [(encoded, no_tensor)])
+
+
 def ask_model(served, tmp_path: Path, tensors=tuple(SPECS), **fields):
     request = LoaderRequest(
         reply_path=str(tmp_path / "reply"), tensors=tensors, **fields
     )
-    with torch.inference_mode():  # as in SGLang's scheduler
-        run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])
+    run_request(served, request)
     return read_reply(request.reply_path)
+
+
+def stage(writer: ArenaWriter, version: int, seed: int) -> StagedWeights:
+    return writer.stage(WeightVersion(version), values(seed).items())
+
+
+def handle_of(staged: StagedWeights) -> ArenaHandle:
+    return msgspec.json.decode(staged.handle, type=ArenaHandle)
 
 
 def test_load_puts_every_tensor_into_its_rows_and_digest_reads_them_back(
     tmp_path: Path,
 ) -> None:
     parameters = engine()
-    staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
-    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
-    gone = ArenaHandle(path="/proc/self/fd/987654", inode=there.inode, slot=0)
-    other = ArenaHandle(path=there.path, inode=there.inode + 1, slot=0)
-    for wrong, reason in ((gone, "cannot be opened"), (other, "is another one")):
-        with pytest.raises(WeightSyncError, match=reason):
-            ask(
-                parameters, tmp_path, arena=wrong
-            )  # refused, not raised inside the engine
-    ask(parameters, tmp_path, arena=there)
-    q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv")
-    assert torch.equal(
-        parameters["model.layers.0.self_attn.qkv_proj.weight"], torch.cat([q, k, v])
-    )
-    q, k, v = (values()[f"model.layers.0.self_attn.{n}_proj.bias"] for n in "qkv")
-    assert torch.equal(
-        parameters["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v])
-    )
-    gate, up = (values()[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up"))
-    assert torch.equal(
-        parameters["model.layers.0.mlp.gate_up_proj.weight"], torch.cat([gate, up])
-    )
-    for expert in range(2):
-        gate, up, down = (
-            values()[f"model.layers.1.mlp.experts.{expert}.{n}_proj.weight"]
-            for n in ("gate", "up", "down")
-        )
-        w13 = parameters["model.layers.1.mlp.experts.w13_weight"][expert]
-        assert torch.equal(w13, torch.cat([gate, up]))
+    writer = ArenaWriter(tuple(SPECS))
+    staged = stage(writer, 1, seed=0)
+    handle = handle_of(staged)
+    closed = ArenaHandle(path="/proc/self/fd/987654", inode=handle.inode, slot=0)
+    another = ArenaHandle(path=handle.path, inode=handle.inode + 1, slot=0)
+    # refused, not raised inside the engine
+    with pytest.raises(WeightSyncError, match="cannot be opened"):
+        ask(parameters, tmp_path, arena=closed)
+    with pytest.raises(WeightSyncError, match="is another one"):
+        ask(parameters, tmp_path, arena=another)
+    loaded = ask(parameters, tmp_path, arena=handle)
+    expected = values()
+
+    def fused(*names: str) -> torch.Tensor:
+        return torch.cat([expected[name] for name in names])
+
+    attention = "model.layers.0.self_attn"
+    for kind in ("weight", "bias"):
         assert torch.equal(
-            parameters["model.layers.1.mlp.experts.w2_weight"][expert], down
+            parameters[f"{attention}.qkv_proj.{kind}"],
+            fused(
+                f"{attention}.q_proj.{kind}",
+                f"{attention}.k_proj.{kind}",
+                f"{attention}.v_proj.{kind}",
+            ),
         )
+    mlp = "model.layers.0.mlp"
     assert torch.equal(
-        parameters["model.embed_tokens.weight"][:10],
-        values()["model.embed_tokens.weight"],
+        parameters[f"{mlp}.gate_up_proj.weight"],
+        fused(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
     )
-    for asked in (
-        ask(parameters, tmp_path, digest=True),
-        ask(parameters, tmp_path, arena=there),
-    ):
-        assert asked.checksums == {
-            name: checksum(tensor) for name, tensor in values().items()
-        }
-        assert asked.checksums == dict(staged.checksums)
+    experts = "model.layers.1.mlp.experts"
+    for number in range(2):
+        expert = f"{experts}.{number}"
+        assert torch.equal(
+            parameters[f"{experts}.w13_weight"][number],
+            fused(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"),
+        )
+        assert torch.equal(
+            parameters[f"{experts}.w2_weight"][number],
+            expected[f"{expert}.down_proj.weight"],
+        )
+    embedding = "model.embed_tokens.weight"
+    assert torch.equal(parameters[embedding][:10], expected[embedding])
+    checksums = {name: checksum(tensor) for name, tensor in expected.items()}
+    assert dict(staged.checksums) == checksums
+    assert loaded.checksums == checksums
+    assert ask(parameters, tmp_path, digest=True).checksums == checksums
+
+
+def wrong_names(staged: StagedWeights, checksums: Mapping[str, str]) -> list[str]:
+    return [
+        name for name, value in staged.checksums.items() if checksums[name] != value
+    ]
 
 
 def test_copy_finds_a_flipped_bit_in_the_slot(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
-    staged = writer.stage(WeightVersion(1), values().items())
-    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
-    slot = writer._slots[there.slot]
+    staged = stage(writer, 1, seed=0)
+    handle = handle_of(staged)
+    slot = writer._slots[handle.slot]
     slot["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[5, 3] ^= 4
-    found = ask(engine(), tmp_path, arena=there).checksums
-    wrong = [name for name, value in staged.checksums.items() if found[name] != value]
-    assert wrong == ["model.layers.0.mlp.up_proj.weight"]
+    loaded = ask(engine(), tmp_path, arena=handle)
+    assert wrong_names(staged, loaded.checksums) == [
+        "model.layers.0.mlp.up_proj.weight"
+    ]
 
 
 def test_only_the_digest_finds_a_parameter_changed_after_the_copy(
@@ -162,36 +190,34 @@ def test_only_the_digest_finds_a_parameter_changed_after_the_copy(
     norm = parameters["model.norm.weight"]
     served = model(parameters)
     served.post_load_weights = lambda: norm.view(torch.uint8)[1].bitwise_xor_(1)
-    staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
-    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
-    wrong_by_digest: dict[bool, list[str]] = {}
-    for digest in (False, True):
-        found = ask_model(served, tmp_path, arena=there, digest=digest).checksums
-        wrong_by_digest[digest] = [
-            name for name, value in staged.checksums.items() if found[name] != value
-        ]
-    assert wrong_by_digest == {False: [], True: ["model.norm.weight"]}
+    writer = ArenaWriter(tuple(SPECS))
+    staged = stage(writer, 1, seed=0)
+    handle = handle_of(staged)
+    copied = ask_model(served, tmp_path, arena=handle, digest=False)
+    assert wrong_names(staged, copied.checksums) == []
+    digested = ask_model(served, tmp_path, arena=handle, digest=True)
+    assert wrong_names(staged, digested.checksums) == ["model.norm.weight"]
 
 
 def test_alias_serves_the_slot_itself_and_frees_the_other_slot(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
     parameters = engine()
     served = model(parameters)
-    for version in range(
-        1, 5
-    ):  # each slot is written again only when the engine has left it
-        staged = writer.stage(WeightVersion(version), values(version).items())
-        there = msgspec.json.decode(staged.handle, type=ArenaHandle)
-        reply = ask_model(served, tmp_path, arena=there, alias=True, digest=True)
+    # each slot is written again only when the engine has left it
+    for version in range(1, 5):
+        staged = stage(writer, version, seed=version)
+        handle = handle_of(staged)
+        reply = ask_model(served, tmp_path, arena=handle, alias=True, digest=True)
         assert reply.checksums == dict(staged.checksums)
+        expected = values(version)
         for name, place in plan(parameters, SPECS).items():
-            assert torch.equal(place, values(version)[name])
-    assert parameters["model.embed_tokens.weight"].shape == (16, 4)
-    assert not parameters["model.embed_tokens.weight"][10:].any()
+            assert torch.equal(place, expected[name])
+    embedding = parameters["model.embed_tokens.weight"]
+    assert embedding.shape == (16, 4)
+    assert not embedding[10:].any()
     slot = writer._slots[1]
-    slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = (
-        77.0  # by the trainer: nothing was copied
-    )
+    # by the trainer: nothing was copied
+    slot["model.layers.1.mlp.experts.1.up_proj.weight"][2, 3] = 77.0
     assert parameters["model.layers.1.mlp.experts.w13_weight"][1, 5, 3] == 77.0
 
 
@@ -199,19 +225,16 @@ def test_engine_that_aliased_a_slot_copies_into_its_own_memory(tmp_path: Path) -
     """Its mapping of the arena is private: nobody else sees what it writes."""
     writer = ArenaWriter(tuple(SPECS))
     served = model(engine())
-    first = writer.stage(WeightVersion(1), values(1).items())
-    second = writer.stage(WeightVersion(2), values(2).items())
-    handles = [
-        msgspec.json.decode(staged.handle, type=ArenaHandle)
-        for staged in (first, second)
-    ]
-    ask_model(served, tmp_path, arena=handles[0], alias=True)
-    assert ask_model(served, tmp_path, arena=handles[1]).checksums == dict(
-        second.checksums
-    )
-    assert ask_model(served, tmp_path, digest=True).checksums == dict(second.checksums)
+    first = stage(writer, 1, seed=1)
+    second = stage(writer, 2, seed=2)
+    ask_model(served, tmp_path, arena=handle_of(first), alias=True)
+    copied = ask_model(served, tmp_path, arena=handle_of(second))
+    assert copied.checksums == dict(second.checksums)
+    digested = ask_model(served, tmp_path, digest=True)
+    assert digested.checksums == dict(second.checksums)
+    expected = values(1)
     for name, tensor in writer._slots[0].items():
-        assert torch.equal(tensor, values(1)[name])
+        assert torch.equal(tensor, expected[name])
 
 
 def test_slot_served_by_an_engine_is_not_written(
@@ -219,31 +242,28 @@ def test_slot_served_by_an_engine_is_not_written(
 ) -> None:
     monkeypatch.setattr(arena, "_SLOT_FREE_WITHIN_S", 0.05)
     writer = ArenaWriter(tuple(SPECS))
-    staged = writer.stage(WeightVersion(1), values(1).items())
-    there = msgspec.json.decode(staged.handle, type=ArenaHandle)
+    handle = handle_of(stage(writer, 1, seed=1))
     parameters = engine()
     served = model(parameters)
-    ask_model(served, tmp_path, arena=there, alias=True)
+    ask_model(served, tmp_path, arena=handle, alias=True)
     with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
-        writer.stage(WeightVersion(1), values(2).items())  # again into the same slot
-    writer.stage(WeightVersion(2), values(2).items())
+        stage(writer, 1, seed=2)  # again into the same slot
+    stage(writer, 2, seed=2)
     with pytest.raises(WeightSyncError, match="an engine still reads slot 0"):
-        writer.stage(WeightVersion(3), values(3).items())  # the engine has not moved
+        stage(writer, 3, seed=3)  # the engine has not moved
     assert torch.equal(parameters["model.norm.weight"], values(1)["model.norm.weight"])
 
 
 def test_slot_being_written_is_not_read(tmp_path: Path) -> None:
     writer = ArenaWriter(tuple(SPECS))
-    there = msgspec.json.decode(
-        writer.stage(WeightVersion(1), values(1).items()).handle, type=ArenaHandle
-    )
+    handle = handle_of(stage(writer, 1, seed=1))
     for alias in (False, True):
         with (
-            SlotLease(there.path, there.slot, writes=True),
+            SlotLease(handle.path, handle.slot, writes=True),
             pytest.raises(WeightSyncError, match="the trainer writes slot 0"),
         ):
-            ask(engine(), tmp_path, arena=there, alias=alias)
-    ask(engine(), tmp_path, arena=there)
+            ask(engine(), tmp_path, arena=handle, alias=alias)
+    ask(engine(), tmp_path, arena=handle)
 
 
 class Packed:
@@ -293,17 +313,12 @@ def test_derived_engine_tensors_are_recomputed_from_new_weights(tmp_path: Path) 
     def post_load_weights() -> None:
         derived.append(parameters["model.norm.weight"].clone())
 
-    staged = ArenaWriter(tuple(SPECS)).stage(WeightVersion(1), values().items())
-    request = LoaderRequest(
-        reply_path=str(tmp_path / "reply"),
-        tensors=tuple(SPECS),
-        arena=msgspec.json.decode(staged.handle, type=ArenaHandle),
-    )
     served = model(parameters)
     served.post_load_weights = post_load_weights
-    run(served, [(msgspec.json.encode(request).decode(), torch.empty(0))])  # type: ignore[arg-type]
-    read_reply(request.reply_path)
-    assert torch.equal(torch.stack(derived), values()["model.norm.weight"][None])
+    writer = ArenaWriter(tuple(SPECS))
+    ask_model(served, tmp_path, arena=handle_of(stage(writer, 1, seed=0)))
+    [recomputed] = derived
+    assert torch.equal(recomputed, values()["model.norm.weight"])
 
 
 def test_tensors_fused_by_sglang_in_one_call_are_in_one_bucket() -> None:
@@ -339,32 +354,28 @@ def test_missing_tensor_is_refused_by_the_loader(name: str) -> None:
 @pytest.mark.parametrize("name", list(SHAPES))
 @pytest.mark.parametrize("fault", ["rows", "columns", "dtype", "twice", "unknown"])
 def test_tensor_that_does_not_fit_the_engine_is_refused(name: str, fault: str) -> None:
-    at = next(i for i, spec in enumerate(SPECS) if spec.name == name)
-    spec = SPECS[at]
-    rows = spec.shape[0] + (100 if "embed" in name else 1)
-    wrong = {
-        "rows": [TensorSpec(name=name, shape=(rows, *spec.shape[1:]), dtype="float32")],
-        "columns": [TensorSpec(name=name, shape=(*spec.shape, 3), dtype="float32")],
-        "dtype": [TensorSpec(name=name, shape=spec.shape, dtype="bfloat16")],
+    index = list(SHAPES).index(name)
+    spec = SPECS[index]
+    num_rows, *other_dimensions = spec.shape
+    more_rows = num_rows + (100 if "embed" in name else 1)
+    faults = {
+        "rows": [replace(spec, shape=(more_rows, *other_dimensions))],
+        "columns": [replace(spec, shape=(*spec.shape, 3))],
+        "dtype": [replace(spec, dtype="bfloat16")],
         "twice": [spec, spec],
-        "unknown": [
-            spec,
-            TensorSpec(name=name + "_x", shape=spec.shape, dtype="float32"),
-        ],
-    }[fault]
+        "unknown": [spec, replace(spec, name=name + "_x")],
+    }
     with pytest.raises(LayoutError):
-        plan(engine(), [*SPECS[:at], *wrong, *SPECS[at + 1 :]])
+        plan(engine(), [*SPECS[:index], *faults[fault], *SPECS[index + 1 :]])
 
 
 def test_loader_reports_errors_without_raising(tmp_path: Path) -> None:
-    run(model(engine()), [])  # type: ignore[arg-type]
-    run(model(engine()), [("not json", torch.empty(0))])  # type: ignore[arg-type]
+    served = model(engine())
+    run(served, [])  # type: ignore[arg-type]
+    run(served, [("not json", torch.empty(0))])  # type: ignore[arg-type]
+    unknown = TensorSpec(name="nope", shape=(1,), dtype="float32")
     with pytest.raises(LayoutError, match="no such weight"):
-        ask(
-            engine(),
-            tmp_path,
-            tensors=(*SPECS, TensorSpec(name="nope", shape=(1,), dtype="float32")),
-        )
+        ask(engine(), tmp_path, tensors=(*SPECS, unknown))
 
 
 def test_missing_loader_reply_is_an_error(tmp_path: Path) -> None:

@@ -3,84 +3,26 @@ around it."""
 
 from __future__ import annotations
 
-import base64
-import pickle
-import types
-from collections.abc import Sequence
-from typing import Literal, cast
-
 import pytest
 import torch
+from loader_engines import LAYOUT, LoaderEngine, receiver_of
 
-from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types import WeightVersion
 from invrl.weights import in_engine
 from invrl.weights.arena import ArenaWriter
-from invrl.weights.config import WeightSyncConfig
-
-LAYOUT = (
-    TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
-    TensorSpec(
-        name="model.layers.0.self_attn.o_proj.weight", shape=(32, 16), dtype="float32"
-    ),
-)
-
-
-class Engine:
-    """SGLang's weight requests, answered by our loader over two parameters. Counts its
-    sessions."""
-
-    def __init__(self) -> None:
-        self.parameters = {spec.name: torch.zeros(spec.shape) for spec in LAYOUT}
-        self._model = types.SimpleNamespace(
-            named_parameters=lambda: self.parameters.items(), modules=lambda: ()
-        )
-        self.sessions = 0
-        self.requests: list[in_engine.LoaderRequest] = []
-
-    async def begin_weight_update(self) -> None:
-        self.sessions += 1
-
-    async def end_weight_update(self) -> None: ...
-
-    async def update_weights_from_tensor(
-        self, payloads: Sequence[str], *, load_format: str, deadline_s: float
-    ) -> None:
-        named_tensors = pickle.loads(base64.b64decode(payloads[0]))
-        request = in_engine.msgspec.json.decode(
-            named_tensors[0][0], type=in_engine.LoaderRequest
-        )
-        self.requests.append(request)
-        in_engine.run(self._model, named_tensors)  # type: ignore[arg-type]
-
-    @property
-    def loads(self) -> list[bool]:
-        """Of each load so far: whether it read the parameters back."""
-        return [
-            request.digest for request in self.requests if request.arena is not None
-        ]
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> LoaderEngine:
+    return LoaderEngine()
 
 
 @pytest.fixture
 def writer() -> ArenaWriter:
     return ArenaWriter(LAYOUT)
-
-
-def receiver_of(
-    engine: Engine, readback_every: int, arena: Literal["copy", "alias"] = "copy"
-) -> ArenaReceiver:
-    settings = WeightSyncConfig(
-        weight_readback_every=readback_every, weight_arena=arena
-    )
-    return ArenaReceiver("engine-0", cast("SglangClient", engine), settings)
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
@@ -105,7 +47,7 @@ async def load(receiver: ArenaReceiver, staged: StagedWeights) -> bool:
     ],
 )
 async def test_first_load_and_every_nth_load_are_read_back(
-    engine: Engine,
+    engine: LoaderEngine,
     writer: ArenaWriter,
     readback_every: int,
     expected: list[bool],
@@ -119,7 +61,7 @@ async def test_first_load_and_every_nth_load_are_read_back(
 
 
 async def test_load_after_an_unproved_load_is_read_back(
-    engine: Engine, writer: ArenaWriter
+    engine: LoaderEngine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine, 0)
     assert await load(receiver, stage(writer, 1))
@@ -132,7 +74,7 @@ async def test_load_after_an_unproved_load_is_read_back(
 
 
 async def test_repeated_checksum_request_reads_the_engine_back(
-    engine: Engine, writer: ArenaWriter
+    engine: LoaderEngine, writer: ArenaWriter
 ) -> None:
     receiver = receiver_of(engine, 0)
     staged = stage(writer, 1)
@@ -148,7 +90,7 @@ async def test_repeated_checksum_request_reads_the_engine_back(
 
 class TestAnAlias:
     async def test_slot_with_other_bytes_than_staged_is_refused_before_the_pause(
-        self, engine: Engine, writer: ArenaWriter
+        self, engine: LoaderEngine, writer: ArenaWriter
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
         assert await load(receiver, stage(writer, 1))
@@ -161,7 +103,7 @@ class TestAnAlias:
         assert engine.loads == [True]
 
     async def test_parameters_not_pointed_at_the_slot_do_not_prove_the_load(
-        self, engine: Engine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
+        self, engine: LoaderEngine, writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
         assert await load(receiver, stage(writer, 1))
@@ -174,7 +116,7 @@ class TestAnAlias:
         assert engine.loads == [True, False, True]
 
     async def test_return_to_an_unhashed_slot_reads_the_parameters_back(
-        self, engine: Engine, writer: ArenaWriter
+        self, engine: LoaderEngine, writer: ArenaWriter
     ) -> None:
         receiver = receiver_of(engine, 0, "alias")
         first = stage(writer, 1)

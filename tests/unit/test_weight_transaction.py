@@ -144,6 +144,13 @@ def boom() -> None:
     raise WeightSyncError("boom")
 
 
+def assert_serves(engine: Receiver, version: int) -> None:
+    """It has this version's weights, under its number, and takes traffic."""
+    assert engine.weights == str(version)
+    assert engine.version == version
+    assert engine.paused is False
+
+
 @pytest.fixture
 def three() -> list[Receiver]:
     return [Receiver(f"engine-{at}") for at in range(3)]
@@ -152,20 +159,20 @@ def three() -> list[Receiver]:
 async def test_update_phases_reach_all_engines_in_order(three: list[Receiver]) -> None:
     update = await transaction(three).run(WeightVersion(1))
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
-        assert engine.calls == [
-            "check",
-            "pause",
-            "load",
-            "checksums",
-            "commit",
-            "resume",
-            "logprobs",
-        ]
+        assert_serves(engine, 1)
+        assert engine.calls == list(PHASES)
     assert set(update.seconds) == {
-        "newcomers", "stage", "prepare", "pause", "load", "commit", "resume", "canary", "trainer_canary",
+        "newcomers",
+        "stage",
+        "prepare",
+        "pause",
+        "load",
+        "commit",
+        "resume",
+        "canary",
+        "trainer_canary",
         "paused",
-    }  # fmt: skip
+    }
     assert update.lost_engines == {}
 
 
@@ -176,8 +183,9 @@ def fail_in(
     deadlines: dict[object, asyncio.Timeout] = {}
 
     def timeout(seconds: float) -> asyncio.Timeout:
-        deadlines[asyncio.current_task()] = made = asyncio.timeout(seconds)
-        return made
+        deadline = asyncio.timeout(seconds)
+        deadlines[asyncio.current_task()] = deadline
+        return deadline
 
     for module in (weight_sync, fleet_update):
         monkeypatch.setattr(
@@ -217,9 +225,8 @@ async def test_engine_that_fails_alone_is_dropped_and_the_update_continues(
     update = await updates.run(WeightVersion(2))
     assert list(update.lost_engines) == ["engine-1"]
     assert update.lost_engines["engine-1"]
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
-        ("2", 2, False)
-    ] * 2
+    for engine in (three[0], three[2]):
+        assert_serves(engine, 2)
     assert not any(engine.traffic_on_mixed for engine in three)
     # It is not called again: neither restored nor resumed nor asked for a canary.
     assert three[1].calls[-1] == phase
@@ -240,7 +247,7 @@ async def test_a_phase_in_which_every_engine_fails_leaves_all_on_the_old_version
     assert raised.value.engine == "engine-0"
     assert raised.value.unrestored == ()
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused) == ("1", 1, False)
+        assert_serves(engine, 1)
         assert not engine.traffic_on_mixed
     update = await updates.run(WeightVersion(2))  # and the next one works
     assert update.version == 2
@@ -261,7 +268,7 @@ async def test_failure_of_the_last_engine_ends_the_update(
     ) as raised:
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-0", "engine-1")
-    assert (three[2].weights, three[2].version, three[2].paused) == ("1", 1, False)
+    assert_serves(three[2], 1)
 
 
 def wrong_layout() -> None:
@@ -296,9 +303,8 @@ async def test_an_engine_that_cannot_be_restored_is_named_and_stays_paused(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ("engine-1",)
     assert three[1].paused
-    assert [(e.weights, e.version, e.paused) for e in (three[0], three[2])] == [
-        ("1", 1, False)
-    ] * 2
+    for engine in (three[0], three[2]):
+        assert_serves(engine, 1)
 
 
 async def test_failed_restore_is_found_by_the_checksum(three: list[Receiver]) -> None:
@@ -379,16 +385,8 @@ class TestBringUp:
         await updates.run(WeightVersion(1))
         await updates.run(WeightVersion(2))
         await updates.bring_up(newcomer, Joined(three, newcomer))
-        assert (newcomer.weights, newcomer.version, newcomer.paused) == ("2", 2, False)
-        assert newcomer.calls == [
-            "check",
-            "pause",
-            "load",
-            "checksums",
-            "commit",
-            "resume",
-            "logprobs",
-        ]
+        assert_serves(newcomer, 2)
+        assert newcomer.calls == list(PHASES)
         assert three[-1] is newcomer
 
     async def test_new_engine_cannot_join_before_the_first_version(
@@ -439,9 +437,8 @@ async def test_engine_that_fails_after_the_commit_is_lost_and_the_update_continu
     three[0].fail = {phase: boom}
     update = await transaction(three).run(WeightVersion(1))
     assert update.lost_engines == {"engine-0": "boom"}
-    assert [(e.weights, e.version, e.paused) for e in three[1:]] == [
-        ("1", 1, False)
-    ] * 2
+    for engine in three[1:]:
+        assert_serves(engine, 1)
 
 
 async def test_loss_of_all_engines_after_the_commit_is_an_error(
@@ -464,7 +461,13 @@ async def test_first_update_asks_every_canary_prompt_and_later_updates_one_in_tu
     updates.canary_prompts = [[1, 2, 3], [4, 5], [6, 7]]
     for version in range(1, 6):
         await updates.run(WeightVersion(version))
-    expected = [[[1, 2, 3], [4, 5], [6, 7]], [[6, 7]], [[1, 2, 3]], [[4, 5]], [[6, 7]]]
+    expected = [
+        [[1, 2, 3], [4, 5], [6, 7]],
+        [[6, 7]],
+        [[1, 2, 3]],
+        [[4, 5]],
+        [[6, 7]],
+    ]
     assert three[0].asked == three[1].asked == expected
     assert cast("Sender", updates.sender).asked == expected
     await updates.bring_up(newcomer, Joined(three, newcomer))
@@ -477,7 +480,11 @@ async def test_canary_prompt_over_the_bound_is_judged_with_all_prompts(
     """0.06 is over the bound of the mean, and the mean of the three prompts is not."""
     newcomer = three.pop()
     updates = transaction(three)
-    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    updates.canary_prompts = [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     await updates.run(WeightVersion(1))
     three[1].gap_of_prompt = {7: 0.06}
     update = await updates.run(WeightVersion(2))
@@ -496,7 +503,11 @@ async def test_later_update_fails_if_all_canary_prompts_are_over_the_bound(
     three: list[Receiver],
 ) -> None:
     updates = transaction(three)
-    updates.canary_prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    updates.canary_prompts = [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     await updates.run(WeightVersion(1))
     three[1].gap = 0.06
     with pytest.raises(CanaryError, match="engine-1"):
@@ -610,12 +621,11 @@ class TestRolling:
         update = await updates.run(WeightVersion(2))
         lost = three.pop(index)
         assert list(update.lost_engines) == [lost.name]
-        assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False)
-        ] * 2
+        for engine in three:
+            assert_serves(engine, 2)
         # Until the fleet has ended it, it serves the version that it held before,
         # whole.
-        assert (lost.weights, lost.version, lost.paused) == ("1", 1, False)
+        assert_serves(lost, 1)
         assert not lost.traffic_on_mixed
         three[0].fail = three[1].fail = {}
         assert (await updates.run(WeightVersion(3))).version == 3
@@ -663,9 +673,8 @@ class TestRolling:
         assert update.lost_engines == {
             lost.name: f"{lost.name} was lost after the commit: boom"
         }
-        assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False)
-        ] * 2
+        for engine in three:
+            assert_serves(engine, 2)
 
     async def test_rolling_update_of_a_bad_model_stops_at_the_first_engine_and_restores_its_weights(
         self, three: list[Receiver]
@@ -684,9 +693,8 @@ class TestRolling:
         assert [engine.calls for engine in three[1:]] == [["check"]] * 2
         assert not any(engine.traffic_on_mixed for engine in three)
         newcomer = Receiver("engine-3")
-        await updates.bring_up(
-            newcomer, Joined(three, newcomer)
-        )  # the fleet's version is the old one
+        # the fleet's version is the old one
+        await updates.bring_up(newcomer, Joined(three, newcomer))
         assert newcomer.version == 1
 
     async def test_engine_that_cannot_be_rolled_back_is_named(
@@ -719,8 +727,10 @@ class TestRolling:
         with pytest.raises(CanaryError, match="engine-1"):
             await updates.run(WeightVersion(2))
         assert [(e.weights, e.version, e.paused) for e in three] == [
-            ("2", 2, False), ("2", 2, False), ("1", 1, False)
-        ]  # fmt: skip
+            ("2", 2, False),
+            ("2", 2, False),
+            ("1", 1, False),
+        ]
 
     @pytest.mark.parametrize(
         "phase", ["pause", "load", "checksums", "commit", "resume"]
@@ -808,15 +818,19 @@ async def test_engines_sleep_from_suspension_to_commit(three: list[Receiver]) ->
     assert updates.phase == ""
     update = await updates.run(WeightVersion(2))
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
-            "2",
-            2,
-            False,
-            False,
-        )
+        assert_serves(engine, 2)
+        assert engine.asleep is False
         assert engine.calls == [
-            "pause", "sleep", "check", "load", "checksums", "commit", "wake", "resume", "logprobs",
-        ]  # fmt: skip
+            "pause",
+            "sleep",
+            "check",
+            "load",
+            "checksums",
+            "commit",
+            "wake",
+            "resume",
+            "logprobs",
+        ]
     assert {"pause", "sleep", "wake", "paused"} <= update.seconds.keys()
     await updates.run(WeightVersion(3))
     assert three[0].calls[-7:] == [
@@ -890,15 +904,12 @@ async def test_an_update_that_fails_wakes_the_engines_with_the_old_version(
         await updates.run(WeightVersion(2))
     assert raised.value.unrestored == ()
     for engine in three:
-        assert (engine.weights, engine.version, engine.paused, engine.asleep) == (
-            "1",
-            1,
-            False,
-            False,
-        )
+        assert_serves(engine, 1)
+        assert engine.asleep is False
     await updates.suspend()
     update = await updates.run(WeightVersion(3))
-    assert (update.lost_engines, three[0].version) == ({}, 3)
+    assert update.lost_engines == {}
+    assert three[0].version == 3
 
 
 async def test_weights_that_cannot_be_staged_leave_no_engine_asleep(
@@ -949,4 +960,6 @@ async def test_new_engine_does_not_join_while_others_sleep(
     assert not joined.is_set()
     await updates.run(WeightVersion(2))
     await coming
-    assert (joined.is_set(), newcomer.version, newcomer.asleep) == (True, 2, False)
+    assert joined.is_set()
+    assert newcomer.version == 2
+    assert newcomer.asleep is False

@@ -32,7 +32,8 @@ def printed(path: Path, program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, check=True
     )
-    assert (done.stdout, done.stderr) == ("before\n", "")
+    assert done.stdout == "before\n"
+    assert done.stderr == ""
     return path.read_text()
 
 

@@ -118,7 +118,10 @@ def more_than_asked(event: dict) -> dict:
     )(event)
 
 
-GOOD_TOP = [[-1.0, 7, None], [-2.0, 8, None]]
+GOOD_TOP = [
+    [-1.0, 7, None],
+    [-2.0, 8, None],
+]
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
     "id beyond the vocabulary": (
         token(512),
@@ -233,9 +236,8 @@ async def test_an_answer_that_cannot_be_true_is_refused_with_its_reason(stream: 
                 wrong_answers.clear()
                 with pytest.raises(ServerError, match=reason) as refused:
                     await ask(client, stream=stream)
-                if (
-                    kind != "an empty event"
-                ):  # which is how an engine reports an error of its own
+                # which is how an engine reports an error of its own
+                if kind != "an empty event":
                     assert isinstance(refused.value, WrongAnswerError), kind
                     assert wrong_answers == ["one"], kind
 

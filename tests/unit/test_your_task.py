@@ -105,7 +105,13 @@ async def test_tutorial_agent_rewards_only_the_label(
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "rollout_fns" / "README.md"], ids=str
 )
-@pytest.mark.parametrize(("label", "said"), [(4, "4"), ("four", "four")])
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (4, "4"),
+        ("four", "four"),
+    ],
+)
 async def test_agents_of_other_pages_accept_a_number_as_label(
     page: Path, label: str | int, said: str
 ) -> None:

@@ -5,7 +5,8 @@ Every field of the API is in exactly one of these lists:
   `reasoning_content`), `model` (any name in training and evaluation, one of the
   server's in serving), `stream`, `stream_options.include_usage`, `max_tokens`,
   `max_completion_tokens` (bounded by the session's max_new_tokens), `stop`, `logprobs`,
-  `top_logprobs` (to 20), `n` (to 16), `tools` (functions), `tool_choice`,
+  `top_logprobs` (to 20), `n` (to 16), `tools` (functions; custom tools, which the model
+  knows as functions of one `input`, and a grammar as a description), `tool_choice`,
   `parallel_tool_calls` (false: calls after the first are not shown), `response_format`,
   `reasoning_effort` (none: no thinking; others: thinking),
   `chat_template_kwargs.enable_thinking`.
@@ -32,6 +33,12 @@ import msgspec
 from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.body_fields import FieldTable
 from invrl.gateway.dialects.choices import ChoicesDialect, ChoicesFields, ChoicesRequest
+from invrl.gateway.dialects.custom_tools import (
+    CustomFormat,
+    custom_arguments,
+    custom_function,
+    custom_input,
+)
 from invrl.gateway.dialects.dialect import FindTurn, no_turn
 from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.dialects.wire import Fields
@@ -63,15 +70,35 @@ class _CalledFunction(msgspec.Struct):
     arguments: str = "{}"
 
 
+class _CalledCustom(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
 class _Call(msgspec.Struct):
-    function: _CalledFunction
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
     id: str = ""
     type: str = "function"
+
+
+class _CustomTool(msgspec.Struct):
+    name: str = ""
+    description: str | None = None
+    format: CustomFormat | None = None
 
 
 class _Tool(msgspec.Struct):
     type: str
     function: wire.Function | None = None
+    custom: _CustomTool | None = None
+
+    @property
+    def name(self) -> str:
+        """ "" if it has none."""
+        if self.type == "custom" and self.custom is not None:
+            return self.custom.name
+        return self.function.name if self.function is not None else ""
 
 
 class _AllowedTools(msgspec.Struct):
@@ -79,9 +106,7 @@ class _AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"] = "auto"
 
 
-class _Choice(msgspec.Struct):
-    type: str
-    function: wire.Function | None = None
+class _Choice(_Tool, kw_only=True):
     allowed_tools: _AllowedTools | None = None
 
 
@@ -205,9 +230,12 @@ class ChatDialect(ChoicesDialect):
             ignored=ignored,
             retry=retry,
         )
-        return self.make_request(body, turn, logprobs=bool(body.logprobs))
+        custom = [tool.name for tool in body.tools or () if tool.type == "custom"]
+        return self.make_request(
+            body, turn, logprobs=bool(body.logprobs), custom=custom
+        )
 
-    def message_fields(self, message: Message) -> Fields:
+    def message_fields(self, request: ChoicesRequest, message: Message) -> Fields:
         fields: Fields = {
             "role": "assistant",
             "content": message.content,
@@ -217,18 +245,32 @@ class ChatDialect(ChoicesDialect):
             fields |= _reasoning_fields(message.reasoning)
         if message.tool_calls:
             fields["content"] = message.content or None
-            fields["tool_calls"] = [_call_fields(call) for call in message.tool_calls]
+            fields["tool_calls"] = [
+                _custom_call_fields(call, custom_input(call.arguments))
+                if call.name in request.custom
+                else _call_fields(call)
+                for call in message.tool_calls
+            ]
         return {"message": fields}
 
-    def delta_fields(self, delta: Delta) -> Fields:
+    def delta_fields(self, request: ChoicesRequest, delta: Delta) -> Fields:
         fields: Fields = {}
         if delta.reasoning:
             fields |= _reasoning_fields(delta.reasoning)
         if delta.calls:
-            fields["tool_calls"] = [_call_delta_fields(call) for call in delta.calls]
+            fields["tool_calls"] = [
+                {"index": call.index, **_custom_call_fields(call, "")}
+                if call.name in request.custom
+                else _call_delta_fields(call)
+                for call in delta.calls
+            ]
         if delta.content or not fields:
             fields["content"] = delta.content
         return {"delta": fields}
+
+    def input_fields(self, index: int, call: ToolCall) -> Fields:
+        custom = {"input": custom_input(call.arguments)}
+        return {"delta": {"tool_calls": [{"index": index, "custom": custom}]}}
 
     def logprobs(
         self,
@@ -269,6 +311,14 @@ def _reasoning_fields(text: str) -> Fields:
 def _call_fields(call: ToolCall | CallDelta) -> Fields:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _custom_call_fields(call: ToolCall | CallDelta, text: str) -> Fields:
+    return {
+        "id": call.id,
+        "type": "custom",
+        "custom": {"name": call.name, "input": text},
+    }
 
 
 def _call_delta_fields(call: CallDelta) -> Fields:
@@ -323,9 +373,7 @@ def _message(message: _Message, param: str) -> Message:
         raise wire.bad_request(reason, param=f"{param}.tool_calls")
     calls = []
     for call_index, call in enumerate(message.tool_calls or ()):
-        arguments_param = f"{param}.tool_calls[{call_index}].function.arguments"
-        arguments = wire.call_arguments(call.function.arguments, arguments_param)
-        calls.append(ToolCall(call.id, call.function.name, arguments))
+        calls.append(_tool_call(call, f"{param}.tool_calls[{call_index}]"))
     return Message(
         role,
         content=wire.text_of(message.content or "", f"{param}.content"),
@@ -335,9 +383,31 @@ def _message(message: _Message, param: str) -> Message:
     )
 
 
+def _tool_call(call: _Call, param: str) -> ToolCall:
+    if call.type == "custom" and call.custom is not None:
+        arguments = custom_arguments(call.custom.input)
+        return ToolCall(call.id, call.custom.name, arguments)
+    if call.function is None:
+        param = f"{param}.{'custom' if call.type == 'custom' else 'function'}"
+        raise wire.bad_request(f"{param}: Field required", param=param)
+    arguments_param = f"{param}.function.arguments"
+    arguments = wire.call_arguments(call.function.arguments, arguments_param)
+    return ToolCall(call.id, call.function.name, arguments)
+
+
 def _tool(tool: _Tool, param: str) -> Tool:
+    if tool.type == "custom" and tool.custom is not None:
+        param = f"{param}.custom"
+        custom = tool.custom
+        function = custom_function(
+            custom.name, custom.description, custom.format, param
+        )
+        return wire.make_tool(function, param)
     if tool.type != "function" or tool.function is None:
-        reason = f"{param}: only functions are supported, not {tool.type!r}"
+        reason = (
+            f"{param}: {tool.type!r} is not a function or a custom tool with its"
+            " definition"
+        )
         raise wire.bad_request(reason, param=param)
     return wire.make_tool(tool.function, f"{param}.function")
 
@@ -347,17 +417,12 @@ def _tool_choice(choice: str | _Choice | None) -> ToolChoice:
     if plain is not None:
         return plain
     if isinstance(choice, _Choice):
-        if choice.type == "function" and choice.function:
-            return ToolChoice(mode="named", name=choice.function.name)
+        if choice.type in ("function", "custom") and choice.name:
+            return ToolChoice(mode="named", name=choice.name)
         if choice.type == "allowed_tools" and choice.allowed_tools:
-            names = []
-            for tool in choice.allowed_tools.tools:
-                if tool.function:
-                    names.append(tool.function.name)
+            names = [tool.name for tool in choice.allowed_tools.tools if tool.name]
             return wire.allowed_choice(choice.allowed_tools.mode, names)
-    reason = (
-        "`tool_choice` must be auto, none, required, allowed_tools, or name a function"
-    )
+    reason = "`tool_choice` must be auto, none, required, allowed_tools, or name a tool"
     raise wire.bad_request(reason, param="tool_choice")
 
 

@@ -2,7 +2,7 @@
 streamed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -12,7 +12,16 @@ from invrl.gateway.dialects import wire
 from invrl.gateway.dialects.dialect import AnswerStream, ParsedRequest
 from invrl.gateway.dialects.openai_dialect import OpenAIDialect
 from invrl.gateway.dialects.wire import Fields
-from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Piece, TurnRequest
+from invrl.gateway.types import (
+    Answer,
+    AnswerStart,
+    CallDelta,
+    Delta,
+    Message,
+    Piece,
+    ToolCall,
+    TurnRequest,
+)
 from invrl.types import Turn
 
 _MAX_CHOICES = 16
@@ -36,6 +45,8 @@ class ChoicesFields(wire.SamplingFields, kw_only=True):
 class ChoicesRequest(ParsedRequest, frozen=True, kw_only=True):
     logprobs: bool
     include_usage: bool
+    custom: frozenset[str] = frozenset()
+    """Names of the tools that take a text instead of JSON."""
 
 
 class ChoicesDialect(OpenAIDialect, ABC):
@@ -54,12 +65,18 @@ class ChoicesDialect(OpenAIDialect, ABC):
     """The fields of the event after a choice's tokens."""
 
     @abstractmethod
-    def message_fields(self, message: Message) -> Fields:
+    def message_fields(self, request: ChoicesRequest, message: Message) -> Fields:
         """The fields of a choice in a whole answer."""
 
     @abstractmethod
-    def delta_fields(self, delta: Delta) -> Fields:
-        """The fields of a choice in an event."""
+    def delta_fields(self, request: ChoicesRequest, delta: Delta) -> Fields:
+        """The fields of a choice in an event. Of a custom tool's call, it is the one
+        that begins it."""
+
+    def input_fields(self, index: int, call: ToolCall) -> Fields:
+        """The fields of a choice in the event that has the whole input of a custom
+        tool's call, in dialects that have such tools."""
+        raise NotImplementedError
 
     @abstractmethod
     def logprobs(
@@ -77,6 +94,7 @@ class ChoicesDialect(OpenAIDialect, ABC):
         turn: TurnRequest,
         *,
         logprobs: bool,
+        custom: Iterable[str] = (),
     ) -> ChoicesRequest:
         """The request of a body whose turn has been parsed."""
         include_usage = False
@@ -91,12 +109,13 @@ class ChoicesDialect(OpenAIDialect, ABC):
             n=body.n or 1,
             logprobs=logprobs,
             include_usage=include_usage,
+            custom=frozenset(custom),
         )
 
     def answer(self, request: ChoicesRequest, answers: Sequence[Answer]) -> bytes:
         choices = []
         for index, answer in enumerate(answers):
-            fields = self.message_fields(answer.message)
+            fields = self.message_fields(request, answer.message)
             logprobs = None
             if request.logprobs:
                 logprobs = self.logprobs(request, answer.pieces, offset=0)
@@ -143,6 +162,8 @@ class _ChoicesStream:
         )
         self._offsets = [0] * len(starts)
         """The number of characters in the tokens of each choice so far."""
+        self._custom_calls: list[set[int]] = [set() for _ in starts]
+        """The calls of custom tools in each choice so far."""
 
     def head(self, cached_tokens: int) -> bytes:
         fields = self._dialect.first_fields
@@ -158,14 +179,19 @@ class _ChoicesStream:
         logprobs = None
         if self._request.logprobs and len(piece.ids_T):
             logprobs = self._logprobs(choice, piece)
-        if not piece.delta and logprobs is None:
+        delta = self._without_inputs(choice, piece.delta)
+        if not delta and logprobs is None:
             return b""
-        fields = self._dialect.delta_fields(piece.delta)
+        fields = self._dialect.delta_fields(self._request, delta)
         return self._event([_choice(choice, fields, logprobs)])
 
     def tail(self, answers: Sequence[Answer]) -> bytes:
         events = []
         for index, answer in enumerate(answers):
+            for place in sorted(self._custom_calls[index]):
+                call = answer.message.tool_calls[place]
+                fields = self._dialect.input_fields(place, call)
+                events.append(self._event([_choice(index, fields)]))
             fields = self._dialect.last_fields
             choice = _choice(index, fields, finish_reason=_finish_reason(answer))
             events.append(self._event([choice]))
@@ -177,6 +203,22 @@ class _ChoicesStream:
 
     def error(self, error: SessionError) -> bytes:
         return b"data: " + self._dialect.error(error) + b"\n\n"
+
+    def _without_inputs(self, choice: int, delta: Delta) -> Delta:
+        """The delta without the arguments of custom tools' calls: their input is known
+        only when they are whole."""
+        if not self._request.custom:
+            return delta
+        custom_calls = self._custom_calls[choice]
+        calls: list[CallDelta] = []
+        for call in delta.calls:
+            if call.name in self._request.custom:
+                custom_calls.add(call.index)
+            if call.index not in custom_calls:
+                calls.append(call)
+            elif call.name:
+                calls.append(msgspec.structs.replace(call, arguments=""))
+        return msgspec.structs.replace(delta, calls=tuple(calls))
 
     def _logprobs(self, choice: int, piece: Piece) -> Fields:
         offset = self._offsets[choice]

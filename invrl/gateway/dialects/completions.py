@@ -72,10 +72,10 @@ class CompletionsDialect(ChoicesDialect):
         shows_logprobs = body.logprobs is not None
         return self.make_request(body, turn, logprobs=shows_logprobs)
 
-    def message_fields(self, message: Message) -> Fields:
+    def message_fields(self, request: ChoicesRequest, message: Message) -> Fields:
         return {"text": message.content}
 
-    def delta_fields(self, delta: Delta) -> Fields:
+    def delta_fields(self, request: ChoicesRequest, delta: Delta) -> Fields:
         return {"text": delta.content}
 
     def logprobs(

@@ -1,16 +1,19 @@
-"""The kinds of calls that a response may have: of functions, of custom tools, of a
-local shell. Pure.
+"""The kinds of calls that a response may have: of functions, of custom tools, of
+OpenAI's own tools that the client runs (shells, patches). Pure.
 
 The model knows all of them as functions. A kind says which function a tool is shown as,
 and how a call is written for the client and read back."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, Literal
 
 import msgspec
 
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.custom_tools import custom_input
 from invrl.gateway.dialects.wire import Fields
 
 _LOCAL_SHELL_SCHEMA = (
@@ -21,23 +24,20 @@ _LOCAL_SHELL_SCHEMA = (
     b'"env": {"type": "object", "additionalProperties": {"type": "string"}}'
     b'}, "required": ["command"]}'
 )
-_CUSTOM_SCHEMA = b'{"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}'
-_NO_ACTION: Mapping[str, Any] = {
-    "type": "exec",
-    "command": [],
-    "env": {},
-    "timeout_ms": None,
-    "user": None,
-    "working_directory": None,
-}
-
-
-class CustomFormat(msgspec.Struct):
-    """The text that a custom tool takes: any, or that of a grammar."""
-
-    type: str
-    syntax: str = ""
-    definition: str = ""
+_SHELL_SCHEMA = (
+    b'{"type": "object", "properties": {'
+    b'"commands": {"type": "array", "items": {"type": "string"}, "description": "commands of the shell"}, '
+    b'"timeout_ms": {"type": "integer"}, '
+    b'"max_output_length": {"type": "integer", "description": "characters to return of each command"}'
+    b'}, "required": ["commands"]}'
+)
+_PATCH_SCHEMA = (
+    b'{"type": "object", "properties": {'
+    b'"type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]}, '
+    b'"path": {"type": "string"}, '
+    b'"diff": {"type": "string", "description": "V4A diff of the file; not for delete_file"}'
+    b'}, "required": ["type", "path"]}'
+)
 
 
 class CallKind:
@@ -47,62 +47,89 @@ class CallKind:
     """What the ids of its items begin with."""
     item_type = "function_call"
     result_type = "function_call_output"
-    text_event = "response.function_call_arguments"
-    """The event that carries the text of a call; "" if only the whole item does."""
-    text_field = "arguments"
+    tool_name = ""
+    """The name of the one tool of this kind, which its items do not say; "" if tools
+    have names."""
+    body_field = "arguments"
+    """The field of an item that depends on the call's arguments."""
     streams_text = True
-    """The text is that of the arguments, so that it can be sent as it is sampled."""
+    """The events carry the text of the arguments, as it is sampled."""
 
-    def text(self, arguments: str) -> str:
-        """What the events say of a call with these arguments."""
+    def body(self, arguments: str) -> object:
+        """The value of `body_field`; `arguments` is "" before they are known. Arguments
+        that cannot be read give an empty one: the client says so to the model."""
         return arguments
 
-    def fields(self, arguments: str) -> Fields:
-        """The fields of an item that depend on the call's arguments; "" before they are
-        known."""
-        return {self.text_field: self.text(arguments)}
+    def events(self, arguments: str) -> list[Fields]:
+        """The events about the body of a whole call."""
+        return [
+            {"type": "response.function_call_arguments.done", "arguments": arguments}
+        ]
+
+    def status(self, status: str) -> str:
+        """The status of an item, as this kind calls it."""
+        return status
 
 
 class _Custom(CallKind):
     prefix = "ctc"
     item_type = "custom_tool_call"
     result_type = "custom_tool_call_output"
-    text_event = "response.custom_tool_call_input"
-    text_field = "input"
+    body_field = "input"
     streams_text = False
 
-    def text(self, arguments: str) -> str:
-        """The tool's input; the arguments as they are if the model has not written an
-        input."""
-        try:
-            return msgspec.json.decode(arguments, type=_CustomArguments).input
-        except (msgspec.DecodeError, RecursionError):
-            return arguments
+    def body(self, arguments: str) -> object:
+        return custom_input(arguments)
+
+    def events(self, arguments: str) -> list[Fields]:
+        event = "response.custom_tool_call_input"
+        text = custom_input(arguments)
+        return [
+            {"type": f"{event}.delta", "delta": text},
+            {"type": f"{event}.done", "input": text},
+        ]
 
 
-class _LocalShell(CallKind):
-    prefix = "lsh"
-    item_type = "local_shell_call"
-    result_type = "local_shell_call_output"
-    text_event = ""
+class _ClientTool(CallKind):
+    """Calls of a tool that needs no definition. The body of an item has the call's
+    arguments as its fields."""
+
     streams_text = False
+    description: str
+    schema: bytes
+    fields: ClassVar[type[msgspec.Struct]]
+    """Of the arguments."""
+    empty: ClassVar[Fields]
+    """The body without arguments."""
 
-    def fields(self, arguments: str) -> Fields:
-        """A command that cannot be read is empty: the client says so to the model."""
+    def body(self, arguments: str) -> Fields:
         try:
-            action = msgspec.json.decode(arguments, type=_Action)
+            fields = msgspec.json.decode(arguments, type=self.fields)
         except (msgspec.DecodeError, RecursionError):
-            return {"action": dict(_NO_ACTION)}
-        return {"action": {**_NO_ACTION, **msgspec.structs.asdict(action)}}
+            return dict(self.empty)
+        return {**self.empty, **msgspec.structs.asdict(fields)}
+
+    def events(self, arguments: str) -> list[Fields]:
+        return []
+
+    def arguments(self, body: msgspec.Raw, param: str) -> str:
+        """The arguments of a call, from the body that the client sends back."""
+        try:
+            fields = msgspec.json.decode(body, type=self.fields)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise wire.bad_request(f"{param}: {error}", param=param) from None
+        return msgspec.json.encode(fields).decode()
+
+    def function(self) -> wire.Function:
+        """The function that the tool is shown as."""
+        return wire.Function(
+            name=self.tool_name,
+            description=self.description,
+            parameters=msgspec.Raw(self.schema),
+        )
 
 
-class _CustomArguments(msgspec.Struct, forbid_unknown_fields=True):
-    input: str
-
-
-class _Action(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What a local shell is to run."""
-
+class _LocalAction(msgspec.Struct, omit_defaults=True, kw_only=True):
     command: list[str]
     working_directory: str | None = None
     timeout_ms: int | None = None
@@ -110,15 +137,112 @@ class _Action(msgspec.Struct, omit_defaults=True, kw_only=True):
     user: str | None = None
 
 
+class _LocalShell(_ClientTool):
+    prefix = "lsh"
+    item_type = "local_shell_call"
+    result_type = "local_shell_call_output"
+    tool_name = "local_shell"
+    body_field = "action"
+    description = "Runs a command on the user's machine and returns its output."
+    schema = _LOCAL_SHELL_SCHEMA
+    fields = _LocalAction
+    empty: ClassVar[Fields] = {
+        "type": "exec",
+        "command": [],
+        "env": {},
+        "timeout_ms": None,
+        "user": None,
+        "working_directory": None,
+    }
+
+
+class _ShellAction(msgspec.Struct, omit_defaults=True, kw_only=True):
+    commands: list[str]
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class _Shell(_ClientTool):
+    prefix = "sh"
+    item_type = "shell_call"
+    result_type = "shell_call_output"
+    tool_name = "shell"
+    body_field = "action"
+    description = (
+        "Runs commands in a shell, one after the other, and returns the output of each."
+    )
+    schema = _SHELL_SCHEMA
+    fields = _ShellAction
+    empty: ClassVar[Fields] = {
+        "commands": [],
+        "timeout_ms": None,
+        "max_output_length": None,
+    }
+
+    def events(self, arguments: str) -> list[Fields]:
+        event = "response.shell_call_command"
+        events: list[Fields] = []
+        for index, command in enumerate(self.body(arguments)["commands"]):
+            place = {"command_index": index}
+            events.append({"type": f"{event}.added", "command": "", **place})
+            events.append({"type": f"{event}.delta", "delta": command, **place})
+            events.append({"type": f"{event}.done", "command": command, **place})
+        return events
+
+
+class _Operation(msgspec.Struct, omit_defaults=True, kw_only=True):
+    type: Literal["create_file", "update_file", "delete_file"]
+    path: str
+    diff: str = ""
+
+
+class _ApplyPatch(_ClientTool):
+    prefix = "apc"
+    item_type = "apply_patch_call"
+    result_type = "apply_patch_call_output"
+    tool_name = "apply_patch"
+    body_field = "operation"
+    description = "Creates, updates or deletes a file."
+    schema = _PATCH_SCHEMA
+    fields = _Operation
+    empty: ClassVar[Fields] = {"type": "update_file", "path": "", "diff": ""}
+
+    def body(self, arguments: str) -> Fields:
+        operation = super().body(arguments)
+        if operation["type"] == "delete_file":
+            del operation["diff"]
+        return operation
+
+    def events(self, arguments: str) -> list[Fields]:
+        event = "response.apply_patch_call_operation_diff"
+        diff = self.body(arguments).get("diff")
+        if not diff:
+            return []
+        return [
+            {"type": f"{event}.delta", "delta": diff},
+            {"type": f"{event}.done", "diff": diff},
+        ]
+
+    def status(self, status: str) -> str:
+        """These items know no incomplete call."""
+        return "completed" if status == "completed" else "in_progress"
+
+
 FUNCTION = CallKind()
 CUSTOM = _Custom()
-LOCAL_SHELL = _LocalShell()
-LOCAL_SHELL_NAME = "local_shell"
-"""The name by which the model knows the local shell."""
-_KINDS = (FUNCTION, CUSTOM, LOCAL_SHELL)
-CALL_PREFIXES = tuple(kind.prefix for kind in _KINDS)
-CALL_TYPES = tuple(kind.item_type for kind in _KINDS)
-RESULT_TYPES = tuple(kind.result_type for kind in _KINDS)
+CLIENT_TOOLS: Mapping[str, _ClientTool] = {
+    kind.tool_name: kind for kind in (_LocalShell(), _Shell(), _ApplyPatch())
+}
+"""By the type of the tool, which is its name."""
+KINDS: Mapping[str, CallKind] = {
+    "function": FUNCTION,
+    "custom": CUSTOM,
+    **CLIENT_TOOLS,
+}
+"""The kind of a tool's calls, by the tool's type."""
+CALL_PREFIXES = tuple(kind.prefix for kind in KINDS.values())
+KINDS_BY_ITEM = {kind.item_type: kind for kind in KINDS.values()}
+RESULT_TYPES = tuple(kind.result_type for kind in KINDS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,45 +252,3 @@ class CalledTool:
     name: str
     namespace: str = ""
     kind: CallKind = FUNCTION
-
-
-def custom_function(
-    name: str, description: str | None, text_format: CustomFormat | None
-) -> wire.Function:
-    """The function that a custom tool is shown as. The model is told a grammar, and not
-    held to it."""
-    lines = []
-    if description:
-        lines.append(description)
-    if text_format is not None and text_format.type == "grammar":
-        lines.append(
-            f"The input follows this {text_format.syntax} grammar:\n{text_format.definition}"
-        )
-    return wire.Function(
-        name=name,
-        description="\n\n".join(lines),
-        parameters=msgspec.Raw(_CUSTOM_SCHEMA),
-    )
-
-
-def local_shell_function() -> wire.Function:
-    """The function that the local shell is shown as."""
-    return wire.Function(
-        name=LOCAL_SHELL_NAME,
-        description="Runs a command on the user's machine and returns its output.",
-        parameters=msgspec.Raw(_LOCAL_SHELL_SCHEMA),
-    )
-
-
-def custom_arguments(text: str) -> str:
-    """The arguments of a custom tool's call, from the text that the client sends
-    back."""
-    return msgspec.json.encode({"input": text}).decode()
-
-
-def local_shell_arguments(action: msgspec.Raw, param: str) -> str:
-    """The arguments of a shell's call, from the action that the client sends back."""
-    try:
-        return msgspec.json.encode(msgspec.json.decode(action, type=_Action)).decode()
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise wire.bad_request(f"{param}: {error}", param=param) from None

@@ -11,17 +11,15 @@ import msgspec
 
 from invrl.errors import SessionError
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.custom_tools import custom_arguments
 from invrl.gateway.dialects.dialect import FindTurn
 from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.dialects.response_calls import (
     CALL_PREFIXES,
-    CALL_TYPES,
+    CLIENT_TOOLS,
     CUSTOM,
-    LOCAL_SHELL,
-    LOCAL_SHELL_NAME,
+    KINDS_BY_ITEM,
     RESULT_TYPES,
-    custom_arguments,
-    local_shell_arguments,
 )
 from invrl.gateway.dialects.response_output import item_place
 from invrl.gateway.dialects.response_tools import qualified_name
@@ -50,7 +48,25 @@ class InputItem(msgspec.Struct):
     arguments: str | None = None
     input: str | None = None
     action: msgspec.Raw = wire.NO_JSON
-    output: str | list[wire.Part] | None = None
+    operation: msgspec.Raw = wire.NO_JSON
+    output: str | list[OutputPart] | None = None
+    status: str | None = None
+
+
+class OutputPart(wire.Part, kw_only=True):
+    """A part of a tool's output. What a shell wrote has no type."""
+
+    type: str = ""
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: Outcome | None = None
+
+
+class Outcome(msgspec.Struct):
+    """How a command ended: `exit` or `timeout`."""
+
+    type: str
+    exit_code: int | None = None
 
 
 def input_messages(
@@ -153,7 +169,7 @@ def _message(item: InputItem, param: str, references: _References) -> Message:
         content = item.content or item.summary or ""
         text = wire.text_of(content, f"{param}.content")
         return Message("assistant", reasoning=text)
-    if kind in CALL_TYPES:
+    if kind in KINDS_BY_ITEM:
         call = _tool_call(item, param)
         return Message("assistant", tool_calls=(call,))
     if kind in RESULT_TYPES:
@@ -174,16 +190,17 @@ def _plain_message(item: InputItem, param: str) -> Message:
 
 
 def _tool_call(item: InputItem, param: str) -> ToolCall:
-    item_name = item.name
-    if item.type == LOCAL_SHELL.item_type:
-        item_name = LOCAL_SHELL_NAME
+    kind = KINDS_BY_ITEM[item.type or ""]
+    item_name = kind.tool_name or item.name
     if not item.call_id or not item_name:
         raise wire.bad_request(f"{param} needs `call_id` and `name`", param=param)
     arguments = item.arguments
-    if item.type == CUSTOM.item_type:
+    if kind is CUSTOM:
         arguments = custom_arguments(item.input or "")
-    elif item.type == LOCAL_SHELL.item_type:
-        arguments = local_shell_arguments(item.action, f"{param}.action")
+    elif kind.tool_name:
+        tool = CLIENT_TOOLS[kind.tool_name]
+        body = item.operation if tool.body_field == "operation" else item.action
+        arguments = tool.arguments(body, f"{param}.{tool.body_field}")
     elif arguments is None:
         arguments = "{}"
     wire.call_arguments(arguments, f"{param}.arguments")
@@ -197,7 +214,30 @@ def _tool_result(item: InputItem, param: str, references: _References) -> Messag
         call_id = references.call_id(
             item.id
         )  # the result of a local shell names the item
-    if not call_id or item.output is None:
+    output = item.output
+    is_patch = item.type == CLIENT_TOOLS["apply_patch"].result_type
+    if output is None and is_patch:
+        output = ""
+    if not call_id or output is None:
         raise wire.bad_request(f"{param} needs `call_id` and `output`", param=param)
-    text = wire.text_of(item.output, f"{param}.output")
+    if item.type == CLIENT_TOOLS["shell"].result_type and not isinstance(output, str):
+        text = "\n".join(_command_text(part) for part in output)
+    else:
+        text = wire.text_of(output, f"{param}.output")
+    if is_patch:
+        text = "\n".join(part for part in (item.status, text) if part)
     return Message("tool", text, tool_call_id=call_id)
+
+
+def _command_text(part: OutputPart) -> str:
+    """What the model is told of a command that the shell ran."""
+    lines = []
+    if part.stdout:
+        lines.append(part.stdout.removesuffix("\n"))
+    if part.stderr:
+        lines.append("stderr: " + part.stderr.removesuffix("\n"))
+    if part.outcome is not None and part.outcome.type == "timeout":
+        lines.append("timed out")
+    elif part.outcome is not None:
+        lines.append(f"exit code {part.outcome.exit_code}")
+    return "\n".join(lines)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from invrl.gateway.dialects.response_calls import (
     CALL_PREFIXES,
     FUNCTION,
-    LOCAL_SHELL,
     CalledTool,
     CallKind,
 )
@@ -72,10 +71,10 @@ class _Item:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, type: str, **fields: Any) -> Event:
         """An event about the item's text."""
         return {
-            "type": kind,
+            "type": type,
             "item_id": self.fields["id"],
             "output_index": self.index,
             **fields,
@@ -96,7 +95,7 @@ class _Item:
         """The item as it begins."""
         fields = dict(self.fields)
         if isinstance(self.kind, CallKind):
-            fields |= self.kind.fields("")
+            fields[self.kind.body_field] = self.kind.body("")
         else:
             fields["content"] = []
         fields["status"] = "in_progress"
@@ -106,7 +105,8 @@ class _Item:
         """The item with all of its text."""
         fields = dict(self.fields)
         if isinstance(self.kind, CallKind):
-            fields |= self.kind.fields(self.text)
+            fields[self.kind.body_field] = self.kind.body(self.text)
+            status = self.kind.status(status)
         else:
             fields["content"] = [self.content_part()]
         fields["status"] = status
@@ -187,7 +187,9 @@ class ResponseOutput:
             item.texts.append(call.arguments)
             kind = item.kind
             if isinstance(kind, CallKind) and kind.streams_text:
-                event = item.event(f"{kind.text_event}.delta", delta=call.arguments)
+                event = item.event(
+                    "response.function_call_arguments.delta", delta=call.arguments
+                )
                 self._events.append(event)
 
     def _open_item(self, kind: TextKind) -> _Item:
@@ -222,7 +224,7 @@ class ResponseOutput:
             "id": f"{tool.kind.prefix}_{self._turn_id}_{call.index}",
             "call_id": call.id,
         }
-        if tool.kind is not LOCAL_SHELL:
+        if not tool.kind.tool_name:
             fields["name"] = tool.name
         if tool.namespace:
             fields["namespace"] = tool.namespace
@@ -286,16 +288,9 @@ def _text_done_events(item: _Item) -> list[Event]:
 
 
 def _call_done_events(item: _Item, kind: CallKind) -> list[Event]:
-    """The events that carry the whole text of a call. A text that is not that of the
-    arguments is known only now, and is one piece."""
-    if not kind.text_event:
-        return []
-    text = kind.text(item.text)
-    events: list[Event] = []
-    if not kind.streams_text:
-        events.append(item.event(f"{kind.text_event}.delta", delta=text))
-    done = item.event(f"{kind.text_event}.done", **{kind.text_field: text})
+    """The events that carry the whole of a call. What is not the text of its arguments
+    is known only now, and is one piece."""
+    events = [item.event(**fields) for fields in kind.events(item.text)]
     if kind is FUNCTION:
-        done["name"] = item.fields["name"]
-    events.append(done)
+        events[0]["name"] = item.fields["name"]
     return events

@@ -11,27 +11,30 @@ from typing import Literal
 import msgspec
 
 from invrl.gateway.dialects import wire
+from invrl.gateway.dialects.custom_tools import CustomFormat, custom_function
 from invrl.gateway.dialects.response_calls import (
-    CUSTOM,
+    CLIENT_TOOLS,
     FUNCTION,
-    LOCAL_SHELL,
-    LOCAL_SHELL_NAME,
+    KINDS,
     CalledTool,
-    CallKind,
-    CustomFormat,
-    custom_function,
-    local_shell_function,
 )
 from invrl.gateway.dialects.wire import Fields
 from invrl.gateway.types import Tool, ToolChoice
 
 _IGNORED_TOOLS = ("web_search", "image_generation")
-_KINDS: Mapping[str, CallKind] = {
-    "function": FUNCTION,
-    "custom": CUSTOM,
-    "local_shell": LOCAL_SHELL,
-}
-"""The kind of a tool's calls, by the tool's type."""
+
+
+class _Skill(msgspec.Struct):
+    name: str
+    description: str = ""
+    path: str = ""
+
+
+class _Environment(msgspec.Struct):
+    """Where a shell runs."""
+
+    type: str
+    skills: list[_Skill] | None = None
 
 
 class ToolField(wire.Function, kw_only=True):
@@ -40,6 +43,8 @@ class ToolField(wire.Function, kw_only=True):
     """The tools of a namespace."""
     format: CustomFormat | None = None
     """The text that a custom tool takes."""
+    environment: _Environment | None = None
+    """Of a shell."""
 
 
 class ToolChoiceField(msgspec.Struct):
@@ -66,13 +71,12 @@ def called_tools(
     for tool in tools:
         if tool.type == "namespace":
             called |= called_tools(tool.tools or (), tool.name)
-        elif tool.type == "local_shell":
-            called[LOCAL_SHELL_NAME] = CalledTool(
-                name=LOCAL_SHELL_NAME, kind=LOCAL_SHELL
-            )
+        elif tool.type in CLIENT_TOOLS:
+            kind = CLIENT_TOOLS[tool.type]
+            called[kind.tool_name] = CalledTool(name=kind.tool_name, kind=kind)
         elif namespace or tool.type == "custom":
             model_name = qualified_name(namespace, tool.name)
-            kind = _KINDS.get(tool.type, FUNCTION)
+            kind = KINDS.get(tool.type, FUNCTION)
             called[model_name] = CalledTool(
                 name=tool.name, namespace=namespace, kind=kind
             )
@@ -92,15 +96,42 @@ def read_tools(tools: Sequence[ToolField], namespace: str = "") -> Iterator[Tool
         elif tool.type == "custom":
             name = qualified_name(namespace, tool.name)
             yield wire.make_tool(
-                custom_function(name, tool.description, tool.format), param
+                custom_function(name, tool.description, tool.format, param), param
             )
-        elif tool.type == "local_shell":
-            yield wire.make_tool(local_shell_function(), param)
+        elif tool.type in CLIENT_TOOLS:
+            yield wire.make_tool(_client_function(tool, param), param)
         elif tool.type not in _IGNORED_TOOLS:
             reason = (
-                f"{param}: only {', '.join(_KINDS)} are supported, not {tool.type!r}"
+                f"{param}: only {', '.join(KINDS)} are supported, not {tool.type!r}"
             )
             raise wire.bad_request(reason, param=param)
+
+
+def _client_function(tool: ToolField, param: str) -> wire.Function:
+    """The function that a tool of OpenAI's is shown as, which the client runs.
+    SessionError 400 for a shell that OpenAI would run."""
+    function = CLIENT_TOOLS[tool.type].function()
+    environment = tool.environment
+    if environment is None:
+        return function
+    if environment.type != "local":
+        param = f"{param}.environment.type"
+        reason = (
+            f"{param}: {environment.type!r} runs at OpenAI; only local is supported"
+        )
+        raise wire.bad_request(reason, param=param, code="unsupported_parameter")
+    skills = [
+        f"{skill.name} ({skill.path}): {skill.description}"
+        for skill in environment.skills or ()
+    ]
+    if skills:
+        function.description = "\n".join(
+            [
+                f"{function.description} Skills, each with the folder of its files:",
+                *skills,
+            ]
+        )
+    return function
 
 
 def read_tool_choice(choice: str | ToolChoiceField | None) -> ToolChoice:
@@ -108,7 +139,7 @@ def read_tool_choice(choice: str | ToolChoiceField | None) -> ToolChoice:
     if plain is not None:
         return plain
     if isinstance(choice, ToolChoiceField):
-        if choice.type in _KINDS:
+        if choice.type in KINDS:
             return ToolChoice(mode="named", name=_chosen_name(choice))
         if choice.type == "allowed_tools":
             names = [_chosen_name(tool) for tool in choice.tools or ()]
@@ -120,8 +151,8 @@ def read_tool_choice(choice: str | ToolChoiceField | None) -> ToolChoice:
 
 def _chosen_name(choice: ToolChoiceField) -> str:
     """The name by which the model knows a chosen tool."""
-    if choice.type == "local_shell":
-        return LOCAL_SHELL_NAME
+    if choice.type in CLIENT_TOOLS:
+        return choice.type
     return qualified_name(choice.namespace, choice.name)
 
 

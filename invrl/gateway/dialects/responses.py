@@ -2,16 +2,19 @@
 directions. Pure.
 
 Every field of the API is in exactly one of these lists:
-- honoured: `input` (text, or items: messages with text parts, `function_call`, `custom_tool_call`,
-  `local_shell_call` and their outputs, `reasoning`, `item_reference` to an item of an earlier response of
-  this session; the items of one reply become one message again), `model` (as in chat), `instructions`,
-  `previous_response_id` (a response of this session, whatever `store` said), `stream`, `max_output_tokens`
-  (bounded by the session's max_new_tokens), `tools` (functions and custom tools, also in a `namespace`: the
-  model knows them as `namespace.name`; `local_shell`; the model knows all of them as functions, and is not
-  held to a grammar), `tool_choice`, `parallel_tool_calls` (false: calls after the first are not shown),
-  `text.format`, `reasoning.effort` (none: no thinking; others: thinking), `include:
-  message.output_text.logprobs` (the message has those of every token that was sampled before its end),
-  `top_logprobs` (to 20; shown with the log-probs).
+- honoured: `input` (text, or items: messages with text parts, `function_call`,
+  `custom_tool_call`, `local_shell_call`, `shell_call`, `apply_patch_call` and their
+  outputs, `reasoning`, `item_reference` to an item of an earlier response of this
+  session; the items of one reply become one message again), `model` (as in chat),
+  `instructions`, `previous_response_id` (a response of this session, whatever `store`
+  said), `stream`, `max_output_tokens` (bounded by the session's max_new_tokens),
+  `tools` (functions and custom tools, also in a `namespace`: the model knows them as
+  `namespace.name`; `local_shell`, `shell` in a local environment, `apply_patch`; the
+  model knows all of them as functions, and is not held to a grammar), `tool_choice`,
+  `parallel_tool_calls` (false: calls after the first are not shown), `text.format`,
+  `reasoning.effort` (none: no thinking; others: thinking), `include:
+  message.output_text.logprobs` (the message has those of every token that was sampled
+  before its end), `top_logprobs` (to 20; shown with the log-probs).
 - set by the run: the sampling parameters of `chat.py`, under the same names and rules.
 - ignored, because they change no token: `store`, `metadata`, `user`, `service_tier`, `safety_identifier`,
   `prompt_cache_*`, `client_metadata`, `max_tool_calls` (of built-in tools), `background_options`,
@@ -176,7 +179,7 @@ _TABLE = FieldTable(
     ),
     entries="input",
     entry=InputItem,
-    unreported_in_entries=("status", "encrypted_content", "phase"),
+    unreported_in_entries=("encrypted_content", "phase", "max_output_length"),
 )
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

@@ -8,6 +8,7 @@ Both must give the same ids, or the gateway must have recorded why it started a 
 branch."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -66,13 +67,7 @@ def check(
     renderer: Renderer, pattern: str, prompt: Prompt, *, cut: bool = False
 ) -> Finding:
     """Plays a conversation turn by turn. `cut`: no reply has its end-of-turn token."""
-    playback = _Playback(renderer, prompt, cut=cut)
-    try:
-        playback.play()
-    except SessionError as error:
-        return Finding(pattern=pattern, outcome="refused", reason=error.message)
-    worst = min(playback.reasons, key=_WORST_FIRST.index)
-    return Finding(pattern=pattern, outcome=worst, reason=playback.reasons[worst])
+    return _Playback(renderer, prompt, cut=cut).finding(pattern)
 
 
 def check_calls(renderer: Renderer, parsers: Parsers, *, stream: bool) -> Finding:
@@ -80,35 +75,70 @@ def check_calls(renderer: Renderer, parsers: Parsers, *, stream: bool) -> Findin
     with the gateway's own call ids, and ends with the token at which the engine would
     have stopped."""
     pattern = f"calls as they are parsed, {'streamed' if stream else 'whole'}"
-    playback = _ParsedPlayback(renderer, parsers, stream=stream)
-    try:
-        playback.play(CORPUS["calls in turn"])
-    except SessionError as error:
-        return Finding(pattern=pattern, outcome="refused", reason=error.message)
-    worst = min(playback.reasons, key=_WORST_FIRST.index)
-    return Finding(pattern=pattern, outcome=worst, reason=playback.reasons[worst])
+    conversation = CORPUS["calls in turn"]
+    playback = _ParsedPlayback(renderer, parsers, conversation, stream=stream)
+    return playback.finding(pattern)
 
 
-class _ParsedPlayback:
-    """Plays a conversation as an agent does that sends back what it was told."""
+class _AnyPlayback(ABC):
+    """A conversation that is played turn by turn, and the verdicts on its requests."""
 
-    def __init__(self, renderer: Renderer, parsers: Parsers, *, stream: bool) -> None:
+    def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._parsers = parsers
-        self._stream = stream
         self._path: list[int] = []
         """The recorded ids of the messages up to the latest reply."""
+        self._reasons: dict[Verdict, str] = {"exact": ""}
+        """Every verdict so far, with its latest reason."""
+
+    @abstractmethod
+    def play(self) -> None:
+        """SessionError if the template refuses one of the requests."""
+
+    def finding(self, pattern: str) -> Finding:
+        """Plays the conversation. The worst verdict counts."""
+        try:
+            self.play()
+        except SessionError as error:
+            return Finding(pattern=pattern, outcome="refused", reason=error.message)
+        worst = min(self._reasons, key=_WORST_FIRST.index)
+        return Finding(pattern=pattern, outcome=worst, reason=self._reasons[worst])
+
+    def _continue(self, tail: Tail, whole: list[int]) -> None:
+        """Continues the path, and compares it with `whole`, the template's rendering of
+        the request."""
+        if tail.fork is not None:
+            self._reasons["forks"] = tail.fork.value
+            self._path = whole
+            return
+        self._path = self._path + tail.ids
+        if self._path != whole:
+            verdict, reason = _judge(self._renderer, self._path, tail, whole)
+            self._reasons[verdict] = reason
+
+
+class _ParsedPlayback(_AnyPlayback):
+    """Plays a conversation as an agent does that sends back what it was told."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        parsers: Parsers,
+        conversation: Prompt,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__(renderer)
+        self._parsers = parsers
+        self._conversation = conversation
+        self._stream = stream
         self._request = Prompt(messages=())
         """What the agent sends next."""
         self._call_id = ""
         """Of the call that comes next to a result."""
-        self.reasons: dict[Verdict, str] = {"exact": ""}
-        """Every verdict so far, with its latest reason."""
 
-    def play(self, conversation: Prompt) -> None:
-        """SessionError if the template refuses one of the requests."""
-        self._request = replace(conversation, messages=())
-        for message in conversation.messages:
+    def play(self) -> None:
+        self._request = replace(self._conversation, messages=())
+        for message in self._conversation.messages:
             if message.role == "assistant":
                 self._ask()
                 self._reply(message)
@@ -138,14 +168,7 @@ class _ParsedPlayback:
                 if token_id in self._renderer.end_ids
             ]
             tail = self._tail()
-        if tail.fork is not None:
-            self.reasons["forks"] = tail.fork.value
-            self._path = whole
-            return
-        self._path = self._path + tail.ids
-        if self._path != whole:
-            verdict, reason = _judge(self._renderer, self._path, tail, whole)
-            self.reasons[verdict] = reason
+        self._continue(tail, whole)
 
     def _tail(self) -> Tail:
         replies = [
@@ -173,7 +196,7 @@ class _ParsedPlayback:
         reply = _read(self._renderer, parser, sampled)
         if not _same_reply(reply, message):
             said = self._renderer.reply_text(sampled, special=True)
-            self.reasons["wrong"] = (
+            self._reasons["wrong"] = (
                 f"the parser {self._parsers.tool_calls} reads {said!r} as"
                 f" {len(reply.tool_calls)} calls and the text {reply.content!r}"
             )
@@ -206,22 +229,18 @@ def _same_reply(reply: Message, expected: Message) -> bool:
     return True
 
 
-class _Playback:
+class _Playback(_AnyPlayback):
     """Plays one conversation as the gateway would: each reply is sampled behind the
     path of recorded ids."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt, *, cut: bool) -> None:
-        self._renderer = renderer
+        super().__init__(renderer)
         self._prompt = prompt
         self._cut = cut
-        self._path: list[int] = []
-        """The recorded ids of the first `_depth` messages."""
         self._depth = 0
-        self.reasons: dict[Verdict, str] = {"exact": ""}
-        """Every verdict on a request so far, with its latest reason."""
+        """The number of messages that the path stands for."""
 
     def play(self) -> None:
-        """SessionError if the template refuses one of the requests."""
         for position, message in enumerate(self._prompt.messages):
             if message.role == "assistant":
                 self._request(position)
@@ -238,14 +257,7 @@ class _Playback:
             self._path = whole
             return
         tail = self._renderer.render_tail(request, self._depth, self._path)
-        if tail.fork is not None:
-            self.reasons["forks"] = tail.fork.value
-            self._path = whole
-            return
-        self._path = self._path + tail.ids
-        if self._path != whole:
-            verdict, reason = _judge(self._renderer, self._path, tail, whole)
-            self.reasons[verdict] = reason
+        self._continue(tail, whole)
 
     def _reply(self, position: int) -> None:
         """Records the message at `position` as the reply that was sampled."""

@@ -71,6 +71,20 @@ class _GatewayApp(FastAPI):
                     return
         await super().__call__(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        """The description of all routes. A body whose fields all have defaults may be
+        left out."""
+        description = super().openapi()
+        schemas = description["components"]["schemas"]
+        for methods in description["paths"].values():
+            for operation in methods.values():
+                body = operation.get("requestBody")
+                if body is None:
+                    continue
+                reference = body["content"]["application/json"]["schema"]["$ref"]
+                body["required"] = "required" in schemas[reference.rpartition("/")[2]]
+        return description
+
 
 def make_app(
     settings: GatewaySettings,
@@ -104,6 +118,7 @@ def make_app(
         constrained=settings.constrained,
         models=settings.model_names,
         recorded_top_logprobs=settings.record_top_logprobs,
+        engine_return_s=settings.engine_return_s,
     )
     lifecycle = _make_lifecycle(settings, registry, turns, store, run_ended)
     loop_lag = LoopLag()

@@ -70,6 +70,10 @@ class GatewaySettings(GatewayConfig):
         30.0,
         description="seconds without a heartbeat until a process of the gateway is replaced",
     )
+    engine_return_s: PositiveFloat = Field(
+        600.0,
+        description="seconds that a generation waits for an engine, if there is none",
+    )
     keep_alive_s: PositiveFloat = Field(
         10.0,
         description="seconds without a token after which a stream sends a keep-alive",

@@ -71,10 +71,10 @@ class Conversation:
 
     def __init__(self, record: SessionRecord, match_level: MatchLevel) -> None:
         self.record = record
-        self.forest = Forest(match_level)
         self.turns: list[Turn] = []
         self.delivered: set[str] = set()
         """Ids of the turns whose answer reached a client."""
+        self.forest = Forest(match_level, self.delivered)
         self.changes: dict[str, Change] = {}
         """By turn: how its request departed from what was recorded. Of turns that an
         earlier worker recorded, it is found only when the session is shown

@@ -10,7 +10,7 @@ meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from invrl.gateway.turns.fork_changes import (
@@ -22,7 +22,12 @@ from invrl.gateway.turns.fork_changes import (
     messages_change,
     tools_change,
 )
-from invrl.gateway.turns.message_identity import digests, tools_digest
+from invrl.gateway.turns.message_identity import (
+    canonical_json,
+    digests,
+    tools_digest,
+)
+from invrl.gateway.turns.moved_text import is_text_moved, put_text_back
 from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
 
 _MAX_CANDIDATES = 32
@@ -46,6 +51,15 @@ class Match:
     change: Change | None = None
     """Of a fork: how the request departs. Of a match at `REWRITTEN`: how the last
     altered reply came back."""
+    kept: Node | None = None
+    """The turn whose interrupted reply the request keeps, and why it forks."""
+
+    @property
+    def continues(self) -> bool:
+        """All replies in the request are on the node's path."""
+        return self.node is not None and all(
+            message.role != "assistant" for message in self.new
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,7 @@ class _Fork:
 
     reason: ForkReason | None
     change: Change | None = None
+    kept: Node | None = None
 
 
 _NO_FORK = _Fork(None)
@@ -69,11 +84,16 @@ class _Replies:
     def __init__(self) -> None:
         self._nodes: dict[tuple[tuple[str, str], ...], Node] = {}
         self._stopped: dict[str, Message] = {}
+        self._with_text: dict[tuple[str, ...], list[Message]] = {}
+        """Replies that have a text beside their calls, by these calls without their
+        ids."""
 
     def add(self, node: Node) -> None:
         reply = node.messages[-1]
         if reply.tool_calls:
             self._nodes[calls_of(reply)] = node
+            if reply.content:
+                self._with_text.setdefault(_made_calls(reply), []).append(reply)
         elif node.stop:
             self._stopped[(reply.content + node.stop).strip()] = reply
 
@@ -82,6 +102,16 @@ class _Replies:
         if message.role != "assistant" or not message.tool_calls:
             return None
         return self._nodes.get(calls_of(message))
+
+    def with_text(self, message: Message) -> list[Message]:
+        """The replies with a text beside the calls of the message: first the one whose
+        ids these calls have, then the newest."""
+        replies = self._with_text.get(_made_calls(message), [])
+        newest_first = replies[: -_MAX_CANDIDATES - 1 : -1]
+        node = self.node(message)
+        if node is not None:
+            newest_first.insert(0, node.messages[-1])
+        return newest_first
 
     def at_level(
         self, messages: Sequence[Message], level: MatchLevel
@@ -101,6 +131,14 @@ class _Replies:
         if message.role != "assistant" or message.tool_calls:
             return message
         return self._stopped.get(message.content.strip(), message)
+
+
+def _made_calls(message: Message) -> tuple[str, ...]:
+    """The names and arguments of the message's calls."""
+    parts: list[str] = []
+    for call in message.tool_calls:
+        parts += [call.name, canonical_json(call.arguments)]
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +245,16 @@ class _Index:
 
 class Forest:
     """The turns of one session. `level`: how much a returned message may differ at
-    most."""
+    most. `delivered`: ids of the turns whose answer reached the client; None if
+    that is not known."""
 
-    def __init__(self, level: MatchLevel = MatchLevel.REWRITTEN) -> None:
+    def __init__(
+        self,
+        level: MatchLevel = MatchLevel.REWRITTEN,
+        delivered: Collection[str] | None = None,
+    ) -> None:
         self._level = level
+        self._delivered = delivered
         self._replies = _Replies()
         self._indexes = [
             _Index(index_level, self._replies, tools=True)
@@ -221,6 +265,8 @@ class Forest:
         self._by_turn: dict[str, Node] = {}
         self._nodes: list[Node] = []
         """All nodes, in the order in which they were added."""
+        self._interrupted: list[Node] = []
+        """Turns whose reply was cancelled or out of tokens."""
         self.characters = 0
         """Of all messages that the turns add."""
         self._texts: dict[str, str] = {}
@@ -237,6 +283,13 @@ class Forest:
         self._nodes.append(node)
         self.characters += sum(message.characters for message in node.messages)
         self._replies.add(node)
+        if node.turn.finish_reason != "stop":
+            self._interrupted.append(node)
+
+    def add_cancelled(self, node: Node) -> None:
+        """Adds a turn that no request continues. A request that has its reply is
+        explained with it."""
+        self._interrupted.append(node)
 
     def turn(self, turn_id: str) -> Node | None:
         """The node of a turn; None if the turn is unknown or never became complete."""
@@ -246,7 +299,10 @@ class Forest:
         """For each turn that departed from what was recorded before it, how it did so,
         by turn. It is worked out from the nodes again, which takes as long for each of
         them as matching a request that departs."""
-        earlier = Forest(self._level)
+        earlier = Forest(self._level, self._delivered)
+        for node in self._interrupted:
+            if node.turn.finish_reason == "abort":
+                earlier.add_cancelled(node)
         changes: dict[str, Change] = {}
         for node in tuple(self._nodes):
             if node.turn.fork_reason and not node.raw:
@@ -269,25 +325,44 @@ class Forest:
         longest: Node | None = None
         longest_size = 0
         for node in tuple(self._nodes):
-            if not node.raw:
-                continue
-            text = self._text_of(
-                node, decode
-            )  # of each node, because those of its children begin with it
-            if isinstance(prompt, str):
-                size = len(text)
-                begins = prompt.startswith(text)
-            else:
-                sampled = tuple(node.turn.sampled_ids_T.tolist())
-                size = node.turn.prompt_tokens + len(sampled)
-                same_end = (
-                    prompt[size - len(sampled) : size] == sampled
-                )  # a cheap test first
-                begins = same_end and prompt[:size] == tuple(node.ids())
-            if begins and size > longest_size:
+            size = self._covered(prompt, node, decode) if node.raw else 0
+            if size > longest_size:
                 longest = node
                 longest_size = size
         return longest, longest_size
+
+    def interrupted_text(
+        self, prompt: str | tuple[int, ...], decode: Callable[[Sequence[int]], str]
+    ) -> int:
+        """How much of a prompt without a template is the text, or the ids, of a turn
+        that was cancelled; 0 if it begins with none. To be called after
+        `match_text`."""
+        return max(
+            (
+                self._covered(prompt, node, decode)
+                for node in self._interrupted[-_MAX_CANDIDATES:]
+                if node.raw and node.turn.finish_reason == "abort"
+            ),
+            default=0,
+        )
+
+    def _covered(
+        self,
+        prompt: str | tuple[int, ...],
+        node: Node,
+        decode: Callable[[Sequence[int]], str],
+    ) -> int:
+        """The size of the node's whole text, or ids, if the prompt begins with it; 0 if
+        not."""
+        text = self._text_of(
+            node, decode
+        )  # of each node, because those of its children begin with it
+        if isinstance(prompt, str):
+            return len(text) if prompt.startswith(text) else 0
+        sampled = tuple(node.turn.sampled_ids_T.tolist())
+        size = node.turn.prompt_tokens + len(sampled)
+        same_end = prompt[size - len(sampled) : size] == sampled  # a cheap test first
+        return size if same_end and prompt[:size] == tuple(node.ids()) else 0
 
     def _text_of(self, node: Node, decode: Callable[[Sequence[int]], str]) -> str:
         """The whole text of a node's path. Its parent's must have been asked for
@@ -305,6 +380,20 @@ class Forest:
     def match(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Match:
         """The deepest node that `messages` continue. If there is a node and a `fork`,
         the client has replaced a later reply on its path."""
+        as_sent = self._match(messages, tools)
+        if as_sent.continues or self._level is not MatchLevel.REWRITTEN:
+            return as_sent
+        put_back = put_text_back(messages, self._replies.with_text)
+        if put_back is None:
+            return as_sent
+        match = self._match(put_back.messages, tools)
+        if match.fork is not None or not (match.continues or as_sent.fork):
+            return as_sent
+        position = put_back.position
+        change = self._change(position, put_back.recorded, messages[position], tools)
+        return replace(match, level=MatchLevel.REWRITTEN, change=change)
+
+    def _match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
         reply_ends = [
             end
             for end, message in enumerate(messages, 1)
@@ -317,18 +406,26 @@ class Forest:
             node, depth, level = self._deepest(messages, tools, reply_ends)
         fork: ForkReason | None = None
         change: Change | None = None
+        kept: Node | None = None
         is_continuation = node is not None and depth == reply_ends[-1]
-        if self.size and not is_continuation:
+        if not is_continuation and (self.size or self._interrupted):
             departure = self._why_forked(messages, tools, reply_ends, depth)
             fork = departure.reason
             change = departure.change
+            kept = departure.kept
         elif node is not None and level is MatchLevel.REWRITTEN:
             change = self._last_rewritten(messages[:depth], node)
         new = tuple(messages[depth:])
         if node is not None:
             new = _with_our_ids(messages, depth, node)
         return Match(
-            node=node, depth=depth, fork=fork, new=new, level=level, change=change
+            node=node,
+            depth=depth,
+            fork=fork,
+            new=new,
+            level=level,
+            change=change,
+            kept=kept,
         )
 
     def _deepest(
@@ -367,11 +464,12 @@ class Forest:
         reply_ends: Sequence[int],
         depth: int,
     ) -> _Fork:
-        """Why the replies behind `depth` are not those that were recorded. Three
+        """Why the replies behind `depth` are not those that were recorded. Four
         explanations are tried, the one that leaves most of the recording unchanged
-        first: the whole conversation is recorded with other tools; all before a reply
-        is recorded, with another reply; only a reply is recorded, behind other
-        messages. All three compare conversations without their tools."""
+        first: the whole conversation is recorded with other tools; a reply is, as far
+        as it goes, one that was interrupted; all before a reply is recorded, with
+        another reply; only a reply is recorded, behind other messages. All of them
+        compare conversations without their tools."""
         index = self._any_tools
         index.update(self._nodes)
         compared = self._replies.at_level(messages, index.level)
@@ -385,19 +483,49 @@ class Forest:
                 )
         for end in unmatched:
             position = end - 1
-            node = index.answered.get(prefix_digests[position])
-            if node is not None:
-                change = self._change(
-                    position, node.messages[-1], messages[position], tools
-                )
-                return _Fork(ForkReason.HISTORY_EDITED, change)
+            before = prefix_digests[position]
+            kept = self._interrupted_reply(messages, position, before)
+            node = kept or index.answered.get(before)
+            if node is None:
+                continue
+            change = self._change(
+                position, node.messages[-1], messages[position], tools
+            )
+            if kept is not None:
+                return _Fork(ForkReason.INTERRUPTED_REPLY, change, kept)
+            if is_text_moved(node.conversation(), messages, position):
+                return _Fork(ForkReason.TEXT_MOVED, change)
+            return _Fork(ForkReason.HISTORY_EDITED, change)
         for end in reversed(unmatched):  # the client continues the newest recording
             candidates = self._similar_replies(messages[end - 1], tools)
             if candidates:
                 return self._changed_before(messages[: end - 1], candidates, tools)
-        if depth == 0:
+        if depth == 0 and self.size:
             return _Fork(ForkReason.NEW_CONVERSATION)
         return _NO_FORK
+
+    def _interrupted_reply(
+        self, messages: Sequence[Message], position: int, before: bytes
+    ) -> Node | None:
+        """The turn whose reply came to no end for the client, and that has the message
+        at `position` as its reply or as the beginning of it. `before`: the digest of
+        the messages before."""
+        index = self._any_tools
+        candidates = self._interrupted[-_MAX_CANDIDATES:]
+        answered = index.answered.get(before)
+        if answered is not None and self._is_undelivered(answered):
+            candidates.append(answered)
+        for node in reversed(candidates):
+            if not _begins(messages[position], node.messages[-1]):
+                continue
+            prompt = node.conversation()[:-1]
+            compared = self._replies.at_level(prompt, index.level)
+            if digests(compared, index.level, tools=node.tools)[-1] == before:
+                return node
+        return None
+
+    def _is_undelivered(self, node: Node) -> bool:
+        return self._delivered is not None and node.turn.id not in self._delivered
 
     def _similar_replies(self, reply: Message, tools: Sequence[Tool]) -> list[Node]:
         """The latest turns with a reply like this one."""
@@ -486,6 +614,17 @@ class Forest:
         self, position: int, recorded: Message, sent: Message, tools: Sequence[Tool]
     ) -> Change:
         return message_change(position, recorded, sent, self._level, tools)
+
+
+def _begins(message: Message, reply: Message) -> bool:
+    """Whether the message has the reply's text or the beginning of it, and no calls
+    that the reply has not."""
+    text = message.content.strip()
+    return (
+        text != ""
+        and reply.content.strip().startswith(text)
+        and calls_of(message) == calls_of(reply)[: len(message.tool_calls)]
+    )
 
 
 def _difference(

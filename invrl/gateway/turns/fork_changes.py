@@ -18,7 +18,7 @@ _EXCERPT_BEFORE = 24
 def advice(reason: ForkReason, change: Change | None) -> str:
     """What the user can do about this fork."""
     if (
-        reason is ForkReason.HISTORY_EDITED
+        reason in (ForkReason.HISTORY_EDITED, ForkReason.TEXT_MOVED)
         and change is not None
         and change.level is not None
     ):

@@ -27,7 +27,7 @@ from invrl.engines.sglang_client import (
     GenerateRequest,
     GenerateResult,
 )
-from invrl.errors import InvrlError, ServerError, SessionError
+from invrl.errors import InvrlError, NoEngineError, ServerError, SessionError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
@@ -40,9 +40,11 @@ _log = logging.getLogger(__name__)
 
 _JOIN_AFTER = 16
 """Pieces that every reader has seen are joined when there are this many of them."""
-_RETRY_PAUSE_S = 0.5
-"""The router takes about a second to drop a dead engine; clients' own retries cover
-more."""
+_RETRY_PAUSES_S = (0.5, 2.0)
+"""Before a second and a third try. The router takes up to two seconds to drop a dead
+engine."""
+_ENGINE_POLL_S = 0.5
+"""Between two questions to a router that has no engine."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -77,6 +79,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """As in `Rollout.top_logprobs`."""
     trace: SpanPlace | None = None
     """The span of the turn, if this process sends traces."""
+    stop: str = ""
+    """The client's stop string that ended the reply; "" if none did."""
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
@@ -110,7 +114,9 @@ class Generation:
         renderer: Renderer,
         parser: ReplyParser,
         commit: Commit,
+        engine_return_s: float = 600.0,
     ) -> None:
+        """`engine_return_s`: how long to wait for an engine, if there is none."""
         self.proposal = proposal
         self.delivered = False
         """Some client got the whole answer."""
@@ -121,6 +127,7 @@ class Generation:
         self._began = time.monotonic()
         self._sampler = sampler
         self._commit = commit
+        self._engine_return_s = engine_return_s
         self._parser = parser
         self._text_stream = renderer.stream(
             proposal.request.stop,
@@ -287,32 +294,51 @@ class Generation:
             raise
         message = self._reply()
         turn = self._turn(result.finish_reason, result.cached_tokens)
+        stop = ""
+        if isinstance(result.matched_stop, str):
+            stop = result.matched_stop
         recorded = Recorded(
-            experts_TLK=result.experts_TLK, top=self._recorded_top(), trace=trace
+            experts_TLK=result.experts_TLK,
+            top=self._recorded_top(),
+            trace=trace,
+            stop=stop,
         )
         with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
             await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
-        stop = ""
-        if isinstance(result.matched_stop, str):
-            stop = result.matched_stop
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
 
     async def _sample(self) -> GenerateEnd:
-        """Tries a second time if the engines fail before the first token."""
+        """Asks again if the engines fail before the first token. While there is no
+        engine it waits for one."""
         request = self.proposal.request
-        try:
-            return await self._sample_once(request)
-        except ServerError as error:
-            if self._pieces:
-                raise
-            _log.warning("asking again: %s", error)
-            await asyncio.sleep(_RETRY_PAUSE_S)
-            second_request = msgspec.structs.replace(
-                request, rid=request.rid + "-again"
-            )
-            return await self._sample_once(second_request)
+        pauses = iter(_RETRY_PAUSES_S)
+        number = 0
+        no_engine_since = None
+        while True:
+            try:
+                return await self._sample_once(request)
+            except NoEngineError as error:
+                now = time.monotonic()
+                if no_engine_since is None:
+                    no_engine_since = now
+                    _log.warning("waiting for an engine: %s", error)
+                if now - no_engine_since > self._engine_return_s:
+                    raise
+                pause_s = _ENGINE_POLL_S
+            except ServerError as error:
+                if self._pieces:
+                    raise
+                no_engine_since = None
+                pause_s = next(pauses, None)
+                if pause_s is None:
+                    raise
+                _log.warning("asking again: %s", error)
+            await asyncio.sleep(pause_s)
+            number += 1
+            rid = f"{self.turn_id}-again-{number}"
+            request = msgspec.structs.replace(request, rid=rid)
 
     async def _sample_once(self, request: GenerateRequest) -> GenerateEnd:
         if self.proposal.stream:

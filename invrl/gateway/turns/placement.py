@@ -153,9 +153,8 @@ class Placer:
         """Places a prompt without a template: it continues the longest recorded text
         that it begins with."""
         forest = conversation.forest
-        node, covered = forest.match_text(
-            text, partial(self._renderer.decode, inside=True)
-        )
+        decode = partial(self._renderer.decode, inside=True)
+        node, covered = forest.match_text(text, decode)
         path_ids: list[int] = []
         if node is not None:
             path_ids = node.ids()
@@ -169,7 +168,9 @@ class Placer:
             ids = list(new_text)
             message = Message("text", self._renderer.decode(ids))
         fork = None
-        if forest.size > 0 and node is None and not conversation.has_root(ids):
+        if forest.interrupted_text(text, decode) > covered:
+            fork = ForkReason.INTERRUPTED_REPLY
+        elif forest.size > 0 and node is None and not conversation.has_root(ids):
             fork = ForkReason.NEW_CONVERSATION
         return Placement(
             parent=node,

@@ -20,8 +20,7 @@ class RecordedAnswer:
     """Has the methods of a `Generation` that a client's request needs. The whole reply
     is one piece."""
 
-    def __init__(self, node: Node, *, stop: str = "") -> None:
-        """`stop`: the client's stop string that ended the reply; "" if none did."""
+    def __init__(self, node: Node) -> None:
         turn = node.turn
         piece = Piece(
             delta=_delta_of(node.messages[-1]),
@@ -38,7 +37,7 @@ class RecordedAnswer:
         self.delivered = False
         """Some client got the whole answer."""
         self._answer = Answer(
-            turn=turn, message=node.messages[-1], pieces=(piece,), stop=stop
+            turn=turn, message=node.messages[-1], pieces=(piece,), stop=node.stop
         )
         self._num_attached = 0
 

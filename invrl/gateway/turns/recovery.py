@@ -6,7 +6,7 @@ is first needed. Invariants: a restored forest holds exactly the committed ids; 
 turns are never continued; a retry of a request whose turn was committed is answered
 with that turn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -21,11 +21,12 @@ from invrl.types import Turn
 def restore(
     conversation: Conversation,
     recorded: Sequence[tuple[Turn, bytes, bytes]],
+    stops: Mapping[str, str],
     renderer: Renderer,
     shared_tools: SharedTools,
 ) -> None:
     """`recorded`: the session's turns in the order of their commits, each with its
-    messages and tools."""
+    messages and tools. `stops`: the stop strings that ended replies, by turn."""
     conversation.restored = bool(recorded)
     nodes: dict[str, Node] = {}
     decoded_tools: dict[bytes, tuple[Tool, ...]] = {}
@@ -43,8 +44,6 @@ def restore(
         conversation.count_prompt(
             np.asarray([*path_ids, *turn.context_ids_T.tolist()], np.int32)
         )
-        if turn.finish_reason == "abort":
-            continue
         if tools not in decoded_tools:
             decoded_tools[tools] = shared_tools.share(
                 msgspec.json.decode(tools, type=list[Tool])
@@ -55,7 +54,11 @@ def restore(
             messages=tuple(msgspec.json.decode(messages, type=list[Message])),
             closed=renderer.is_closed(turn.sampled_ids_T.tolist()),
             tools=decoded_tools[tools],
+            stop=stops.get(turn.id, ""),
         )
+        if turn.finish_reason == "abort":
+            conversation.forest.add_cancelled(node)
+            continue
         nodes[turn.id] = node
         conversation.forest.add(node)
         conversation.restore_answer(node)

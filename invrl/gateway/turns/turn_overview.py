@@ -24,16 +24,19 @@ _SHOWN_FIELDS = (
 
 async def overview(conversation: Conversation) -> list[dict[str, Json]]:
     """The fields of each turn. A turn that forked says why, and what the user can do
-    about it."""
+    about it. A turn that continues a reply which was out of tokens names it."""
     if conversation.restored:
         recorded_changes = await asyncio.to_thread(conversation.forest.changes)
         conversation.changes = recorded_changes | conversation.changes
         conversation.restored = False
+    by_id = {turn.id: turn for turn in conversation.turns}
     lines: list[dict[str, Json]] = []
     for turn in conversation.turns:
         line: dict[str, Json] = {name: getattr(turn, name) for name in _SHOWN_FIELDS}
         line["delivered"] = turn.id in conversation.delivered
         line["sampled_tokens"] = len(turn.sampled_ids_T)
+        if turn.parent_id in by_id and by_id[turn.parent_id].finish_reason != "stop":
+            line["keeps_interrupted_reply"] = turn.parent_id
         lines.append(line | _explanation(turn, conversation.changes.get(turn.id)))
     return lines
 

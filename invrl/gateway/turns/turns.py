@@ -75,6 +75,8 @@ class Turns:
     recorded_top_logprobs: int = 0
     """How many of the likeliest tokens are recorded in the place of each sampled one,
     in training."""
+    engine_return_s: float = 600.0
+    """How long a generation waits for an engine, if there is none."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that forked, by reason."""
@@ -116,9 +118,15 @@ class Turns:
         needed."""
         conversation = self._conversations.get(record.session.id)
         if conversation is None and record.top().outcome is None:
-            recorded = self.reader.recorded_turns(record.session.id)
+            session_id = record.session.id
             conversation = Conversation(record, self.match_level)
-            restore(conversation, recorded, self.renderer, self._shared_tools)
+            restore(
+                conversation,
+                self.reader.recorded_turns(session_id),
+                self.reader.matched_stops(session_id),
+                self.renderer,
+                self._shared_tools,
+            )
             self._conversations[record.session.id] = conversation
         return conversation
 
@@ -223,6 +231,7 @@ class Turns:
             renderer=self.renderer,
             parser=self._parser(request, placement.context_ids, proposal.request.rid),
             commit=partial(self._commit, conversation),
+            engine_return_s=self.engine_return_s,
         )
         conversation.start(generation)
         if placement.change is not None:
@@ -302,33 +311,10 @@ class Turns:
             return None
         self.counts["retries_answered"] += 1
         if isinstance(existing, Node):
-            recorded = RecordedAnswer(
-                existing, stop=self._matched_stop(request, existing)
-            )
+            recorded = RecordedAnswer(existing)
             conversation.repeat(recorded)
             return recorded
         return existing
-
-    def _matched_stop(self, request: TurnRequest, node: Node) -> str:
-        """The stop string that ended a recorded reply; "" if none did."""
-        turn = node.turn
-        if turn.finish_reason != "stop" or not request.stop:
-            return ""
-        parser = self._parser(request, turn.context_ids_T.tolist(), turn.id)
-        text = self.renderer.reply_text(
-            turn.sampled_ids_T.tolist(), special=parser.special
-        )
-        for stop in request.stop:
-            if stop in text:
-                return stop
-        return ""
-
-    def _stop_in(self, turn: Turn, stop: Sequence[str]) -> str:
-        """The first of the stop strings that the turn's tokens hold; "" for none."""
-        if turn.finish_reason != "stop" or not stop:
-            return ""
-        text = self.renderer.reply_text(turn.sampled_ids_T.tolist(), special=True)
-        return next((string for string in stop if string in text), "")
 
     def _count_placement(self, record: SessionRecord, placement: Placement) -> None:
         if placement.fork is not None:
@@ -508,18 +494,20 @@ class Turns:
             experts_TLK=recorded.experts_TLK,
             top=recorded.top,
             trace=recorded.trace,
+            stop=recorded.stop,
         )
         durable = _in_loop(stored, loop)
-        if turn.finish_reason == "abort":
-            return durable
         node = Node(
             turn=turn,
             parent=proposal.parent,
             messages=messages,
             closed=self.renderer.is_closed(turn.sampled_ids_T.tolist()),
             tools=proposal.tools,
-            stop=self._stop_in(turn, proposal.request.stop),
+            stop=recorded.stop,
         )
+        if turn.finish_reason == "abort":
+            conversation.forest.add_cancelled(node)
+            return durable
         if (
             durable.done()
         ):  # as a rule; then the node is there before the answer is sent

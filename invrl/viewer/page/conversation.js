@@ -17,6 +17,7 @@ invrl.conversation = (() => {
       { class: "turn", id: `turn-${turnNumber(turns, turn.id)}`, "aria-label": `Turn ${turnNumber(turns, turn.id)}` },
       turnHead(turns, turn, tools),
       turn.fork_reason ? forkNote(turns, turn) : null,
+      turn.kept_reply ? element("div", { class: "fork", role: "note" }, element("p", {}, `${turn.kept_reply}.`)) : null,
       old.length ? element("details", { class: "old" }, element("summary", {}, `${old.length} ${old.length === 1 ? "message" : "messages"} as in turn ${turnNumber(turns, originOf(turn)) || "before"}`), old.map((message) => messageBlock(message))) : null,
       turn.messages.slice(shared).map((message) => messageBlock(message)),
       turn.tools !== null && turn.tools !== undefined && toolLists[turn.tools] ? toolList(toolLists[turn.tools]) : null,
