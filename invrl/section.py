@@ -2,9 +2,18 @@
 
 Sections are declared beside their owners and composed in `run/config.py`. All of it
 imports without torch or Ray.
+
+An absent setting is `None`, and an absent table is a feature that is turned off. TOML
+has no word for absence, so `false` stands for it where a source turns off what another
+one, or the default, turns on.
 """
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from collections.abc import Collection, Mapping
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 
 def _split_at_commas(value: object) -> object:
@@ -14,11 +23,88 @@ def _split_at_commas(value: object) -> object:
     return [part for part in parts if part]
 
 
+Text = Annotated[str, Field(min_length=1)]
+"""A text that is not empty: no text is the absence of the setting."""
 COMMA_SEPARATED = BeforeValidator(_split_at_commas)
 """Annotates a tuple field that is an array in TOML and "a,b" as a flag."""
+
+
+class Choice(NamedTuple):
+    """The values of a setting that read a table."""
+
+    setting: str
+    values: tuple[str, ...]
+    """The table alone chooses the first."""
 
 
 class Section(BaseModel):
     """One table of the configuration. A field's `description` is its help text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    chosen_by: ClassVar[Mapping[str, Choice]] = {}
+    """The optional tables that hold the settings of a choice."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_absence(cls, values: Any) -> Any:
+        """Reads `false` as the absence of an optional setting."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            key: None
+            if value is False and key in fields and is_optional(fields[key])
+            else value
+            for key, value in values.items()
+        }
+
+
+def is_optional(field: FieldInfo) -> bool:
+    """Whether the setting, or the table, may be absent."""
+    return NoneType in get_args(field.annotation)
+
+
+def present_type(field: FieldInfo) -> Any:
+    """The type of a setting where it is not absent."""
+    present = field.annotation
+    if is_optional(field):
+        [present] = [part for part in get_args(present) if part is not NoneType]
+    while get_origin(present) is Annotated:
+        present = get_args(present)[0]
+    return present
+
+
+def tables_of(section: type[Section]) -> Mapping[str, type[Section]]:
+    """The optional tables of a section, by the names of their fields."""
+    tables: dict[str, type[Section]] = {}
+    for name, field in section.model_fields.items():
+        if not is_optional(field):
+            continue
+        present = present_type(field)
+        if isinstance(present, type) and issubclass(present, Section):
+            tables[name] = present
+    return tables
+
+
+def merged(below: object, above: Mapping[str, object]) -> dict[str, object]:
+    """A table over the same table from an earlier source."""
+    return {**below, **above} if isinstance(below, Mapping) else dict(above)
+
+
+def with_choices(
+    section: type[Section], values: Mapping[str, Any], given: Collection[str]
+) -> dict[str, Any]:
+    """The values of a section with a choice beside each table, and a table beside each
+    choice that reads one. `given`: the settings that come from no preset."""
+    chosen = dict(values)
+    for table, choice in section.chosen_by.items():
+        value = chosen.get(choice.setting)
+        if chosen.get(table, False) in (None, False):
+            if value in choice.values and chosen.get(table) is None:
+                chosen[table] = {}
+        elif value not in choice.values:
+            if table not in given:  # it is the preset's, and another choice was given
+                del chosen[table]
+            elif choice.setting not in given:
+                chosen[choice.setting] = choice.values[0]
+    return chosen

@@ -8,7 +8,7 @@ from typing import Any
 from invrl.run.config import Config, Source, resolve
 
 
-def config(root: Path, name: str = "", **train: Any) -> Config:
+def config(root: Path, name: str | None = None, **train: Any) -> Config:
     return resolve(
         Source(
             name="test",

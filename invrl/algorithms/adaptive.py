@@ -7,7 +7,8 @@ checkpoint.
 
 from dataclasses import dataclass, replace
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, LengthWeightsConfig
+from invrl.section import Section
 
 _GAIN = 0.1
 """Ziegler et al.'s K."""
@@ -76,10 +77,12 @@ class Coefficients:
     def of(config: AlgorithmConfig) -> "Coefficients":
         """At the start of a run."""
         return Coefficients(
-            kl=config.kl_coef,
-            entropy=config.entropy_coef,
+            kl=config.kl.coefficient if config.kl else 0.0,
+            entropy=config.entropy.coefficient if config.entropy else 0.0,
             entropy_acts=True,
-            length_lambda=config.length_lambda,
+            length_lambda=(
+                config.length_weights.exponent if config.length_weights else 0.0
+            ),
         )
 
     def after(
@@ -88,32 +91,34 @@ class Coefficients:
         """After a batch with these means over its trained tokens, in nats. `config`:
         the run's, with its targets."""
         kl = self.kl
-        if config.kl_target:
-            kl = adapted_kl_coef(kl, divergence, config.kl_target)
-        target = config.entropy_target
-        ceiling = config.entropy_ceiling
-        if ceiling:
+        if config.kl is not None and config.kl.target is not None:
+            kl = adapted_kl_coef(kl, divergence, config.kl.target)
+        bonus = config.entropy
+        if bonus is None:
+            return replace(self, kl=kl)
+        target = bonus.target
+        ceiling = bonus.ceiling
+        if ceiling is not None:
+            floor = target or 0.0
             adapted = entropy_coef_of_band(
-                self.entropy, entropy, target, ceiling, config.entropy_coef_step
+                self.entropy, entropy, floor, ceiling, bonus.step
             )
             return replace(
                 self,
                 kl=kl,
                 entropy=adapted,
-                entropy_acts=not target <= entropy <= ceiling,
+                entropy_acts=not floor <= entropy <= ceiling,
             )
-        if not target:
+        if target is None:
             return replace(self, kl=kl)
-        adapted = adapted_entropy_coef(
-            self.entropy, entropy, target, config.entropy_coef_step
-        )
+        adapted = adapted_entropy_coef(self.entropy, entropy, target, bonus.step)
         return replace(self, kl=kl, entropy=adapted, entropy_acts=entropy <= target)
 
     def after_step(
-        self, config: AlgorithmConfig, lambda_gradient: float
+        self, weights: LengthWeightsConfig, lambda_gradient: float
     ) -> "Coefficients":
         """After an optimizer step of the policy, where lambda is learned: a step of
-        plain gradient descent on the loss, lambda <- lambda - length_lambda_lr
+        plain gradient descent on the loss, lambda <- lambda - lr
         dL/dlambda.
 
         lambda-GRPO (arXiv 2510.06870) learns it beside the policy and does not say with
@@ -121,13 +126,22 @@ class Coefficients:
         """
         return replace(
             self,
-            length_lambda=self.length_lambda
-            - config.length_lambda_lr * lambda_gradient,
+            length_lambda=self.length_lambda - weights.lr * lambda_gradient,
         )
+
+    @property
+    def acting_entropy(self) -> float:
+        """The coefficient of the entropy bonus where it acts, and otherwise 0."""
+        return self.entropy if self.entropy_acts else 0.0
 
     def within(self, config: AlgorithmConfig) -> AlgorithmConfig:
         """The run's settings with these coefficients in the place of those that it
         began with. With a target the entropy bonus acts only while the entropy is at
         most the target, with a ceiling only outside of the two."""
-        entropy = self.entropy if self.entropy_acts else 0.0
-        return config.model_copy(update={"kl_coef": self.kl, "entropy_coef": entropy})
+        tables: dict[str, Section] = {}
+        if config.kl is not None:
+            tables["kl"] = config.kl.model_copy(update={"coefficient": self.kl})
+        if config.entropy is not None:
+            changed = {"coefficient": self.acting_entropy}
+            tables["entropy"] = config.entropy.model_copy(update=changed)
+        return config.model_copy(update=tables)

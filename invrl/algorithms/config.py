@@ -1,6 +1,7 @@
 """The algorithm's axes as settings. Presets of them by name are in `presets.py`."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -12,7 +13,14 @@ from pydantic import (
 )
 
 from invrl.algorithms.presets import PRESETS, PresetName
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import (
+    COMMA_SEPARATED,
+    Choice,
+    Section,
+    Text,
+    merged,
+    with_choices,
+)
 
 Deviation = Literal["sample", "population"]
 """The standard deviation of a group's rewards: squares divided by G - 1, or by G."""
@@ -40,43 +48,360 @@ WHITENED = ("reinforce_pp", "reinforce_pp_baseline", *FROM_VALUES)
 """Advantages that are whitened over tokens if nothing else is set."""
 
 
-class AlgorithmConfig(Section):
-    """The axes: advantage x ratio level x surrogate x off-policy correction x
-    aggregation x KL."""
+class KlConfig(Section):
+    """The KL to a frozen reference."""
 
-    objective: str = Field(
-        "rl",
-        description="what a step minimizes: 'rl' (these axes); 'distillation' (these axes, towards a "
-        "teacher); on given rows 'sft', 'dpo', 'ipo', 'orpo', 'simpo', 'kto'; or module:name of an Objective",
+    coefficient: PositiveFloat = Field(
+        description="weight of the KL; with a target, what it begins with"
     )
-    preference_beta: PositiveFloat = Field(
-        0.1,
-        description="how closely dpo, ipo (its tau) and kto hold to the reference",
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
+        "k3",
+        description="unbiased: k3 with an importance weight (DeepSeek-V3.2)",
+    )
+    added_to: Literal["loss", "reward", "rollout_reward"] = Field(
+        "loss",
+        description="loss: a term of the loss; reward: a penalty of each token's reward (k1 is usual); "
+        "rollout_reward: the whole rollout's, in its reward before rewards are compared (rloo, dr_grpo, raw)",
+    )
+    clamp: PositiveFloat | None = Field(
+        10.0, description="bound of one token's estimate"
+    )
+    target: PositiveFloat | None = Field(
+        None,
+        description="KL to the reference, in nats per token, towards which the coefficient is adapted after "
+        "each batch",
+    )
+
+
+class EntropyConfig(Section):
+    """An entropy bonus: it is subtracted from the loss."""
+
+    coefficient: NonNegativeFloat = Field(
+        0.0, description="weight of the bonus; with a target, what it begins with"
+    )
+    target: PositiveFloat | None = Field(
+        None,
+        description="entropy in nats above which there is no bonus, and towards which the coefficient is "
+        "adapted after each batch",
+    )
+    ceiling: PositiveFloat | None = Field(
+        None,
+        description="entropy in nats above which the coefficient becomes a penalty; between the target and "
+        "this nothing acts",
+    )
+    step: PositiveFloat = Field(
+        0.005,
+        description="by how much a batch changes the coefficient (with a target or a ceiling)",
+    )
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the coefficient changes in the run."""
+        return self.target is not None or self.ceiling is not None
+
+
+class RejectionConfig(Section):
+    """Tokens that are left out of the policy's gradient: those whose old/rollout ratio is
+    outside of two bounds."""
+
+    kind: Literal["token", "sequence", "geometric"] = Field(
+        description="the ratio: that of the token, or of its row, as product or geometric mean"
+    )
+    low: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="lowest ratio that is kept"
+    )
+    high: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="highest ratio that is kept"
+    )
+
+
+class OverlongConfig(Section):
+    """A penalty that grows over the last tokens of a rollout (DAPO)."""
+
+    buffer: PositiveInt = Field(
+        description="last tokens of the length over which the penalty grows; it is subtracted from the "
+        "final reward"
+    )
+    penalty: NonNegativeFloat = Field(1.0, description="largest penalty of a rollout")
+    length: PositiveInt | None = Field(
+        None,
+        description="tokens that all turns of a rollout may sample; left out: max_new_tokens",
+    )
+
+
+class LengthWeightsConfig(Section):
+    """A factor of the losses of a rollout's tokens by its length within its group: a
+    softmax of (1 + r z)^lambda with the standardized length z, times the group's size
+    (lambda-GRPO)."""
+
+    exponent: float = Field(
+        0.0,
+        ge=-100.0,
+        le=100.0,
+        description="lambda at the start: above 0 long rollouts count more, below 0 short ones; 0: all "
+        "alike. The paper does not say where it starts",
+    )
+    lr: NonNegativeFloat = Field(
+        0.0,
+        description="learning rate of lambda, by gradient descent in each optimizer step; 0: it stays. The "
+        "paper does not give one",
+    )
+    scale: PositiveFloat = Field(
+        1 / 9, description="r, how far a deviation of the length moves 1 + r z from 1"
+    )
+
+
+class CriticConfig(Section):
+    """A critic, whose values give the advantages (PPO): with this table the advantage is
+    gae."""
+
+    model_path: Text | None = Field(
+        None,
+        description="folder or checkpoint of the model that the critic begins as, a model of the same shape, "
+        "without its projection to the vocabulary; left out: that of model_path",
+    )
+    lr: PositiveFloat = Field(
+        1e-5, description="learning rate of the critic, constant after its warm-up"
+    )
+    lr_warmup_steps: NonNegativeInt = Field(
+        0,
+        description="optimizer steps of linear warm-up of its rate: step k has k / (this + 1) of it",
+    )
+    clip_grad: PositiveFloat | None = Field(
+        1.0, description="bound of the norm of the critic's gradient"
+    )
+    warmup_steps: NonNegativeInt = Field(
+        0,
+        description="training batches at the beginning of a run in which the critic alone learns",
+    )
+    data_parallel_size: PositiveInt | None = Field(
+        None,
+        description="copies of the critic on ranks of their own, which divide a copy as the policy's do and "
+        "compute and train beside them; left out: the critic is on the policy's ranks",
+    )
+    gae_lambda: float = Field(
+        0.95,
+        ge=0.0,
+        le=1.0,
+        description="how far the policy's advantage looks ahead: 0: one token",
+    )
+    returns_lambda: float = Field(
+        0.95,
+        ge=0.0,
+        le=1.0,
+        description="lambda of the returns that the critic learns; left out: gae_lambda",
+    )
+    length_alpha: PositiveFloat | None = Field(
+        None,
+        description="in the place of gae_lambda each row has 1 - 1 / (this x its trained tokens) (VAPO: "
+        "0.05)",
+    )
+    targets: Literal["gae", "vtrace"] = Field(
+        "gae",
+        description="advantages and the critic's targets: those of GAE, or V-trace's, which correct for the "
+        "policy that sampled",
+    )
+    vtrace_rho_cap: PositiveFloat = Field(
+        1.0, description="cap of a token's own ratio old/rollout (vtrace)"
+    )
+    vtrace_c_cap: PositiveFloat = Field(
+        1.0,
+        description="cap of the ratios over which a correction travels back (vtrace)",
+    )
+    value_clip: PositiveFloat | None = Field(
+        0.2,
+        description="how far a value may move in a batch before the critic's loss stops it",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_the_policy(cls, values: Any) -> Any:
+        """The lambda of the returns follows that of the advantages."""
+        if isinstance(values, dict) and "gae_lambda" in values:
+            return {"returns_lambda": values["gae_lambda"], **values}
+        return values
+
+
+class TeacherConfig(Section):
+    """A teacher towards which the policy is trained: with this table the objective is
+    distillation. It is computed by the trainer, or asked at a server."""
+
+    model_path: Text | None = Field(
+        None,
+        description="folder or checkpoint with the weights of a teacher that the trainer computes, a model "
+        "of the same shape",
+    )
+    url: Text | None = Field(
+        None,
+        description="http(s) URL of an SGLang server with a teacher of any shape and the same tokens; its "
+        "key comes from INVRL_TEACHER_KEY",
+    )
+    timeout_s: PositiveFloat = Field(
+        120.0,
+        description="until the teacher at url has scored one row; it is asked three times",
+    )
+    concurrency: PositiveInt = Field(
+        16, description="rows that the teacher at url scores at the same time"
+    )
+
+
+class DpoConfig(Section):
+    """The objective dpo."""
+
+    beta: PositiveFloat = Field(
+        0.1, description="how closely the policy holds to the reference"
     )
     label_smoothing: float = Field(
         0.0,
         ge=0.0,
         lt=0.5,
-        description="share of pairs whose label is taken to be wrong (dpo, simpo)",
+        description="share of pairs whose label is taken to be wrong",
     )
-    simpo_beta: PositiveFloat = Field(
-        2.0, description="factor of simpo's rewards per token"
+
+
+class IpoConfig(Section):
+    """The objective ipo."""
+
+    beta: PositiveFloat = Field(
+        0.1, description="its tau: how closely the policy holds to the reference"
     )
-    simpo_gamma: NonNegativeFloat = Field(
+
+
+class SimpoConfig(Section):
+    """The objective simpo."""
+
+    beta: PositiveFloat = Field(2.0, description="factor of the rewards per token")
+    gamma: NonNegativeFloat = Field(
         0.5,
-        description="simpo's target margin between chosen and rejected (the authors' code: gamma / beta)",
+        description="target margin between chosen and rejected (the authors' code: gamma / beta)",
     )
-    orpo_lambda: PositiveFloat = Field(
-        0.1, description="weight of orpo's odds-ratio loss beside its NLL"
+    label_smoothing: float = Field(
+        0.0,
+        ge=0.0,
+        lt=0.5,
+        description="share of pairs whose label is taken to be wrong",
     )
-    kto_desirable_weight: NonNegativeFloat = Field(
-        1.0, description="weight of the loss of desirable rows (kto)"
+
+
+class OrpoConfig(Section):
+    """The objective orpo."""
+
+    weight: PositiveFloat = Field(
+        0.1, description="weight of the odds-ratio loss beside the NLL (lambda)"
     )
-    kto_undesirable_weight: NonNegativeFloat = Field(
-        1.0, description="weight of the loss of undesirable rows (kto)"
+
+
+class KtoConfig(Section):
+    """The objective kto."""
+
+    beta: PositiveFloat = Field(
+        0.1, description="how closely the policy holds to the reference"
     )
-    algorithm_preset: PresetName = Field(
-        "",
+    desirable_weight: NonNegativeFloat = Field(
+        1.0, description="weight of the loss of desirable rows"
+    )
+    undesirable_weight: NonNegativeFloat = Field(
+        1.0, description="weight of the loss of undesirable rows"
+    )
+
+
+class SapoConfig(Section):
+    """The policy loss sapo."""
+
+    temperature_positive: PositiveFloat = Field(
+        1.0, description="temperature of the gate where the advantage is positive"
+    )
+    temperature_negative: PositiveFloat = Field(
+        1.05, description="temperature of the gate where it is not"
+    )
+
+
+class RejectionGateConfig(Section):
+    """The policy loss rejection_gate."""
+
+    sharpness: PositiveFloat = Field(
+        4.0, description="k of the gate sigmoid(k (r - 1)) in the ratio r"
+    )
+
+
+class DppoConfig(Section):
+    """The policy losses dppo_tv, dppo_kl, and both on the likeliest tokens."""
+
+    threshold: PositiveFloat = Field(
+        0.2,
+        description="distance from the policy that sampled above which a token is masked (dppo_tv; the paper "
+        "has 0.05 for dppo_kl)",
+    )
+
+
+class SimkoConfig(Section):
+    """The policy loss simko."""
+
+    alpha: float = Field(
+        0.01,
+        ge=0.0,
+        le=1.0,
+        description="share of a token's gradient that the likeliest tokens get",
+    )
+    top1_weight: PositiveFloat = Field(
+        1.1,
+        description="factor of the ratio of a likeliest token whose advantage is negative",
+    )
+    entropy_quantile: float = Field(
+        0.8,
+        ge=0.0,
+        le=1.0,
+        description="quantile of a row's entropies above which tokens are changed",
+    )
+
+
+class VespoConfig(Section):
+    """The policy loss vespo, with the row's weight W^c1 exp(c2 (1 - W))."""
+
+    power_positive: NonNegativeFloat = Field(
+        2.0, description="c1, advantage not negative"
+    )
+    decay_positive: NonNegativeFloat = Field(3.0, description="c2 of the same")
+    power_negative: NonNegativeFloat = Field(3.0, description="c1, advantage negative")
+    decay_negative: NonNegativeFloat = Field(2.0, description="c2 of the same")
+
+
+class AlgorithmConfig(Section):
+    """The axes: advantage x ratio level x surrogate x off-policy correction x
+    aggregation x KL. Those that may be absent are tables of their own."""
+
+    chosen_by: ClassVar[Mapping[str, Choice]] = {
+        "dpo": Choice("objective", ("dpo",)),
+        "ipo": Choice("objective", ("ipo",)),
+        "simpo": Choice("objective", ("simpo",)),
+        "orpo": Choice("objective", ("orpo",)),
+        "kto": Choice("objective", ("kto",)),
+        "sapo": Choice("policy_loss", ("sapo",)),
+        "rejection_gate": Choice("policy_loss", ("rejection_gate",)),
+        "dppo": Choice(
+            "policy_loss", ("dppo_tv", "dppo_kl", "dppo_tv_topk", "dppo_kl_topk")
+        ),
+        "simko": Choice("policy_loss", ("simko",)),
+        "vespo": Choice("policy_loss", ("vespo",)),
+        "critic": Choice("advantage", FROM_VALUES),
+    }
+    objective: str = Field(
+        "rl",
+        description="what a step minimizes: 'rl' (these axes); 'distillation' (these axes, towards a "
+        "teacher); on given rows 'sft', 'dpo', 'ipo', 'orpo', 'simpo', 'kto'; or module:name of an Objective",
+    )
+    teacher: TeacherConfig | None = Field(
+        None, description="a teacher; the objective is then distillation"
+    )
+    dpo: DpoConfig | None = Field(None, description="settings of the objective dpo")
+    ipo: IpoConfig | None = Field(None, description="settings of the objective ipo")
+    simpo: SimpoConfig | None = Field(
+        None, description="settings of the objective simpo"
+    )
+    orpo: OrpoConfig | None = Field(None, description="settings of the objective orpo")
+    kto: KtoConfig | None = Field(None, description="settings of the objective kto")
+    algorithm_preset: PresetName | None = Field(
+        None,
         description="a preset of these fields by name; a field that is given takes precedence",
     )
     advantage: str = Field(
@@ -114,22 +439,12 @@ class AlgorithmConfig(Section):
         description="factor of a reward per turn that lies between (turn_reward_use add), or per trained "
         "token (gae)",
     )
-    overlong_buffer: NonNegativeInt = Field(
-        0,
-        description="last tokens of overlong_length over which a growing penalty is subtracted from the "
-        "final reward (DAPO); 0: none",
-    )
-    overlong_penalty: NonNegativeFloat = Field(
-        1.0,
-        description="largest penalty of an overlong rollout (needs overlong_buffer)",
-    )
-    overlong_length: NonNegativeInt = Field(
-        0,
-        description="tokens that all turns of a rollout may sample (overlong_buffer); 0: max_new_tokens",
-    )
     length_penalty: NonNegativeFloat = Field(
         0.0,
         description="weight of a reward within ±0.5 for being shorter than the rest of the group (Kimi k1.5)",
+    )
+    overlong: OverlongConfig | None = Field(
+        None, description="a penalty for rollouts that come near a length"
     )
     failed_rollouts: RolloutUse = Field(
         "train",
@@ -140,43 +455,12 @@ class AlgorithmConfig(Section):
         "train",
         description="as failed_rollouts, for rollouts in which a turn ran out of tokens (DAPO: baseline)",
     )
+    critic: CriticConfig | None = Field(
+        None, description="a critic with these defaults; the advantage is then gae"
+    )
     reward_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
         description="columns of tokens that are added to the rewards of tokens (gae)",
-    )
-    gae_lambda: float = Field(
-        0.95,
-        ge=0.0,
-        le=1.0,
-        description="how far the policy's advantage looks ahead (gae): 0: one token",
-    )
-    critic_gae_lambda: float = Field(
-        0.95,
-        ge=0.0,
-        le=1.0,
-        description="lambda of the returns that the critic learns (gae); where it is left out: gae_lambda",
-    )
-    gae_length_alpha: NonNegativeFloat = Field(
-        0.0,
-        description="in the place of gae_lambda each row has 1 - 1 / (this x its trained tokens) (VAPO: "
-        "0.05); 0: gae_lambda",
-    )
-    value_targets: Literal["gae", "vtrace"] = Field(
-        "gae",
-        description="advantages and the critic's targets (gae): those of GAE, or V-trace's, which correct "
-        "for the policy that sampled",
-    )
-    vtrace_rho_cap: PositiveFloat = Field(
-        1.0, description="cap of a token's own ratio old/rollout (vtrace)"
-    )
-    vtrace_c_cap: PositiveFloat = Field(
-        1.0,
-        description="cap of the ratios over which a correction travels back (vtrace)",
-    )
-    value_clip: NonNegativeFloat = Field(
-        0.2,
-        description="how far a value may move in a batch before the critic's loss stops it (gae); 0: no "
-        "bound",
     )
     policy_loss: str = Field(
         "clip",
@@ -197,54 +481,24 @@ class AlgorithmConfig(Section):
         0.2,
         description="upper clip bound: ratio <= 1 + this (clip, cispo), or e^this (gmpo)",
     )
-    dual_clip: NonNegativeFloat = Field(
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         3.0,
-        description="bound of the ratio where the advantage is negative (clip): above 1, or 0 for none",
+        description="bound of the ratio where the advantage is negative (clip)",
     )
-    sapo_temperature_positive: PositiveFloat = Field(
-        1.0,
-        description="temperature of the gate where the advantage is positive (sapo)",
+    sapo: SapoConfig | None = Field(
+        None, description="settings of the policy loss sapo"
     )
-    sapo_temperature_negative: PositiveFloat = Field(
-        1.05, description="temperature of the gate where it is not (sapo)"
+    rejection_gate: RejectionGateConfig | None = Field(
+        None, description="settings of the policy loss rejection_gate"
     )
-    rejection_gate_sharpness: PositiveFloat = Field(
-        4.0,
-        description="k of the gate sigmoid(k (r - 1)) in the ratio r (rejection_gate)",
+    dppo: DppoConfig | None = Field(
+        None, description="settings of the policy loss dppo_tv and its like"
     )
-    dppo_threshold: PositiveFloat = Field(
-        0.2,
-        description="distance from the policy that sampled above which a token is masked (dppo_tv; the paper "
-        "has 0.05 for dppo_kl)",
+    simko: SimkoConfig | None = Field(
+        None, description="settings of the policy loss simko"
     )
-    simko_alpha: float = Field(
-        0.01,
-        ge=0.0,
-        le=1.0,
-        description="share of a token's gradient that the likeliest tokens get (simko)",
-    )
-    simko_top1_weight: PositiveFloat = Field(
-        1.1,
-        description="factor of the ratio of a likeliest token whose advantage is negative (simko)",
-    )
-    simko_entropy_quantile: float = Field(
-        0.8,
-        ge=0.0,
-        le=1.0,
-        description="quantile of a row's entropies above which tokens are changed (simko)",
-    )
-    vespo_power_positive: NonNegativeFloat = Field(
-        2.0,
-        description="c1 of the row's weight W^c1 exp(c2 (1 - W)), advantage not negative (vespo)",
-    )
-    vespo_decay_positive: NonNegativeFloat = Field(
-        3.0, description="c2 of the same (vespo)"
-    )
-    vespo_power_negative: NonNegativeFloat = Field(
-        3.0, description="c1, advantage negative (vespo)"
-    )
-    vespo_decay_negative: NonNegativeFloat = Field(
-        2.0, description="c2, advantage negative (vespo)"
+    vespo: VespoConfig | None = Field(
+        None, description="settings of the policy loss vespo"
     )
     correction: Literal[
         "none", "truncated", "sequence_truncated", "geometric_truncated"
@@ -256,26 +510,16 @@ class AlgorithmConfig(Section):
     correction_cap: PositiveFloat = Field(
         2.0, description="cap of the truncated importance weight"
     )
-    correction_floor: NonNegativeFloat = Field(
-        0.0, description="lower bound of the same; 0: none"
+    correction_floor: PositiveFloat | None = Field(
+        None, description="lower bound of the same"
     )
-    rejection: Literal["none", "token", "sequence", "geometric"] = Field(
-        "none",
-        description="which tokens are left out of the policy's gradient: those whose old/rollout ratio (of "
-        "the token; of its row, as product or geometric mean) is outside of rejection_low and rejection_high",
+    rejection: RejectionConfig | None = Field(
+        None, description="which tokens are left out of the policy's gradient"
     )
-    rejection_low: NonNegativeFloat = Field(
-        0.0, description="lowest ratio that is kept; 0: no bound"
-    )
-    rejection_high: NonNegativeFloat = Field(
-        0.0, description="highest ratio that is kept; 0: no bound"
-    )
-    router_shift_floor: float = Field(
-        0.0,
-        ge=0.0,
-        lt=1.0,
+    router_shift_floor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
         description="smallest factor of a token's current/old ratio for experts whose routers have moved "
-        "since the old policy (RSPO: 0.8); 0: no such factor",
+        "since the old policy (RSPO: 0.8)",
     )
     aggregation: Literal[
         "token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"
@@ -284,88 +528,35 @@ class AlgorithmConfig(Section):
         description="how token losses become one number: the mean over all tokens; over rows, rollouts or "
         "groups of each one's own mean; or each rollout's sum over aggregation_constant",
     )
-    aggregation_constant: NonNegativeFloat = Field(
-        0.0,
+    aggregation_constant: PositiveFloat | None = Field(
+        None,
         description="tokens that a rollout's sum is divided by (aggregation constant)",
     )
-    length_weighting: Literal["none", "power"] = Field(
-        "none",
-        description="factor of the losses of a rollout's tokens by its length within its group; power: a "
-        "softmax of (1 + r z)^lambda with the standardized length z, times the group's size (lambda-GRPO)",
+    kl: KlConfig | None = Field(
+        None, description="a KL to a frozen reference, in the loss or in the rewards"
     )
-    length_lambda: float = Field(
-        0.0,
-        ge=-100.0,
-        le=100.0,
-        description="lambda at the start (length_weighting power): above 0 long rollouts count more, below 0 "
-        "short ones; 0: all alike. The paper does not say where it starts",
-    )
-    length_lambda_lr: NonNegativeFloat = Field(
-        0.0,
-        description="learning rate of lambda, by gradient descent in each optimizer step; 0: it stays. The "
-        "paper does not give one",
-    )
-    length_lambda_scale: PositiveFloat = Field(
-        1 / 9, description="r, how far a deviation of the length moves 1 + r z from 1"
-    )
-    kl_coef: NonNegativeFloat = Field(
-        0.0, description="weight of the KL to a frozen reference; 0: none"
-    )
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = Field(
-        "k3",
-        description="estimator of that KL; unbiased: k3 with an importance weight (DeepSeek-V3.2)",
-    )
-    kl_in: Literal["loss", "reward", "rollout_reward"] = Field(
-        "loss",
-        description="where the KL is: a term of the loss; a penalty of each token's reward (k1 is usual); or "
-        "the whole rollout's, in its reward before rewards are compared (rloo, dr_grpo, raw)",
-    )
-    kl_clamp: NonNegativeFloat = Field(
-        10.0, description="bound of one token's estimate of that KL; 0: no bound"
-    )
-    kl_target: NonNegativeFloat = Field(
-        0.0,
-        description="KL to the reference, in nats per token, towards which kl_coef is adapted after each "
-        "batch; 0: kl_coef stays",
-    )
-    reference_reset_steps: NonNegativeInt = Field(
-        0,
-        description="batches after which the current policy becomes the reference, again and again; 0: never",
+    reference_reset_steps: PositiveInt | None = Field(
+        None,
+        description="batches after which the current policy becomes the reference, again and again",
     )
     reference_reset_optimizer: bool = Field(
         False,
         description="the optimizer's moments are reset whenever the reference is (ProRL)",
     )
-    reference_ema: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
+    reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
         description="the reference is a moving average: after each batch this share of it stays and the rest "
-        "is the current policy; 0: it stays frozen",
+        "is the current policy; left out: it stays frozen",
     )
-    solved_nll_coef: NonNegativeFloat = Field(
-        0.0,
+    length_weights: LengthWeightsConfig | None = Field(
+        None, description="rollouts count by their length within their group"
+    )
+    solved_nll_coef: PositiveFloat | None = Field(
+        None,
         description="weight of the negative log-likelihood of rollouts that solved their task (reward of at "
-        "least success_reward), a mean over their tokens (VAPO: 0.1); 0: none",
+        "least success_reward), a mean over their tokens (VAPO: 0.1)",
     )
-    entropy_coef: NonNegativeFloat = Field(
-        0.0,
-        description="weight of the entropy bonus: it is subtracted from the loss; 0: none",
-    )
-    entropy_target: NonNegativeFloat = Field(
-        0.0,
-        description="entropy in nats above which there is no bonus, and towards which entropy_coef is "
-        "adapted after each batch; 0: entropy_coef stays",
-    )
-    entropy_ceiling: NonNegativeFloat = Field(
-        0.0,
-        description="entropy in nats above which entropy_coef becomes a penalty; between entropy_target and "
-        "this nothing acts; 0: none",
-    )
-    entropy_coef_step: PositiveFloat = Field(
-        0.005,
-        description="by how much a batch changes entropy_coef (entropy_target, entropy_ceiling)",
-    )
+    entropy: EntropyConfig | None = Field(None, description="an entropy bonus")
     old_logprobs: Literal["recompute", "engine", "interpolated"] = Field(
         "recompute",
         description="old policy: recomputed when the batch is taken; the engine's (no correction acts); or "
@@ -379,7 +570,7 @@ class AlgorithmConfig(Section):
     @property
     def kl_in_rollout_rewards(self) -> bool:
         """Whether the KL of whole rollouts enters the rewards that are compared."""
-        return self.kl_in == "rollout_reward" and self.kl_coef > 0
+        return self.kl is not None and self.kl.added_to == "rollout_reward"
 
     @property
     def reference_moves(self) -> bool:
@@ -409,7 +600,7 @@ class AlgorithmConfig(Section):
     def kl_in_token_rewards(self) -> bool:
         """Whether the KL enters the rewards from which the trainer computes
         advantages."""
-        is_added = self.kl_in == "reward" and self.kl_coef > 0
+        is_added = self.kl is not None and self.kl.added_to == "reward"
         return is_added and (self.has_critic or self.advantage == "reinforce_pp")
 
     @property
@@ -438,33 +629,39 @@ class AlgorithmConfig(Section):
                 f"the {self.correction} correction never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so every weight is 1, and only the clip bounds how far apart they are"
             )
-        if self.old_logprobs == "engine" and self.rejection != "none":
+        if self.old_logprobs == "engine" and self.rejection is not None:
             sentences.append(
-                f"the {self.rejection} rejection never acts: with --old-logprobs engine the old policy is "
+                f"the {self.rejection.kind} rejection never acts: with --old-logprobs engine the old policy is "
                 "the one that sampled, so no ratio is outside of any bounds"
             )
-        if (
-            self.length_weighting != "none"
-            and not self.length_lambda
-            and not self.length_lambda_lr
-        ):
+        weights = self.length_weights
+        if weights is not None and not weights.exponent and not weights.lr:
             sentences.append(
-                "the length weights never act: with a length_lambda of 0 that is not learned every weight is "
-                "1. They act with --length-lambda, or with --length-lambda-lr"
-            )
-        if self.kl_in != "loss" and not self.kl_coef:
-            sentences.append(
-                "kl_in has no effect: kl_coef is 0, so there is no KL term"
+                "the length weights never act: with an exponent of 0 that is not learned every weight is 1. "
+                "They act with --length-weights.exponent, or with --length-weights.lr"
             )
         return sentences
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, values: dict[str, object]) -> dict[str, object]:
-        """Puts the preset's values below those that were given. The critic's lambda
-        follows the policy's."""
-        preset = PRESETS.get(str(values.get("algorithm_preset")), {})
-        values = {**preset, **values}
-        if "gae_lambda" in values:
-            values.setdefault("critic_gae_lambda", values["gae_lambda"])
-        return values
+    def _apply_preset(cls, values: Any) -> Any:
+        """Puts the preset's values below those that were given, the choice beside its
+        table, and the table beside the choice that reads it."""
+        if not isinstance(values, dict):
+            return values
+        given = set(values)
+        values = over_preset(values)
+        if values.get("teacher", False) not in (None, False):
+            values.setdefault("objective", "distillation")
+        return with_choices(cls, values, given)
+
+
+def over_preset(values: Mapping[str, object]) -> dict[str, object]:
+    """The settings of [algorithm] over those of the preset that they name."""
+    preset = PRESETS.get(str(values.get("algorithm_preset")), {})
+    over = {**preset, **values}
+    for name, below in preset.items():
+        above = values.get(name)
+        if isinstance(below, Mapping) and isinstance(above, Mapping):
+            over[name] = merged(below, above)
+    return over

@@ -5,8 +5,8 @@ The engine (the rollout policy) differs from the old policy of the trainer by ot
 kernels, another precision or an older weight version. Two settings make the weight,
 each at a level of its own:
 
-    w_t = clamp(ratio, correction_floor, correction_cap) * 1[rejection_low <= ratio' <=
-    rejection_high]
+    w_t = clamp(ratio, correction_floor, correction_cap) * 1[low <= ratio' <=
+    high]
 
 The levels of a ratio old/rollout: `token` is the token's; `sequence` the product over
 the row's trained tokens; `geometric` the geometric mean over them. For example
@@ -14,9 +14,9 @@ the row's trained tokens; `geometric` the geometric mean over them. For example
 | published as | `correction` | `rejection` |
 |---|---|---|
 | truncated importance sampling (TIS, Yao et al. 2025) | truncated | none |
-| masked tokens: IcePop (Ring-1T, arXiv 2510.18855) | truncated, cap = rejection_high | token |
+| masked tokens: IcePop (Ring-1T, arXiv 2510.18855) | truncated, cap = rejection.high | token |
 | truncated sequences (verl's Seq-TIS) | sequence_truncated | none |
-| masked sequences (verl's Seq-MIS) | sequence_truncated, cap = rejection_high | sequence |
+| masked sequences (verl's Seq-MIS) | sequence_truncated, cap = rejection.high | sequence |
 | geometric rejection (verl's Geo-RS; arXiv 2512.23075) | none | geometric |
 | the same with weights (verl's Geo-RS-Token-TIS) | truncated | geometric |
 
@@ -92,7 +92,7 @@ def correct(
     Truncated importance sampling is Ionides 2008; against the mismatch of sampler and
     trainer it was proposed by Yao et al. 2025, "Your efficient RL framework secretly
     brings you off-policy RL training". Logarithms of ratios are clamped at
-    `ratios.LOG_RATIO_BOUND` at their level, as in verl. A bound of 0 is none.
+    `ratios.LOG_RATIO_BOUND` at their level, as in verl.
     """
     log_ratio_N = old_N.detach() - rollout_N.detach()
 
@@ -104,15 +104,17 @@ def correct(
     if config.correction != "none":
         ratio_N = ratio(CORRECTIONS[config.correction])
         weight_N = ratio_N.clamp(config.correction_floor, config.correction_cap)
-        capped_N = (ratio_N > config.correction_cap) | (
-            ratio_N < config.correction_floor
-        )
+        capped_N = ratio_N > config.correction_cap
+        if config.correction_floor is not None:
+            capped_N = capped_N | (ratio_N < config.correction_floor)
     rejected_N = torch.zeros_like(capped_N)
-    if config.rejection != "none":
-        ratio_N = ratio(config.rejection)
-        rejected_N = ratio_N < config.rejection_low
-        if config.rejection_high:
-            rejected_N = rejected_N | (ratio_N > config.rejection_high)
+    rejection = config.rejection
+    if rejection is not None:
+        ratio_N = ratio(rejection.kind)
+        if rejection.low is not None:
+            rejected_N = ratio_N < rejection.low
+        if rejection.high is not None:
+            rejected_N = rejected_N | (ratio_N > rejection.high)
     return Correction(
         weight_N=weight_N.masked_fill(rejected_N, 0.0),
         capped_N=capped_N,

@@ -1,7 +1,7 @@
 """How the rewards of a batch become the advantages of its tokens: the settings, as the
 buffer's pure code reads them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from invrl.algorithms.config import AlgorithmConfig, RolloutUse, WhitenedOver
 from invrl.algorithms.reward_shaping import Shaping
@@ -51,12 +51,14 @@ def credit_rules(
 ) -> CreditRules:
     """max_new_tokens: of one turn; the length of an overlong rollout where no other is
     set. success_reward: final reward from which a rollout counts as solved."""
-    shaping = Shaping(
-        overlong_length=config.overlong_length or max_new_tokens,
-        overlong_buffer=config.overlong_buffer,
-        overlong_penalty=config.overlong_penalty,
-        length_penalty=config.length_penalty,
-    )
+    shaping = Shaping(length_penalty=config.length_penalty)
+    if config.overlong is not None:
+        shaping = replace(
+            shaping,
+            overlong_length=config.overlong.length or max_new_tokens,
+            overlong_buffer=config.overlong.buffer,
+            overlong_penalty=config.overlong.penalty,
+        )
     return CreditRules(
         shaping=shaping,
         failed_rollouts=config.failed_rollouts,

@@ -4,13 +4,13 @@ There are three policies: *rollout* (the one with which the engine sampled), *ol
 proximal policy) and *current* (the one with a gradient). The surrogate bounds
 current/old, the correction weighs old/rollout:
 
-    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl_coef * KL(current_t, reference_t)
-    - entropy_coef * H_t ]
+    loss = sum_t a_t [ w_t * surrogate(r_t, A_t) + kl.coefficient * KL(current_t,
+    reference_t) - entropy.coefficient * H_t ]
 
     r_t = current_t / old_t         ratios.py, old_policy.py; times a token's weight of router_shift.py
     surrogate                       surrogates.py
     w_t from old_t / rollout_t      corrections.py
-    KL                              kl.py, at most kl_clamp
+    KL                              kl.py, at most kl.clamp
     H_t                             the entropy of the current distribution
     a_t                             aggregation.py, times length_weights.py where it is set
     A_t                             advantages.py, computed when the batch is taken
@@ -18,12 +18,12 @@ current/old, the correction weighs old/rollout:
 With `solved_nll_coef` the likelihood of rollouts that solved their task is added
 (`_solved_nll`).
 
-With `kl_in` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in
+With `kl.added_to` reward the KL term is in A_t instead (`_with_kl_penalty`; with a critic, in
 the rewards that A_t is estimated from), and with `rollout_reward` in the rewards that
 A_t is compared from.
 
 No single token can dominate a step: log-ratios are clamped before exp (`ratios.py`),
-the KL term is bounded by `kl_clamp`, and the surrogate `clip` has a dual clip.
+the KL term is bounded by `kl.clamp`, and the surrogate `clip` has a dual clip.
 
 Invariant: the sum of `loss` over micro-batches and ranks, and of its gradient, does not
 depend on how the rows were split.
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from invrl.algorithms.aggregation import AGGREGATIONS
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.corrections import Correction, correct
 from invrl.algorithms.kl import estimate, k3, to_go
 from invrl.algorithms.length_weights import LAMBDA_GRADIENT, LENGTH_SLOPE, LENGTH_WEIGHT
@@ -59,24 +59,22 @@ def policy_loss(
     """The loss in the module's docstring. `more_means`: numbers [N] whose means are
     metrics, too.
 
-    Raises ValueError for kl_coef > 0 without reference log-probs, entropy_coef > 0
-    without entropies, router_shift_floor > 0 without the routers' shift,
-    solved_nll_coef > 0 for rows that do not say whether they solved their task, and
-    length_weighting for rows without their weights; PluginError for a surrogate that
+    Raises ValueError for a KL without reference log-probs, an entropy bonus
+    without entropies, a router_shift_floor without the routers' shift, a
+    solved_nll_coef for rows that do not say whether they solved their task, and
+    length weights for rows without theirs; PluginError for a surrogate that
     cannot be loaded or trained.
     """
-    if config.kl_coef and inputs.reference_N is None:
-        raise ValueError(
-            f"kl_coef is {config.kl_coef} but there are no reference log-probs"
-        )
-    if config.entropy_coef and inputs.entropy_N is None:
-        raise ValueError(
-            f"entropy_coef is {config.entropy_coef} but there are no entropies"
-        )
+    kl = config.kl
+    entropy = config.entropy
+    if kl is not None and inputs.reference_N is None:
+        raise ValueError("there is a KL to the reference but no reference log-probs")
+    if entropy is not None and entropy.coefficient and inputs.entropy_N is None:
+        raise ValueError("there is an entropy bonus but there are no entropies")
     old_N = old_logprobs(inputs, config.old_logprobs)
     advantages_N = inputs.advantages_N
-    if config.kl_coef and config.kl_in == "reward" and not config.kl_in_token_rewards:
-        advantages_N = _with_kl_penalty(inputs, old_N, config)
+    if kl is not None and kl.added_to == "reward" and not config.kl_in_token_rewards:
+        advantages_N = _with_kl_penalty(inputs, old_N, kl)
 
     weighted_N = inputs.current_N
     means_of_routers: dict[str, Tensor] = {}
@@ -93,18 +91,16 @@ def policy_loss(
     )
     correction = correct(old_N, inputs.rollout_N, inputs.rows, config)
     losses_N = correction.weight_N * surrogate_losses.losses_N
-    if config.kl_coef and config.kl_in == "loss":
-        losses_N = losses_N + config.kl_coef * _kl_term(
-            inputs, inputs.current_N, config
-        )
-    if config.entropy_coef and inputs.entropy_N is not None:
-        losses_N = losses_N - config.entropy_coef * inputs.entropy_N
+    if kl is not None and kl.added_to == "loss":
+        losses_N = losses_N + kl.coefficient * _kl_term(inputs, inputs.current_N, kl)
+    if entropy is not None and entropy.coefficient and inputs.entropy_N is not None:
+        losses_N = losses_N - entropy.coefficient * inputs.entropy_N
     aggregation = AGGREGATIONS[config.aggregation]
     weight_R = aggregation(
-        inputs.rows, inputs.denominators, config.aggregation_constant
+        inputs.rows, inputs.denominators, config.aggregation_constant or 1.0
     )
     sums: dict[str, Tensor] = {}
-    if config.length_weighting != "none":
+    if config.length_weights is not None:
         weight_R, sums = _weighted_by_length(weight_R, losses_N, inputs)
     loss = (inputs.rows.spread(weight_R) * losses_N).sum()
     means_of_solved: dict[str, Tensor] = {}
@@ -141,7 +137,7 @@ def _weighted_by_length(
         return weight_R, {}
     if LENGTH_WEIGHT not in inputs.numbers:
         raise ValueError(
-            f"length_weighting is set but rows have no number {LENGTH_WEIGHT!r}"
+            f"there are length weights but rows have no number {LENGTH_WEIGHT!r}"
         )
     slope_R = weight_R * inputs.numbers[LENGTH_SLOPE]
     gradient = (inputs.rows.spread(slope_R).double() * losses_N.detach().double()).sum()
@@ -169,32 +165,27 @@ def _solved_nll(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"solved_nll": nll_N}
 
 
-def _kl_term(inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig) -> Tensor:
-    """The term of the loss or of the reward: `_divergence` between -kl_clamp and
-    kl_clamp."""
-    bound = config.kl_clamp or math.inf
-    return _divergence(inputs, policy_N, config).clamp(-bound, bound)
+def _kl_term(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
+    """The term of the loss or of the reward: `_divergence` within the clamp."""
+    bound = kl.clamp or math.inf
+    return _divergence(inputs, policy_N, kl).clamp(-bound, bound)
 
 
-def _divergence(
-    inputs: LossInputs, policy_N: Tensor, config: AlgorithmConfig
-) -> Tensor:
+def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
     """The estimate of KL(policy || reference) of each token [N]."""
     assert inputs.reference_N is not None
     return estimate(
-        config.kl_estimator,
+        kl.estimator,
         policy_N,
         inputs.reference_N.detach(),
         inputs.rollout_N.detach(),
     )
 
 
-def _with_kl_penalty(
-    inputs: LossInputs, old_N: Tensor, config: AlgorithmConfig
-) -> Tensor:
+def _with_kl_penalty(inputs: LossInputs, old_N: Tensor, kl: KlConfig) -> Tensor:
     """Advantages [N] with the KL term as a reward of each token:
 
-        A_t' = A_t - kl_coef * sum over s >= t of KL(old_s, reference_s)
+        A_t' = A_t - coefficient * sum over s >= t of KL(old_s, reference_s)
 
     The sum is over the row's trained tokens, without discount; nothing in it has a
     gradient (Ziegler et al. 2019, arXiv 1909.08593, section 2.2, and PPO for language
@@ -202,7 +193,7 @@ def _with_kl_penalty(
     before they become advantages, so there it also enters the baseline and the division
     by a deviation; here it does not.
     """
-    penalty_N = config.kl_coef * _kl_term(inputs, old_N, config)
+    penalty_N = kl.coefficient * _kl_term(inputs, old_N, kl)
     return inputs.advantages_N - to_go(penalty_N.detach(), inputs.rows)
 
 
@@ -226,15 +217,15 @@ def _metrics(
         "correction_capped_fraction": correction.capped_N,
         "logprob_gap_mean": gap_N,
     }
-    if config.rejection != "none":
+    if config.rejection is not None:
         means["rejected_fraction"] = correction.rejected_N
     if inputs.reference_N is not None:
         means["kl_reference"] = k3(inputs.current_N, inputs.reference_N)
-        bound = config.kl_clamp or math.inf
-        policy_N = inputs.current_N if config.kl_in == "loss" else old_N
-        means["kl_clamped_fraction"] = (
-            _divergence(inputs, policy_N, config).abs() > bound
-        )
+    if inputs.reference_N is not None and config.kl is not None:
+        bound = config.kl.clamp or math.inf
+        policy_N = inputs.current_N if config.kl.added_to == "loss" else old_N
+        estimate_N = _divergence(inputs, policy_N, config.kl)
+        means["kl_clamped_fraction"] = estimate_N.abs() > bound
     if inputs.entropy_N is not None:
         means["entropy"] = inputs.entropy_N
     maxima = {**maxima, "logprob_gap_max": gap_N}

@@ -85,18 +85,18 @@ def needs_of(config: AlgorithmConfig) -> Needs:
         case "rl":
             return Needs(
                 old=config.old_logprobs == "recompute",
-                reference=config.kl_coef > 0,
+                reference=config.kl is not None,
                 values=config.has_critic,
                 top_logprobs=config.policy_loss in ON_TOP_TOKENS,
-                router_shift=config.router_shift_floor > 0,
+                router_shift=config.router_shift_floor is not None,
             )
         case "distillation":
             return Needs(
                 old=config.old_logprobs == "recompute",
-                reference=config.kl_coef > 0,
+                reference=config.kl is not None,
                 teacher=True,
                 top_logprobs=config.policy_loss in ON_TOP_TOKENS,
-                router_shift=config.router_shift_floor > 0,
+                router_shift=config.router_shift_floor is not None,
             )
         case "sft":
             return Needs()

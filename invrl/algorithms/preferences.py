@@ -72,29 +72,26 @@ class PairObjective:
 
     def _losses(self, chosen: RowSums, rejected: RowSums) -> PairLosses:
         config = self.config
-        beta = config.preference_beta
-        smoothing = config.label_smoothing
-        match config.objective:
-            case "dpo":
-                return preference_losses.dpo(
-                    chosen, rejected, beta=beta, label_smoothing=smoothing
-                )
-            case "ipo":
-                return preference_losses.ipo(chosen, rejected, beta=beta)
-            case "orpo":
-                return preference_losses.orpo(
-                    chosen, rejected, weight=config.orpo_lambda
-                )
-            case "simpo":
-                return preference_losses.simpo(
-                    chosen,
-                    rejected,
-                    beta=config.simpo_beta,
-                    gamma=config.simpo_gamma,
-                    label_smoothing=smoothing,
-                )
-            case _:
-                raise ValueError(f"{config.objective} is no objective on pairs")
+        if config.objective == "dpo" and config.dpo is not None:
+            return preference_losses.dpo(
+                chosen,
+                rejected,
+                beta=config.dpo.beta,
+                label_smoothing=config.dpo.label_smoothing,
+            )
+        if config.objective == "ipo" and config.ipo is not None:
+            return preference_losses.ipo(chosen, rejected, beta=config.ipo.beta)
+        if config.objective == "orpo" and config.orpo is not None:
+            return preference_losses.orpo(chosen, rejected, weight=config.orpo.weight)
+        if config.objective == "simpo" and config.simpo is not None:
+            return preference_losses.simpo(
+                chosen,
+                rejected,
+                beta=config.simpo.beta,
+                gamma=config.simpo.gamma,
+                label_smoothing=config.simpo.label_smoothing,
+            )
+        raise ValueError(f"{config.objective} is no objective on pairs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,8 @@ class KtoObjective:
 
     def couple(self, table: RowTable) -> Mapping[str, NDArray[np.float64]]:
         """Raises TrainError for rows without a label, or without mismatched rows."""
-        config = self.config
+        settings = self.config.kto
+        assert settings is not None
         desirable_M = _labels(table, DESIRABLE) > 0.5
         mismatched_M = (
             table.numbers.get(MISMATCHED, np.zeros(len(table.group_ids))) > 0.5
@@ -142,9 +140,9 @@ class KtoObjective:
             _sums(table, np.arange(len(table.group_ids))),
             desirable_M,
             baseline=baseline,
-            beta=config.preference_beta,
-            desirable_weight=config.kto_desirable_weight,
-            undesirable_weight=config.kto_undesirable_weight,
+            beta=settings.beta,
+            desirable_weight=settings.desirable_weight,
+            undesirable_weight=settings.undesirable_weight,
         )
         share_M = labelled_M / labelled_M.sum()
         side_M = np.where(desirable_M, 1.0, -1.0)
@@ -153,7 +151,7 @@ class KtoObjective:
             "loss": losses.loss_M,
             "share": share_M,
             "reward": losses.reward_M,
-            "margin": side_M * (losses.reward_M - config.preference_beta * baseline),
+            "margin": side_M * (losses.reward_M - settings.beta * baseline),
             "baseline": np.full(len(share_M), baseline),
         }
 

@@ -1,31 +1,31 @@
 """Presets of the algorithm's settings by name, with the papers that they follow.
 
-A preset is only values of fields of `AlgorithmConfig`: nothing else depends on its
-name.
+A preset is only values of fields of `AlgorithmConfig`, and `False` for one that is
+absent: nothing else depends on its name.
 """
 
 from typing import Literal
 
-PRESETS: dict[str, dict[str, str | float | bool]] = {
+Value = str | float | bool
+PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
     # arXiv 2402.03300: eq. 3, and section 4.2 for the KL coefficient and the single
     # update per batch
     "grpo": {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "rollout_mean",
-        "kl_coef": 0.04,
+        "kl": {"coefficient": 0.04},
     },
     # arXiv 2503.20783. The constant is the paper's budget of tokens (appendix G).
     "dr_grpo": {
         "advantage": "dr_grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "constant",
         "aggregation_constant": 3000.0,
-        "kl_coef": 0.0,
     },
     # arXiv 2503.14476, section 4.1. Its clip-higher needs several mini-batches; the
     # paper makes 16 of 512 prompts. Equation 12 takes the mean over the tokens of one
@@ -35,9 +35,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.28,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2507.18071, section 5.1
@@ -46,10 +45,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "ratio_level": "sequence",
         "eps_clip_low": 3e-4,
         "eps_clip_high": 4e-4,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # MiniMax-M1, arXiv 2506.13585, section 3.1. The upper bound is not in the paper:
@@ -60,7 +58,6 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "eps_clip_low": 1.0,
         "eps_clip_high": 4.0,
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2402.14740: REINFORCE on whole rollouts, with the KL coefficient of its
@@ -70,10 +67,12 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "policy_loss": "policy_gradient",
         "aggregation": "constant",
         "aggregation_constant": 1.0,
-        "kl_coef": 0.03,
-        "kl_estimator": "k1",
-        "kl_in": "rollout_reward",
-        "kl_clamp": 0.0,
+        "kl": {
+            "coefficient": 0.03,
+            "estimator": "k1",
+            "added_to": "rollout_reward",
+            "clamp": False,
+        },
         "num_minibatches": 2,
     },
     # arXiv 2501.03262, eq. 4 and 5, and table 1
@@ -81,49 +80,39 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "reinforce_pp",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.01,
-        "kl_estimator": "k1",
-        "kl_in": "reward",
+        "kl": {"coefficient": 0.01, "estimator": "k1", "added_to": "reward"},
     },
     # arXiv 1707.06347, with the KL of InstructGPT (arXiv 2203.02155) in the reward;
     # lambda as in both
     "ppo": {
         "advantage": "gae",
-        "gae_lambda": 0.95,
-        "critic_gae_lambda": 0.95,
-        "value_clip": 0.2,
+        "critic": {"gae_lambda": 0.95, "returns_lambda": 0.95, "value_clip": 0.2},
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.02,
-        "kl_estimator": "k1",
-        "kl_in": "reward",
+        "kl": {"coefficient": 0.02, "estimator": "k1", "added_to": "reward"},
         "num_minibatches": 4,
     },
     # arXiv 2504.05118, section 5.1. The paper makes 16 updates a batch.
     "vapo": {
         "advantage": "gae",
-        "critic_gae_lambda": 1.0,
-        "gae_length_alpha": 0.05,
+        "critic": {"returns_lambda": 1.0, "length_alpha": 0.05},
         "solved_nll_coef": 0.1,
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.28,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2511.20347, section 5.1
     "sapo": {
         "advantage": "grpo",
         "policy_loss": "sapo",
-        "sapo_temperature_positive": 1.0,
-        "sapo_temperature_negative": 1.05,
+        "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
         "aggregation": "sequence_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2602.04879, appendix E: binary total variation around the policy that
@@ -132,11 +121,10 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",
-        "dppo_threshold": 0.2,
+        "dppo": {"threshold": 0.2},
         "old_logprobs": "engine",
         "correction": "none",
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2602.02710, algorithm 1
@@ -144,9 +132,8 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "maxrl",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
     },
     # AReaL, arXiv 2505.24298, table 3. Its code's bound of the weight (5, and the token
     # is left out above it) is not in the paper. The paper's advantage is the reward
@@ -155,14 +142,12 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "old_logprobs": "recompute",
         "correction": "truncated",
         "correction_cap": 5.0,
-        "rejection": "token",
-        "rejection_high": 5.0,
+        "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2512.06547: the same with an interpolated proximal policy
@@ -170,14 +155,12 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "old_logprobs": "interpolated",
         "correction": "truncated",
         "correction_cap": 5.0,
-        "rejection": "token",
-        "rejection_high": 5.0,
+        "rejection": {"kind": "token", "high": 5.0},
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2505.24864, sections 2.3 and 3.2. The paper does not report its KL
@@ -187,10 +170,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.4,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "kl_coef": 0.001,
-        "kl_estimator": "k3",
+        "kl": {"coefficient": 0.001, "estimator": "k3"},
         "reference_reset_steps": 200,
         "reference_reset_optimizer": True,
         "num_minibatches": 4,
@@ -203,13 +185,9 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "advantage": "grpo",
         "eps_clip_low": 0.2,
         "eps_clip_high": 0.2,
-        "dual_clip": 0.0,
+        "dual_clip": False,
         "aggregation": "token_mean",
-        "length_weighting": "power",
-        "length_lambda": 0.0,
-        "length_lambda_lr": 0.1,
-        "length_lambda_scale": 1 / 9,
-        "kl_coef": 0.0,
+        "length_weights": {"exponent": 0.0, "lr": 0.1, "scale": 1 / 9},
     },
     # arXiv 2510.23027v2: GMPO with the weight of routers that have moved. The floor is
     # the paper's, the clip GMPO's (arXiv 2507.20673). The number of updates and the
@@ -222,20 +200,20 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
         "router_shift_floor": 0.8,
         "correction": "geometric_truncated",
         "aggregation": "sequence_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
     # arXiv 2602.10693, section 4.1. The paper makes 8 updates a batch.
     "vespo": {
         "advantage": "dr_grpo",
         "policy_loss": "vespo",
-        "vespo_power_positive": 2.0,
-        "vespo_decay_positive": 3.0,
-        "vespo_power_negative": 3.0,
-        "vespo_decay_negative": 2.0,
+        "vespo": {
+            "power_positive": 2.0,
+            "decay_positive": 3.0,
+            "power_negative": 3.0,
+            "decay_negative": 2.0,
+        },
         "correction": "none",
         "aggregation": "token_mean",
-        "kl_coef": 0.0,
         "num_minibatches": 4,
     },
 }
@@ -248,7 +226,6 @@ has 4 groups by default. Dynamic sampling (DAPO, CISPO) is the buffer's filter
 preset."""
 
 PresetName = Literal[
-    "",
     "grpo",
     "dr_grpo",
     "dapo",

@@ -28,7 +28,7 @@ def sft_loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     )
     aggregation = AGGREGATIONS[config.aggregation]
     of_row_R = aggregation(
-        inputs.rows, inputs.denominators, config.aggregation_constant
+        inputs.rows, inputs.denominators, config.aggregation_constant or 1.0
     )
     loss = (inputs.rows.spread(of_row_R) * weighted_N).sum()
     with torch.no_grad():

@@ -65,7 +65,7 @@ def clip(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-    dual_clip: float = 0.0,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7), per token: [N], [N] -> [N].
 
@@ -111,7 +111,7 @@ def clipped_tokens(
     *,
     eps_clip_low: float,
     eps_clip_high: float,
-    dual_clip: float,
+    dual_clip: float | None,
 ) -> ClippedTokens:
     """Which tokens `clip` clips with these settings."""
     negative_N = advantages_N < 0
@@ -181,15 +181,17 @@ def sapo(of: SurrogateInputs) -> TokenLosses:
 
         L = -(4 / tau) sigmoid(tau (r - 1)) A
 
-    tau is `sapo_temperature_positive` where A > 0, else `sapo_temperature_negative`.
+    tau is `sapo.temperature_positive` where A > 0, else `sapo.temperature_negative`.
     The slope in r is 1 at r = 1 and falls smoothly on both sides. Nothing is clipped.
     TRL's `sapo` and verl's have the same token losses; both then take the mean over
     rows of each row's mean.
     """
+    settings = of.config.sapo
+    assert settings is not None
     temperature_N = _chosen(
         of.advantages_N > 0,
-        of.config.sapo_temperature_positive,
-        of.config.sapo_temperature_negative,
+        settings.temperature_positive,
+        settings.temperature_negative,
         like_N=of.advantages_N,
     )
     gate_N = (temperature_N * (of.ratio_N - 1.0)).sigmoid() * 4.0 / temperature_N
@@ -199,7 +201,7 @@ def sapo(of: SurrogateInputs) -> TokenLosses:
 def rejection_gate(of: SurrogateInputs) -> TokenLosses:
     """Rejection-gated policy optimization (arXiv 2604.14895): [N] -> [N].
 
-        L = -g(r) A,    g(r) = sigmoid(k (r - 1)),    k = `rejection_gate_sharpness`
+        L = -g(r) A,    g(r) = sigmoid(k (r - 1)),    k = `rejection_gate.sharpness`
 
     The gradient of a token's log-prob is weighted by w(r) = g'(r) r, which is bounded
     in r and falls to 0 on both sides. The paper's abstract has the gate, a smooth
@@ -207,7 +209,9 @@ def rejection_gate(of: SurrogateInputs) -> TokenLosses:
     k: that it is around r = 1, and k = 4, with which w(1) = 1, are ours. The paper's
     second gate, on current/reference for preferences, is not built.
     """
-    gate_N = (of.config.rejection_gate_sharpness * (of.ratio_N - 1.0)).sigmoid()
+    settings = of.config.rejection_gate
+    assert settings is not None
+    gate_N = (settings.sharpness * (of.ratio_N - 1.0)).sigmoid()
     return TokenLosses(
         losses_N=-gate_N * of.advantages_N, means={"rejection_gate_mean": gate_N}
     )
@@ -256,7 +260,7 @@ def dppo_tv(of: SurrogateInputs) -> TokenLosses:
     """DPPO with the binary total variation (arXiv 2602.04879, eq. 12 and 13): [N] ->
     [N].
 
-        L = -M r A,    M = 0 where |p - q| > dppo_threshold and the update would go further from q, else 1
+        L = -M r A,    M = 0 where |p - q| > dppo.threshold and the update would go further from q, else 1
 
     p is the token's probability under the current policy and q under the one that
     sampled it: the paper (section 5.2) anchors the trust region there and not at
@@ -293,7 +297,9 @@ def _masked_by_distance(of: SurrogateInputs, distance_N: Tensor) -> TokenLosses:
     """DPPO's mask (eq. 12) for a distance of the current policy from the one that
     sampled."""
     further_N = of.inputs.current_N.detach() - of.inputs.rollout_N
-    far_N = distance_N > of.config.dppo_threshold
+    settings = of.config.dppo
+    assert settings is not None
+    far_N = distance_N > settings.threshold
     high_N = far_N & (further_N > 0) & (of.advantages_N > 0)
     low_N = far_N & (further_N < 0) & (of.advantages_N < 0)
     masked_N = high_N | low_N
@@ -369,10 +375,10 @@ def simko(of: SurrogateInputs) -> TokenLosses:
         A > 0:  r+ = (1 - alpha) r + alpha / K  sum over n of sg[r / r_n] r_n
         A < 0:  r- = lambda r if the sampled token is the likeliest, else r
 
-    They act on the tokens whose entropy is above the quantile `simko_entropy_quantile`
+    They act on the tokens whose entropy is above the quantile `simko.entropy_quantile`
     of their row; sg stops the gradient. n are the K tokens that the policy which
     sampled held likeliest (`rollout_top_logprobs`), r_n is their own ratio, alpha is
-    `simko_alpha` and lambda `simko_top1_weight`. The value of r+ is r, and its gradient
+    `simko.alpha` and lambda `simko.top1_weight`. The value of r+ is r, and its gradient
     is shared with the K tokens: sg[r / r_n] r_n has the gradient r grad log p_n, in
     which the old log-prob of n cancels, so it is not computed. The entropy is that of
     the current policy. A token without candidates keeps r.
@@ -382,11 +388,12 @@ def simko(of: SurrogateInputs) -> TokenLosses:
     r, so that its clip is at r.
     """
     inputs = of.inputs
-    config = of.config
+    settings = of.config.simko
+    assert settings is not None
     top = _top_tokens(of)
     assert inputs.entropy_N is not None, "the step has the entropies"
     undecided_N = _above_quantile(
-        inputs.entropy_N.detach(), inputs.rows, config.simko_entropy_quantile
+        inputs.entropy_N.detach(), inputs.rows, settings.entropy_quantile
     )
     is_token_NK = top.is_token_NK
     own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
@@ -395,11 +402,11 @@ def simko(of: SurrogateInputs) -> TokenLosses:
     ).exp() * is_token_NK  # 1, with the gradient of log p_n
     num_N = is_token_NK.sum(dim=1)
     shared_N = of.ratio_N.detach() * shared_NK.sum(dim=1) / num_N.clamp(min=1)
-    mixed_N = (1.0 - config.simko_alpha) * of.ratio_N + config.simko_alpha * shared_N
+    mixed_N = (1.0 - settings.alpha) * of.ratio_N + settings.alpha * shared_N
     is_mixed_N = undecided_N & (of.advantages_N > 0) & (num_N > 0)
     is_raised_N = undecided_N & (of.advantages_N < 0) & top.is_sampled_NK[:, 0]
     ratio_N = mixed_N.where(is_mixed_N, of.ratio_N)
-    ratio_N = (config.simko_top1_weight * of.ratio_N).where(is_raised_N, ratio_N)
+    ratio_N = (settings.top1_weight * of.ratio_N).where(is_raised_N, ratio_N)
     clipped = _clip(replace(of, ratio_N=ratio_N))
     means = {
         **clipped.means,
@@ -428,7 +435,7 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
 
         L = -sg[phi(W)] A log p,    phi(W) = W^c1 exp(c2 (1 - W)),    W = product of current/rollout
 
-    c1 and c2 are `vespo_power_positive` and `vespo_decay_positive` where A >= 0, else
+    c1 and c2 are `vespo.power_positive` and `vespo.decay_positive` where A >= 0, else
     `..._negative` (section 4.1: 2 and 3, else 3 and 2). The weight has its place in the
     surrogate because it goes from the policy that sampled to the current one, so no
     correction is applied besides. W is not normalized by length; its logarithm is
@@ -436,21 +443,22 @@ def vespo(of: SurrogateInputs) -> TokenLosses:
     its correction of the engine; here W has the engine's own log-probs.
     """
     inputs = of.inputs
-    config = of.config
+    settings = of.config.vespo
+    assert settings is not None
     rows = inputs.rows
     log_weight_R = rows.sum(inputs.current_N.detach() - inputs.rollout_N)
     log_weight_N = rows.spread(log_weight_R.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
     positive_N = of.advantages_N >= 0
     power_N = _chosen(
         positive_N,
-        config.vespo_power_positive,
-        config.vespo_power_negative,
+        settings.power_positive,
+        settings.power_negative,
         like_N=log_weight_N,
     )
     decay_N = _chosen(
         positive_N,
-        config.vespo_decay_positive,
-        config.vespo_decay_negative,
+        settings.decay_positive,
+        settings.decay_negative,
         like_N=log_weight_N,
     )
     phi_N = (power_N * log_weight_N + decay_N * (1.0 - log_weight_N.exp())).exp()

@@ -3,16 +3,24 @@ are trained on."""
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from invrl.buffer.failures import FailureLimits
 from invrl.buffer.reward_history import RECENT_GROUPS
 from invrl.reasons import FailureReason
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import COMMA_SEPARATED, Choice, Section, with_choices
 from invrl.types import MAX_REWARD
 
+MEDIUM_DIFFICULTY = "medium_difficulty"
 RewardBaseline = Literal["depth", "group"]
 RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
@@ -22,6 +30,29 @@ FailureRule = float | Literal["retry", "drop"]
 tries its place again, "drop" drops its group at once."""
 
 
+class DifficultyConfig(Section):
+    """The bounds of the group filter medium_difficulty, which this table chooses."""
+
+    low: float = Field(
+        0.2,
+        ge=0.0,
+        le=1.0,
+        description="groups of tasks solved more rarely than this are dropped",
+    )
+    high: float = Field(
+        0.8,
+        ge=0.0,
+        le=1.0,
+        description="groups of tasks solved more often than this are dropped",
+    )
+    groups: PositiveInt = Field(
+        4,
+        le=RECENT_GROUPS,
+        description="last groups of a task over which its success rate is taken; 1: only the group that is "
+        "judged",
+    )
+
+
 class BufferConfig(Section):
     """How stale a trained token may be, which groups are trained on, and what failures
     count as.
@@ -29,6 +60,9 @@ class BufferConfig(Section):
     One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
     synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
 
+    chosen_by: ClassVar[Mapping[str, Choice]] = {
+        "difficulty": Choice("group_filter", (MEDIUM_DIFFICULTY,))
+    }
     max_staleness: NonNegativeInt = Field(
         0,
         description="versions that a trained token may be older than the trainer's weights",
@@ -41,6 +75,9 @@ class BufferConfig(Section):
         "nonzero_variance",
         description="nonzero_variance, medium_difficulty, 'none', or your own filter as module:name",
     )
+    difficulty: DifficultyConfig | None = Field(
+        None, description="only groups of tasks of medium difficulty are kept"
+    )
     success_reward: float = Field(
         1.0,
         ge=-MAX_REWARD,
@@ -48,28 +85,10 @@ class BufferConfig(Section):
         description="reward from which a rollout counts as solved, for success rates: of the filter "
         "medium_difficulty, of a task's history, and of what a task source or curriculum is told",
     )
-    difficulty_low: float = Field(
-        0.2,
-        ge=0.0,
-        le=1.0,
-        description="medium_difficulty drops groups of tasks solved more rarely than this",
-    )
-    difficulty_high: float = Field(
-        0.8,
-        ge=0.0,
-        le=1.0,
-        description="medium_difficulty drops groups of tasks solved more often than this",
-    )
-    difficulty_groups: PositiveInt = Field(
-        4,
-        le=RECENT_GROUPS,
-        description="last groups of a task over which medium_difficulty takes its success rate; 1: only the "
-        "group that it judges",
-    )
-    max_filtered_batches: NonNegativeInt = Field(
+    max_filtered_batches: PositiveInt | None = Field(
         16,
         description="batches' worth of groups in a row that the group filter may drop (as it does once a "
-        "task is solved) before --filtered-out applies; 0: any number",
+        "task is solved) before --filtered-out applies",
     )
     filtered_out: FilteredOut = Field(
         "end",
@@ -94,16 +113,22 @@ class BufferConfig(Section):
         description="REASON=REWARD: failures for this reason count with the reward; REASON=drop: they drop "
         "their group; REASON=retry: the rollout is tried again, as for every reason not named",
     )
-    max_identical_failures: NonNegativeInt = Field(
+    max_identical_failures: PositiveInt | None = Field(
         128,
         description="identical failures in a row, with no rollout finished in between, that end the run; "
-        "deaths of workers, engines and environments do not count; 0: no limit",
+        "deaths of workers, engines and environments do not count",
     )
-    max_failures_at_start: NonNegativeInt = Field(
+    max_failures_at_start: PositiveInt | None = Field(
         32,
         description="failures, all for the same reason, that end the run while no rollout has finished; "
-        "failures that count with a reward and deaths of processes are not counted; 0: no limit",
+        "failures that count with a reward and deaths of processes are not counted",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_filter(cls, values: Any) -> Any:
+        """Puts the filter beside its bounds, and the bounds beside the filter."""
+        return with_choices(cls, values, values) if isinstance(values, dict) else values
 
     @field_validator("failure_reward")
     @classmethod
@@ -113,7 +138,8 @@ class BufferConfig(Section):
 
     def failure_limits(self) -> FailureLimits:
         return FailureLimits(
-            identical=self.max_identical_failures, at_start=self.max_failures_at_start
+            identical=self.max_identical_failures or 0,
+            at_start=self.max_failures_at_start or 0,
         )
 
     def failure_rules(self) -> Mapping[FailureReason, FailureRule]:

@@ -36,7 +36,7 @@ class FilterVerdicts:
         self._failures = failures
         self._overrules = config.filtered_out == "train"
         self.filter_name = config.group_filter
-        self.limit = config.max_filtered_batches * batch_size
+        self.limit = (config.max_filtered_batches or 0) * batch_size
         """Groups in a row that the filter may drop; 0: any number."""
         self.streak = FilteredStreak()
 

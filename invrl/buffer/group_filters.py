@@ -3,7 +3,7 @@
 from functools import partial
 
 from invrl.buffer.comparison import comparisons
-from invrl.buffer.config import BufferConfig, RewardBaseline
+from invrl.buffer.config import BufferConfig, DifficultyConfig, RewardBaseline
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.plugins import load_group_filter
 from invrl.reasons import DropReason
@@ -86,11 +86,12 @@ def configured_group_filter(config: BufferConfig) -> GroupFilter | HistoryGroupF
     """The filter that the settings name, with their bounds. Raises PluginError."""
     function = group_filter_function(config.group_filter, config.turn_reward_baseline)
     if function is medium_difficulty:
+        bounds = config.difficulty or DifficultyConfig.model_validate({})
         return partial(
             medium_difficulty,
-            low=config.difficulty_low,
-            high=config.difficulty_high,
-            num_groups=config.difficulty_groups,
+            low=bounds.low,
+            high=bounds.high,
+            num_groups=bounds.groups,
             success_reward=config.success_reward,
             baseline=config.turn_reward_baseline,
         )

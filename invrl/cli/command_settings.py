@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.rollout.config import RolloutConfig
-from invrl.run.config import SECTIONS, UPSTREAM, Source, Tables
+from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Source, Tables
 
 _RUN = frozenset(
     {
@@ -69,12 +69,17 @@ class CommandSettings:
 
 
 def _all_keys(table: str) -> frozenset[str]:
+    """The settings of a section or of an optional table, and "" for the table."""
+    if table in TABLES:
+        return frozenset({"", *TABLES[table].model.model_fields})
     return frozenset(SECTIONS[table].model_fields)
 
 
 _NO_TRAINER: Tables = {"run": {"debug_rollout_only": True}}
 """For commands that send no weights: it does not matter how they would."""
-_EVERYTHING = CommandSettings(keys={table: _all_keys(table) for table in SECTIONS})
+_EVERYTHING = CommandSettings(
+    keys={table: _all_keys(table) for table in (*SECTIONS, *TABLES)}
+)
 _SERVE = CommandSettings(
     keys={
         "run": _RUN,
@@ -108,7 +113,7 @@ _EVAL = CommandSettings(
     packages=("sglang", "router"),
     # An evaluation has no steps and no batches.
     neutral={
-        "rollout": {"eval_interval": 0},
+        "rollout": {"eval_interval": False},
         "buffer": {"batch_timeout_s": 1e9},
         **_NO_TRAINER,
     },

@@ -5,10 +5,13 @@ import textwrap
 from collections.abc import Iterable
 from typing import Literal, get_args, get_origin
 
+from pydantic_core import PydanticUndefined
+
 from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import CONFIG_FLAG, SETTING_FLAGS, SettingFlag
 from invrl.cli.presets import preset_names
-from invrl.run.config import SECTIONS
+from invrl.run.config import SECTIONS, TABLES, model_of_table
+from invrl.section import is_optional, present_type
 
 _FIRST_SETTINGS = {
     "train": (
@@ -71,12 +74,13 @@ def flag_help(command: str = "train") -> str:
     lines += _entry(f"{CONFIG_FLAG} FILE", config_text)
     lines += [
         "",
-        "settings to start with (the table in brackets is where a TOML file has them):",
+        "settings to start with (the table in brackets is where a TOML file has them; --no-X leaves out",
+        "an optional one that a file or a preset sets):",
     ]
     for setting in first:
         lines += _setting_entry(setting, prefix=f"[{setting.table}] ")
     used = settings_of(command)
-    for table, section in SECTIONS.items():
+    for table in (*SECTIONS, *TABLES):
         others = [
             setting
             for setting in SETTING_FLAGS
@@ -85,11 +89,10 @@ def flag_help(command: str = "train") -> str:
             and setting not in first
         ]
         if others:
-            summary, _, _ = (section.__doc__ or "").partition("\n\n")
-            lines += [
-                "",
-                *textwrap.wrap(f"[{table}] {' '.join(summary.split())}", _WIDTH),
-            ]
+            model = model_of_table(table)
+            paragraph = ((model and model.__doc__) or "").split("\n\n")[0]
+            summary = " ".join(paragraph.split())
+            lines += ["", *textwrap.wrap(f"[{table}] {summary}", _WIDTH)]
             lines += _setting_entries(others)
     lines += ["", "options of other packages (checked against the installed version):"]
     for package in used.packages:
@@ -99,8 +102,8 @@ def flag_help(command: str = "train") -> str:
 
 def _first_settings(command: str) -> list[SettingFlag]:
     keys = _FIRST_SETTINGS.get(command, _FIRST_SETTINGS["train"])
-    by_key = {setting.key: setting for setting in SETTING_FLAGS}
-    return [by_key[key] for key in keys]
+    by_name = {setting.name: setting for setting in SETTING_FLAGS}
+    return [by_name[key] for key in keys]
 
 
 def _setting_entries(settings: Iterable[SettingFlag]) -> list[str]:
@@ -109,8 +112,10 @@ def _setting_entries(settings: Iterable[SettingFlag]) -> list[str]:
 
 def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:
     names = f"{setting.flag} {_placeholder(setting)}"
-    if setting.is_switch:
+    if not setting.takes_value:
         names = f"{setting.flag}, {setting.negative_flag}"
+    elif is_optional(setting.field) and setting.field.default is not None:
+        names += f", {setting.negative_flag}"
     text = f"{prefix}{setting.field.description}"
     default = _default(setting)
     if default:
@@ -119,9 +124,10 @@ def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:
 
 
 def _default(setting: SettingFlag) -> str:
-    """The default as the flag would be written; empty if it is an empty text or
-    list."""
+    """The default as the flag would be written; empty if there is none."""
     default = setting.field.default
+    if default is None or default is PydanticUndefined:
+        return ""
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, tuple):
@@ -131,7 +137,7 @@ def _default(setting: SettingFlag) -> str:
 
 def _placeholder(setting: SettingFlag) -> str:
     """What stands for the value: the choices, or the type."""
-    annotation = setting.field.annotation
+    annotation = present_type(setting.field)
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     if get_origin(annotation) is tuple:

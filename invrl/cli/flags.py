@@ -1,11 +1,14 @@
 """The command line as a source of configuration: one flag per setting.
 
 Names of settings are unique across the sections, so a flag needs no prefix: `lr` of
-[train] is `--lr`. A boolean is `--x` or `--no-x`. Options of other packages pass
-through as `--sglang-*`, `--router-*` and `--megatron-*`. `flag_help.py` prints them."""
+[train] is `--lr`. A setting of an optional table has the table's name before it:
+`--kl.coefficient`. It turns the table on; `--critic` does so with the defaults, and
+`--no-critic` turns it off. A boolean is `--x` or `--no-x`, and `--no-x` is the absence
+of any other optional setting. Options of other packages pass through as `--sglang-*`,
+`--router-*` and `--megatron-*`. `flag_help.py` prints them."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_origin
 
@@ -16,48 +19,88 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
-from invrl.run.config import SECTIONS, UPSTREAM, Scalar, Source, read_toml
+from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Scalar, Source, read_toml
 from invrl.run.name_suggestions import nearest_setting
+from invrl.section import is_optional, present_type
 
 CONFIG_FLAG = "--config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingFlag:
-    """The flag of one setting: `key` of the section `table`."""
+    """The flag of one setting: `key` of the table `table`."""
 
     table: str
     key: str
     field: FieldInfo
+    section: str
+    """The section that has the table; of a setting in a section, that section."""
+    name: str
+    """The flag without its dashes in front, and with underscores."""
 
     @property
     def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
+        return "--" + self.name.replace("_", "-")
 
     @property
-    def negative_flag(self) -> str:
-        """Of a switch: the flag that turns it off."""
-        return "--no-" + self.key.replace("_", "-")
+    def negative_flag(self) -> str | None:
+        """The flag that turns a switch off, or an optional setting or table."""
+        if self.is_switch or self.is_table or is_optional(self.field):
+            return "--no-" + self.name.replace("_", "-")
+        return None
 
     @property
     def takes_several(self) -> bool:
         """Whether the arguments behind its value, up to the next flag, are values of it
         too, and those of the same flag once more."""
-        return get_origin(self.field.annotation) is tuple
+        return get_origin(present_type(self.field)) is tuple
 
     @property
     def is_switch(self) -> bool:
         return self.field.annotation is bool
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it stands for an optional table: alone, or for the table's `kind`."""
+        return self.name in TABLES
 
-SETTING_FLAGS = [
-    SettingFlag(table=table, key=key, field=field)
-    for table, section in SECTIONS.items()
-    for key, field in section.model_fields.items()
-]
+    @property
+    def takes_value(self) -> bool:
+        return not self.is_switch and (not self.is_table or self.key == "kind")
+
+
+def _setting_flags() -> Iterator[SettingFlag]:
+    for section, model in SECTIONS.items():
+        for key, field in model.model_fields.items():
+            if key not in TABLES:
+                yield SettingFlag(
+                    table=section, key=key, field=field, section=section, name=key
+                )
+    for table, (section, model) in TABLES.items():
+        if "kind" not in model.model_fields:
+            yield SettingFlag(
+                table=table,
+                key="",
+                field=SECTIONS[section].model_fields[table],
+                section=section,
+                name=table,
+            )
+        for key, field in model.model_fields.items():
+            yield SettingFlag(
+                table=table,
+                key=key,
+                field=field,
+                section=section,
+                name=table if key == "kind" else f"{table}.{key}",
+            )
+
+
+SETTING_FLAGS = list(_setting_flags())
 _BY_FLAG = {setting.flag: setting for setting in SETTING_FLAGS}
 _BY_FLAG |= {
-    setting.negative_flag: setting for setting in SETTING_FLAGS if setting.is_switch
+    setting.negative_flag: setting
+    for setting in SETTING_FLAGS
+    if setting.negative_flag is not None
 }
 
 
@@ -111,13 +154,14 @@ class _FlagParser:
             raise self._unknown(flag, value)
 
     def _read_setting(self, setting: SettingFlag, flag: str, value: str | None) -> None:
+        is_negative = flag == setting.negative_flag
         parsed: Scalar
-        if setting.is_switch:
+        if is_negative or not setting.takes_value:
             if value is not None:
                 raise ConfigError(
                     flag, value, "a switch takes no value", "write --name or --no-name"
                 )
-            parsed = flag == setting.flag
+            parsed = not is_negative
         else:
             parsed = take_value(flag, value, self.rest)
             while (
@@ -128,8 +172,15 @@ class _FlagParser:
                 parsed = f"{parsed},{self.rest.pop(0)}"
         if not self._used.uses(setting.table, setting.key):
             raise self._unused(flag)
+        if setting.is_table and is_negative:
+            self.tables.pop(setting.table, None)
+            self._set(setting.section, setting.table, False)
+            return
+        if setting.is_table and not setting.takes_value:
+            self.tables.setdefault(setting.table, {})
+            return
         earlier = self.tables.get(setting.table, {}).get(setting.key)
-        if setting.takes_several and earlier is not None:
+        if setting.takes_several and isinstance(earlier, str) and not is_negative:
             parsed = f"{earlier},{parsed}"
         self._set(setting.table, setting.key, parsed)
 

@@ -1,10 +1,10 @@
 """Settings of training on a file of conversations, pairs or labelled replies."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
-from invrl.section import Section
+from invrl.section import Section, Text
 
 Kind = Literal["conversations", "pairs", "labels"]
 """What a row is: one conversation; a chosen and a rejected one; or one with a
@@ -24,17 +24,15 @@ class DataConfig(Section):
     """Training on a file, without rollouts: conversations (sft), pairs (dpo and its
     family), labels (kto)."""
 
-    data_path: str = Field(
-        "",
+    data_path: Text | None = Field(
+        None,
         description="JSONL or Parquet (*.parquet) file to train on, without rollouts",
     )
-    data_eval_path: str = Field(
-        "", description="file of held-out rows, for the held-out loss"
+    data_eval_path: Text | None = Field(
+        None, description="file of held-out rows, for the held-out loss"
     )
-    data_eval_fraction: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
+    data_eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
         description="share of data_path's rows that is held out instead; at least one row",
     )
     data_kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
@@ -45,9 +43,9 @@ class DataConfig(Section):
         32,
         description="rows in one training batch: conversations, pairs or labelled replies",
     )
-    data_epochs: NonNegativeInt = Field(
-        0,
-        description="passes over the file after which the run ends, instead of num_steps; 0: num_steps",
+    data_epochs: PositiveInt | None = Field(
+        None,
+        description="passes over the file after which the run ends, instead of num_steps",
     )
     data_shuffle: bool = Field(
         True,

@@ -157,7 +157,7 @@ def kind_of(config: DataConfig, objective: str) -> Kind:
         return config.data_kind
     if objective in KIND_OF_OBJECTIVE:
         return KIND_OF_OBJECTIVE[objective]
-    return kind_of_file(_DATA_PATH, str(_absolute(config.data_path)))
+    return kind_of_file(_DATA_PATH, str(_absolute(config.data_path or "")))
 
 
 def load_dataset(
@@ -165,7 +165,7 @@ def load_dataset(
 ) -> Dataset:
     """Reads all files. Raises ConfigError for whatever is wrong with them."""
     kind = kind_of(config, objective)
-    file = str(_absolute(config.data_path))
+    file = str(_absolute(config.data_path or ""))
     rows = load_rows(_DATA_PATH, file, kind)
     held_out: list[DataRow] = []
     held_out_file = file
@@ -203,7 +203,7 @@ def load_dataset(
         order=RowOrder(
             num_rows=len(rows),
             batch_size=config.data_batch_size,
-            epochs=config.data_epochs,
+            epochs=config.data_epochs or 0,
             shuffle=config.data_shuffle,
             seed=seed,
         ),

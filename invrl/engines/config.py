@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import COMMA_SEPARATED, Section, Text
 
 
 class EngineConfig(Section):
@@ -29,9 +29,9 @@ class EngineConfig(Section):
         False,
         description="sample each generation with its own seed, derived from the run's seed",
     )
-    engine_max_total_tokens: NonNegativeInt = Field(
-        0,
-        description="KV-cache tokens per engine (0: 16384 on CPU, what SGLang finds room for on a GPU)",
+    engine_max_total_tokens: PositiveInt | None = Field(
+        None,
+        description="KV-cache tokens per engine (left out: 16384 on CPU, what SGLang finds room for on a GPU)",
     )
     engine_start_timeout_s: PositiveFloat = Field(
         300.0, description="deadline for an engine to be healthy"
@@ -46,9 +46,9 @@ class EngineConfig(Section):
     router: Literal["sglang-router", "smg"] = Field(
         "sglang-router", description="program that spreads requests over the engines"
     )
-    smg_environment: str = Field(
-        "",
-        description="virtual environment with smg (empty: that of `invrl install --router smg`)",
+    smg_environment: Text | None = Field(
+        None,
+        description="virtual environment with smg (left out: that of `invrl install --router smg`)",
     )
     router_start_timeout_s: PositiveFloat = Field(
         120.0, description="deadline for the router to answer"

@@ -131,8 +131,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 @functools.cache
-def find_smg(folder: str) -> Smg:
-    """The smg of a virtual environment; "" is the one that `invrl install` makes. Takes
+def find_smg(folder: str | None) -> Smg:
+    """The smg of a virtual environment; None is the one that `invrl install` makes. Takes
     half a second.
 
     Raises ConfigError if it is not there, or in another version.

@@ -6,14 +6,13 @@ from typing import Annotated, Literal
 from pydantic import (
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
 )
 
 from invrl.extra_columns import ExtraColumn, parse_extra_columns
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import COMMA_SEPARATED, Section, Text
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `MatchLevel`."""
@@ -38,9 +37,9 @@ class SessionPolicy(Section):
     session_ttl_s: PositiveFloat = Field(
         3600.0, description="seconds until an open session is ended"
     )
-    session_idle_timeout_s: NonNegativeFloat = Field(
+    session_idle_timeout_s: PositiveFloat | None = Field(
         900.0,
-        description="seconds without a call of an environment's group until its sessions fail; 0: no limit",
+        description="seconds without a call of an environment's group until its sessions fail",
     )
     session_max_turns: PositiveInt = Field(10_000, description="turns of one session")
     session_max_tokens: PositiveInt = Field(
@@ -49,9 +48,9 @@ class SessionPolicy(Section):
     session_max_calls: PositiveInt = Field(
         256, description="requests of one session at a time"
     )
-    reward_deadline_s: NonNegativeFloat = Field(
-        0.0,
-        description="a session finished without a reward waits for it so long; 0: it has failed",
+    reward_deadline_s: PositiveFloat | None = Field(
+        None,
+        description="a session finished without a reward waits for it so long; left out: it has failed",
     )
     late_reward: Literal["drop", "accept"] = Field(
         "drop",
@@ -95,8 +94,8 @@ class GatewayConfig(SessionPolicy):
     gateway_host: str = Field(
         "127.0.0.1", description="address the gateway listens on; the only public one"
     )
-    gateway_port: NonNegativeInt = Field(
-        0, le=65535, description="the gateway's port; 0: a free one"
+    gateway_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="the gateway's port; left out: a free one"
     )
     gateway_workers: PositiveInt = Field(
         1,
@@ -107,11 +106,11 @@ class GatewayConfig(SessionPolicy):
         (),
         description="origins whose pages in a browser may call the gateway (CORS), or *; empty: none",
     )
-    gateway_public_url: str = Field(
-        "", description="URL that agents reach it at, if not http://host:port"
+    gateway_public_url: Text | None = Field(
+        None, description="URL that agents reach it at, if not http://host:port"
     )
-    chat_template_path: str = Field(
-        "",
+    chat_template_path: Text | None = Field(
+        None,
         description="Jinja file to use instead of the model's chat template; chatml-tools: the shipped one",
     )
     special_tokens_in_content: ContentTokens = Field(

@@ -50,7 +50,7 @@ class SpanPlace:
         return f"00-{self.trace_id}-{self.span_id}-01"
 
 
-def traces_endpoint(setting: str) -> str:
+def traces_endpoint(setting: str | None) -> str:
     """Where this process is to send spans to; "" if it is not to. `setting`: the
     collector's address, as `--otel-endpoint` has it. Without it the standard
     environment variables count."""

@@ -48,7 +48,7 @@ def collapse(rows: Sequence[Row]) -> str:
         f"the policy has collapsed: since step {begin} it gives one reply to each task ({distinct}"
         f"{_entropies(steps[0], last)}), so every group has equal rewards and nothing can be learnt. It does "
         f"not come back by itself: begin again from the model of a step before {begin} with a lower learning "
-        "rate (--lr), a KL to the reference (--kl-coef) or an entropy bonus (--entropy-coef)"
+        "rate (--lr), a KL to the reference (--kl.coefficient) or an entropy bonus (--entropy.coefficient)"
     )
 
 

@@ -1,6 +1,6 @@
 """The rollouts of each step that the console shows while a run trains
 (`run.log_samples`), and those of the table at an experiment tracker
-(`run.wandb_rollouts`): a glance at what the model says. `invrl samples` shows all
+(`wandb.rollouts`): a glance at what the model says. `invrl samples` shows all
 rollouts.
 
 Invariant: an error here is logged and ends no run."""
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def show_samples(
-    store_path: Path, count: int, step: int, taken: TakenBatch
+    store_path: Path, count: int | None, step: int, taken: TakenBatch
 ) -> list[str]:
     """A text for each of `count` rollouts of the step's batch."""
-    rollouts = choose_rollouts(taken, count, step)
+    rollouts = choose_rollouts(taken, count or 0, step)
     if not rollouts:
         return []
     try:

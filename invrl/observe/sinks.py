@@ -37,7 +37,7 @@ from invrl.store.timeline_file import (
 )
 
 if TYPE_CHECKING:
-    from invrl.run.config import Config, RunConfig
+    from invrl.run.config import Config, RunConfig, WandbConfig
 
 logger = logging.getLogger(__name__)
 
@@ -185,24 +185,24 @@ class WandbSink(Sink):
     config. Its own waits are bounded too: they also run when the interpreter exits."""
 
     def __init__(
-        self, run: RunConfig, folder: Path, parameters: Mapping[str, object]
+        self, settings: WandbConfig, folder: Path, parameters: Mapping[str, object]
     ) -> None:
         import wandb
 
-        settings = wandb.Settings(
+        options = wandb.Settings(
             console="off", silent=True, init_timeout=30.0, finish_timeout=20.0
         )
         self._run = wandb.init(
-            project=run.wandb_project,
-            mode=run.wandb_mode,
+            project=settings.project,
+            mode=settings.mode,
             name=folder.name,
             dir=str(folder),
             config=dict(parameters),
-            settings=settings,
+            settings=options,
         )
         self._make_table = wandb.Table
         address = self._run.dir
-        if run.wandb_mode == "online":
+        if settings.mode == "online":
             address = self._run.url
         logger.info("wandb run: %s", address)
 
@@ -230,7 +230,7 @@ class MlflowSink(Sink):
         import mlflow
 
         self._mlflow = mlflow  # the active run belongs to this thread
-        mlflow.set_tracking_uri(run.mlflow_tracking_uri)
+        mlflow.set_tracking_uri(run.mlflow_tracking_uri or "")
         mlflow.start_run(run_name=folder.name)
         mlflow.log_params(dict(parameters))
 
@@ -359,8 +359,8 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
     """The sinks of the settings, for a run that has made `done` steps."""
     run = config.run
     parameters: dict[str, object] = {}
-    for table, section in config.model_dump(mode="json").items():
-        for key, value in section.items():
+    for table, entries in config.settings().items():
+        for key, value in entries.items():
             parameters[f"{table}.{key}"] = value
     sinks: list[Sink] = [
         PhaseFile(folder.phase_path),
@@ -370,8 +370,8 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
     if run.tensorboard:
         open_sink = partial(TensorBoardSink, folder.tensorboard_path, done)
         sinks.append(ThreadedSink("TensorBoardSink", open_sink))
-    if run.wandb_project:
-        open_sink = partial(WandbSink, run, folder.path, parameters)
+    if run.wandb is not None:
+        open_sink = partial(WandbSink, run.wandb, folder.path, parameters)
         sinks.append(ThreadedSink("WandbSink", open_sink))
     if run.mlflow_tracking_uri:
         open_sink = partial(MlflowSink, run, folder.path, parameters)

@@ -20,24 +20,19 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")
 def check_trackers(run: RunConfig) -> None:
     """Raises ConfigError."""
     if _PASSWORD_IN_URL.search(
-        run.mlflow_tracking_uri
+        run.mlflow_tracking_uri or ""
     ):  # settings are written into the run folder
         fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
         raise ConfigError(
             "run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix
         )
-    if run.wandb_rollouts and not run.wandb_project:
-        reason = "nothing is logged to Weights & Biases"
-        raise ConfigError(
-            "run.wandb_rollouts", run.wandb_rollouts, reason, "give --wandb-project too"
-        )
-    if run.wandb_project:
-        _check_installed("wandb", "run.wandb_project", run.wandb_project)
+    if run.wandb is not None:
+        _check_installed("wandb", "wandb.project", run.wandb.project)
     if run.mlflow_tracking_uri:
         _check_installed("mlflow", "run.mlflow_tracking_uri", run.mlflow_tracking_uri)
         _check_mlflow(run.mlflow_tracking_uri)
-    if run.wandb_project and run.wandb_mode == "online":
-        _check_wandb_key(run)
+    if run.wandb is not None and run.wandb.mode == "online":
+        _check_wandb_key()
 
 
 def _check_installed(package: str, field: str, value: str) -> None:
@@ -53,7 +48,7 @@ def _check_installed(package: str, field: str, value: str) -> None:
         )
 
 
-def _check_wandb_key(run: RunConfig) -> None:
+def _check_wandb_key() -> None:
     import wandb
 
     has_key = True
@@ -65,8 +60,8 @@ def _check_wandb_key(run: RunConfig) -> None:
         logger.warning("Weights & Biases: %s", error)
     if not has_key:
         reason = "there is no API key for Weights & Biases"
-        fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb-mode offline"
-        raise ConfigError("run.wandb_mode", run.wandb_mode, reason, fix)
+        fix = "set WANDB_API_KEY, run `wandb login`, or give --wandb.mode offline"
+        raise ConfigError("wandb.mode", "online", reason, fix)
 
 
 def _check_mlflow(uri: str) -> None:

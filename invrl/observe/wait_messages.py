@@ -178,7 +178,7 @@ def _describe_filtered(report: WaitReport, deadlines: Deadlines) -> str:
 def _describe_filter_limit(report: WaitReport, deadlines: Deadlines) -> str:
     """What happens if the filter drops every further group."""
     if not report.filtered_limit:
-        return "there is no limit on such groups (--max-filtered-batches 0)"
+        return "there is no limit on such groups (--no-max-filtered-batches)"
     consequence = "the run ends and saves its model"
     if deadlines.filtered_out == "train":
         consequence = "groups are trained without the filter"

@@ -2,34 +2,54 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import COMMA_SEPARATED, Section, Text
 from invrl.top_logprobs import MAX_TOP_LOGPROBS
 
 EvalMode = Literal["sampled", "greedy"]
-CurriculumScheme = Literal["none", "learnability", "thompson", "prioritized"]
+CurriculumScheme = Literal["learnability", "thompson", "prioritized"]
+
+
+class CurriculumConfig(Section):
+    """Picks the next training task by how often the model solved each."""
+
+    kind: CurriculumScheme = Field(
+        description="learnability: tasks that it sometimes solves; thompson: the same, with more "
+        "exploration; prioritized: hard ones",
+    )
+    tasks: PositiveInt | None = Field(
+        None,
+        description="first training tasks among which it picks; left out: all (a source must then end)",
+    )
+    decay: float = Field(
+        0.5,
+        ge=0.0,
+        le=1.0,
+        description="part of what it knows of a task that it keeps at each of the task's groups; 1: it "
+        "forgets nothing",
+    )
 
 
 class RolloutConfig(Section):
     """User code, tasks, sampling, evaluation, and the workers that run rollouts."""
 
-    rollout_function_path: str = Field(
-        "",
+    rollout_function_path: Text | None = Field(
+        None,
         description="module:name of the rollout function: async (task, endpoint) -> reward or RolloutResult",
     )
     external_environments: bool = Field(
         False, description="environments that you start yourself lease the tasks"
     )
-    reward_function_path: str = Field(
-        "", description="module:name of the reward function: (task, result) -> float"
+    reward_function_path: Text | None = Field(
+        None, description="module:name of the reward function: (task, result) -> float"
     )
-    task_source_path: str = Field(
-        "",
+    task_source_path: Text | None = Field(
+        None,
         description="module:name of the task source: (split, seed) -> Tasks; instead of --task-file",
     )
-    task_file: str = Field(
-        "", description="JSONL or Parquet (*.parquet) file, one task per line or row"
+    task_file: Text | None = Field(
+        None, description="JSONL or Parquet (*.parquet) file, one task per line or row"
     )
     task_id_key: str = Field(
         "id",
@@ -40,26 +60,12 @@ class RolloutConfig(Section):
         description="field that holds the task's label; where no row has `label`: `answer`, `solution` or "
         "`target`, the first that all rows have",
     )
-    eval_task_file: str = Field(
-        "",
+    eval_task_file: Text | None = Field(
+        None,
         description="file of held-out tasks (a task source has its split 'eval' instead)",
     )
-    curriculum: CurriculumScheme = Field(
-        "none",
-        description="picks the next training task by how often the model solved each: learnability (those "
-        "that it sometimes solves), thompson (the same, with more exploration), prioritized (hard ones) or "
-        "'none'",
-    )
-    curriculum_tasks: NonNegativeInt = Field(
-        0,
-        description="first training tasks among which the curriculum picks; 0: all (a source must then end)",
-    )
-    curriculum_decay: float = Field(
-        0.5,
-        ge=0.0,
-        le=1.0,
-        description="part of what the curriculum knows of a task that it keeps at each of the task's groups; "
-        "1: it forgets nothing",
+    curriculum: CurriculumConfig | None = Field(
+        None, description="what picks the next training task"
     )
     rollout_batch_size: PositiveInt = Field(
         4, description="groups in one training batch"
@@ -68,9 +74,9 @@ class RolloutConfig(Section):
     rollout_workers: PositiveInt = Field(
         1, description="Ray actors that run rollout functions"
     )
-    rollout_worker_memory_gb: NonNegativeFloat = Field(
+    rollout_worker_memory_gb: PositiveFloat | None = Field(
         16.0,
-        description="memory of a worker with its child processes, above which it is replaced; 0: no limit",
+        description="memory of a worker with its child processes, above which it is replaced",
     )
     rollout_concurrency: PositiveInt = Field(
         32, description="rollouts that run at a time, over all workers"
@@ -87,18 +93,19 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = Field(
         512, description="tokens that one turn may sample"
     )
-    rollout_top_logprobs: NonNegativeInt = Field(
-        0,
-        le=MAX_TOP_LOGPROBS,
-        description="likeliest tokens that are recorded, with their log-probs, in the place of each token of "
-        "training rollouts (policy_loss dppo_tv_topk, dppo_kl_topk, simko); 0: none",
+    rollout_top_logprobs: Annotated[int, Field(ge=1, le=MAX_TOP_LOGPROBS)] | None = (
+        Field(
+            None,
+            description="likeliest tokens that are recorded, with their log-probs, in the place of each token of "
+            "training rollouts (policy_loss dppo_tv_topk, dppo_kl_topk, simko)",
+        )
     )
-    eval_interval: NonNegativeInt = Field(
-        0, description="steps between evaluations; 0: only before and after"
+    eval_interval: PositiveInt | None = Field(
+        None, description="steps between evaluations; left out: only before and after"
     )
-    eval_tasks: NonNegativeInt = Field(
-        0,
-        description="held-out tasks of each set; 0: no evaluation (`invrl eval`: all of them)",
+    eval_tasks: PositiveInt | None = Field(
+        None,
+        description="held-out tasks of each set; left out: no evaluation (`invrl eval`: all of them)",
     )
     eval_samples_per_task: PositiveInt = Field(
         1, description="samples per held-out task at temperature 1.0"
@@ -117,4 +124,4 @@ class RolloutConfig(Section):
     def runs_rollouts(self) -> bool:
         """Whether our own workers run rollouts. External environments run those of
         training only, never those of an evaluation."""
-        return not self.external_environments or self.eval_tasks > 0
+        return not self.external_environments or self.eval_tasks is not None

@@ -52,7 +52,7 @@ class RolloutHandle:
         self._seed = seed
         self._sessions = SessionClient(gateway_url, env_key=env_key)
         self._group_form = config.runs_rollouts and plugins.is_group_form(
-            plugins.load_rollout_function(config.rollout_function_path)
+            plugins.load_rollout_function(config.rollout_function_path or "")
         )
         settings = WorkerSettings(
             gateway_url=gateway_url,
@@ -74,7 +74,7 @@ class RolloutHandle:
             size=config.rollout_workers,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
         )
-        self._has_workers = external_dispatcher is None or config.eval_tasks > 0
+        self._has_workers = external_dispatcher is None or config.eval_tasks is not None
         self._dispatcher: Scheduler | None = external_dispatcher
         if buffer is not None and external_dispatcher is None:
             self._dispatcher = Dispatcher(

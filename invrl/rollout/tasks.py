@@ -17,7 +17,7 @@ from typing import cast
 from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
 from invrl.interfaces import OutcomeRecorder, StateKeeper, TaskSource
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import CurriculumConfig, RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.curriculum import MAX_TASKS as CURRICULUM_MAX_TASKS
 from invrl.rollout.source_check import check_feedback, has_feedback
@@ -45,13 +45,11 @@ def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:
 def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
     """With ids as they come, so a task that comes back has the id that it had
     before."""
-    if config.curriculum != "none":
-        tasks = _listed_tasks(config, seed)
+    curriculum = config.curriculum
+    if curriculum is not None:
+        tasks = _listed_tasks(config, curriculum, seed)
         return Curriculum(
-            tasks,
-            CURRICULA[config.curriculum],
-            decay=config.curriculum_decay,
-            seed=seed,
+            tasks, CURRICULA[curriculum.kind], decay=curriculum.decay, seed=seed
         )
     if not config.task_source_path:
         return _shuffled_epochs(read_task_file(config, "train"), seed)
@@ -63,7 +61,9 @@ def _load_training_tasks(config: RolloutConfig, seed: int) -> Iterator[Task]:
 
 
 def _load_source(config: RolloutConfig) -> TaskSource:
-    return plugins.load_plugin(config.task_source_path, "task_source_path", TaskSource)
+    return plugins.load_plugin(
+        config.task_source_path or "", "task_source_path", TaskSource
+    )
 
 
 def _call_source(source: TaskSource, path: str, seed: int) -> object:
@@ -78,12 +78,14 @@ def _call_source(source: TaskSource, path: str, seed: int) -> object:
         ) from error
 
 
-def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
+def _listed_tasks(
+    config: RolloutConfig, curriculum: CurriculumConfig, seed: int
+) -> list[Task]:
     """The training tasks that the curriculum picks from, with distinct ids. Raises
     ConfigError if there are too many or too few, or if the source picks its tasks by
     itself."""
-    field = "curriculum_tasks"
-    wanted = config.curriculum_tasks
+    field = "curriculum.tasks"
+    wanted = curriculum.tasks
     if config.task_source_path:
         path = config.task_source_path
         source = _load_source(config)
@@ -93,31 +95,34 @@ def _listed_tasks(config: RolloutConfig, seed: int) -> list[Task]:
                 f"the task source {path} is told outcomes and picks its tasks by itself"
             )
             raise ConfigError(
-                "curriculum", config.curriculum, reason, "leave --curriculum out"
+                "curriculum", curriculum.kind, reason, "leave --curriculum out"
             )
         passes = _checked_passes(
             source, path, "train", seed, first_pass, repeated=False
         )
         tasks = list(_distinct(islice(passes, wanted or CURRICULUM_MAX_TASKS + 1)))
     else:
-        tasks = read_task_file(config, "train")[: wanted or None]
+        tasks = read_task_file(config, "train")[:wanted]
     if len(tasks) > CURRICULUM_MAX_TASKS:
         reason = f"there are more than {CURRICULUM_MAX_TASKS} training tasks, or they have no end"
-        fix = f"give --curriculum-tasks N, at most {CURRICULUM_MAX_TASKS}, to pick among the first N"
+        fix = f"give --curriculum.tasks N, at most {CURRICULUM_MAX_TASKS}, to pick among the first N"
         raise ConfigError(field, wanted, reason, fix)
-    if len(tasks) < wanted:
+    if wanted is not None and len(tasks) < wanted:
         reason = f"there are {len(tasks)} training tasks"
         raise ConfigError(
-            field, wanted, reason, f"ask for at most {len(tasks)}, or 0 for all"
+            field,
+            wanted,
+            reason,
+            f"ask for at most {len(tasks)}, or leave it out for all",
         )
     return tasks
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
-    """The first `eval_tasks` held-out tasks (0: all). Every run with the same seed gets
+    """The first `eval_tasks` held-out tasks, or all. Every run with the same seed gets
     the same ones. Raises ConfigError if there are fewer."""
     tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
-    if len(tasks) < config.eval_tasks:
+    if config.eval_tasks is not None and len(tasks) < config.eval_tasks:
         reason = f"the split 'eval' has {len(tasks)} tasks"
         fix = f"ask for at most {len(tasks)}, or add held-out tasks"
         raise ConfigError("eval_tasks", config.eval_tasks, reason, fix)
@@ -130,11 +135,11 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
     PluginError."""
     _check_one_place(config, config.task_file)
     # `load_eval_sets` checks sets that have a name.
-    has_unnamed_set = config.eval_tasks > 0 and not config.eval_sets
+    has_unnamed_set = config.eval_tasks is not None and not config.eval_sets
     if has_unnamed_set and config.task_file and not config.eval_task_file:
         reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
         raise ConfigError(
-            "eval_task_file", "", reason, "give --eval-task-file, or --eval-tasks 0"
+            "eval_task_file", "", reason, "give --eval-task-file, or --no-eval-tasks"
         )
     if config.external_environments:
         _check_sendable(config, seed)
@@ -143,7 +148,7 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
         next(tasks)
     else:
         check_feedback(
-            config.task_source_path, lambda: load_tasks(config, "train", seed)
+            config.task_source_path or "", lambda: load_tasks(config, "train", seed)
         )
     if has_unnamed_set:
         load_eval_tasks(config, seed)
@@ -152,7 +157,7 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
 def feedback_notes(config: RolloutConfig, seed: int) -> list[str]:
     """Notes about a task source that is told outcomes and cannot keep them over a
     resume."""
-    if not config.task_source_path or config.curriculum != "none":
+    if not config.task_source_path or config.curriculum is not None:
         return []
     tasks = load_tasks(config, "train", seed)
     if isinstance(tasks, StateKeeper) or not isinstance(tasks, OutcomeRecorder):
@@ -188,7 +193,7 @@ _HELD_OUT_FIX = (
 
 
 def _check_one_place(
-    config: RolloutConfig, file: str, *, fix: str = _TRAINING_FIX
+    config: RolloutConfig, file: str | None, *, fix: str = _TRAINING_FIX
 ) -> None:
     """Checks that tasks come from either a source or a file."""
     if config.task_source_path and file:
@@ -265,10 +270,10 @@ def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
     ConfigError."""
     if split == "train":
         field = "task_file"
-        file = config.task_file
+        file = config.task_file or ""
     else:
         field = "eval_task_file"
-        file = config.eval_task_file
+        file = config.eval_task_file or ""
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
     labels = _column(
@@ -332,7 +337,7 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
 
 
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
-    """The first `eval_tasks` tasks (0: all) of each set, by the set's name. Without
+    """The first `eval_tasks` tasks, or all, of each set, by the set's name. Without
     `eval_sets` there is one set, whose name is empty. Raises ConfigError,
     PluginError."""
     if not config.eval_sets:
@@ -345,9 +350,9 @@ def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ..
                 "eval_sets", entry, f"another set is called {name!r}", EVAL_SET_FIX
             )
         if is_source(location):
-            place = {"task_source_path": location, "eval_task_file": ""}
+            place = {"task_source_path": location, "eval_task_file": None}
         else:
-            place = {"task_source_path": "", "eval_task_file": location}
+            place = {"task_source_path": None, "eval_task_file": location}
         try:
             sets[name] = load_eval_tasks(config.model_copy(update=place), seed)
         except ConfigError as error:
@@ -364,4 +369,4 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
         return eval_config
     file = eval_config.eval_task_file or eval_config.task_file
     _check_one_place(eval_config, file, fix=_HELD_OUT_FIX)
-    return eval_config.model_copy(update={"task_file": "", "eval_task_file": file})
+    return eval_config.model_copy(update={"task_file": None, "eval_task_file": file})

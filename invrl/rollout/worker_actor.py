@@ -102,7 +102,9 @@ class RolloutWorker:
         bypass_proxies(*THIS_MACHINE, httpx.URL(settings.gateway_url).host)
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
-        self._memory_watch = _MemoryWatch(settings.rollout.rollout_worker_memory_gb)
+        self._memory_watch = _MemoryWatch(
+            settings.rollout.rollout_worker_memory_gb or 0.0
+        )
         self._dropped: dict[str, asyncio.Event] = {}
         """For each assignment that runs, by the id of its first session: set when it is
         dropped."""
@@ -122,7 +124,7 @@ class RolloutWorker:
             path for path in self._settings.python_path if path not in sys.path
         )
         config = self._settings.rollout
-        function = plugins.load_rollout_function(config.rollout_function_path)
+        function = plugins.load_rollout_function(config.rollout_function_path or "")
         reward_function = None
         if config.reward_function_path:
             reward_function = plugins.load_reward_function(config.reward_function_path)

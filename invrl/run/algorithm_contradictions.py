@@ -27,18 +27,10 @@ if TYPE_CHECKING:
 Contradictions = Iterator[tuple[str, str, str]]
 """Field (its value is looked up), reason, fix."""
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "preference_beta": ("dpo", "ipo", "kto"),
-    "label_smoothing": ("dpo", "simpo"),
-    "simpo_beta": ("simpo",),
-    "simpo_gamma": ("simpo",),
-    "orpo_lambda": ("orpo",),
-    "kto_desirable_weight": ("kto",),
-    "kto_undesirable_weight": ("kto",),
     "aggregation": ("sft", *ON_ROLLOUTS),
     "aggregation_constant": ("sft", *ON_ROLLOUTS),
-    "length_weighting": ON_ROLLOUTS,
-    "kl_coef": ON_ROLLOUTS,
-    "kl_clamp": ON_ROLLOUTS,
+    "length_weights": ON_ROLLOUTS,
+    "kl": ON_ROLLOUTS,
     "policy_loss": ON_ROLLOUTS,
     "ratio_level": ON_ROLLOUTS,
     "eps_clip_low": ON_ROLLOUTS,
@@ -48,9 +40,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "correction_cap": ON_ROLLOUTS,
     "correction_floor": ON_ROLLOUTS,
     "rejection": ON_ROLLOUTS,
-    "entropy_coef": ON_ROLLOUTS,
-    "entropy_target": ON_ROLLOUTS,
-    "entropy_ceiling": ON_ROLLOUTS,
+    "entropy": ON_ROLLOUTS,
     "old_logprobs": ON_ROLLOUTS,
     "router_shift_floor": ON_ROLLOUTS,
     "advantage": ("rl",),
@@ -68,8 +58,8 @@ def _reference(config: Config) -> Contradictions:
         and is_built_in(algorithm.objective)
         and not needs_of(algorithm).reference
     ):
-        reason = "kl_coef is 0, so no reference is computed"
-        fix = "set --kl-coef, or leave --reference-model-path out"
+        reason = "there is no KL, so no reference is computed"
+        fix = "set --kl.coefficient, or leave --reference-model-path out"
         if algorithm.objective not in ON_ROLLOUTS:
             reason = f"the objective {algorithm.objective} has no reference"
             fix = "leave --reference-model-path out"
@@ -135,35 +125,18 @@ def _advantages(config: Config) -> Contradictions:
 
 
 def _overlong(config: Config) -> Contradictions:
-    algorithm = config.algorithm
-    fields = type(algorithm).model_fields
-    length = algorithm.overlong_length or config.rollout.max_new_tokens
-    if algorithm.overlong_buffer > length:
+    overlong = config.algorithm.overlong
+    if overlong is None:
+        return
+    length = overlong.length or config.rollout.max_new_tokens
+    if overlong.buffer > length:
         reason = f"a rollout may sample {length} tokens, and the penalty grows over the last of them"
-        yield "algorithm.overlong_buffer", reason, "lower it, or set --overlong-length"
-    for field in ("overlong_length", "overlong_penalty"):
-        if (
-            not algorithm.overlong_buffer
-            and getattr(algorithm, field) != fields[field].default
-        ):
-            reason = "the length over which the penalty grows, overlong_buffer, is 0: there is no penalty"
-            yield (
-                f"algorithm.{field}",
-                reason,
-                "set --overlong-buffer, or leave this out",
-            )
+        yield "overlong.buffer", reason, "lower it, or set --overlong.length"
 
 
 def _loss(config: Config) -> Contradictions:
     """Between the loss's axes."""
     algorithm = config.algorithm
-    if 0 < algorithm.dual_clip <= 1:
-        reason = "it must be above 1: at 1 or below, tokens with a negative advantage would have no gradient"
-        yield (
-            "algorithm.dual_clip",
-            reason,
-            "set --dual-clip above 1 (3 is usual), or 0 for none",
-        )
     if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
         reason = "the aggregation `constant` divides by it"
         yield (
@@ -195,9 +168,9 @@ def _loss(config: Config) -> Contradictions:
         if algorithm.correction == "truncated":
             fix = "set --correction geometric_truncated, sequence_truncated or none"
             yield "algorithm.correction", reason, fix
-        if algorithm.rejection == "token":
+        if algorithm.rejection is not None and algorithm.rejection.kind == "token":
             yield (
-                "algorithm.rejection",
+                "rejection.kind",
                 reason,
                 "set --rejection geometric, sequence or none",
             )
@@ -233,19 +206,8 @@ def _router_shift(config: Config) -> Contradictions:
 
 
 def _length_weights(config: Config) -> Contradictions:
-    algorithm = config.algorithm
-    fields = type(algorithm).model_fields
-    if algorithm.length_weighting == "none":
-        for name in ("length_lambda", "length_lambda_lr", "length_lambda_scale"):
-            if getattr(algorithm, name) != fields[name].default:
-                reason = (
-                    "no rollout is weighted by its length (length_weighting is none)"
-                )
-                yield (
-                    f"algorithm.{name}",
-                    reason,
-                    "add --length-weighting power, or leave it out",
-                )
+    weights = config.algorithm.length_weights
+    if weights is None:
         return
     samples = config.rollout.n_samples_per_prompt
     if samples == 1:
@@ -259,9 +221,9 @@ def _length_weights(config: Config) -> Contradictions:
         )
         return
     bound = largest_scale(samples)
-    if algorithm.length_lambda_scale >= bound:
+    if weights.scale >= bound:
         reason = f"in a group of {samples} a rollout may be so short that 1 + r z is not above 0, and has no power"
-        yield "algorithm.length_lambda_scale", reason, f"set it below {bound:.4g}"
+        yield "length_weights.scale", reason, f"set it below {bound:.4g}"
 
 
 def _top_logprobs(config: Config) -> Contradictions:
@@ -285,62 +247,41 @@ def _top_logprobs(config: Config) -> Contradictions:
 
 def _bounds_of_corrections(config: Config) -> Contradictions:
     algorithm = config.algorithm
-    if algorithm.correction_floor > algorithm.correction_cap:
+    floor = algorithm.correction_floor
+    if floor is not None and floor > algorithm.correction_cap:
         reason = f"it is above correction_cap = {algorithm.correction_cap:g}"
         yield (
             "algorithm.correction_floor",
             reason,
             "lower --correction-floor or raise --correction-cap",
         )
-    low = algorithm.rejection_low
-    high = algorithm.rejection_high
-    if algorithm.rejection == "none":
-        for name in ("rejection_low", "rejection_high"):
-            if getattr(algorithm, name):
-                fix = "set --rejection token, sequence or geometric, or leave it out"
-                yield (
-                    f"algorithm.{name}",
-                    "nothing is rejected (rejection is none)",
-                    fix,
-                )
-        return
-    if not low and not high:
+    rejection = algorithm.rejection
+    if rejection is not None and rejection.low is None and rejection.high is None:
         reason = "neither bound is set, so nothing is rejected"
         yield (
-            "algorithm.rejection",
+            "rejection.kind",
             reason,
-            "set --rejection-high, --rejection-low or both",
+            "set --rejection.high, --rejection.low or both",
         )
-    why = "a ratio of 1, where engine and trainer agree, would be rejected"
-    if low >= 1:
-        yield "algorithm.rejection_low", why, "set it below 1"
-    if 0 < high <= 1:
-        yield "algorithm.rejection_high", why, "set it above 1"
 
 
 def _kl(config: Config) -> Contradictions:
     algorithm = config.algorithm
     if algorithm.reference_reset_optimizer and not algorithm.reference_reset_steps:
-        reason = "reference_reset_steps is 0, so nothing is reset"
+        reason = "reference_reset_steps is not set, so nothing is reset"
         yield (
             "algorithm.reference_reset_optimizer",
             reason,
             "set --reference-reset-steps, or leave it out",
         )
-    if not algorithm.kl_coef:
-        if algorithm.kl_target:
-            reason = "kl_coef is 0, and what is adapted by factors stays 0"
-            yield (
-                "algorithm.kl_target",
-                reason,
-                "set --kl-coef, the coefficient to begin with",
-            )
+    kl = algorithm.kl
+    if kl is None:
         for name in ("reference_reset_steps", "reference_ema"):
             if getattr(algorithm, name) and is_built_in(algorithm.objective):
                 yield (
                     f"algorithm.{name}",
-                    "kl_coef is 0, so there is no reference",
-                    "set --kl-coef",
+                    "there is no KL, so there is no reference",
+                    "set --kl.coefficient",
                 )
         return
     if algorithm.reference_reset_steps and algorithm.reference_ema:
@@ -357,28 +298,28 @@ def _kl(config: Config) -> Contradictions:
             reason,
             "use --reference-placement cpu or device",
         )
-    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    if kl.added_to == "loss" and kl.estimator == "k1":
         reason = (
             "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
             "mean over samples of the policy is 0"
         )
         yield (
-            "algorithm.kl_estimator",
+            "kl.estimator",
             reason,
-            "set --kl-in reward, or --kl-estimator k2, k3 or unbiased",
+            "set --kl.added-to reward, or --kl.estimator k2, k3 or unbiased",
         )
-    if algorithm.kl_in != "loss" and algorithm.kl_estimator == "unbiased":
+    if kl.added_to != "loss" and kl.estimator == "unbiased":
         reason = (
             "its importance weight is there for its gradient, and a reward has none"
         )
-        yield "algorithm.kl_estimator", reason, "set --kl-estimator k1, or --kl-in loss"
+        yield "kl.estimator", reason, "set --kl.estimator k1, or --kl.added-to loss"
     if algorithm.kl_in_rollout_rewards:
         if algorithm.advantage not in LINEAR:
             reason = (
                 "the KL is known after advantages were computed, and only those that are linear in rewards "
                 f"can be completed with it: {', '.join(LINEAR)}"
             )
-            yield "algorithm.kl_in", reason, "set --kl-in reward, or --advantage rloo"
+            yield "kl.added_to", reason, "set --kl.added-to reward, or --advantage rloo"
         elif algorithm.advantage_whitening != "none":
             reason = (
                 "advantages would be whitened without the KL, which is added after it"
@@ -386,25 +327,29 @@ def _kl(config: Config) -> Contradictions:
             yield (
                 "algorithm.advantage_whitening",
                 reason,
-                "leave it out, or set --kl-in reward",
+                "leave it out, or set --kl.added-to reward",
             )
 
 
 def _entropy(config: Config) -> Contradictions:
-    algorithm = config.algorithm
-    if 0 < algorithm.entropy_ceiling <= algorithm.entropy_target:
-        reason = f"it is not above entropy_target = {algorithm.entropy_target:g}, the other end of the band"
+    entropy = config.algorithm.entropy
+    if entropy is None:
+        return
+    target = entropy.target
+    if target is not None and entropy.ceiling is not None and entropy.ceiling <= target:
+        reason = f"it is not above the target {target:g}, the other end of the band"
         yield (
-            "algorithm.entropy_ceiling",
+            "entropy.ceiling",
             reason,
-            "raise --entropy-ceiling or lower --entropy-target",
+            "raise --entropy.ceiling or lower --entropy.target",
         )
-    is_adapted = algorithm.entropy_target or algorithm.entropy_ceiling
-    default = type(algorithm).model_fields["entropy_coef_step"].default
-    if algorithm.entropy_coef_step != default and not is_adapted:
-        reason = "entropy_coef is not adapted: neither entropy_target nor entropy_ceiling is set"
+    default = type(entropy).model_fields["step"].default
+    if entropy.step != default and not entropy.is_adapted:
+        reason = (
+            "the coefficient is not adapted: there is neither a target nor a ceiling"
+        )
         yield (
-            "algorithm.entropy_coef_step",
+            "entropy.step",
             reason,
             "set one of them, or leave this out",
         )
@@ -433,30 +378,28 @@ def _objective(config: Config) -> Contradictions:
 
 
 def _teacher(config: Config) -> Contradictions:
-    model = config.model
-    given = [
-        name for name in ("teacher_model_path", "teacher_url") if getattr(model, name)
-    ]
-    if config.algorithm.objective != DISTILLATION:
-        if is_built_in(config.algorithm.objective):
-            for name in given:
-                reason = f"the objective {config.algorithm.objective} has no teacher"
-                yield (
-                    f"model.{name}",
-                    reason,
-                    "add --objective distillation, or leave it out",
-                )
+    algorithm = config.algorithm
+    teacher = algorithm.teacher
+    if algorithm.objective != DISTILLATION:
+        if teacher is not None and is_built_in(algorithm.objective):
+            reason = (
+                f"there is a teacher, and the objective {algorithm.objective} has none"
+            )
+            yield (
+                "algorithm.objective",
+                reason,
+                "leave --objective out, or the table [teacher]",
+            )
         return
-    if len(given) == 2:
-        reason = "there is a teacher_model_path too, and a run has one teacher"
-        yield "model.teacher_url", reason, "leave one of the two out"
-    if not given and not config.run.debug_train_only:
-        fix = (
-            "give --teacher-model-path FOLDER, or --teacher-url URL of an SGLang server"
-        )
-        yield "algorithm.objective", "distillation needs a teacher", fix
-    if model.teacher_url:
-        yield from _teacher_server(config)
+    if teacher is None or (teacher.model_path is None and teacher.url is None):
+        if not config.run.debug_train_only:
+            fix = "give --teacher.model-path FOLDER, or --teacher.url URL of an SGLang server"
+            yield "algorithm.objective", "distillation needs a teacher", fix
+    elif teacher.url is not None:
+        if teacher.model_path is not None:
+            reason = "there is a model_path too, and a run has one teacher"
+            yield "teacher.url", reason, "leave one of the two out"
+        yield from _teacher_server(config, teacher.url)
     if (
         config.buffer.group_filter == "nonzero_variance"
         and not config.run.debug_train_only
@@ -465,21 +408,20 @@ def _teacher(config: Config) -> Contradictions:
         yield "buffer.group_filter", reason, "add --group-filter none"
 
 
-def _teacher_server(config: Config) -> Contradictions:
-    model = config.model
-    reason = _fault_of_teacher_url(model.teacher_url)
+def _teacher_server(config: Config, url: str) -> Contradictions:
+    reason = _fault_of_teacher_url(url)
     if reason:
-        yield "model.teacher_url", reason, "give it as http://10.0.0.5:30000"
+        yield "teacher.url", reason, "give it as http://10.0.0.5:30000"
     if config.run.debug_train_only:
         reason = "saved batches have the teacher's log-probs already"
-        yield "model.teacher_url", reason, "leave it out"
+        yield "teacher.url", reason, "leave it out"
     if config.rollout.temperature != 1.0:
         reason = "SGLang scores given tokens at temperature 1, so the teacher would be another distribution"
-        fix = "use --temperature 1, or --teacher-model-path, which follows the temperature"
+        fix = "use --temperature 1, or --teacher.model-path, which follows the temperature"
         yield "rollout.temperature", reason, fix
     if config.gateway.constrained == "masked":
         reason = "SGLang scores given tokens over the whole vocabulary, and the student has a grammar's part"
-        yield "gateway.constrained", reason, "leave it out, or use --teacher-model-path"
+        yield "gateway.constrained", reason, "leave it out, or use --teacher.model-path"
 
 
 def _fault_of_teacher_url(url: str) -> str:
@@ -496,87 +438,56 @@ def _fault_of_teacher_url(url: str) -> str:
     return ""
 
 
-_OF_THE_CRITIC = {
-    "algorithm": (
-        "gae_lambda",
-        "critic_gae_lambda",
-        "gae_length_alpha",
-        "value_targets",
-        "vtrace_rho_cap",
-        "vtrace_c_cap",
-        "value_clip",
-    ),
-    "train": (
-        "critic_lr",
-        "critic_lr_warmup_steps",
-        "critic_clip_grad",
-        "critic_warmup_steps",
-        "critic_data_parallel_size",
-    ),
-    "model": ("critic_model_path",),
-}
-"""Settings that act only where a critic is trained, by table."""
-
-
 def _critic(config: Config) -> Contradictions:
     algorithm = config.algorithm
-    if algorithm.has_critic and algorithm.objective in ON_FILES:
+    critic = algorithm.critic
+    if critic is None:
+        return
+    if algorithm.objective in ON_FILES:
         reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
         yield (
-            "algorithm.advantage",
+            "algorithm.objective",
             reason,
-            "leave --advantage out, or use --objective rl",
+            "leave --advantage and the table [critic] out, or use --objective rl",
         )
-    if not algorithm.has_critic and is_built_in(algorithm.objective):
-        for table, names in _OF_THE_CRITIC.items():
-            section = getattr(config, table)
-            for name in names:
-                if getattr(section, name) != type(section).model_fields[name].default:
-                    reason = (
-                        f"with advantage = {algorithm.advantage!r} there is no critic"
-                    )
-                    fix = (
-                        f"add --advantage gae, or leave --{name.replace('_', '-')} out"
-                    )
-                    yield f"{table}.{name}", reason, fix
-    if algorithm.value_targets == "vtrace":
+    if critic.targets == "vtrace":
         if algorithm.old_logprobs != "recompute":
             reason = f"with --old-logprobs {algorithm.old_logprobs} no ratio to the policy that sampled is known"
             yield (
-                "algorithm.value_targets",
+                "critic.targets",
                 reason,
                 "use --old-logprobs recompute, or leave this out",
             )
         if algorithm.correction != "none":
             reason = "V-trace's advantages contain the ratio old/rollout already"
             yield "algorithm.correction", reason, "use --correction none"
-        if algorithm.gae_length_alpha:
+        if critic.length_alpha is not None:
             reason = "V-trace has one lambda, gae_lambda, for all rows"
             yield (
-                "algorithm.gae_length_alpha",
+                "critic.length_alpha",
                 reason,
-                "leave it out, or --value-targets",
+                "leave it out, or --critic.targets",
             )
-        if algorithm.critic_gae_lambda != algorithm.gae_lambda:
+        if critic.returns_lambda != critic.gae_lambda:
             reason = "V-trace has one lambda, gae_lambda, for advantages and targets"
             yield (
-                "algorithm.critic_gae_lambda",
+                "critic.returns_lambda",
                 reason,
-                "leave it out, or --value-targets",
+                "leave it out, or --critic.targets",
             )
     else:
         for name in ("vtrace_rho_cap", "vtrace_c_cap"):
-            if getattr(algorithm, name) != type(algorithm).model_fields[name].default:
+            if getattr(critic, name) != type(critic).model_fields[name].default:
                 yield (
-                    f"algorithm.{name}",
-                    "value_targets is not vtrace",
-                    "add --value-targets vtrace",
+                    f"critic.{name}",
+                    "the targets are not vtrace",
+                    "add --critic.targets vtrace",
                 )
-    if config.train.critic_warmup_steps >= config.run.num_steps:
+    if critic.warmup_steps >= config.run.num_steps:
         reason = (
             f"the run has {config.run.num_steps} steps, so the policy would never learn"
         )
-        yield "train.critic_warmup_steps", reason, "lower it, or raise --num-steps"
+        yield "critic.warmup_steps", reason, "lower it, or raise --num-steps"
 
 
 ON_DATA = (

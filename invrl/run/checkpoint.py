@@ -106,7 +106,7 @@ def _other_model(
     )
 
 
-def first_checkpoint(setting: str) -> Checkpoint | None:
+def first_checkpoint(setting: str | None) -> Checkpoint | None:
     """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names
     none: the model folder is step 0. Raises ConfigError."""
     if not setting:

@@ -195,7 +195,7 @@ def _gateway_settings(
         **asdict(fleet.limits),
         "context_length": context_length,
         "run_id": folder.path.name,
-        "otel_endpoint": config.run.otel_endpoint,
+        "otel_endpoint": config.run.otel_endpoint or "",
         "log": config.run.log_settings(folder.path.name),
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
@@ -214,7 +214,7 @@ def _gateway_settings(
         "record_experts": config.train.records_experts,
         # More than the vocabulary has would kill an engine.
         "record_top_logprobs": min(
-            config.rollout.rollout_top_logprobs, fleet.limits.vocab_size
+            config.rollout.rollout_top_logprobs or 0, fleet.limits.vocab_size
         ),
     }
     return GatewaySettings.model_validate(values)
@@ -264,7 +264,7 @@ async def start_cluster(
             start_serving(
                 config,
                 folder,
-                longest_row=config.train.max_row_tokens or None,
+                longest_row=config.train.max_row_tokens,
                 engines_may_start=trainer_sleeps,
             )
         )
@@ -363,7 +363,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
         for settings in _rank_settings(config, folder, layout)
     ]
     critic = None
-    critic_layout = config.train.critic_layout
+    critic_layout = config.critic_layout
     if critic_layout is not None:
         critic_actors = [
             start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
@@ -372,7 +372,9 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
         critic = CriticRanks(actors=critic_actors, layout=critic_layout)
     add_rows = None
     if needs_of(config.algorithm).mismatched_rows:
-        add_rows = partial(with_mismatched_rows, max_tokens=config.train.max_row_tokens)
+        add_rows = partial(
+            with_mismatched_rows, max_tokens=config.train.max_row_tokens or 0
+        )
     return TrainHandle(
         actors,
         layout=layout,
@@ -397,8 +399,8 @@ def _rank_settings(
         store_key=random_key(),
         model_path=str(config.model.folder),
         reference_path=str(config.model.reference_folder),
-        teacher_path=str(config.model.teacher_folder or ""),
-        critic_path=str(config.model.critic_folder),
+        teacher_path=str(config.teacher_folder or ""),
+        critic_path=str(config.critic_folder),
         chat_template=chat_template_override(config),
         train=config.train,
         algorithm=config.algorithm,
@@ -410,7 +412,7 @@ def _rank_settings(
         engine_ranks=config.engine.engine_tp_size,
         weight_folder=str(_weight_folder(config, folder)),
         weight_full_every=config.weight_sync.weight_full_every,
-        weight_host=config.weight_sync.weight_host,
+        weight_host=config.weight_sync.weight_host or "",
         broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
         megatron=dict(config.megatron),
         seed=config.run.seed,

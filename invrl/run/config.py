@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import tomli_w
 from pydantic import (
@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.presets import PRESETS
 from invrl.buffer.config import BufferConfig
 from invrl.datasets.config import DataConfig
 from invrl.engines.config import EngineConfig
@@ -34,6 +35,7 @@ from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.run.checkpoint_scores import ScoreKind
 from invrl.run.contradictions import check
+from invrl.run.former_settings import as_written_now, former_fix
 from invrl.run.name_suggestions import (
     answer_without_setting,
     meant_setting,
@@ -41,9 +43,10 @@ from invrl.run.name_suggestions import (
     nearest_setting,
 )
 from invrl.run.value_suggestions import value_fix
-from invrl.section import COMMA_SEPARATED, Section
+from invrl.section import COMMA_SEPARATED, Section, Text, merged, tables_of
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
+from invrl.train.parallel.layout import ParallelLayout
 from invrl.weights.config import WeightSyncConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
@@ -51,11 +54,23 @@ Scalar = StrictBool | StrictInt | StrictFloat | str
 UpstreamOptions = dict[str, Scalar]
 
 
+class WandbConfig(Section):
+    """Metrics at Weights & Biases."""
+
+    project: Text = Field(description="project to log to")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files for `wandb sync`"
+    )
+    rollouts: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="rollouts of each step in a table"
+    )
+
+
 class RunConfig(Section):
     """The run as a whole: its name, length and what it shows."""
 
-    run_name: str = Field(
-        "", description="name of the run folder; empty: the time it starts"
+    run_name: Text | None = Field(
+        None, description="name of the run folder; left out: the time it starts"
     )
     run_root: str = Field("runs", description="folder that run folders are made in")
     num_steps: PositiveInt = Field(
@@ -64,25 +79,25 @@ class RunConfig(Section):
     seed: NonNegativeInt = Field(
         0, description="seed of task order, shuffles and initial values"
     )
-    save_interval: NonNegativeInt = Field(
-        0, description="steps between checkpoints; 0: by save_interval_s"
+    save_interval: PositiveInt | None = Field(
+        None, description="steps between checkpoints; left out: by save_interval_s"
     )
-    save_interval_s: float = Field(
+    save_interval_s: PositiveFloat | None = Field(
         300.0,
-        ge=0,
-        description="seconds between checkpoints, more where saving would take over 5 % of the time; 0: none "
-        "before the last step",
+        description="seconds between checkpoints, more where saving would take over 5 % of the time; "
+        "--no-save-interval-s: none before the last step",
     )
     async_checkpoints: bool = Field(
         False,
         description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
         "a parameter (float32: 20), on the first rank of each data-parallel group",
     )
-    keep_checkpoints: NonNegativeInt = Field(
-        2, description="newest checkpoints that stay; 0: all"
+    keep_checkpoints: PositiveInt | None = Field(
+        2, description="newest checkpoints that stay; --no-keep-checkpoints: all"
     )
-    keep_best: NonNegativeInt = Field(
-        0, description="best checkpoints that stay beside the newest, by --keep-best-by"
+    keep_best: PositiveInt | None = Field(
+        None,
+        description="best checkpoints that stay beside the newest, by --keep-best-by",
     )
     keep_best_by: Literal["auto", "held_out", "reward"] = Field(
         "auto",
@@ -114,23 +129,22 @@ class RunConfig(Section):
     debug_train_only: bool = Field(
         False, description="the trainer alone, on --load-rollout-data"
     )
-    load_rollout_data: str = Field(
-        "", description="folder of saved batches, for --debug-train-only"
+    load_rollout_data: Text | None = Field(
+        None, description="folder of saved batches, for --debug-train-only"
     )
-    load_checkpoint: str = Field(
-        "", description="RUN/checkpoints/step-N that --debug-train-only begins with"
+    load_checkpoint: Text | None = Field(
+        None, description="RUN/checkpoints/step-N that --debug-train-only begins with"
     )
-    sample_interval_s: float = Field(
+    sample_interval_s: PositiveFloat | None = Field(
         5.0,
-        ge=0,
-        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl; 0: none",
+        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl",
     )
     progress: Literal["auto", "plain", "none"] = Field(
         "auto", description="auto: live display on a terminal"
     )
-    log_samples: NonNegativeInt = Field(
+    log_samples: PositiveInt | None = Field(
         1,
-        description="rollouts of each step whose prompt, reply and reward the console shows; 0: none",
+        description="rollouts of each step whose prompt, reply and reward the console shows",
     )
     log_format: LogFormat = Field(
         "text", description="lines of logs/: text, or a JSON object each"
@@ -138,39 +152,26 @@ class RunConfig(Section):
     log_level: LogLevel = Field(
         "info", description="the least level that logs/ has of our own processes"
     )
-    otel_endpoint: str = Field(
-        "",
+    otel_endpoint: Text | None = Field(
+        None,
         description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
-        "empty: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
+        "left out: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
     )
     tensorboard: bool = Field(
         True, description="write TensorBoard events into the run folder"
     )
-    wandb_project: str = Field(
-        "", description="project at Weights & Biases to log to; empty: none"
-    )
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="offline: files for `wandb sync`"
-    )
-    metrics_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="port at which the run shows its metrics for Prometheus; 0: none",
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="port at which the run shows its metrics for Prometheus",
     )
     metrics_host: str = Field(
         "127.0.0.1",
         description="address at which metrics are shown, without a key; another than loopback shows them to "
         "everybody who reaches it",
     )
-    wandb_rollouts: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="rollouts of each step in a table at Weights & Biases; 0: no table",
-    )
-    mlflow_tracking_uri: str = Field(
-        "", description="MLflow server or store to log to; empty: none"
+    wandb: WandbConfig | None = Field(None, description="metrics at Weights & Biases")
+    mlflow_tracking_uri: Text | None = Field(
+        None, description="MLflow server or store to log to"
     )
 
     def log_settings(self, run: str) -> LogSettings:
@@ -181,8 +182,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is served and trained."""
 
-    model_path: str = Field(
-        "",
+    model_path: Text | None = Field(
+        None,
         description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)",
     )
 
@@ -192,57 +193,21 @@ class ModelConfig(Section):
         "times; empty: that of its folder (training sessions accept any)",
     )
 
-    reference_model_path: str = Field(
-        default="",
-        description="folder or checkpoint with the weights of the frozen reference (kl_coef > 0), a model of "
-        "the same shape; empty: those of model_path",
-    )
-
-    teacher_model_path: str = Field(
-        default="",
-        description="folder or checkpoint with the weights of a teacher that the trainer computes, a model "
-        "of the same shape (objective distillation)",
-    )
-    teacher_url: str = Field(
-        default="",
-        description="http(s) URL of an SGLang server with a teacher of any shape and the same tokens "
-        "(objective distillation); its key comes from INVRL_TEACHER_KEY",
-    )
-    teacher_timeout_s: PositiveFloat = Field(
-        default=120.0,
-        description="until the teacher at teacher_url has scored one row; it is asked three times",
-    )
-    teacher_concurrency: PositiveInt = Field(
-        default=16,
-        description="rows that the teacher at teacher_url scores at the same time",
-    )
-    critic_model_path: str = Field(
-        default="",
-        description="folder or checkpoint of the model that the critic begins as (advantage gae), a model of "
-        "the same shape, without its projection to the vocabulary; empty: that of model_path",
+    reference_model_path: Text | None = Field(
+        default=None,
+        description="folder or checkpoint with the weights of the frozen reference, a model of "
+        "the same shape; left out: those of model_path",
     )
 
     @property
     def folder(self) -> Path:
         """Absolute; meaningless without a `model_path`."""
-        return _model_folder(self.model_path)
+        return model_folder(self.model_path or "")
 
     @property
     def reference_folder(self) -> Path:
         """Of the frozen reference: absolute; meaningless without a `model_path`."""
-        return _model_folder(self.reference_model_path or self.model_path)
-
-    @property
-    def teacher_folder(self) -> Path | None:
-        """Of a teacher that the trainer computes: absolute."""
-        return (
-            _model_folder(self.teacher_model_path) if self.teacher_model_path else None
-        )
-
-    @property
-    def critic_folder(self) -> Path:
-        """Of the critic: absolute; meaningless without a `model_path`."""
-        return _model_folder(self.critic_model_path or self.model_path)
+        return model_folder(self.reference_model_path or self.model_path or "")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -266,7 +231,7 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / CONFIG_NAME).is_file()
 
 
-def _model_folder(path: str) -> Path:
+def model_folder(path: str) -> Path:
     """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a
     run, its newest model. The folder of a run without a model is returned as it is."""
     folder = Path(path).expanduser().absolute()
@@ -315,6 +280,33 @@ class Config(Section):
         return self.run.debug_train_only or self.trains_on_data
 
     @property
+    def critic_folder(self) -> Path:
+        """Of the model that the critic begins as: absolute; meaningless without a
+        `model_path`."""
+        critic = self.algorithm.critic
+        if critic is None or critic.model_path is None:
+            return self.model.folder
+        return model_folder(critic.model_path)
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Of a teacher that the trainer computes: absolute."""
+        teacher = self.algorithm.teacher
+        if teacher is None or teacher.model_path is None:
+            return None
+        return model_folder(teacher.model_path)
+
+    @property
+    def critic_layout(self) -> ParallelLayout | None:
+        """Of the ranks that the critic has for itself; None: it has none."""
+        return self.train.critic_layout(self.algorithm.critic)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the policy, and of a critic that has ranks of its own."""
+        return self.train.num_ranks(self.algorithm.critic)
+
+    @property
     def best_checkpoints_by(self) -> ScoreKind:
         """What `keep_best_by` stands for in this run."""
         if self.trains_on_data:
@@ -323,9 +315,37 @@ class Config(Section):
             return self.run.keep_best_by
         return "held_out" if self.rollout.eval_interval else "reward"
 
+    def settings(self) -> dict[str, dict[str, object]]:
+        """Every present setting by table and key, in the form that a TOML file has.
+        An optional table stands beside the sections; `false` is what turns off a
+        setting or a table that a default would turn on."""
+        tables: dict[str, dict[str, object]] = self.model_dump(mode="json")
+        for name, section in SECTIONS.items():
+            tables[name] = _without_absent(section, tables[name])
+        for name in PRESETS.get(self.algorithm.algorithm_preset or "", {}):
+            tables["algorithm"].setdefault(name, False)
+        for name, table in TABLES.items():
+            entries = tables[table.section].get(name)
+            if isinstance(entries, dict):
+                del tables[table.section][name]
+                tables[name] = _without_absent(table.model, entries)
+        return tables
+
     def to_toml(self) -> str:
         """The whole tree; `resolve` reads it back to an equal one."""
-        return tomli_w.dumps(self.model_dump(mode="json"))
+        return tomli_w.dumps(self.settings())
+
+
+def _without_absent(
+    model: type[Section], entries: Mapping[str, object]
+) -> dict[str, object]:
+    present: dict[str, object] = {}
+    for key, value in entries.items():
+        if value is not None:
+            present[key] = value
+        elif model.model_fields[key].default is not None:
+            present[key] = False
+    return present
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -334,7 +354,38 @@ SECTIONS: dict[str, type[Section]] = {
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
 UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
+
+
+class OptionalTable(NamedTuple):
+    """A table that may be absent. In a file it stands beside the sections."""
+
+    section: str
+    """The section that has it as a field."""
+    model: type[Section]
+
+
+TABLES: dict[str, OptionalTable] = {
+    name: OptionalTable(section=section_name, model=model)
+    for section_name, section in SECTIONS.items()
+    for name, model in tables_of(section).items()
+}
 Tables = Mapping[str, Mapping[str, Scalar]]
+
+
+def model_of_table(table: str) -> type[Section] | None:
+    """The model of a section or of an optional table; None for any other name."""
+    if table in TABLES:
+        return TABLES[table].model
+    return SECTIONS.get(table)
+
+
+def default_settings(table: str) -> dict[str, object]:
+    """What the settings of a table are where it has no entry."""
+    model = model_of_table(table)
+    fields = model.model_fields if model is not None else {}
+    return {
+        key: field.default for key, field in fields.items() if not field.is_required()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,11 +410,16 @@ def read_toml(path: Path) -> Source:
             raise ConfigError(
                 f"{table} in {path}", entries, "a table is expected", _table_fix(table)
             )
+    if path.name == CONFIG_NAME:
+        return Source(name=str(path), tables=as_written_now(document))
     return Source(name=str(path), tables=document)
 
 
 def _table_fix(key: str) -> str:
     """For a key that stands outside of all tables."""
+    former = former_fix(key)
+    if former:
+        return former
     table = _table_of(key)
     if table:
         return f"move it to table [{table}]"
@@ -380,10 +436,15 @@ def resolve(*sources: Source) -> Config:
     """The sources over the algorithm's preset over the defaults; later sources win.
     Raises ConfigError for a value that is not valid, and for values that contradict
     each other."""
-    values: dict[str, dict[str, Scalar]] = {name: {} for name in SECTIONS}
+    values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for source in sources:
         for table, entries in source.tables.items():
-            values.setdefault(table, {}).update(entries)
+            if table not in TABLES:
+                values.setdefault(table, {}).update(entries)
+        for table, entries in source.tables.items():
+            if table in TABLES:
+                section = values[TABLES[table].section]
+                section[table] = merged(section.get(table), entries)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -396,11 +457,14 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
     """Raises the first of pydantic's findings as a ConfigError."""
     finding = error.errors()[0]
     location = [str(part) for part in finding["loc"]]
+    if len(location) > 2 and location[1] in TABLES:
+        location = location[1:]
     table = location[0]
     key = location[1] if len(location) > 1 else ""
     known = Config.model_fields
-    if table in SECTIONS:
-        known = SECTIONS[table].model_fields
+    model = model_of_table(table)
+    if model is not None:
+        known = model.model_fields
 
     reason = finding["msg"]
     fix = "give a string, a number or a boolean"
@@ -409,9 +473,11 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
         fix = _key_fix(key, table)
     elif finding["type"] == "extra_forbidden":
         reason = "no such table"
-        fix = nearest(table, known)
+        fix = former_fix(table) or nearest(table, [*SECTIONS, *TABLES, *UPSTREAM])
     elif key in known:
         fix = value_fix(key, finding["input"], known[key])
+        if finding["type"] == "missing":
+            fix = f"give {table}.{key} too: {known[key].description}"
     reason += f" (from {_origin_of(table, key, sources)})"
     if error.error_count() > 1:
         reason += f" ({error.error_count() - 1} more)"
@@ -431,13 +497,17 @@ def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
 
 def _key_fix(key: str, table: str) -> str:
     """For a key that its table does not have."""
+    former = former_fix(key)
+    if former:
+        return former
     right_table = _table_of(key)
     if right_table:
         return f"move it to table [{right_table}]"
     setting = meant_setting(key)
     if setting and _table_of(setting) != table:
         return f"did you mean {setting}, in table [{_table_of(setting)}]?"
-    return nearest_setting(key, SECTIONS[table].model_fields)
+    model = model_of_table(table)
+    return nearest_setting(key, model.model_fields if model else ())
 
 
 def _table_of(key: str) -> str:

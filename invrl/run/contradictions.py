@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from invrl.algorithms.objectives import ON_ROLLOUTS
+from invrl.algorithms.objectives import ON_ROLLOUTS, is_built_in
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.algorithm_contradictions import ON_DATA, WITH_ROLLOUTS, Contradictions
@@ -38,6 +38,9 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
+            if isinstance(value, Section):
+                for key, part in dict(value).items():
+                    values[f"{name}.{key}"] = part
     for subject in _ON_DATA if config.trains_on_data else _WITH_ROLLOUTS:
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
@@ -61,6 +64,27 @@ def _names(config: Config) -> Contradictions:
                 "it is no such name, and not of the form module:name",
                 fix,
             )
+
+
+def _choices(config: Config) -> Contradictions:
+    """Between a choice and the table that holds its settings."""
+    for section_name, section in config:
+        if not isinstance(section, Section):
+            continue
+        for table, choice in section.chosen_by.items():
+            value = getattr(section, choice.setting)
+            is_there = getattr(section, table) is not None
+            field = f"{section_name}.{choice.setting}"
+            if value in choice.values and not is_there:
+                reason = f"it needs the table [{table}], which is turned off"
+                yield field, reason, "leave one of the two out"
+            if table == "critic" and not is_built_in(config.algorithm.objective):
+                continue  # an objective of the user's may need the values itself
+            if is_there and value not in choice.values:
+                flag = f"--{choice.setting.replace('_', '-')}"
+                readers = ", ".join(choice.values)
+                reason = f"it does not read the table [{table}], only {readers}"
+                yield field, reason, f"leave {flag} or [{table}] out"
 
 
 def _data(config: Config) -> Contradictions:
@@ -98,9 +122,9 @@ def _data(config: Config) -> Contradictions:
             reason,
             "lower --data-parallel-size or raise --data-batch-size",
         )
-    if config.run.wandb_rollouts:
+    if config.run.wandb is not None and config.run.wandb.rollouts is not None:
         yield (
-            "run.wandb_rollouts",
+            "wandb.rollouts",
             "with data_path there are no rollouts",
             "leave it out",
         )
@@ -290,9 +314,9 @@ def _colocate(config: Config) -> Contradictions:
             "engines that the run does not start use other GPUs, or give no memory back"
         )
         yield "engine.external_engines", reason, "leave it out, or --colocate"
-    if config.train.critic_data_parallel_size:
+    if config.critic_layout is not None:
         reason = "a critic with ranks of its own gives no memory back"
-        yield "train.critic_data_parallel_size", reason, "leave it out, or --colocate"
+        yield "critic.data_parallel_size", reason, "leave it out, or --colocate"
     weight_sync = config.weight_sync
     if weight_sync.weight_update == "rolling":
         reason = (
@@ -319,7 +343,7 @@ def _schedule(config: Config) -> Contradictions:
     train = config.train
     if (
         train.lr_decay_style != "constant"
-        and train.lr_decay_steps <= train.lr_warmup_steps
+        and (train.lr_decay_steps or 0) <= train.lr_warmup_steps
     ):
         reason = f"a {train.lr_decay_style} decay must end after the warm-up of {train.lr_warmup_steps} steps"
         yield (
@@ -332,38 +356,15 @@ def _schedule(config: Config) -> Contradictions:
         yield "train.lr_min", reason, "lower --lr-min or raise --lr"
 
 
-def _curriculum(config: Config) -> Contradictions:
-    rollout = config.rollout
-    if rollout.curriculum != "none":
-        return
-    for name in ("curriculum_tasks", "curriculum_decay"):
-        if getattr(rollout, name) != type(rollout).model_fields[name].default:
-            yield (
-                f"rollout.{name}",
-                "there is no curriculum",
-                "add --curriculum learnability, or leave it out",
-            )
-
-
 def _difficulty(config: Config) -> Contradictions:
-    buffer = config.buffer
-    if buffer.difficulty_low > buffer.difficulty_high:
-        reason = f"it is above difficulty_high = {buffer.difficulty_high}, so no group would be kept"
+    bounds = config.buffer.difficulty
+    if bounds is not None and bounds.low > bounds.high:
+        reason = f"it is above high = {bounds.high}, so no group would be kept"
         yield (
-            "buffer.difficulty_low",
+            "difficulty.low",
             reason,
-            "lower --difficulty-low or raise --difficulty-high",
+            "lower --difficulty.low or raise --difficulty.high",
         )
-    if buffer.group_filter == "medium_difficulty":
-        return
-    for name in ("difficulty_low", "difficulty_high", "difficulty_groups"):
-        if getattr(buffer, name) != type(buffer).model_fields[name].default:
-            fix = "add --group-filter medium_difficulty, or leave it out"
-            yield (
-                f"buffer.{name}",
-                f"the group filter {buffer.group_filter!r} does not read it",
-                fix,
-            )
 
 
 def _batch(config: Config) -> Contradictions:
@@ -379,12 +380,12 @@ def _batch(config: Config) -> Contradictions:
             reason,
             "lower --data-parallel-size or raise --rollout-batch-size",
         )
-    copies_of_critic = config.train.critic_data_parallel_size
-    if groups * samples < copies_of_critic:
+    of_critic = config.critic_layout
+    if of_critic is not None and groups * samples < of_critic.data:
         total = groups * samples
-        reason = f"a batch has {total} rollouts, fewer than the {copies_of_critic} copies of the critic"
-        fix = "lower --critic-data-parallel-size or raise --rollout-batch-size"
-        yield "train.critic_data_parallel_size", reason, fix
+        reason = f"a batch has {total} rollouts, fewer than the {of_critic.data} copies of the critic"
+        fix = "lower --critic.data-parallel-size or raise --rollout-batch-size"
+        yield "critic.data_parallel_size", reason, fix
     if algorithm.num_minibatches > groups:
         reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
         yield (
@@ -418,10 +419,16 @@ def _routing_replay(config: Config) -> Contradictions:
 def _evaluation(config: Config) -> Contradictions:
     rollout = config.rollout
     if rollout.eval_interval and not rollout.eval_tasks:
-        reason = "there are no held-out tasks to evaluate on (eval_tasks is 0)"
-        yield "rollout.eval_interval", reason, "set --eval-tasks, or --eval-interval 0"
+        reason = "there are no held-out tasks to evaluate on (eval_tasks is not set)"
+        yield (
+            "rollout.eval_interval",
+            reason,
+            "set --eval-tasks, or leave --eval-interval out",
+        )
     if config.run.keep_best_by == "held_out" and not rollout.eval_interval:
-        reason = "no checkpoint is evaluated on held-out tasks (eval_interval is 0)"
+        reason = (
+            "no checkpoint is evaluated on held-out tasks (eval_interval is not set)"
+        )
         yield (
             "run.keep_best_by",
             reason,
@@ -576,13 +583,13 @@ def _deadlines(config: Config) -> Contradictions:
             "raise --session-ttl-s or lower --rollout-timeout-s",
         )
     if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
-        why = "--late-reward accept lets a session wait for its reward, but reward_deadline_s is 0"
+        why = "--late-reward accept lets a session wait for its reward, and no reward_deadline_s is given"
         yield (
             "gateway.late_reward",
             why,
             "set --reward-deadline-s, or --late-reward drop",
         )
-    if buffer.batch_timeout_s < gateway.reward_deadline_s:
+    if buffer.batch_timeout_s < (gateway.reward_deadline_s or 0):
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
         yield (
             "gateway.reward_deadline_s",
@@ -608,7 +615,7 @@ def _external_deadlines(config: Config) -> Contradictions:
     held_s = gateway.lease_timeout_s + gateway.session_ttl_s
     parts = "lease_timeout_s + session_ttl_s"
     if gateway.late_reward == "accept":
-        held_s += gateway.reward_deadline_s
+        held_s += gateway.reward_deadline_s or 0
         parts += " + reward_deadline_s"
     if held_s >= batch_timeout_s:
         reason = (
@@ -654,16 +661,16 @@ def _determinism(config: Config) -> Contradictions:
         )
 
 
-_ON_DATA = (_names, _modes, _data, _schedule, *ON_DATA)
+_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA)
 _WITH_ROLLOUTS = (
     _names,
+    _choices,
     _modes,
     _without_data,
     _schedule,
     _batch,
     *WITH_ROLLOUTS,
     _difficulty,
-    _curriculum,
     _routing_replay,
     _evaluation,
     _engines,

@@ -28,7 +28,7 @@ def load_run_data(config: Config) -> Dataset:
     model = ModelText(
         folder=folder,
         vocab_size=shape.vocab_size,
-        chat_template=config.gateway.chat_template_path,
+        chat_template=config.gateway.chat_template_path or "",
         keep_thinking=config.gateway.keep_thinking,
         special_tokens_in_content=config.gateway.special_tokens_in_content,
         max_tokens=max_tokens,

@@ -178,7 +178,7 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
     model_path = options.model_path or config.model.model_path
     folder = ModelConfig(model_path=model_path).folder
     if options.model_path:
-        check_is_folder("--model-path", model_path, folder)
+        check_is_folder("--model-path", options.model_path, folder)
     elif not folder.is_dir():
         fix = "give a folder with its tokenizer and chat template: --model-path FOLDER"
         raise ConfigError(

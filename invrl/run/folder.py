@@ -81,7 +81,7 @@ def _furnish(folder: RunFolder, config: Config) -> None:
 
 def _place(config: Config) -> tuple[Path, str]:
     """Root and name. Raises ConfigError for a name that is a path."""
-    name = config.run.run_name
+    name = config.run.run_name or ""
     if Path(name).name != name or name in (".", ".."):
         raise ConfigError(
             "run.run_name", name, "a name, not a path", "give the folder as --run-root"
@@ -100,9 +100,12 @@ def _check_configuration(folder: RunFolder, config: Config) -> None:
         return
     old_values = _fixed_settings(load_resolved(folder.config_path))
     changed: list[str] = []
-    for name, value in _fixed_settings(config).items():
-        if old_values[name] != value:
-            changed.append(f"{name} = {value!r}, not {old_values[name]!r}")
+    values = _fixed_settings(config)
+    for name in {**old_values, **values}:
+        old = old_values.get(name, "absent")
+        value = values.get(name, "absent")
+        if old != value:
+            changed.append(f"{name} = {value!r}, not {old!r}")
     if changed:
         reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
         fix = "choose another --run-name, or repeat that configuration"
@@ -117,7 +120,7 @@ _MAY_CHANGE = frozenset(
         "data_epochs",
         "progress",
         "log_samples",
-        "wandb_rollouts",
+        "wandb.rollouts",
         "metrics_port",
         "metrics_host",
         "tensorboard",
@@ -146,7 +149,7 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "data_parallel_size",
         "tensor_model_parallel_size",
         "context_parallel_size",
-        "critic_data_parallel_size",
+        "critic.data_parallel_size",
         "pipeline_model_parallel_size",
         "num_layers_in_first_pipeline_stage",
         "num_layers_in_last_pipeline_stage",
@@ -166,11 +169,11 @@ def _fixed_settings(config: Config) -> dict[str, object]:
     """The settings that may not differ. A setting that is newer than the folder had its
     default there."""
     fixed: dict[str, object] = {}
-    for table, section in config.model_dump(mode="json").items():
+    for table, entries in config.settings().items():
         if table in UPSTREAM:
-            fixed[table] = section
+            fixed[table] = entries
             continue
-        for key, value in section.items():
-            if key not in _MAY_CHANGE | _MAY_CHANGE_ROUNDING:
+        for key, value in entries.items():
+            if not {key, f"{table}.{key}"} & (_MAY_CHANGE | _MAY_CHANGE_ROUNDING):
                 fixed[f"{table}.{key}"] = value
     return fixed

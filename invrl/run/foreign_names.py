@@ -19,12 +19,12 @@ FOREIGN_NAMES: dict[str, str] = {
         "reward reward_fn reward_func reward_funcs reward_function reward_path custom_rm_path"
     ),
     "lr": "learning_rate actor_lr actor_learning_rate actor_optim_lr step_size",
-    "critic_lr": "value_lr lr_critic critic_learning_rate vf_lr critic_optim_lr",
-    "critic_data_parallel_size": "critic_num_gpus critic_num_gpus_per_node critic_ranks critic_dp_size",
-    "critic_warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
-    "critic_model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
-    "value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
-    "gae_lambda": "lam lambd lambda gae_lam",
+    "critic.lr": "value_lr lr_critic critic_learning_rate vf_lr critic_optim_lr",
+    "critic.data_parallel_size": "critic_num_gpus critic_num_gpus_per_node critic_ranks critic_dp_size",
+    "critic.warmup_steps": "critic_warmup value_pretrain_steps num_critic_only_steps",
+    "critic.model_path": "critic_model value_model value_model_path critic_path critic_pretrain critic_load",
+    "critic.value_clip": "cliprange_value value_clip_range vf_clip eps_clip_value",
+    "critic.gae_lambda": "lam lambd lambda gae_lam",
     "discount": "gamma",
     "lr_warmup_steps": "warmup warmup_steps num_warmup_steps warmup_ratio",
     "lr_decay_style": "lr_scheduler lr_scheduler_type scheduler learning_rate_scheduler",
@@ -54,14 +54,14 @@ FOREIGN_NAMES: dict[str, str] = {
     "data_epochs": (
         "epochs epoch n_epochs num_epochs num_train_epochs total_epochs max_epochs sft_epochs"
     ),
-    "preference_beta": "dpo_beta ipo_beta kto_beta",
+    "dpo.beta": "dpo_beta",
     "max_new_tokens": (
         "max_tokens max_completion_length max_completion_tokens max_response_length max_response_len"
         " max_output_tokens max_length generate_max_len response_length rollout_max_response_len"
         " eval_max_response_len"
     ),
     "engine_max_total_tokens": "context_length max_context_length max_model_len max_seq_len max_seq_length",
-    "kl_estimator": "kl_loss_type kl_type",
+    "kl.estimator": "kl_loss_type kl_type",
     "group_filter": "dynamic_sampling dynamic_sampling_filter_path filter_groups",
     "over_sampling_groups": "over_sampling_batch_size gen_batch_size",
     "task_label_key": "label_key answer_key target_key reference_key solution_key label_column",
@@ -73,7 +73,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "advantage": "advantage_estimator adv_estimator norm_adv_by_std norm_adv_by_std_in_grpo scale_rewards",
     "policy_loss": "loss loss_fn loss_type loss_function",
     "aggregation": "loss_agg_mode loss_aggregation",
-    "kl_coef": "beta grpo_beta kl kl_beta kl_coeff kl_loss kl_loss_coef use_kl_loss init_kl_coef kl_weight",
+    "kl.coefficient": "beta grpo_beta kl_beta kl_coeff kl_loss kl_loss_coef use_kl_loss init_kl_coef kl_weight",
     "eps_clip_low": "epsilon clip_range cliprange clip_eps clip_ratio eps_clip epsilon_low",
     "eps_clip_high": "epsilon_high clip_ratio_high clip_higher",
     "max_staleness": "off_policy off_policy_steps max_off_policy_steps async_level staleness",
@@ -93,8 +93,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "routing_replay": "router_replay r2 r3 use_routing_replay use_rollout_routing_replay",
     "router_shift_floor": "router_shift router_shift_gamma_min gamma_min rspo_gamma_min",
     "reference_model_path": "ref_model ref_model_path ref_model_name reference_model ref_load sft_model_path",
-    "teacher_model_path": "teacher teacher_model teacher_model_name teacher_model_name_or_path teacher_path",
-    "teacher_url": "teacher_server teacher_model_server_url teacher_base_url teacher_address",
+    "teacher.model_path": "teacher_model teacher_model_name teacher_model_name_or_path teacher_path",
+    "teacher.url": "teacher_server teacher_model_server_url teacher_base_url teacher_address",
     "reference_placement": "ref_offload ref_param_offload offload_ref ref_cpu_offload",
     "train_dtype": "dtype bf16 fp16 precision mixed_precision",
     "run_name": "name exp_name experiment experiment_name run_id",
@@ -113,7 +113,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "rollout_timeout_s": "timeout rollout_timeout",
     "gateway_port": "port",
     "gateway_host": "host address",
-    "wandb_project": "wandb report_to use_wandb wandb_name project project_name",
+    "wandb.project": "report_to use_wandb wandb_name project project_name",
     "mlflow_tracking_uri": "mlflow tracking_uri",
     "chat_template_path": "chat_template template",
     "seed": "random_seed rng_seed",
@@ -129,7 +129,7 @@ ON_FILES = {
     "rollout_batch_size": "data_batch_size",
     "max_new_tokens": "max_row_tokens",
     "engine_max_total_tokens": "max_row_tokens",
-    "kl_coef": "preference_beta",
+    "kl.coefficient": "dpo.beta",
 }
 """Settings of rollouts, and what takes their place in a run that trains on a file."""
 ON_ROLLOUTS = {"data_epochs": "num_steps"}

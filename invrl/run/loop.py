@@ -125,7 +125,7 @@ class _Phases:
 
 
 async def run_loop(
-    parts: Parts, *, done: int, num_steps: int, eval_interval: int = 0
+    parts: Parts, *, done: int, num_steps: int, eval_interval: int | None = None
 ) -> int:
     """Makes steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
     Returns the last step made. That is an earlier one if the group filter leaves
@@ -248,7 +248,7 @@ async def _learn(
     return {**train_values(result), **resolve(update_metrics(update), "sync/")}
 
 
-def _is_evaluated(step: int, num_steps: int, eval_interval: int) -> bool:
+def _is_evaluated(step: int, num_steps: int, eval_interval: int | None) -> bool:
     """The last step is evaluated after the loop."""
     if not eval_interval or step >= num_steps:
         return False
@@ -281,7 +281,7 @@ def step_notes(step: int, result: StepResult) -> Iterator[str]:
             "gradient was NaN or infinite (counted in train/nonfinite_steps; the trainer's log says more)"
         )
     elif not result.optimizer_steps and _critic_learned_alone(result.metrics):
-        yield f"step {step}: the critic alone learns (--critic-warmup-steps)"
+        yield f"step {step}: the critic alone learns (--critic.warmup-steps)"
     elif not result.optimizer_steps and not result.metrics["skipped_steps"].value():
         yield f"step {step}: no weight was changed, because no row of the batch has a token to train"
     elif not result.optimizer_steps:

@@ -7,7 +7,8 @@ into its configuration. The other run may go on and save newer ones."""
 from pathlib import Path
 
 from invrl.run.checkpoint import keep_model
-from invrl.run.config import Config, is_run_folder
+from invrl.run.config import Config, is_run_folder, model_folder
+from invrl.section import Section
 
 
 def with_models_of_runs(config: Config) -> Config:
@@ -15,21 +16,25 @@ def with_models_of_runs(config: Config) -> Config:
     taken from. That model is not removed from now on. A run that has saved none stays
     as it is, for a check to refuse."""
     model = config.model
-    settled: dict[str, str] = {}
-    for name, folder in (
-        ("model_path", model.folder),
-        ("reference_model_path", model.reference_folder),
-        ("critic_model_path", model.critic_folder),
-    ):
-        path = getattr(model, name)
-        if (
-            not path
-            or not is_run_folder(Path(path).expanduser().absolute())
-            or is_run_folder(folder)
-        ):
-            continue
-        keep_model(folder)
-        settled[name] = str(folder.parent if folder.name == "hugging_face" else folder)
-    if not settled:
-        return config
-    return config.model_copy(update={"model": model.model_copy(update=settled)})
+    settled = {
+        "model_path": _settled(model.model_path),
+        "reference_model_path": _settled(model.reference_model_path),
+    }
+    changed: dict[str, Section] = {"model": model.model_copy(update=settled)}
+    critic = config.algorithm.critic
+    if critic is not None:
+        of_critic = {"model_path": _settled(critic.model_path)}
+        tables = {"critic": critic.model_copy(update=of_critic)}
+        changed["algorithm"] = config.algorithm.model_copy(update=tables)
+    return config.model_copy(update=changed)
+
+
+def _settled(path: str | None) -> str | None:
+    """The checkpoint in the place of a run that has one; any other path as it is."""
+    if path is None or not is_run_folder(Path(path).expanduser().absolute()):
+        return path
+    folder = model_folder(path)
+    if is_run_folder(folder):
+        return path
+    keep_model(folder)
+    return str(folder.parent if folder.name == "hugging_face" else folder)

@@ -5,9 +5,8 @@ import difflib
 from collections.abc import Iterable
 
 from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
+from invrl.run.former_settings import FORMER_NAMES
 
-RENAMED = {"steps_per_batch": "num_minibatches", "weight_carrier": "weight_transport"}
-"""Settings that had another name in an earlier version, by that name."""
 _OURS = {
     foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
 }
@@ -34,7 +33,7 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
     """The settings, or flags, that a wrong name may stand for, as a fix; or what to do
     where there is none. `on_file`: of a run that trains on a file."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
-    new_name = RENAMED.get(_plain(name))
+    new_name = FORMER_NAMES.get(_plain(name))
     if new_name in valid:
         return f"it was renamed: write {valid[new_name]}"
     answer = answer_without_setting(name)

@@ -32,10 +32,10 @@ processes."""
 
 
 async def sample_processes(
-    cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float
+    cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float | None
 ) -> None:
-    """Gives the observer a sample every `interval_s`, until it is cancelled. 0:
-    none."""
+    """Gives the observer a sample every `interval_s`, until it is cancelled.
+    None: no samples."""
     if not interval_s:
         return
     with contextlib.closing(RunStore(folder.store_path)) as store:
@@ -65,7 +65,7 @@ async def sample_processes(
 
 
 async def sample_memory(
-    trainer: TrainHandle, observer: Sink, interval_s: float
+    trainer: TrainHandle, observer: Sink, interval_s: float | None
 ) -> None:
     """As `sample_processes`, for a trainer alone: its samples have no engines and no
     gateway."""

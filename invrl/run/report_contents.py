@@ -37,7 +37,7 @@ from invrl.observe.run_status import RunReader, RunStatus
 from invrl.observe.samples import Sample, read_samples
 from invrl.observe.step_text import format_number
 from invrl.rollout.evaluation import EXACT_REWARD, bootstrap_interval
-from invrl.run.config import Config, resolve
+from invrl.run.config import Config, default_settings, resolve
 from invrl.store.metrics_file import MetricsRow
 from invrl.store.run_folder import RunFolder
 
@@ -255,11 +255,16 @@ def _last_line(sample: Sample) -> str:
 
 
 def _changed_settings(config: Config) -> list[ChangedSetting]:
-    defaults: Mapping[str, Mapping[str, Any]] = resolve().model_dump(mode="json")
+    """The settings that differ from their defaults; those of an optional table from the
+    defaults of a table that is there."""
+    defaults: Mapping[str, Mapping[str, Any]] = resolve().settings()
     changed: list[ChangedSetting] = []
-    for table, entries in config.model_dump(mode="json").items():
+    for table, entries in config.settings().items():
+        of_table = defaults.get(table)
+        if of_table is None:
+            of_table = default_settings(table)
         for key, value in entries.items():
-            default = defaults.get(table, {}).get(key)
+            default = of_table.get(key)
             if value != default:
                 default_text = "" if default is None else str(default)
                 changed.append(

@@ -12,14 +12,15 @@ _MAX_TIME_SHARE = 0.05
 
 
 class SaveSchedule:
-    """`steps`: between checkpoints; with 0, `seconds` decides. `seconds`: since the
-    last save, or since `begin`; with 0 no checkpoint is due before the last step."""
+    """`steps`: between checkpoints; with None, `seconds` decides. `seconds`: since
+    the last save, or since `begin`; with None no checkpoint is due before the last
+    step."""
 
     def __init__(
         self,
         *,
-        steps: int = 0,
-        seconds: float = 0.0,
+        steps: int | None = None,
+        seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps

@@ -34,7 +34,7 @@ _IDLE_CONNECTION_S = 2.0
 """Less than SGLang's 5 s."""
 _CHECK_TIMEOUT_S = 60.0
 _TEXTS_PER_REQUEST = 4096
-_FIELD = "model.teacher_url"
+_FIELD = "teacher.url"
 
 
 class Teacher:
@@ -222,21 +222,21 @@ class Teacher:
 
 def open_teacher(config: Config) -> Teacher | None:
     """The teacher that a server has; None where the run has none."""
-    model = config.model
-    if not model.teacher_url:
+    teacher = config.algorithm.teacher
+    if teacher is None or teacher.url is None:
         return None
     return Teacher(
-        model.teacher_url,
+        teacher.url,
         key=held_key(TEACHER_KEY) or "",
-        timeout_s=model.teacher_timeout_s,
-        concurrency=model.teacher_concurrency,
+        timeout_s=teacher.timeout_s,
+        concurrency=teacher.concurrency,
     )
 
 
 def _check_comparable(sample: TrainSample) -> None:
     """Raises ConfigError for a row whose student distribution is not the model's
     own."""
-    fix = "leave it out of the agent's requests, or use --teacher-model-path, whose log-probs follow the row's"
+    fix = "leave it out of the agent's requests, or use --teacher.model-path, whose log-probs follow the row's"
     if sample.temperature != 1.0 and sample.loss_mask_T.any():
         sampled = f"rollout {sample.rollout_id} was sampled at temperature {sample.temperature:g}"
         reason = f"{sampled}, and SGLang scores at temperature 1"

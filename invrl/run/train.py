@@ -96,8 +96,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     the next incarnation."""
     checkpoints = Checkpoints(
         folder.checkpoints_path,
-        keep=config.run.keep_checkpoints,
-        keep_best=config.run.keep_best,
+        keep=config.run.keep_checkpoints or 0,
+        keep_best=config.run.keep_best or 0,
         read_scores=partial(
             read_scores, folder.metrics_path, config.best_checkpoints_by
         ),
@@ -114,7 +114,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     phase = CurrentPhase()
     metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
     traces = open_traces(
-        config.run.otel_endpoint, service="invrl-driver", run=folder.path.name
+        config.run.otel_endpoint or "", service="invrl-driver", run=folder.path.name
     )
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     if traces is not None:
@@ -428,9 +428,9 @@ class _TrainingRun:
     def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
         """Texts for the console. Rollouts for the trackers go to them from here."""
         run = self.config.run
-        if run.wandb_rollouts:
+        if run.wandb is not None and run.wandb.rollouts is not None:
             rows = sample_rollouts(
-                self.folder.store_path, run.wandb_rollouts, step, taken
+                self.folder.store_path, run.wandb.rollouts, step, taken
             )
             self.observer.rollouts(step, rows)
         return show_samples(self.folder.store_path, run.log_samples, step, taken)
@@ -457,7 +457,8 @@ class _TrainingRun:
                 success_reward=self.config.buffer.success_reward,
             ),
         )
-        if not self.config.model.teacher_url:
+        teacher = self.config.algorithm.teacher
+        if teacher is None or teacher.url is None:
             self._keep(step, batch)
         return batch
 
@@ -504,5 +505,5 @@ def _deadlines(config: Config) -> Deadlines:
         rollout_timeout_s=config.rollout.rollout_timeout_s,
         filtered_out=config.buffer.filtered_out,
         lease_timeout_s=config.gateway.lease_timeout_s,
-        session_idle_timeout_s=config.gateway.session_idle_timeout_s,
+        session_idle_timeout_s=config.gateway.session_idle_timeout_s or 0.0,
     )

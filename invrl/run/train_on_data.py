@@ -204,7 +204,8 @@ class _DataRun:
 
     def _is_evaluated(self, step: int) -> bool:
         interval = self.config.rollout.eval_interval
-        return step == self.last_step or (interval > 0 and step % interval == 0)
+        is_due = interval is not None and step % interval == 0
+        return is_due or step == self.last_step
 
     async def _evaluate(self, step: int, held_out: TrainBatch) -> Mapping[str, float]:
         with observed_phase(self.observer, "evaluating", step):

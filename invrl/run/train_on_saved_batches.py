@@ -38,7 +38,7 @@ async def train_on_saved_batches(
     first_step = 0
     if checkpoint is not None:
         first_step = checkpoint.step
-    data = Path(config.run.load_rollout_data).expanduser().absolute()
+    data = Path(config.run.load_rollout_data or "").expanduser().absolute()
     steps = [
         step
         for step in saved_steps(data, after_step=first_step)

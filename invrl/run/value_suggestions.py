@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from invrl.algorithms.advantages import ADVANTAGES
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
 from invrl.algorithms.objectives import ON_FILES, ON_ROLLOUTS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.datasets.config import KIND_OF_OBJECTIVE
+from invrl.section import is_optional, present_type
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "objective": (*ON_ROLLOUTS, *ON_FILES),
@@ -24,8 +25,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 def value_fix(key: str, value: object, field: FieldInfo) -> str:
     """A fix for a wrong value of the setting `key`: the nearest value, or the setting
     that the value belongs to, or what the setting is."""
-    fix = f"set {key}: {field.description} (default: {field.default!r})"
-    choices = choices_of(field.annotation)
+    fix = f"set {key}: {field.description}"
+    if field.default is not None and not field.is_required():
+        fix += f" (default: {field.default!r})"
+    if is_optional(field) and value in (0, "0", "", "none"):
+        return f"leave it out, or write --no-{key.replace('_', '-')}; or {fix}"
+    choices = choices_of(present_type(field))
     if not choices or not isinstance(value, str):
         return fix
     if key in AlgorithmConfig.model_fields:
@@ -88,12 +93,8 @@ def wrong_name(key: str, value: str) -> str:
 
 def _names_by_setting() -> dict[str, tuple[str, ...]]:
     names = dict(_NAMES)
-    for key in (
-        "algorithm_preset",
-        "correction",
-        "rejection",
-        "aggregation",
-        "kl_estimator",
-    ):
-        names[key] = choices_of(AlgorithmConfig.model_fields[key].annotation)
+    for key in ("algorithm_preset", "correction", "aggregation"):
+        names[key] = choices_of(present_type(AlgorithmConfig.model_fields[key]))
+    names["rejection"] = choices_of(RejectionConfig.model_fields["kind"].annotation)
+    names["kl.estimator"] = choices_of(KlConfig.model_fields["estimator"].annotation)
     return names

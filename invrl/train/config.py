@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.objectives import NO_NEEDS, Needs
 from invrl.errors import ConfigError
 from invrl.section import Section
@@ -45,13 +46,13 @@ class TrainConfig(Section):
         description="chunks of layers that each stage has, so that stages wait less for each other "
         "(Megatron's interleaved schedule)",
     )
-    num_layers_in_first_pipeline_stage: NonNegativeInt = Field(
-        0,
-        description="layers of the first pipeline stage; 0: as many as each of the others",
+    num_layers_in_first_pipeline_stage: PositiveInt | None = Field(
+        None,
+        description="layers of the first pipeline stage; left out: as many as each of the others",
     )
-    num_layers_in_last_pipeline_stage: NonNegativeInt = Field(
-        0,
-        description="layers of the last pipeline stage, which computes the loss too; 0: as many as each of "
+    num_layers_in_last_pipeline_stage: PositiveInt | None = Field(
+        None,
+        description="layers of the last pipeline stage, which computes the loss too; left out: as many as each of "
         "the others",
     )
     expert_model_parallel_size: PositiveInt = Field(
@@ -77,8 +78,8 @@ class TrainConfig(Section):
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="after warm-up"
     )
-    lr_decay_steps: NonNegativeInt = Field(
-        0,
+    lr_decay_steps: PositiveInt | None = Field(
+        None,
         description="optimizer steps, warm-up included, until the rate is lr_min (linear, cosine)",
     )
     lr_min: NonNegativeFloat = Field(
@@ -87,35 +88,14 @@ class TrainConfig(Section):
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta 1")
     adam_beta2: float = Field(0.99, ge=0, lt=1, description="AdamW beta 2")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
-    clip_grad: NonNegativeFloat = Field(
-        1.0, description="global gradient norm bound; 0: none"
+    clip_grad: PositiveFloat | None = Field(
+        1.0, description="global gradient norm bound"
     )
-    critic_lr: PositiveFloat = Field(
-        1e-5,
-        description="learning rate of the critic (advantage gae), constant after its warm-up",
-    )
-    critic_lr_warmup_steps: NonNegativeInt = Field(
-        0,
-        description="optimizer steps of linear warm-up of critic_lr: step k has k / (this + 1) of it",
-    )
-    critic_clip_grad: NonNegativeFloat = Field(
-        1.0, description="bound of the norm of the critic's gradient; 0: none"
-    )
-    critic_warmup_steps: NonNegativeInt = Field(
-        0,
-        description="training batches at the beginning of a run in which the critic alone learns (advantage "
-        "gae)",
-    )
-    critic_data_parallel_size: NonNegativeInt = Field(
-        0,
-        description="copies of the critic on ranks of their own, which divide a copy as the policy's do and "
-        "compute and train beside them; 0: the critic is on the policy's ranks (advantage gae)",
-    )
-    moe_router_bias_update_rate: NonNegativeFloat = Field(
-        0.0,
+    moe_router_bias_update_rate: PositiveFloat | None = Field(
+        None,
         description="load balancing without an auxiliary loss: after each optimizer step the router's bias "
         "of an expert with fewer tokens than the mean grows by this, that of one with more shrinks "
-        "(DeepSeek-V3 was pre-trained with 0.001); 0: the biases stay; only for models that have them",
+        "(DeepSeek-V3 was pre-trained with 0.001); only for models that have them",
     )
     max_nonfinite_steps: PositiveInt = Field(
         3,
@@ -127,10 +107,10 @@ class TrainConfig(Section):
         description="packed tokens of one micro-batch, on each context-parallel rank; a longer conversation "
         "is a micro-batch alone",
     )
-    max_row_tokens: NonNegativeInt = Field(
-        0,
+    max_row_tokens: PositiveInt | None = Field(
+        None,
         description="tokens of a conversation in a training run: a longer one is refused while it is "
-        "sampled; 0: as many as the engines take",
+        "sampled; left out: as many as the engines take",
     )
     reference_placement: Literal["cpu", "cpu_by_layer", "device"] = Field(
         "cpu",
@@ -179,12 +159,18 @@ class TrainConfig(Section):
         sampled."""
         return self.routing_replay == "engine"
 
-    def check_model(self, model: HuggingFaceConfig, needs: Needs = NO_NEEDS) -> None:
+    def check_model(
+        self,
+        model: HuggingFaceConfig,
+        needs: Needs = NO_NEEDS,
+        critic: CriticConfig | None = None,
+    ) -> None:
         """Raises ConfigError where these settings do not fit the model: its layers,
         heads or experts. `needs`: of the objective, where there is one."""
         self.layout.check(model)
-        if self.critic_layout is not None:
-            self.critic_layout.check(model)
+        of_critic = self.critic_layout(critic)
+        if of_critic is not None:
+            of_critic.check(model)
         if self.routing_replay != "none" and model.experts is None:
             raise ConfigError(
                 "train.routing_replay",
@@ -215,7 +201,7 @@ class TrainConfig(Section):
 
     def _check_bias_rate(self, model: HuggingFaceConfig) -> None:
         rate = self.moe_router_bias_update_rate
-        if rate == 0.0 or (model.experts is not None and model.experts.has_bias):
+        if rate is None or (model.experts is not None and model.experts.has_bias):
             return
         if model.experts is None:
             reason = f"a model of the family {model.model_type} has no experts"
@@ -238,21 +224,19 @@ class TrainConfig(Section):
             context=self.context_parallel_size,
             data=self.data_parallel_size,
             pipeline=self.pipeline_model_parallel_size,
-            first_stage_layers=self.num_layers_in_first_pipeline_stage,
-            last_stage_layers=self.num_layers_in_last_pipeline_stage,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage or 0,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage or 0,
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,
             expert=self.expert_model_parallel_size,
         )
 
-    @property
-    def num_ranks(self) -> int:
-        """Of the policy, and of a critic that has ranks of its own."""
-        of_critic = self.critic_layout.world_size if self.critic_layout else 0
-        return self.layout.world_size + of_critic
-
-    @property
-    def critic_layout(self) -> ParallelLayout | None:
+    def critic_layout(self, critic: CriticConfig | None) -> ParallelLayout | None:
         """Of the ranks that the critic has for itself; None: it has none."""
-        if not self.critic_data_parallel_size:
+        if critic is None or critic.data_parallel_size is None:
             return None
-        return replace(self.layout, data=self.critic_data_parallel_size)
+        return replace(self.layout, data=critic.data_parallel_size)
+
+    def num_ranks(self, critic: CriticConfig | None) -> int:
+        """Of the policy, and of a critic that has ranks of its own."""
+        of_critic = self.critic_layout(critic)
+        return self.layout.world_size + (of_critic.world_size if of_critic else 0)

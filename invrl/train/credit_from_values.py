@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from invrl.algorithms.kl import estimate
 from invrl.algorithms.ratios import LOG_RATIO_BOUND
 from invrl.algorithms.token_advantages import (
@@ -67,18 +67,27 @@ def credit(
         for index, sample in enumerate(mini_batch.samples):
             rewards_T = token_rewards(sample)
             frozen = reference[at]
-            if config.kl_in_token_rewards and frozen is not None:
-                kl_T = divergence(sample, old[at][index], frozen[index], config)
-                rewards_T = rewards_T - config.kl_coef * kl_T
+            if (
+                config.kl is not None
+                and config.kl_in_token_rewards
+                and frozen is not None
+            ):
+                kl_T = divergence(sample, old[at][index], frozen[index], config.kl)
+                rewards_T = rewards_T - config.kl.coefficient * kl_T
                 kl += Mean(float(kl_T.sum()), int(sample.loss_mask_T.sum()))
             if values is None:
                 of_step.append(_without_values(sample, rewards_T, config))
-            else:
-                of_step.append(
-                    _of_row(
-                        sample, rewards_T, values[at][index], old[at][index], config
-                    )
+                continue
+            of_step.append(
+                _of_row(
+                    sample,
+                    rewards_T,
+                    values[at][index],
+                    old[at][index],
+                    config.critic or CriticConfig.model_validate({}),
+                    discount=config.discount,
                 )
+            )
         credit_by_step.append(of_step)
     returns = [
         [of_row.returns_T.astype(np.float32) for of_row in of_step]
@@ -110,15 +119,15 @@ def divergence(
     sample: TrainSample,
     old_T: NDArray[np.float32],
     frozen_T: NDArray[np.float32],
-    config: AlgorithmConfig,
+    settings: KlConfig,
 ) -> NDArray[np.float64]:
-    """The estimate of KL(old || reference) per token, [T], between -kl_clamp and
-    kl_clamp; 0 for tokens that are not trained."""
+    """The estimate of KL(old || reference) per token, [T], within the clamp; 0 for
+    tokens that are not trained."""
     policy_T = torch.from_numpy(old_T).double()
     reference_T = torch.from_numpy(frozen_T).double()
     sampled_T = torch.from_numpy(sample.rollout_logprobs_T).double()
-    bound = config.kl_clamp or math.inf
-    kl_T = estimate(config.kl_estimator, policy_T, reference_T, sampled_T).clamp(
+    bound = settings.clamp or math.inf
+    kl_T = estimate(settings.estimator, policy_T, reference_T, sampled_T).clamp(
         -bound, bound
     )
     return np.where(sample.loss_mask_T, kl_T.numpy(), 0.0)
@@ -144,33 +153,33 @@ def _of_row(
     rewards_T: NDArray[np.float64],
     values_T: NDArray[np.float32],
     old_T: NDArray[np.float32],
-    config: AlgorithmConfig,
+    critic: CriticConfig,
+    *,
+    discount: float,
 ) -> TokenCredit:
     mask_T = sample.loss_mask_T
-    if config.value_targets == "vtrace":
+    if critic.targets == "vtrace":
         gap_T = old_T.astype(np.float64) - sample.rollout_logprobs_T
         return v_trace(
             rewards_T,
             values_T,
             np.exp(gap_T.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
             mask_T,
-            discount=config.discount,
-            rho_bar=config.vtrace_rho_cap,
-            c_bar=config.vtrace_c_cap,
-            trace_lambda=config.gae_lambda,
+            discount=discount,
+            rho_bar=critic.vtrace_rho_cap,
+            c_bar=critic.vtrace_c_cap,
+            trace_lambda=critic.gae_lambda,
         )
-    policy_lambda = config.gae_lambda
-    if config.gae_length_alpha:
-        policy_lambda = length_adaptive_lambda(
-            int(mask_T.sum()), config.gae_length_alpha
-        )
+    policy_lambda = critic.gae_lambda
+    if critic.length_alpha is not None:
+        policy_lambda = length_adaptive_lambda(int(mask_T.sum()), critic.length_alpha)
     return gae(
         rewards_T,
         values_T,
         mask_T,
-        discount=config.discount,
+        discount=discount,
         policy_lambda=policy_lambda,
-        critic_lambda=config.critic_gae_lambda,
+        critic_lambda=critic.returns_lambda,
     )
 
 

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from numpy.typing import NDArray
 
+from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.value_loss import value_loss
 from invrl.metrics import Mean, Metric, merge
 from invrl.train import device
@@ -34,17 +35,17 @@ from invrl.train.rank_settings import RankSettings
 from invrl.train.schedule import Packed, SampleNumbers, forward_pass, run_schedule
 
 
-def critic_settings(train: TrainConfig) -> TrainConfig:
+def critic_settings(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
     """The policy's settings with the critic's learning rate, warm-up and bound in their
     place."""
     return train.model_copy(
         update={
-            "lr": train.critic_lr,
+            "lr": critic.lr,
             "lr_min": 0.0,
-            "lr_warmup_steps": train.critic_lr_warmup_steps,
+            "lr_warmup_steps": critic.lr_warmup_steps,
             "lr_decay_style": "constant",
-            "lr_decay_steps": 0,
-            "clip_grad": train.critic_clip_grad,
+            "lr_decay_steps": None,
+            "clip_grad": critic.clip_grad,
         }
     )
 
@@ -166,7 +167,8 @@ def make_critic(
 ) -> Critic:
     """The critic over a rank's chunks of its own model, with their optimizer. `config`:
     of the policy."""
-    train = critic_settings(settings.train)
+    critic = settings.algorithm.critic or CriticConfig.model_validate({})
+    train = critic_settings(settings.train, critic)
     chunks = build_critic(
         critic_shape(config),
         settings.critic_path or settings.model_path,
@@ -180,8 +182,8 @@ def make_critic(
         distributed,
         optimizer,
         make_schedule(optimizer, train),
-        value_clip=settings.algorithm.value_clip,
-        warmup_batches=train.critic_warmup_steps,
+        value_clip=critic.value_clip or 0.0,
+        warmup_batches=critic.warmup_steps,
     )
 
 

@@ -50,7 +50,7 @@ def distribute(
         "weight_decay": config.weight_decay,
         "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2,
-        "clip_grad": config.clip_grad,
+        "clip_grad": config.clip_grad or 0.0,
         "bf16": transformer.bf16,
         "params_dtype": transformer.params_dtype,
         "use_distributed_optimizer": config.use_distributed_optimizer,
@@ -87,7 +87,7 @@ def make_schedule(
     k / (W + 1) of the rate, so no step has a rate of 0, which would waste a batch.
     """
     decay_steps = config.lr_decay_steps
-    if config.lr_decay_style == "constant":
+    if decay_steps is None or config.lr_decay_style == "constant":
         decay_steps = config.lr_warmup_steps + 1
     return OptimizerParamScheduler(
         optimizer,

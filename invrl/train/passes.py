@@ -127,7 +127,10 @@ class Passes:
         depend on them."""
         algorithm = self.algorithm
         with_kl = algorithm.kl_in_token_rewards or algorithm.kl_in_rollout_rewards
-        is_read = with_kl or algorithm.value_targets == "vtrace"
+        with_vtrace = (
+            algorithm.critic is not None and algorithm.critic.targets == "vtrace"
+        )
+        is_read = with_kl or with_vtrace
         if not is_read or algorithm.old_logprobs != "recompute":
             return [sample.rollout_logprobs_T for sample in mini_batch.samples]
         with device.timed(seconds, "old_logprobs"):

@@ -70,7 +70,9 @@ class TrainRank(SavingRank):
         there, else None."""
         self._config = read_hf_config(settings.model_path)
         settings.layout.check(self._config)
-        settings.train.check_model(self._config, needs_of(settings.algorithm))
+        settings.train.check_model(
+            self._config, needs_of(settings.algorithm), settings.algorithm.critic
+        )
         device.prepare()
         if settings.train.deterministic:
             device.make_deterministic()
@@ -100,7 +102,8 @@ class TrainRank(SavingRank):
         self._served_specs = weight_specs(self._config, folder, self._served_dtype)
         self._masks = GrammarMasks(folder, self._config.vocab_size)
         shares_critic = (
-            needs_of(settings.algorithm).values and train.critic_layout is None
+            needs_of(settings.algorithm).values
+            and train.critic_layout(settings.algorithm.critic) is None
         )
         self._memory_budget = MemoryBudget.of(
             train,
@@ -108,7 +111,7 @@ class TrainRank(SavingRank):
             frozen_models=needs_of(settings.algorithm).reference
             + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
-            reference_is_averaged=settings.algorithm.reference_ema > 0,
+            reference_is_averaged=settings.algorithm.reference_ema is not None,
             has_critic=shares_critic,
             compares_routers=needs_of(settings.algorithm).router_shift,
             served_dtype=settings.weight_dtype,
@@ -173,7 +176,7 @@ class TrainRank(SavingRank):
         if needs_of(settings.algorithm).reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
-                is_averaged=settings.algorithm.reference_ema > 0,
+                is_averaged=settings.algorithm.reference_ema is not None,
             )
         teacher = None
         if settings.teacher_path:
@@ -182,7 +185,9 @@ class TrainRank(SavingRank):
         expert_routers = None
         if experts is not None:
             expert_routers = ExpertRouters(
-                chunks, self._config, bias_update_rate=train.moe_router_bias_update_rate
+                chunks,
+                self._config,
+                bias_update_rate=train.moe_router_bias_update_rate or 0.0,
             )
         return TrainStep(
             distributed,

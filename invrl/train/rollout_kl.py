@@ -1,10 +1,10 @@
-"""The KL of whole rollouts in the rewards that are compared, where the setting `kl_in`
+"""The KL of whole rollouts in the rewards that are compared, where `kl.added_to`
 is `rollout_reward`.
 
-A rollout's reward is then r - kl_coef KL, with KL the sum of the estimates over its
+A rollout's reward is then r - coefficient KL, with KL the sum of the estimates over its
 trained tokens, in all its rows; its advantage is that of these rewards (RLOO, arXiv
 2402.14740, section 2; as TRL's RLOO). Advantages were computed from r when the batch
-was taken. Those of `LINEAR` may be added, so the advantages of -kl_coef KL are added
+was taken. Those of `LINEAR` may be added, so the advantages of -coefficient KL are added
 here. Imported after `device.prepare()`.
 """
 
@@ -42,6 +42,7 @@ def with_rollout_kl(
     """The shard with the KL in its advantages. `old`, `reference`: log-probs, one entry
     per mini-batch. The data-parallel ranks call it together: the rollouts of a group
     may be on several of them."""
+    assert config.kl is not None
     rows: list[RowKl] = []
     num_tokens = 0
     for mini_batch, old_of_step, reference_of_step in zip(
@@ -53,7 +54,7 @@ def with_rollout_kl(
         ):
             if not sample.loss_mask_T.any():
                 continue
-            kl = float(divergence(sample, old_T, reference_T, config).sum())
+            kl = float(divergence(sample, old_T, reference_T, config.kl).sum())
             rows.append(RowKl(sample.group_id, sample.rollout_id, kl))
             num_tokens += int(sample.loss_mask_T.sum())
     of_all_ranks = [
@@ -80,16 +81,17 @@ def with_rollout_kl(
 def advantages_of_kl(
     rows: Iterable[RowKl], config: AlgorithmConfig
 ) -> Mapping[str, float]:
-    """By rollout id: the advantage of the reward -kl_coef KL among those of its group
+    """By rollout id: the advantage of the reward -coefficient KL among those of its group
     that have a trained token."""
     kl_by_group: dict[str, dict[str, float]] = {}
     for row in rows:
         of_group = kl_by_group.setdefault(row.group_id, {})
         of_group[row.rollout_id] = of_group.get(row.rollout_id, 0.0) + row.kl
+    assert config.kl is not None
     compare = advantage_function(config.advantage)
     advantage_of: dict[str, float] = {}
     for of_group in kl_by_group.values():
-        rewards_G = -config.kl_coef * np.array(list(of_group.values()))
+        rewards_G = -config.kl.coefficient * np.array(list(of_group.values()))
         advantage_of |= dict(
             zip(
                 of_group,

@@ -357,10 +357,10 @@ class TrainStep:
         algorithm = self.algorithm
         before = self.coefficients
         acted: dict[str, Metric] = {}
-        if algorithm.kl_target:
+        if algorithm.kl is not None and algorithm.kl.target is not None:
             acted["kl_coef"] = Max(before.kl)
-        if algorithm.entropy_target or algorithm.entropy_ceiling:
-            acted["entropy_coef"] = Max(before.within(algorithm).entropy_coef)
+        if algorithm.entropy is not None and algorithm.entropy.is_adapted:
+            acted["entropy_coef"] = Max(before.acting_entropy)
         if not acted:
             return {}
         nothing = Mean(0.0, 0)
@@ -379,15 +379,15 @@ class TrainStep:
         """Where rollouts are weighted by their lengths: the exponent that acted in the
         mini-batch. Where it is learned it then makes its step, on all ranks
         together."""
-        algorithm = self.algorithm
-        if algorithm.length_weighting == "none":
+        weights = self.algorithm.length_weights
+        if weights is None:
             return {}
         acted = {"length_lambda": Mean(self.coefficients.length_lambda)}
-        if makes_step and algorithm.length_lambda_lr:
+        if makes_step and weights.lr:
             own = merge(loss_metrics).get(LAMBDA_GRADIENT, Sum(0.0)).value()
             reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
             gradient = sum_in_order(own, reporters)
-            self.coefficients = self.coefficients.after_step(algorithm, gradient)
+            self.coefficients = self.coefficients.after_step(weights, gradient)
         return acted
 
     def _move_reference(self, shard: Shard) -> None:
@@ -484,13 +484,13 @@ class TrainStep:
                 numbers = coupled_numbers(
                     algorithm.objective, self._objective, mini_batch, current, reference
                 )
-        if algorithm.length_weighting == "none":
+        if algorithm.length_weights is None:
             return numbers
         return weighted_by_length(
             mini_batch,
             numbers,
             exponent=self.coefficients.length_lambda,
-            scale=algorithm.length_lambda_scale,
+            scale=algorithm.length_weights.scale,
         )
 
     def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:

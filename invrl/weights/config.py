@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from invrl.section import Section
+from invrl.section import Section, Text
 
 _WAITS_OF_A_BROADCAST = 30
 """That fit into the deadline of a phase."""
@@ -18,12 +18,12 @@ class WeightSyncConfig(Section):
         "arena",
         description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': gloo",
     )
-    weight_folder: str = Field(
-        "",
-        description="'disk', 'delta': where engines find the weights; '': in the run folder",
+    weight_folder: Text | None = Field(
+        None,
+        description="'disk', 'delta': where engines find the weights; left out: in the run folder",
     )
-    weight_host: str = Field(
-        "",
+    weight_host: Text | None = Field(
+        None,
         description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'",
     )
     weight_full_every: int = Field(

@@ -33,13 +33,20 @@ _GAIN = re.compile(
 _FLIPPED = "tests.bench.flipped_advantages"
 
 ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "grpo": ("--algorithm-preset", "grpo", "--kl-coef", "0"),
+    "grpo": ("--algorithm-preset", "grpo", "--no-kl"),
     "gspo": ("--algorithm-preset", "gspo"),
     "cispo": ("--algorithm-preset", "cispo"),
     "rloo": ("--algorithm-preset", "rloo"),
     "ppo": (
-        *("--algorithm-preset", "ppo", "--gae-lambda", "1", "--critic-gae-lambda", "1"),
-        *("--critic-lr", "1e-4", "--critic-warmup-steps", "2", "--num-steps", "16"),
+        *(
+            "--algorithm-preset",
+            "ppo",
+            "--critic.gae-lambda",
+            "1",
+            "--critic.returns-lambda",
+            "1",
+        ),
+        *("--critic.lr", "1e-4", "--critic.warmup-steps", "2", "--num-steps", "16"),
     ),
     "decoupled_ppo": ("--algorithm-preset", "decoupled_ppo", "--max-staleness", "2"),
     "lambda_grpo": ("--algorithm-preset", "lambda_grpo"),
@@ -87,7 +94,7 @@ def run(
     if algorithm == "distillation":
         if teacher is None:
             [*_, teacher] = sorted((root / "grpo" / "checkpoints").glob("step-*"))
-        flags += ("--teacher-model-path", str(teacher))
+        flags += ("--teacher.model-path", str(teacher))
     if flipped:
         flags += _FLIPS.get(algorithm, ("--advantage", f"{_FLIPPED}:grpo"))
     name = f"{algorithm}-flipped" if flipped else algorithm
@@ -107,8 +114,7 @@ def run(
         name,
         "--progress",
         "plain",
-        "--log-samples",
-        "0",
+        "--no-log-samples",
     ]
     started = time.monotonic()
     done = subprocess.run(

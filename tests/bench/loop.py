@@ -97,8 +97,7 @@ def _measure(
         str(ROOT / preset),
         "--model-path",
         str(options.model_path),
-        "--eval-tasks",
-        "0",
+        "--no-eval-tasks",
     ]
     shared += ["--run-root", str(work), "--no-tensorboard"]
     if "rollouts" in parts or "trainer" in parts:

@@ -59,8 +59,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
         try:
             more = [
                 "--external-environments",
-                "--rollout-function-path",
-                "",  # the environment is the agent: no function of ours runs
+                "--no-rollout-function-path",  # the environment is the agent: no function of ours runs
                 "--gateway-port",
                 str(port),
                 "--num-steps",

@@ -22,7 +22,7 @@ def test_an_objective_learns_from_process_rewards_of_tokens(folder: Path) -> Non
         *("--num-steps", "16", "--extra-columns", "process_reward:token"),
         *("--rollout-function-path", "tests.e2e.process_rewards:rollout"),
         *("--objective", "tests.e2e.process_rewards:reinforced"),
-        *("--curriculum", "thompson", "--curriculum-tasks", "8"),
+        *("--curriculum", "thompson", "--curriculum.tasks", "8"),
     )
     rewards = [row["rollout/reward_mean"] for row in steps_of(run)]
     assert len(rewards) == 16

@@ -134,7 +134,7 @@ def test_pair_losses_with_a_reference_equal_trls(
             "mask": drawn.mask_MT,
         }
         calls.append(("dpo", {"loss_type": loss_type, "beta": DPO_BETA, **tensors}))
-    config = AlgorithmConfig(objective=objective, preference_beta=DPO_BETA)
+    config = AlgorithmConfig(objective=objective, **{objective: {"beta": DPO_BETA}})
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
         loss, slope_M = loss_and_slopes(PairObjective(config), drawn.pairs())
         check(objective, loss, drawn.gradient(slope_M), answer)
@@ -155,7 +155,8 @@ def test_simpo_without_the_nll_term_equals_trls(trl: Path, tmp_path: Path) -> No
             )
         )
     config = AlgorithmConfig(
-        objective="simpo", simpo_beta=2.0, simpo_gamma=0.7, label_smoothing=0.1
+        objective="simpo",
+        simpo={"beta": 2.0, "gamma": 0.7, "label_smoothing": 0.1},
     )
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
         loss, slope_M = loss_and_slopes(PairObjective(config), drawn.pairs())
@@ -172,7 +173,7 @@ def test_orpo_but_for_the_nll_equals_trls(trl: Path, tmp_path: Path) -> None:
         calls.append(
             ("orpo_odds", {"weight": 0.5, "chosen": chosen_P, "rejected": rejected_P})
         )
-    config = AlgorithmConfig(objective="orpo", orpo_lambda=0.5)
+    config = AlgorithmConfig(objective="orpo", orpo={"weight": 0.5})
     for drawn, answer in zip(draws, answers_of_trl(trl, calls, tmp_path), strict=True):
         loss, slope_M = loss_and_slopes(PairObjective(config), drawn.pairs())
         nll = -drawn.means_M[:NUM_PAIRS].mean().item()
@@ -190,9 +191,7 @@ def test_kto_equals_trls_where_a_micro_batch_is_the_mini_batch(
     settings = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
     config = AlgorithmConfig(
         objective="kto",
-        preference_beta=0.3,
-        kto_desirable_weight=1.2,
-        kto_undesirable_weight=0.7,
+        kto={"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7},
     )
     num_rows = 6
     desirable_M = np.array([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
@@ -252,7 +251,7 @@ class Case:
 CLIP = {
     "eps_clip_low": 0.2,
     "eps_clip_high": 0.28,
-    "dual_clip": 0.0,
+    "dual_clip": None,
     "correction": "none",
 }
 TRL_CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
@@ -262,7 +261,7 @@ VESPO_ARGS = {
     "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0,
 }
-KL = {"kl_coef": 0.3, "kl_clamp": 0.0}
+KL = {"kl": {"coefficient": 0.3, "clamp": None}}
 CASES = {
     "grpo": Case(
         ours={**CLIP, "aggregation": "sequence_mean"},
@@ -310,7 +309,7 @@ CASES = {
         old="rollout",
     ),
     "entropy bonus": Case(
-        ours={**CLIP, "entropy_coef": 0.02},
+        ours={**CLIP, "entropy": {"coefficient": 0.02}},
         settings={
             **TRL_CLIP,
             "loss_type": "dapo",

@@ -188,7 +188,7 @@ CASES = {
     "gspo": Case(
         ours={
             **CLIP,
-            "dual_clip": 0.0,
+            "dual_clip": None,
             "ratio_level": "sequence",
             "aggregation": "sequence_mean",
         },
@@ -199,7 +199,7 @@ CASES = {
     "gspo token": Case(
         ours={
             **CLIP,
-            "dual_clip": 0.0,
+            "dual_clip": None,
             "ratio_level": "sequence_token",
             "aggregation": "sequence_mean",
         },
@@ -228,7 +228,7 @@ CASES = {
             "correction": "none",
             "old_logprobs": "engine",
             "policy_loss": "dppo_tv",
-            "dppo_threshold": 0.1,
+            "dppo": {"threshold": 0.1},
         },
         name="dppo_tv",
         verl={"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_c": 1e4},
@@ -240,7 +240,7 @@ CASES = {
             "correction": "none",
             "old_logprobs": "engine",
             "policy_loss": "dppo_kl",
-            "dppo_threshold": 0.05,
+            "dppo": {"threshold": 0.05},
         },
         name="dppo_kl",
         verl={"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1e4},

@@ -56,7 +56,7 @@ def build(
         {
             "train_dtype": dtype,
             "max_tokens_per_microbatch": 41,
-            "clip_grad": 0.0,
+            "clip_grad": None,
             "lr": 1e-3,
         }
     )

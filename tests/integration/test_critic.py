@@ -24,7 +24,7 @@ from train_reference import (
     worst,
 )
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from invrl.errors import TrainError
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
@@ -33,19 +33,14 @@ from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch, TrainSample
 
 BOUND = 1e-5  # norm-relative, per tensor
-EXACT = TrainConfig(
-    train_dtype="float32", lr=3e-3, critic_lr=3e-3, max_tokens_per_microbatch=25
-)
+EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
 PPO = AlgorithmConfig(
     advantage="gae",
     discount=0.97,
-    gae_lambda=0.9,
-    critic_gae_lambda=0.8,
-    value_clip=0.1,
-    kl_coef=0.1,
-    kl_in="reward",
-    kl_estimator="k1",
+    critic=CriticConfig(lr=3e-3, gae_lambda=0.9, returns_lambda=0.8, value_clip=0.1),
+    kl=KlConfig(coefficient=0.1, added_to="reward", estimator="k1"),
 )
+PPO_CRITIC = PPO.critic or CriticConfig()
 LAYOUTS = {
     "one process": ParallelLayout(),
     "DP": ParallelLayout(data=2),
@@ -54,6 +49,11 @@ LAYOUTS = {
     "PP": ParallelLayout(pipeline=2),
 }
 Floats = NDArray[np.float64]
+
+
+def with_critic(**settings: object) -> AlgorithmConfig:
+    """PPO with these settings of its critic."""
+    return PPO.model_copy(update={"critic": PPO_CRITIC.model_copy(update=settings)})
 
 
 @pytest.fixture(scope="module")
@@ -147,22 +147,25 @@ def exact_credit(
     algorithm: AlgorithmConfig,
 ) -> tuple[TrainBatch, list[Floats]]:
     """The batch with whitened advantages, and the returns [N] of each sample."""
+    critic = algorithm.critic or CriticConfig()
     raw: list[Floats] = []
     returns: list[Floats] = []
     for sample, values_N in zip(batch.samples, values, strict=True):
         mask_T = sample.loss_mask_T
         rewards_N = sample.columns["rewards"][mask_T].astype(np.float64)
-        if algorithm.kl_coef and mask_T.any():
+        if algorithm.kl is not None and mask_T.any():
             [old_N], [frozen_N] = (
                 policy.frozen_logprobs([sample]),
                 initial.frozen_logprobs([sample]),
             )
-            rewards_N = rewards_N - algorithm.kl_coef * (old_N - frozen_N).numpy()
+            rewards_N = (
+                rewards_N - algorithm.kl.coefficient * (old_N - frozen_N).numpy()
+            )
         raw.append(
-            estimates(rewards_N, values_N, algorithm.discount, algorithm.gae_lambda)
+            estimates(rewards_N, values_N, algorithm.discount, critic.gae_lambda)
         )
         critic_N = estimates(
-            rewards_N, values_N, algorithm.discount, algorithm.critic_gae_lambda
+            rewards_N, values_N, algorithm.discount, critic.returns_lambda
         )
         returns.append(critic_N + values_N)
     everything = np.concatenate(raw)
@@ -251,11 +254,11 @@ def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -
         old_values = part_of(mini, batch, values)
         own_returns = part_of(mini, batch, returns)
         expected_gradients = critic.value_gradients(
-            mini, old_values, own_returns, PPO.value_clip
+            mini, old_values, own_returns, PPO_CRITIC.value_clip
         )
         gap, name = worst(critic_steps[at].gradients, without_head(expected_gradients))
         assert gap < BOUND, f"critic, step {at}: {name}"
-        without_kl = PPO.model_copy(update={"kl_coef": 0.0})  # it is in the rewards
+        without_kl = PPO.model_copy(update={"kl": None})  # it is in the rewards
         gradients = policy_now.gradients(mini, without_kl, old=old, reference=None)
         gap, name = worst(policy_steps[at].gradients, gradients)
         assert gap < BOUND, f"policy, step {at}: {name}"
@@ -264,11 +267,8 @@ def takes_two_exact_steps(pool: RankPool, model: Path, layout: ParallelLayout) -
 REINFORCE = AlgorithmConfig(
     advantage="reinforce_pp",
     correction="none",
-    dual_clip=0.0,
-    kl_coef=0.05,
-    kl_estimator="k1",
-    kl_in="reward",
-    kl_clamp=0.0,
+    dual_clip=None,
+    kl=KlConfig(coefficient=0.05, estimator="k1", added_to="reward", clamp=None),
     discount=0.9,
 )
 
@@ -294,11 +294,13 @@ def test_reinforce_pp_whitens_returns_with_the_kl_in_their_rewards(
     policy = Reference(model, policy_start)
     initial = Reference(model)
     no_values = [np.zeros(int(sample.loss_mask_T.sum())) for sample in batch.samples]
-    returns_alone = REINFORCE.model_copy(update={"gae_lambda": 1.0})
+    returns_alone = REINFORCE.model_copy(
+        update={"critic": CriticConfig(gae_lambda=1.0)}
+    )
     credited, _ = exact_credit(batch, no_values, policy, initial, returns_alone)
     steps = trainer.steps()
     assert len(steps) == 2
-    without_kl = REINFORCE.model_copy(update={"kl_coef": 0.0})
+    without_kl = REINFORCE.model_copy(update={"kl": None})
     for at, mini in enumerate(mini_batches(credited, 2)):
         policy_now = Reference(model, steps[0].weights) if at else policy
         old = policy.frozen_logprobs(mini.samples) if at else None
@@ -385,8 +387,8 @@ def test_critic_begins_with_the_weights_of_its_model_folder(
 
 
 def test_critic_warm_up_does_not_change_the_policy(pool: RankPool, model: Path) -> None:
-    train = EXACT.model_copy(update={"critic_warmup_steps": 2})
-    trainer = pool.build(model, train=train, algorithm=PPO)
+    algorithm = with_critic(warmup_steps=2)
+    trainer = pool.build(model, train=EXACT, algorithm=algorithm)
     policy = trainer.weights()
     critic = trainer.critic_weights()
     for batch in BATCHES[:2]:
@@ -430,11 +432,10 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
         update={
             "train_dtype": dtype,
             "use_distributed_optimizer": sharded,
-            "critic_warmup_steps": 2,
-            "critic_lr_warmup_steps": 5,
         }
     )
-    trainer = pool.build(model, ranks=ranks, train=train, algorithm=PPO)
+    algorithm = with_critic(warmup_steps=2, lr_warmup_steps=5)
+    trainer = pool.build(model, ranks=ranks, train=train, algorithm=algorithm)
     trainer.train(BATCHES[0], steps=2)
     trainer.each("save", str(tmp_path / "saved"))
     copies = [
@@ -446,7 +447,7 @@ def test_a_checkpoint_resumes_critic_and_warm_up_bit_for_bit(
     trainer.each("finish_copy")
     policy = trainer.weights()
     critic = trainer.critic_weights()
-    resumed = pool.build(model, ranks=ranks, train=train, algorithm=PPO)
+    resumed = pool.build(model, ranks=ranks, train=train, algorithm=algorithm)
     for folder in ("saved", "beside"):  # the second into a trainer that has trained on
         resumed.each("load", str(tmp_path / folder))
         numbers = [resolve(resumed.train(batch, steps=2)) for batch in BATCHES[1:]]
@@ -536,12 +537,15 @@ def test_v_trace_corrects_for_the_policy_that_sampled(
     """By the recursion of the paper, from the end of each row."""
     algorithm = AlgorithmConfig(
         advantage="gae",
-        value_targets="vtrace",
-        gae_lambda=0.9,
+        critic=CriticConfig(
+            lr=3e-3,
+            targets="vtrace",
+            gae_lambda=0.9,
+            vtrace_rho_cap=1.5,
+            vtrace_c_cap=1.2,
+            value_clip=None,
+        ),
         discount=0.95,
-        vtrace_rho_cap=1.5,
-        vtrace_c_cap=1.2,
-        value_clip=0.0,
         correction="none",
     )
     trainer = pool.build(model, train=EXACT, algorithm=algorithm)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from rank_pool import Arrays, RankPool
 from slow_cases import first_quick
-from test_critic import BATCHES, BOUND, EXACT, PPO
+from test_critic import BATCHES, BOUND, EXACT, with_critic
 from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
@@ -23,7 +23,6 @@ from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.process import random_key, still_running
 from invrl.metrics import Metric, resolve
 from invrl.run.checkpoints import Checkpoints
-from invrl.train.config import TrainConfig
 from invrl.train.critic_actor import CriticActor
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
@@ -33,7 +32,8 @@ from invrl.train.train_handle import CriticRanks, TrainHandle
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_session")
 STEPS = 2
-WARM_UP = EXACT.model_copy(update={"critic_warmup_steps": 1})
+WARM_UP = {"warmup_steps": 1}
+"""Settings of the critic."""
 COMPARED = (
     *(
         "value_loss",
@@ -64,10 +64,10 @@ async def beside_critic(
     *,
     policy: ParallelLayout,
     critic: ParallelLayout,
-    train: TrainConfig = WARM_UP,
+    warm_up: Mapping[str, object] = WARM_UP,
 ) -> AsyncIterator[TrainHandle]:
     """Ranks that have started. Those that are left are killed at the end."""
-    train = train.model_copy(update={"critic_data_parallel_size": critic.data})
+    algorithm = with_critic(**warm_up, data_parallel_size=critic.data)
 
     def settings(layout: ParallelLayout, store_key: str) -> list[RankSettings]:
         return [
@@ -77,8 +77,8 @@ async def beside_critic(
                 master_addr="127.0.0.1",
                 store_key=store_key,
                 model_path=str(model),
-                train=train,
-                algorithm=PPO,
+                train=EXACT,
+                algorithm=algorithm,
                 weight_dtype="float32",
             )
             for rank in range(layout.world_size)
@@ -159,7 +159,9 @@ async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
     """With the policy's layout the same bit for bit; with another one gradients add up
     in another order. The first batch is the critic's alone. The checkpoint is then
     loaded by a critic on the policy's ranks."""
-    shared = pool.build(model, layout=policy, train=WARM_UP, algorithm=PPO)
+    shared = pool.build(
+        model, layout=policy, train=EXACT, algorithm=with_critic(**WARM_UP)
+    )
     expected = [compared(shared.train(batch, steps=STEPS)) for batch in BATCHES[:2]]
     weights, critic_weights = shared.weights(), shared.critic_weights()
     assert [numbers["optimizer_steps"] for numbers in expected] == [0, STEPS]
@@ -191,7 +193,9 @@ async def test_critic_on_its_own_ranks_learns_what_a_shared_critic_learns(
                 # The critic's, not those that came with the batch.
                 assert not np.allclose(record.advantages_N, given_T[sample.loss_mask_T])
         await handle.save_checkpoint(str(tmp_path / "saved"))
-    loaded = pool.build(model, layout=policy, train=WARM_UP, algorithm=PPO)
+    loaded = pool.build(
+        model, layout=policy, train=EXACT, algorithm=with_critic(**WARM_UP)
+    )
     loaded.each("load", str(tmp_path / "saved"))
     assert_same(loaded.weights(), weights, exactly=exactly)
     assert_same(loaded.critic_weights(), critic_weights, exactly=exactly)
@@ -215,7 +219,7 @@ async def test_checkpoint_is_loaded_by_another_number_of_critic_ranks(
     assert saved is not None
     assert (saved.megatron / "critic" / "metadata.json").exists()
 
-    shared = pool.build(model, train=WARM_UP, algorithm=PPO)
+    shared = pool.build(model, train=EXACT, algorithm=with_critic(**WARM_UP))
     for batch in BATCHES[:2]:
         shared.train(batch, steps=STEPS)
     shared.each("save", str(tmp_path / "shared"))

@@ -231,7 +231,7 @@ def test_biases_stay_without_an_update_rate(
     pool: RankPool, model: Path, tmp_path: Path
 ) -> None:
     trainer = pool.build(
-        model, train=BALANCED.model_copy(update={"moe_router_bias_update_rate": 0.0})
+        model, train=BALANCED.model_copy(update={"moe_router_bias_update_rate": None})
     )
     assert "router_entropy" in resolve(trainer.train(BATCHES[0]))
     assert (biases(exported(trainer, tmp_path / "after")) == biases(model)).all()

@@ -83,7 +83,7 @@ CASES = [
     *[("deepseek_v3", layout) for layout in (DP2, TP2_EP2)],
 ]
 """TP4 is as many ranks as the models have key-value heads."""
-ALGORITHM = AlgorithmConfig(kl_coef=0.05)
+ALGORITHM = AlgorithmConfig(kl={"coefficient": 0.05})
 BATCHES = [random_batch(seed, groups=2) for seed in range(3)]
 NUMBERS = (
     "loss",

@@ -14,7 +14,11 @@ from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import Reference, Tensors, random_batch, worst
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    EntropyConfig,
+    LengthWeightsConfig,
+)
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
@@ -30,13 +34,12 @@ LAYOUTS = {
     "CP": ParallelLayout(context=2),
     "PP": ParallelLayout(pipeline=2),
 }
+LENGTHS = LengthWeightsConfig(exponent=2.0, lr=0.5, scale=0.3)
+BONUS = EntropyConfig(coefficient=0.01)
 LEARNED = AlgorithmConfig(
-    length_weighting="power",
-    length_lambda=2.0,
-    length_lambda_lr=0.5,
-    length_lambda_scale=0.3,
+    length_weights=LENGTHS,
     num_minibatches=2,
-    entropy_coef=0.01,
+    entropy=BONUS,
 )
 
 
@@ -85,7 +88,7 @@ class ExactLengths(Reference):
         for of_group in lengths.values():
             tokens_G = torch.tensor(list(of_group.values()), dtype=torch.float64)
             z_G = (tokens_G - tokens_G.mean()) / (tokens_G.std() + 1e-8)
-            powers_G = (1 + algorithm.length_lambda_scale * z_G) ** power
+            powers_G = (1 + LENGTHS.scale * z_G) ** power
             weights |= dict(
                 zip(of_group, len(of_group) * torch.softmax(powers_G, 0), strict=True)
             )
@@ -116,7 +119,7 @@ class ExactLengths(Reference):
             correction_N = torch.clip(
                 torch.exp(old_N - rollout_N), max=algorithm.correction_cap
             )
-            losses_N = -correction_N * surrogate_N - algorithm.entropy_coef * entropy_N
+            losses_N = -correction_N * surrogate_N - BONUS.coefficient * entropy_N
             loss = loss + weights[sample.rollout_id] * losses_N.sum() / tokens
         gradients = self.gradients_of(loss)
         assert power.grad is not None
@@ -135,7 +138,7 @@ def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
     metrics = resolve(trainer.train_shards(dealt_out(batch, ranks=layout.data)))
     initial = ExactLengths(model)
     first, second = trainer.steps()
-    exponent = LEARNED.length_lambda
+    exponent = LENGTHS.exponent
     gradients: list[float] = []
     exponents: list[float] = []
     for at, (mini, step) in enumerate(
@@ -149,7 +152,7 @@ def test_length_weights_and_learned_exponent_equal_float64_in_every_layout(
         assert gap < BOUND, f"step {at}: {tensor} is off by {gap:.1e}"
         exponents.append(exponent)
         gradients.append(gradient)
-        exponent -= LEARNED.length_lambda_lr * gradient
+        exponent -= LENGTHS.lr * gradient
     assert min(map(abs, gradients)) > 1e-3, "each step moves it"
     assert metrics["length_lambda_gradient"] == pytest.approx(sum(gradients), rel=BOUND)
     assert metrics["length_lambda"] == pytest.approx(sum(exponents) / 2, rel=BOUND)
@@ -163,7 +166,7 @@ def test_length_exponent_of_0_that_is_not_learned_changes_no_bit(
 ) -> None:
     batch = random_batch(5)
     weights = []
-    for algorithm in (AlgorithmConfig(), AlgorithmConfig(length_weighting="power")):
+    for algorithm in (AlgorithmConfig(), AlgorithmConfig(length_weights={})):
         trainer = pool.build(model, train=EXACT, algorithm=algorithm)
         trainer.train(batch, steps=2)
         weights.append(trainer.weights())
@@ -183,7 +186,7 @@ def test_skipped_step_does_not_move_the_length_exponent(
         np.where(sample.loss_mask_T, np.inf, 0.0).astype(np.float32)
         for sample in batch.samples
     ]
-    algorithm = LEARNED.model_copy(update={"entropy_coef": 0.0})
+    algorithm = LEARNED.model_copy(update={"entropy": None})
     trainer = pool.build(model, layout=LAYOUTS["DP"], train=EXACT, algorithm=algorithm)
     for advantages, counter in (
         (nothing, "skipped_steps"),

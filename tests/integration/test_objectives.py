@@ -150,7 +150,8 @@ class ExactSequences(ExactEverything):
             weight = torch.clip(
                 torch.exp((old_N - rollout_N).mean()), max=algorithm.correction_cap
             )
-            bonus = algorithm.entropy_coef * entropy_N.mean()
+            assert algorithm.entropy is not None
+            bonus = algorithm.entropy.coefficient * entropy_N.mean()
             loss = loss + (weight * surrogate - bonus) / len(trained)
         return self.gradients_of(loss)
 
@@ -163,10 +164,10 @@ def test_sequence_ratio_does_not_depend_on_how_rows_are_divided(
         ratio_level="sequence",
         eps_clip_low=0.03,
         eps_clip_high=0.03,
-        dual_clip=0.0,
+        dual_clip=None,
         correction="geometric_truncated",
         aggregation="sequence_mean",
-        entropy_coef=0.1,
+        entropy={"coefficient": 0.1},
         num_minibatches=2,
     )
     trainer = pool.build(model, layout=LAYOUTS[name], train=EXACT, algorithm=algorithm)

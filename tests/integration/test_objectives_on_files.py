@@ -131,7 +131,8 @@ def batch_for(name: str) -> TrainBatch:
 def test_two_steps_of_sft_dpo_and_kto_equal_float64(
     pool: RankPool, model: Path, name: str, layout: ParallelLayout
 ) -> None:
-    algorithm = AlgorithmConfig(objective=name, preference_beta=BETA)
+    beta = {} if name == "sft" else {name: {"beta": BETA}}
+    algorithm = AlgorithmConfig.model_validate({"objective": name, **beta})
     trainer = pool.build(model, layout=layout, train=EXACT, algorithm=algorithm)
     batch = batch_for(name)
     minis = mini_batches(batch, 2)

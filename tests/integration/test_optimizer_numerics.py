@@ -54,7 +54,7 @@ def adamw(
 def test_every_optimizer_step_equals_adamw(
     pool: RankPool, tmp_path: Path, fields: dict[str, float]
 ) -> None:
-    given = {"train_dtype": "float32", "lr": 1e-3, "clip_grad": 0.0, **fields}
+    given = {"train_dtype": "float32", "lr": 1e-3, "clip_grad": None, **fields}
     train = TrainConfig.model_validate(given)
     trainer = pool.build(make_tiny_model(tmp_path / "model"), train=train)
     start = trainer.weights()

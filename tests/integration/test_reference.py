@@ -13,7 +13,7 @@ from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
 from train_reference import Reference, random_batch, worst
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.errors import TrainError
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
@@ -24,7 +24,7 @@ from invrl.train.sharding import mini_batches
 from invrl.types import WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
-ALGORITHM = AlgorithmConfig(kl_coef=0.3, kl_clamp=0.0)
+ALGORITHM = AlgorithmConfig(kl=KlConfig(coefficient=0.3, clamp=None))
 BATCH = random_batch(1)
 BATCHES = [
     replace(random_batch(number), version=WeightVersion(number)) for number in range(3)
@@ -163,7 +163,7 @@ def test_moving_reference_is_saved_and_loaded(
     """A moving average over two batches, and a coefficient on its way: a trainer that
     loads the checkpoint makes the same third step as the one that goes on."""
     algorithm = ALGORITHM.model_copy(
-        update={"reference_ema": 0.75, "kl_target": 0.01, "kl_coef": 0.3}
+        update={"reference_ema": 0.75, "kl": KlConfig(target=0.01, coefficient=0.3)}
     )
     layout = LAYOUTS.get(name, ParallelLayout())
     trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
@@ -239,8 +239,8 @@ def test_reference_of_another_shape_is_refused(
     ("fields", "steps", "has_old", "has_reference"),
     first_quick(
         [
-            ({"kl_coef": 0.1}, 2, True, True),
-            ({"kl_coef": 0.1}, 1, False, True),
+            ({"kl": {"coefficient": 0.1}}, 2, True, True),
+            ({"kl": {"coefficient": 0.1}}, 1, False, True),
             ({}, 1, False, False),
             ({}, 2, True, False),
             ({"old_logprobs": "engine"}, 2, False, False),
@@ -345,10 +345,9 @@ def test_rloo_advantages_compare_rewards_that_include_the_kl_of_whole_rollouts(
     coef = 1.0
     algorithm = AlgorithmConfig(
         advantage="rloo",
-        kl_coef=coef,
-        kl_estimator="k1",
-        kl_in="rollout_reward",
-        kl_clamp=0.0,
+        kl=KlConfig(
+            coefficient=coef, estimator="k1", added_to="rollout_reward", clamp=None
+        ),
     )
     trainer = pool.build(
         even, layout=layout, train=settings(), algorithm=algorithm, reference=other

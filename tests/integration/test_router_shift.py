@@ -158,7 +158,7 @@ def settings(
             "max_tokens_per_microbatch": 25,
             "routing_replay": replay,
             "share_prefixes": share_prefixes,
-            "clip_grad": 0.0,
+            "clip_grad": None,
         }
     )
 

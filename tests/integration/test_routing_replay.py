@@ -102,7 +102,7 @@ def settings(replay: str, *, share_prefixes: bool = True) -> TrainConfig:
             "max_tokens_per_microbatch": 25,
             "routing_replay": replay,
             "share_prefixes": share_prefixes,
-            "clip_grad": 0.0,
+            "clip_grad": None,
         }
     )
 
@@ -188,7 +188,9 @@ def test_replay_uses_the_experts_of_the_engine(pool: RankPool, model: Path) -> N
     """Also in the pass for the old log-probs, and not in the reference's. Where they
     are unknown the router chooses. With two layers in each other's place the gradient
     is another one."""
-    algorithm = AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.15, kl_coef=0.1)
+    algorithm = AlgorithmConfig(
+        eps_clip_low=0.1, eps_clip_high=0.15, kl={"coefficient": 0.1}
+    )
     batch = recorded_batch(1)
     trainer = pool.build(model, train=settings("engine"), algorithm=algorithm)
     metrics = resolve(trainer.train(batch, steps=2))

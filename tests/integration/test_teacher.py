@@ -27,7 +27,7 @@ LAYOUTS = {
     "DP": ParallelLayout(data=2),
     "TP": ParallelLayout(tensor=2),
 }
-DISTILLATION = AlgorithmConfig(objective="distillation", kl_coef=0.1)
+DISTILLATION = AlgorithmConfig(objective="distillation", kl={"coefficient": 0.1})
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from slow_cases import first_quick, named_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, rewarded_batch
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, CriticConfig
 from invrl.train.config import TrainConfig
 from invrl.train.parallel.layout import ParallelLayout
 from invrl.train.sharding import shard_batch
@@ -144,8 +144,8 @@ def test_no_token_record_is_written_if_turned_off(pool: RankPool, model: Path) -
 
 
 def test_critic_warm_up_batch_has_no_trained_row(pool: RankPool, model: Path) -> None:
-    train = settings().model_copy(update={"critic_warmup_steps": 1})
-    trainer = pool.build(model, train=train, algorithm=AlgorithmConfig(advantage="gae"))
+    algorithm = AlgorithmConfig(critic=CriticConfig(warmup_steps=1))
+    trainer = pool.build(model, train=settings(), algorithm=algorithm)
     [result] = trainer.train_records(rewarded_batch(4))
     assert result.token_records
     assert set(result.token_records) == {None}

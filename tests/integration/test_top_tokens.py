@@ -87,7 +87,7 @@ class ExactTopTokens(Reference):
             rows = [logprobs_TV[position - 1] for position in positions]
             entropy_N = torch.stack([-(row.exp() * row).sum().detach() for row in rows])
             bound = float(
-                np.quantile(entropy_N.numpy(), algorithm.simko_entropy_quantile)
+                np.quantile(entropy_N.numpy(), algorithm.simko.entropy_quantile)
             )
             for n, position in enumerate(positions):
                 candidates = (
@@ -137,10 +137,10 @@ class ExactTopTokens(Reference):
                     for token in candidates
                 ]
             )
-            alpha = algorithm.simko_alpha
+            alpha = algorithm.simko.alpha
             ratio = (1 - alpha) * ratio + alpha * ratio.detach() * shared.mean()
         if undecided and advantage < 0 and candidates[:1] == [sampled]:
-            ratio = ratio * algorithm.simko_top1_weight
+            ratio = ratio * algorithm.simko.top1_weight
         clipped = ratio.clamp(1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high)
         return -torch.minimum(ratio * advantage, clipped * advantage)
 
@@ -162,7 +162,7 @@ class ExactTopTokens(Reference):
         else:
             distance = sum(b * np.log(b / a) for a, b in zip(p, q, strict=True))
         further = float(row_V[sampled].detach()) - rollout[sampled]
-        if distance > algorithm.dppo_threshold and further * advantage > 0:
+        if distance > algorithm.dppo.threshold and further * advantage > 0:
             return row_V.sum() * 0.0
         return -torch.exp(row_V[sampled] - rollout[sampled]) * advantage
 
@@ -170,19 +170,17 @@ class ExactTopTokens(Reference):
 DPPO = {"old_logprobs": "engine", "correction": "none", "num_minibatches": 2}
 LOSSES = {
     "dppo_tv_topk": AlgorithmConfig.model_validate(
-        {**DPPO, "policy_loss": "dppo_tv_topk", "dppo_threshold": 0.01}
+        {**DPPO, "policy_loss": "dppo_tv_topk", "dppo": {"threshold": 0.01}}
     ),
     "dppo_kl_topk": AlgorithmConfig.model_validate(
-        {**DPPO, "policy_loss": "dppo_kl_topk", "dppo_threshold": 0.005}
+        {**DPPO, "policy_loss": "dppo_kl_topk", "dppo": {"threshold": 0.005}}
     ),
     "simko": AlgorithmConfig(
         policy_loss="simko",
-        simko_alpha=0.4,
-        simko_top1_weight=1.5,
-        simko_entropy_quantile=0.3,
+        simko={"alpha": 0.4, "top1_weight": 1.5, "entropy_quantile": 0.3},
         eps_clip_low=0.4,
         eps_clip_high=0.4,
-        dual_clip=0.0,
+        dual_clip=None,
         correction="none",
         num_minibatches=2,
     ),

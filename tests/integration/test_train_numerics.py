@@ -27,7 +27,7 @@ from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(
-    eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl_coef=0.1
+    eps_clip_low=0.1, eps_clip_high=0.15, correction_cap=1.2, kl={"coefficient": 0.1}
 )
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)
 

@@ -23,7 +23,7 @@ from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch
 
 BOUND = 1e-5  # norm-relative, per tensor
-ALGORITHM = AlgorithmConfig(kl_coef=0.05)
+ALGORITHM = AlgorithmConfig(kl={"coefficient": 0.05})
 BATCHES = (
     random_batch(0),
     random_batch(1, groups=1, rollouts=1),  # little more than one rollout's tree

@@ -102,13 +102,13 @@ class Reference:
                     torch.exp(before - sampled), max=algorithm.correction_cap
                 )
             loss = -(weight * surrogate).sum()
-            if algorithm.kl_coef:
+            if algorithm.kl is not None:
                 assert reference is not None
                 gap = reference[at] - current
                 divergence = torch.exp(gap) - gap - 1
-                if algorithm.kl_clamp:
-                    divergence = torch.clip(divergence, max=algorithm.kl_clamp)
-                loss = loss + algorithm.kl_coef * divergence.sum()
+                if algorithm.kl.clamp:
+                    divergence = torch.clip(divergence, max=algorithm.kl.clamp)
+                loss = loss + algorithm.kl.coefficient * divergence.sum()
             (loss / tokens).backward()
         return self._collected()
 

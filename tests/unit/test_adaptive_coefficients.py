@@ -10,7 +10,17 @@ from invrl.algorithms.adaptive import (
     adapted_kl_coef,
     entropy_coef_of_band,
 )
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    EntropyConfig,
+    KlConfig,
+    LengthWeightsConfig,
+)
+
+
+def entropy_coefficient(config: AlgorithmConfig) -> float:
+    assert config.entropy is not None
+    return config.entropy.coefficient
 
 
 @pytest.mark.parametrize(
@@ -56,44 +66,49 @@ def test_the_entropy_coefficient_moves_by_steps_within_bounds(
 
 
 def test_coefficients_without_a_target_do_not_change() -> None:
-    config = AlgorithmConfig(kl_coef=0.3, entropy_coef=0.02)
+    config = AlgorithmConfig(
+        kl=KlConfig(coefficient=0.3), entropy=EntropyConfig(coefficient=0.02)
+    )
     after = Coefficients.of(config).after(config, 9.0, 9.0)
     assert after.within(config) == config
 
 
 def test_length_lambda_follows_only_its_own_gradient() -> None:
     config = AlgorithmConfig(
-        length_weighting="power",
-        length_lambda=0.5,
-        length_lambda_lr=0.1,
-        entropy_target=0.2,
-        kl_target=0.1,
+        length_weights=LengthWeightsConfig(exponent=0.5, lr=0.1),
+        entropy=EntropyConfig(target=0.2),
+        kl=KlConfig(coefficient=0.1, target=0.1),
     )
     start = Coefficients.of(config)
-    stepped = start.after_step(config, 2.0)
+    stepped = start.after_step(LengthWeightsConfig(lr=0.1), 2.0)
     assert stepped.length_lambda == pytest.approx(0.3)
     assert start.after(config, 1.0, 0.1).length_lambda == 0.5
-    fixed = config.model_copy(update={"length_lambda_lr": 0.0})
-    assert start.after_step(fixed, 2.0) == start
+    assert start.after_step(LengthWeightsConfig(lr=0.0), 2.0) == start
 
 
 def test_entropy_bonus_is_0_while_the_entropy_is_above_its_target() -> None:
-    config = AlgorithmConfig(entropy_coef=0.1, entropy_target=0.2)
+    config = AlgorithmConfig(entropy=EntropyConfig(coefficient=0.1, target=0.2))
     low = Coefficients.of(config).after(config, 0.0, 0.1)
-    assert low.within(config).entropy_coef == pytest.approx(0.105)
+    assert entropy_coefficient(low.within(config)) == pytest.approx(0.105)
     high = low.after(config, 0.0, 0.5)
-    assert high.within(config).entropy_coef == 0.0
+    assert entropy_coefficient(high.within(config)) == 0.0
     assert high.entropy == pytest.approx(0.1), "it is remembered"
-    assert high.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(
-        0.105
-    )
+    assert entropy_coefficient(
+        high.after(config, 0.0, 0.1).within(config)
+    ) == pytest.approx(0.105)
 
 
 def test_both_coefficients_are_adapted_together() -> None:
-    config = AlgorithmConfig(kl_coef=1.0, kl_target=0.1, entropy_target=0.2)
+    config = AlgorithmConfig(
+        kl=KlConfig(coefficient=1.0, target=0.1), entropy=EntropyConfig(target=0.2)
+    )
     within = Coefficients.of(config).after(config, 1.0, 0.1).within(config)
-    assert (within.kl_coef, within.entropy_coef) == pytest.approx((1.02, 0.005))
-    assert within.model_copy(update={"kl_coef": 1.0, "entropy_coef": 0.0}) == config
+    assert within.kl is not None
+    assert within.kl.coefficient == pytest.approx(1.02)
+    assert entropy_coefficient(within) == pytest.approx(0.005)
+    assert (
+        within.model_copy(update={"kl": config.kl, "entropy": config.entropy}) == config
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,15 +139,17 @@ def test_entropy_coefficient_returns_to_0_between_its_two_bounds(
 
 
 def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:
-    config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4, entropy_coef=0.1)
+    config = AlgorithmConfig(
+        entropy=EntropyConfig(target=0.2, ceiling=0.4, coefficient=0.1)
+    )
     start = Coefficients.of(config)
-    assert start.after(config, 0.0, 0.1).within(config).entropy_coef == pytest.approx(
-        0.105
-    )
-    assert start.after(config, 0.0, 0.3).within(config).entropy_coef == 0.0
-    assert start.after(config, 0.0, 0.5).within(config).entropy_coef == pytest.approx(
-        -0.005
-    )
+    assert entropy_coefficient(
+        start.after(config, 0.0, 0.1).within(config)
+    ) == pytest.approx(0.105)
+    assert entropy_coefficient(start.after(config, 0.0, 0.3).within(config)) == 0.0
+    assert entropy_coefficient(
+        start.after(config, 0.0, 0.5).within(config)
+    ) == pytest.approx(-0.005)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +164,11 @@ def test_entropy_bonus_or_penalty_acts_only_outside_of_the_band() -> None:
 def test_entropy_band_holds_a_drifting_entropy(entropy: float, drift: float) -> None:
     """An entropy that the rest of the loss moves by `drift` a batch and the bonus by
     its coefficient."""
-    config = AlgorithmConfig(entropy_target=0.2, entropy_ceiling=0.4)
+    config = AlgorithmConfig(entropy=EntropyConfig(target=0.2, ceiling=0.4))
     coefficients = Coefficients.of(config)
     seen: list[float] = []
     for _ in range(400):
-        entropy += drift + coefficients.within(config).entropy_coef
+        entropy += drift + entropy_coefficient(coefficients.within(config))
         coefficients = coefficients.after(config, 0.0, entropy)
         seen.append(entropy)
     assert min(seen[100:]) > 0.15

@@ -16,7 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    DppoConfig,
+    EntropyConfig,
+    KlConfig,
+    LengthWeightsConfig,
+    RejectionConfig,
+    RejectionGateConfig,
+    SapoConfig,
+)
 from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
 from invrl.algorithms.losses import policy_loss
@@ -122,24 +131,27 @@ def surrogate_of(
     if config.policy_loss == "cispo":
         return -clipped_to(stopped_ratio, low, high) * advantage * moving[t]
     if config.policy_loss == "sapo":
-        tau = config.sapo_temperature_negative
+        assert config.sapo is not None
+        tau = config.sapo.temperature_negative
         if advantage > 0:
-            tau = config.sapo_temperature_positive
+            tau = config.sapo.temperature_positive
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         return -4 / tau * gate * advantage
     if config.policy_loss == "rejection_gate":
-        sharpness = config.rejection_gate_sharpness
+        assert config.rejection_gate is not None
+        sharpness = config.rejection_gate.sharpness
         return -advantage / (1 + math.exp(-sharpness * (ratio - 1)))
     if config.policy_loss == "gmpo":
         return -advantage * row_ratio_of(row, moving, still, old, config)
     if config.policy_loss == "policy_gradient":
         return -advantage * moving[t]
     if config.policy_loss == "vespo":
-        power = config.vespo_power_positive
-        decay = config.vespo_decay_positive
+        assert config.vespo is not None
+        power = config.vespo.power_positive
+        decay = config.vespo.decay_positive
         if advantage < 0:
-            power = config.vespo_power_negative
-            decay = config.vespo_decay_negative
+            power = config.vespo.power_negative
+            decay = config.vespo.decay_negative
         weight = math.exp(bounded(sum(still) - sum(row.rollout_logprobs)))
         kernel = weight**power * math.exp(decay * (1 - weight))
         return -kernel * advantage * moving[t]
@@ -151,7 +163,8 @@ def surrogate_of(
         of_others = (1 - q) * math.log((1 - q) / (1 - p))
         distance = of_sampled + of_others
     moves_away = (advantage > 0 and p > q) or (advantage < 0 and p < q)
-    if moves_away and distance > config.dppo_threshold:
+    assert config.dppo is not None
+    if moves_away and distance > config.dppo.threshold:
         return 0.0
     return -ratio * advantage
 
@@ -184,17 +197,17 @@ def weight_of(row: Row, t: int, old: list[float], config: AlgorithmConfig) -> fl
         "sequence": math.exp(bounded(math.fsum(gaps))),
         "geometric": math.exp(bounded(math.fsum(gaps) / len(gaps))),
     }
-    if config.rejection != "none":
-        rejection_weight = weights[config.rejection]
-        if rejection_weight < config.rejection_low:
+    if config.rejection is not None:
+        rejection_weight = weights[config.rejection.kind]
+        if rejection_weight < (config.rejection.low or 0.0):
             return 0.0
-        if config.rejection_high and rejection_weight > config.rejection_high:
+        if config.rejection.high and rejection_weight > config.rejection.high:
             return 0.0
     if config.correction == "none":
         return 1.0
     levels = {"truncated": "token", "sequence_truncated": "sequence"}
     weight = weights[levels.get(config.correction, "geometric")]
-    return clipped_to(weight, config.correction_floor, config.correction_cap)
+    return clipped_to(weight, config.correction_floor or 0.0, config.correction_cap)
 
 
 def divergence_of(policy: float, other: float, sampled: float, name: str) -> float:
@@ -246,8 +259,8 @@ def aggregation_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> fl
         "constant": 1 / (rollouts * (config.aggregation_constant or 1)),
     }
     weight = weights[config.aggregation]
-    if config.length_weighting == "power":
-        weight *= length_weight(row, rows, config)
+    if config.length_weights is not None:
+        weight *= length_weight(row, rows, config.length_weights)
     return weight
 
 
@@ -259,7 +272,7 @@ def lengths_of_group(group: int, rows: list[Row]) -> dict[int, int]:
     return lengths
 
 
-def length_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> float:
+def length_weight(row: Row, rows: list[Row], config: LengthWeightsConfig) -> float:
     lengths = lengths_of_group(row.group, rows)
     size = len(lengths)
     mean = sum(lengths.values()) / size
@@ -268,23 +281,23 @@ def length_weight(row: Row, rows: list[Row], config: AlgorithmConfig) -> float:
     exponentials: dict[int, float] = {}
     for rollout, length in lengths.items():
         normalized = (length - mean) / (deviation + 1e-8)
-        base = 1 + config.length_lambda_scale * normalized
-        exponentials[rollout] = math.exp(base**config.length_lambda)
+        base = 1 + config.scale * normalized
+        exponentials[rollout] = math.exp(base**config.exponent)
     return size * exponentials[row.rollout] / sum(exponentials.values())
 
 
 def advantages_of(row: Row, old: list[float], c: AlgorithmConfig) -> list[float]:
     """With the KL that is in the rewards of this and later tokens."""
     advantages = list(row.advantages)
-    if not c.kl_coef or c.kl_in != "reward":
+    if c.kl is None or c.kl.added_to != "reward":
         return advantages
-    bound = c.kl_clamp or math.inf
+    bound = c.kl.clamp or math.inf
     for t in range(len(advantages)):
         for s in range(t, len(advantages)):
             penalty = divergence_of(
-                old[s], row.reference[s], row.rollout_logprobs[s], c.kl_estimator
+                old[s], row.reference[s], row.rollout_logprobs[s], c.kl.estimator
             )
-            advantages[t] -= c.kl_coef * min(max(penalty, -bound), bound)
+            advantages[t] -= c.kl.coefficient * min(max(penalty, -bound), bound)
     return advantages
 
 
@@ -304,20 +317,21 @@ def reference_loss(
                 shaped, t, current, row.current, old, config, advantage
             )
             loss = weight_of(row, t, old, config) * surrogate
-            if config.kl_coef and config.kl_in == "loss":
+            if config.kl is not None and config.kl.added_to == "loss":
                 divergence = divergence_of(
                     current[t],
                     row.reference[t],
                     row.rollout_logprobs[t],
-                    config.kl_estimator,
+                    config.kl.estimator,
                 )
-                bound = config.kl_clamp or math.inf
-                loss += config.kl_coef * clipped_to(divergence, -bound, bound)
-            loss -= config.entropy_coef * row.entropy[t]
+                bound = config.kl.clamp or math.inf
+                loss += config.kl.coefficient * clipped_to(divergence, -bound, bound)
+            if config.entropy is not None:
+                loss -= config.entropy.coefficient * row.entropy[t]
             total += weight * loss
         if is_solved(row):
             solved += current
-    if solved:
+    if solved and config.solved_nll_coef:
         total -= config.solved_nll_coef * math.fsum(solved) / len(solved)
     return total
 
@@ -404,11 +418,12 @@ def length_numbers_of(
     row: Row, rows: list[Row], config: AlgorithmConfig
 ) -> tuple[float, float]:
     """The weight of the row's rollout, and its slope."""
+    settings = config.length_weights or LengthWeightsConfig()
     lengths = lengths_of_group(row.group, rows)
     weights_G, slopes_G = weights_of_group(
         np.array(list(lengths.values()), np.float64),
-        config.length_lambda,
-        config.length_lambda_scale,
+        settings.exponent,
+        settings.scale,
     )
     place = list(lengths).index(row.rollout)
     return float(weights_G[place]), float(slopes_G[place])
@@ -432,6 +447,11 @@ def run(
     return outputs, inputs.current_N.grad, entropy_gradient_N
 
 
+length_weights = st.builds(
+    LengthWeightsConfig,
+    exponent=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
+    scale=st.sampled_from([1 / 9, 0.6]),
+)
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(
@@ -450,31 +470,39 @@ configs = st.builds(
     ratio_level=st.sampled_from(["token", "sequence", "sequence_token"]),
     eps_clip_low=st.sampled_from([0.1, 0.3, 1.0]),
     eps_clip_high=st.sampled_from([0.1, 0.28]),
-    dual_clip=st.sampled_from([0.0, 1.3]),
-    sapo_temperature_positive=st.sampled_from([1.0, 2.0]),
-    rejection_gate_sharpness=st.sampled_from([4.0, 10.0]),
-    dppo_threshold=st.sampled_from([0.02, 0.1]),
+    dual_clip=st.sampled_from([None, 1.3]),
+    sapo=st.builds(SapoConfig, temperature_positive=st.sampled_from([1.0, 2.0])),
+    rejection_gate=st.builds(
+        RejectionGateConfig, sharpness=st.sampled_from([4.0, 10.0])
+    ),
+    dppo=st.builds(DppoConfig, threshold=st.sampled_from([0.02, 0.1])),
     correction=st.sampled_from(
         ["none", "truncated", "sequence_truncated", "geometric_truncated"]
     ),
     correction_cap=st.sampled_from([1.1, 2.0]),
-    correction_floor=st.sampled_from([0.0, 0.8]),
-    rejection=st.sampled_from(["none", "token", "sequence", "geometric"]),
-    rejection_low=st.sampled_from([0.0, 0.7]),
-    rejection_high=st.sampled_from([0.0, 1.4]),
+    correction_floor=st.sampled_from([None, 0.8]),
+    rejection=st.none()
+    | st.builds(
+        RejectionConfig,
+        kind=st.sampled_from(["token", "sequence", "geometric"]),
+        low=st.sampled_from([None, 0.7]),
+        high=st.sampled_from([None, 1.4]),
+    ),
     aggregation=st.sampled_from(
         ["token_mean", "sequence_mean", "rollout_mean", "group_mean", "constant"]
     ),
     aggregation_constant=st.just(7.0),
-    length_weighting=st.sampled_from(["none", "power"]),
-    length_lambda=st.sampled_from([-3.0, 0.0, 1.0, 4.0]),
-    length_lambda_scale=st.sampled_from([1 / 9, 0.6]),
-    kl_coef=st.sampled_from([0.0, 0.3]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
-    kl_in=st.sampled_from(["loss", "reward"]),
-    kl_clamp=st.sampled_from([0.0, 0.2]),
-    entropy_coef=st.sampled_from([0.0, 0.05]),
-    solved_nll_coef=st.sampled_from([0.0, 0.1]),
+    length_weights=st.none() | length_weights,
+    kl=st.none()
+    | st.builds(
+        KlConfig,
+        coefficient=st.just(0.3),
+        estimator=st.sampled_from(["k1", "k2", "k3", "unbiased"]),
+        added_to=st.sampled_from(["loss", "reward"]),
+        clamp=st.sampled_from([None, 0.2]),
+    ),
+    entropy=st.none() | st.builds(EntropyConfig, coefficient=st.just(0.05)),
+    solved_nll_coef=st.sampled_from([None, 0.1]),
     old_logprobs=st.sampled_from(["recompute", "engine", "interpolated"]),
 )
 row_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -499,21 +527,31 @@ def test_loss_and_gradient_equal_float64_loops(
     expected_N: list[float] = []
     for row in rows:
         weight = aggregation_weight(row, rows, config)
-        expected_N += [-config.entropy_coef * weight] * len(row.current)
+        bonus = config.entropy.coefficient if config.entropy is not None else 0.0
+        expected_N += [-bonus * weight] * len(row.current)
     assert entropy_gradient_N.tolist() == pytest.approx(expected_N, rel=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
-@given(lengths=row_lengths, seed=st.integers(0, 10**6), config=configs)
+@given(
+    lengths=row_lengths,
+    seed=st.integers(0, 10**6),
+    config=configs,
+    weights=length_weights,
+)
 def test_the_gradient_of_lambda_equals_finite_differences(
-    lengths: list[int], seed: int, config: AlgorithmConfig
+    lengths: list[int],
+    seed: int,
+    config: AlgorithmConfig,
+    weights: LengthWeightsConfig,
 ) -> None:
     rows = random_rows(lengths, seed)
     current = [row.current for row in rows]
-    config = config.model_copy(update={"length_weighting": "power"})
+    config = config.model_copy(update={"length_weights": weights})
 
     def loss_with_step(step: float) -> float:
-        changes = {"length_lambda": config.length_lambda + step}
+        moved_weights = weights.model_copy(update={"exponent": weights.exponent + step})
+        changes = {"length_weights": moved_weights}
         return reference_loss(rows, current, config.model_copy(update=changes))
 
     outputs, _, _ = run(rows, rows, config)
@@ -618,10 +656,8 @@ def test_a_rejected_row_has_no_gradient_and_stays_in_the_denominator() -> None:
     near = replace(second, rollout_logprobs=second.old)
     config = AlgorithmConfig(
         correction="none",
-        rejection="geometric",
-        rejection_low=0.999,
-        rejection_high=1.001,
-        dual_clip=0.0,
+        rejection={"kind": "geometric", "low": 0.999, "high": 1.001},
+        dual_clip=None,
     )
     outputs, gradient_N, _ = run([far, near], [far, near], config)
     _, alone_N, _ = run([near], [near], config)
@@ -635,7 +671,8 @@ def test_a_negative_coefficient_is_a_penalty_on_the_entropy() -> None:
     """Above the band of entropies (`adaptive.py`); settings themselves are not
     negative."""
     rows = random_rows([3, 4], 0)
-    config = AlgorithmConfig().model_copy(update={"entropy_coef": -0.05})
+    penalty = EntropyConfig().model_copy(update={"coefficient": -0.05})
+    config = AlgorithmConfig().model_copy(update={"entropy": penalty})
     outputs, _, entropy_gradient_N = run(rows, rows, config)
     plain, _, _ = run(rows, rows, AlgorithmConfig())
     entropies = [entropy for row in rows for entropy in row.entropy]
@@ -650,7 +687,8 @@ def test_icepop_weights_tokens_within_its_bounds_and_drops_others() -> None:
     [on_policy_row] = one_row(old, old, [1.0] * 4)
     row = replace(on_policy_row, rollout_logprobs=[-3.0] * 4)
     config = AlgorithmConfig(
-        correction_cap=5.0, rejection="token", rejection_low=0.5, rejection_high=5.0
+        correction_cap=5.0,
+        rejection={"kind": "token", "low": 0.5, "high": 5.0},
     )
     _, gradient_N, _ = run([row], [row], config)
     weights = (gradient_N * -4).tolist()
@@ -746,8 +784,7 @@ def test_large_logprob_gap_does_not_overflow_any_loss_axis(
         config = AlgorithmConfig(
             policy_loss=policy_loss_name,
             correction=level,
-            kl_estimator="unbiased",
-            kl_coef=0.1,
+            kl={"estimator": "unbiased", "coefficient": 0.1},
         )
         outputs, gradient_N, _ = run([row], [row], config, torch.float32)
         assert math.isfinite(outputs.loss.item())

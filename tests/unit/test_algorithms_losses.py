@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import one_row, tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.kl import k3
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
@@ -65,11 +65,13 @@ def reference_token(token: Token, config: AlgorithmConfig) -> tuple[float, float
     gap = token.reference - token.current
     bounded_gap = within(gap, -20.0, 20.0)
     divergence = math.exp(bounded_gap) - bounded_gap - 1
-    if config.kl_clamp and divergence > config.kl_clamp:
-        return loss + config.kl_coef * config.kl_clamp, gradient
-    loss += config.kl_coef * divergence
+    if config.kl is None:
+        return loss, gradient
+    if config.kl.clamp and divergence > config.kl.clamp:
+        return loss + config.kl.coefficient * config.kl.clamp, gradient
+    loss += config.kl.coefficient * divergence
     if abs(gap) <= 20.0:
-        gradient += config.kl_coef * (1 - math.exp(gap))
+        gradient += config.kl.coefficient * (1 - math.exp(gap))
     return loss, gradient
 
 
@@ -113,10 +115,13 @@ def near_a_bound(token: Token, config: AlgorithmConfig) -> bool:
     """float32 and float64 may disagree on which side of a bound a number lies; ties
     have their own test."""
     ratio = math.exp(token.current - token.old)
-    bounds = (1 - config.eps_clip_low, 1 + config.eps_clip_high, config.dual_clip)
+    bounds = [1 - config.eps_clip_low, 1 + config.eps_clip_high]
+    if config.dual_clip is not None:
+        bounds.append(config.dual_clip)
     gap = token.reference - token.current
     divergence = math.exp(gap) - gap - 1
-    at_clamp = abs(divergence - config.kl_clamp) < 1e-3
+    clamp = config.kl.clamp if config.kl is not None else None
+    at_clamp = clamp is not None and abs(divergence - clamp) < 1e-3
     return at_clamp or any(abs(ratio - bound) < 1e-4 for bound in bounds)
 
 
@@ -147,9 +152,13 @@ configs = st.builds(
     eps_clip_high=st.sampled_from([0.1, 0.28, 0.4]),
     correction=st.sampled_from(["none", "truncated"]),
     correction_cap=st.sampled_from([1.0, 2.0]),
-    kl_coef=st.sampled_from([0.0, 0.04, 1.0]),
-    kl_clamp=st.sampled_from([0.0, 0.25, 10.0]),
-    dual_clip=st.sampled_from([0.0, 1.5, 3.0]),
+    kl=st.none()
+    | st.builds(
+        KlConfig,
+        coefficient=st.sampled_from([0.04, 1.0]),
+        clamp=st.sampled_from([None, 0.25, 10.0]),
+    ),
+    dual_clip=st.sampled_from([None, 1.5, 3.0]),
 )
 
 
@@ -289,7 +298,10 @@ def test_metrics_count_clipped_and_capped_tokens() -> None:
 
 
 def test_metrics_count_dual_clipped_and_clamped_tokens() -> None:
-    config = AlgorithmConfig(dual_clip=3.0, kl_coef=0.1, kl_clamp=2.0)
+    config = AlgorithmConfig(
+        dual_clip=3.0,
+        kl={"coefficient": 0.1, "clamp": 2.0},
+    )
     far = replace(one(1.0, 0.0), reference=3.0)  # k3 is e^3 - 4 = 16.1
     outputs, _ = run([one(4.0, -1.0), one(2.0, -1.0), one(4.0, 1.0), far], config, 4.0)
     metrics = resolve(outputs.metrics)
@@ -352,7 +364,7 @@ def test_token_that_lost_its_probability_does_not_dominate_the_step(
     lost = Token(
         current=-11.0, old=-11.0, rollout=-11.0, advantage=advantage, reference=0.0
     )
-    config = AlgorithmConfig(kl_coef=0.04)
+    config = AlgorithmConfig(kl=KlConfig(coefficient=0.04))
     outputs, gradient_N = run([*ordinary, lost], config, 3001.0)
     _, ordinary_gradient_N = run(ordinary, config, 3001.0)
     assert abs(outputs.loss.item()) < 2.0
@@ -369,7 +381,7 @@ def test_a_punished_token_that_became_likely_has_a_bounded_loss() -> None:
     outputs, gradient = run([token], AlgorithmConfig(), 1.0)
     assert outputs.loss.item() == pytest.approx(3.0)
     assert gradient.tolist() == [0.0]
-    outputs, gradient = run([token], AlgorithmConfig(dual_clip=0.0), 1.0)
+    outputs, gradient = run([token], AlgorithmConfig(dual_clip=None), 1.0)
     assert outputs.loss.item() == pytest.approx(math.exp(11), rel=1e-5)
     assert gradient.tolist() == pytest.approx([math.exp(11)], rel=1e-5)
 
@@ -377,7 +389,7 @@ def test_a_punished_token_that_became_likely_has_a_bounded_loss() -> None:
 @pytest.mark.parametrize("gap", [-200.0, 200.0])
 def test_large_logprob_gap_does_not_overflow_the_policy_loss(gap: float) -> None:
     """e^200 is infinite in float32; log-ratios are clamped at 20 before exp."""
-    config = AlgorithmConfig(kl_coef=1.0, kl_clamp=0.0, dual_clip=0.0)
+    config = AlgorithmConfig(kl={"coefficient": 1.0, "clamp": None}, dual_clip=None)
     tokens = [
         Token(current=gap, old=0.0, rollout=0.0, advantage=-1.0, reference=0.0),
         Token(current=0.0, old=gap, rollout=0.0, advantage=-1.0, reference=0.0),
@@ -395,10 +407,10 @@ def test_large_logprob_gap_does_not_overflow_the_policy_loss(gap: float) -> None
 
 
 def test_an_empty_micro_batch_has_a_gradient_path_and_neutral_metrics() -> None:
-    outputs, gradient = run([], AlgorithmConfig(kl_coef=0.1), 0.0)
+    outputs, gradient = run([], AlgorithmConfig(kl={"coefficient": 0.1}), 0.0)
     assert outputs.loss.item() == 0.0
     assert gradient.shape == (0,)
-    full, _ = run([one(1.5, 1.0)], AlgorithmConfig(kl_coef=0.1), 1.0)
+    full, _ = run([one(1.5, 1.0)], AlgorithmConfig(kl={"coefficient": 0.1}), 1.0)
     assert merge([outputs.metrics, full.metrics]) == full.metrics
 
 
@@ -433,7 +445,7 @@ def test_no_gradient_reaches_old_rollout_or_reference() -> None:
         rows=one_row(2),
         denominators=tokens_alone(2.0),
     )
-    policy_loss(inputs, AlgorithmConfig(kl_coef=1.0)).loss.backward()
+    policy_loss(inputs, AlgorithmConfig(kl={"coefficient": 1.0})).loss.backward()
     assert current_N.grad is not None
     assert old_N.grad is None
     assert rollout_N.grad is None
@@ -470,7 +482,7 @@ def test_wrong_loss_inputs_are_refused() -> None:
     with pytest.raises(ValueError, match="one shape"):
         replace(inputs, rows=one_row(3))
     with pytest.raises(ValueError, match="no reference"):
-        policy_loss(inputs, AlgorithmConfig(kl_coef=0.1))
+        policy_loss(inputs, AlgorithmConfig(kl={"coefficient": 0.1}))
 
 
 def unclipped(
@@ -511,4 +523,10 @@ def test_policy_loss_of_the_user_replaces_the_built_in_one() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_only_sets_fields(name: str) -> None:
     config = AlgorithmConfig.model_validate(PRESETS[name])
-    assert {field: getattr(config, field) for field in PRESETS[name]} == PRESETS[name]
+    dumped = config.model_dump()
+    for field, value in PRESETS[name].items():
+        if isinstance(value, dict):
+            given = {k: None if part is False else part for k, part in value.items()}
+            assert {key: dumped[field][key] for key in value} == given
+        else:
+            assert dumped[field] == (None if value is False else value)

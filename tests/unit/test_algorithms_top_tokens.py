@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, DppoConfig, SimkoConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopTokens
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import needs_of
@@ -107,10 +107,10 @@ def reference_loss(
     has a gradient, by row, token, and -1 for the sampled one or the number of a
     candidate."""
     losses: list[float] = []
+    simko = config.simko or SimkoConfig()
+    dppo = config.dppo or DppoConfig()
     for row_index, row in enumerate(rows):
-        bound = quantile_of(
-            [token.entropy for token in row], config.simko_entropy_quantile
-        )
+        bound = quantile_of([token.entropy for token in row], simko.entropy_quantile)
         for t, token in enumerate(row):
             still = token.current[token.sampled]
             before = token.rollout if config.old_logprobs == "engine" else token.old
@@ -120,15 +120,12 @@ def reference_loss(
             if config.policy_loss in ("dppo_tv_topk", "dppo_kl_topk"):
                 p = still
                 q = token.rollout[token.sampled]
-                is_far = (
-                    divergence_of(token, name=config.policy_loss)
-                    > config.dppo_threshold
-                )
+                is_far = divergence_of(token, name=config.policy_loss) > dppo.threshold
                 masked = is_far and ((a > 0 and p > q) or (a < 0 and p < q))
                 losses.append(0.0 if masked else -ratio * a)
                 continue
             if token.entropy > bound and a > 0 and token.candidates:
-                own = (1 - config.simko_alpha) * ratio
+                own = (1 - simko.alpha) * ratio
                 for k, candidate in enumerate(token.candidates):
                     # eq. 4, with the old log-prob of the candidate, which cancels
                     stopped = math.exp(still - old) / math.exp(
@@ -138,19 +135,14 @@ def reference_loss(
                         (row_index, t, k), 0.0
                     )
                     of_candidate = math.exp(logprob - before[candidate])
-                    own += (
-                        config.simko_alpha
-                        / len(token.candidates)
-                        * stopped
-                        * of_candidate
-                    )
+                    own += simko.alpha / len(token.candidates) * stopped * of_candidate
                 ratio = own
             if (
                 token.entropy > bound
                 and a < 0
                 and token.candidates[:1] == [token.sampled]
             ):
-                ratio = config.simko_top1_weight * ratio
+                ratio = simko.top1_weight * ratio
             low = 1 - config.eps_clip_low
             high = 1 + config.eps_clip_high
             losses.append(-min(ratio * a, min(max(ratio, low), high) * a))
@@ -229,13 +221,16 @@ def run(
 configs = st.builds(
     AlgorithmConfig,
     policy_loss=st.sampled_from(ON_TOP_TOKENS),
-    dppo_threshold=st.sampled_from([0.02, 0.1, 0.2]),
-    simko_alpha=st.sampled_from([0.0, 0.01, 0.3]),
-    simko_top1_weight=st.sampled_from([1.1, 2.0]),
-    simko_entropy_quantile=st.sampled_from([0.0, 0.5, 0.8]),
+    dppo=st.builds(DppoConfig, threshold=st.sampled_from([0.02, 0.1, 0.2])),
+    simko=st.builds(
+        SimkoConfig,
+        alpha=st.sampled_from([0.0, 0.01, 0.3]),
+        top1_weight=st.sampled_from([1.1, 2.0]),
+        entropy_quantile=st.sampled_from([0.0, 0.5, 0.8]),
+    ),
     eps_clip_low=st.just(0.3),
     eps_clip_high=st.just(0.4),
-    dual_clip=st.just(0.0),
+    dual_clip=st.none(),
     correction=st.just("none"),
     old_logprobs=st.sampled_from(["recompute", "engine"]),
 )
@@ -306,7 +301,7 @@ def test_divergence_over_more_top_tokens_is_not_smaller(
     settings_of = {
         "correction": "none",
         "old_logprobs": "engine",
-        "dppo_threshold": 0.05,
+        "dppo": {"threshold": 0.05},
     }
     binary = AlgorithmConfig.model_validate(
         {**settings_of, "policy_loss": f"dppo_{name}"}
@@ -336,7 +331,7 @@ def test_divergence_over_the_whole_vocabulary_is_exact() -> None:
             for shift in (0.999, 1.001):
                 config = AlgorithmConfig(
                     policy_loss=name,
-                    dppo_threshold=bound * shift,
+                    dppo={"threshold": bound * shift},
                     correction="none",
                     old_logprobs="engine",
                 )
@@ -363,10 +358,10 @@ def test_simko_moves_a_share_of_the_gradient_and_no_loss_value() -> None:
         pytest.fail("a uniform distribution has the largest entropy")
     config = AlgorithmConfig(
         policy_loss="simko",
-        simko_alpha=0.3,
+        simko={"alpha": 0.3},
         eps_clip_low=0.9,
         eps_clip_high=1e6,
-        dual_clip=0.0,
+        dual_clip=None,
         correction="none",
     )
     outputs, gradient_N, of_top_NK = run(inputs_of(rows, 2), config)

@@ -30,7 +30,7 @@ from invrl.train.families.registry import FAMILIES
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 TAUGHT = (
-    *("--objective", "distillation", "--teacher-url", "http://127.0.0.1:9"),
+    *("--objective", "distillation", "--teacher.url", "http://127.0.0.1:9"),
     *("--group-filter", "none"),
 )
 AGENT = ("--rollout-function-path", "rollout_fns.calculator:rollout")
@@ -312,12 +312,16 @@ def test_reference_or_critic_of_another_architecture_is_refused(
     refused: Refused, model: Path, spoil: Edit, reason: str, fix: str
 ) -> None:
     spoil(model)
-    for name, others in (
-        ("reference", ("--kl-coef", "0.1")),
-        ("critic", ("--advantage", "gae")),
+    for flag, where, others in (
+        (
+            "--reference-model-path",
+            "model.reference_model_path",
+            ("--kl.coefficient", "0.1"),
+        ),
+        ("--critic.model-path", "critic.model_path", ()),
     ):
-        block = refused(f"--{name}-model-path", str(model), *others)
-        assert block["where"] == f"model.{name}_model_path"
+        block = refused(flag, str(model), *others)
+        assert block["where"] == where
         assert block["value"] == repr(str(model))
         assert reason in block["reason"]
         assert fix in block["fix"]
@@ -325,8 +329,8 @@ def test_reference_or_critic_of_another_architecture_is_refused(
 
 def test_unused_reference_model_is_refused(refused: Refused, model: Path) -> None:
     block = refused("--reference-model-path", str(model))
-    assert "kl_coef is 0" in block["reason"]
-    assert "set --kl-coef" in block["fix"]
+    assert "there is no KL" in block["reason"]
+    assert "set --kl.coefficient" in block["fix"]
 
 
 @pytest.mark.parametrize(
@@ -530,7 +534,7 @@ def test_taken_metrics_port_is_refused(refused: Refused) -> None:
         (
             ["--metrics-port", "-1"],
             "run.metrics_port",
-            "greater than or equal to 0",
+            "greater than or equal to 1",
             "set metrics_port: port",
         ),
         (
@@ -587,30 +591,29 @@ def test_unusable_metrics_address_is_refused(
             ["--objective", "distillation"],
             "algorithm.objective",
             "needs a teacher",
-            "--teacher-url",
+            "--teacher.url",
         ),
         (
-            ["--objective", "distillation", "--teacher-model-path", "/m"],
+            ["--objective", "distillation", "--teacher.model-path", "/m"],
             "buffer.group_filter",
             "groups whose rewards are equal",
             "--group-filter none",
         ),
-        (["--simpo-gamma", "1"], "algorithm.simpo_gamma", "only simpo", "--objective"),
         (
-            ["--teacher-url", "http://10.0.0.5:30000"],
-            "model.teacher_url",
-            "rl has no teacher",
-            "--objective distillation",
+            ["--objective", "rl", "--simpo.gamma", "1"],
+            "algorithm.objective",
+            "does not read the table [simpo], only simpo",
+            "--objective or [simpo]",
         ),
         (
-            ["--teacher-model-path", "/m"],
-            "model.teacher_model_path",
-            "rl has no teacher",
-            "distillation",
+            ["--objective", "rl", "--teacher.url", "http://10.0.0.5:30000"],
+            "algorithm.objective",
+            "the objective rl has none",
+            "[teacher]",
         ),
         (
-            [*TAUGHT, "--teacher-model-path", "/m"],
-            "model.teacher_url",
+            [*TAUGHT, "--teacher.model-path", "/m"],
+            "teacher.url",
             "a run has one teacher",
             "leave one of the two",
         ),
@@ -618,7 +621,7 @@ def test_unusable_metrics_address_is_refused(
             [*TAUGHT, "--temperature", "0.7"],
             "rollout.temperature",
             "at temperature 1",
-            "--teacher-model-path",
+            "--teacher.model-path",
         ),
         (
             [*TAUGHT, "--constrained", "masked"],
@@ -630,10 +633,10 @@ def test_unusable_metrics_address_is_refused(
             [
                 "--objective",
                 "distillation",
-                "--teacher-url",
+                "--teacher.url",
                 "http://user:key@10.0.0.5:30000",
             ],
-            "model.teacher_url",
+            "teacher.url",
             "holds a user or a key",
             "http://10.0.0.5:30000",
         ),
@@ -823,7 +826,7 @@ def test_unusable_metrics_address_is_refused(
         (
             ["--late-reward", "accept"],
             "gateway.late_reward",
-            "reward_deadline_s is 0",
+            "no reward_deadline_s is given",
             "--reward-deadline-s",
         ),
         (

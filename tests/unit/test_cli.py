@@ -130,7 +130,7 @@ def test_help_of_train_begins_with_the_settings_of_a_first_run(
 ) -> None:
     assert cli.main(["train", "--help"]) == 0
     flags_in_order = re.findall(
-        r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE
+        r"^  (--[a-z0-9.-]+)", capsys.readouterr().out, re.MULTILINE
     )
     assert flags_in_order[:11] == [
         "--config",
@@ -153,7 +153,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.main([name, "--help"]) == 0
     out = capsys.readouterr().out
     assert "example" in out or "usage" in out
-    shown = set(re.findall(r"--[a-z0-9-]+", out.partition("sources:")[2]))
+    shown = set(re.findall(r"--[a-z0-9.-]+", out.partition("sources:")[2]))
     own = {
         setting.flag
         for setting in flags.SETTING_FLAGS
@@ -384,7 +384,7 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     (checkpoint / "hugging_face").symlink_to(model)
     assert cli.main(flags) == 0
     assert seen[0].model.folder == (checkpoint / "hugging_face")
-    assert seen[0].rollout.task_file == ""
+    assert seen[0].rollout.task_file is None
     assert seen[0].rollout.eval_task_file == str(tasks)
     assert cli.main([*flags, "--eval-tasks", "2"]) == 2
     assert "has 1 tasks" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_a_collapse_names_its_step_its_signs_and_what_helps():
         "since step 4 it gives one reply to each task (5 distinct replies of 64" in text
     )
     assert "entropy 0.75 -> 0.062 nats" in text
-    for flag in ("--lr", "--kl-coef", "--entropy-coef"):
+    for flag in ("--lr", "--kl.coefficient", "--entropy.coefficient"):
         assert flag in text
 
 

@@ -242,7 +242,7 @@ def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
         replace(first, sampled_tokens=10),
         replace(second, sampled_tokens=90),
     ]
-    batch = built(group, advantage="dr_grpo", overlong_buffer=20)
+    batch = built(group, advantage="dr_grpo", overlong={"buffer": 20})
     assert firsts(batch) == [0.25, -0.25]
     assert [sample.reward for sample in batch.samples] == [1.0, 1.0]
     values = {name: metric.value() for name, metric in shaping_metrics(batch).items()}
@@ -252,7 +252,7 @@ def test_shaping_changes_the_advantage_and_not_the_recorded_reward() -> None:
         "reward_shaping_max": 0.0,
         "reward_shaped_share": 0.5,
     }
-    longer = built(group, advantage="dr_grpo", overlong_buffer=20, overlong_length=120)
+    longer = built(group, advantage="dr_grpo", overlong={"buffer": 20, "length": 120})
     assert firsts(longer) == [0.0, 0.0]
 
 

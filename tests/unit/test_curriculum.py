@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.rollout.config import CurriculumScheme, RolloutConfig
+from invrl.rollout.config import CurriculumConfig, CurriculumScheme, RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.tasks import check_tasks, feedback_notes, load_tasks
 from invrl.run.config import resolve
@@ -287,15 +287,17 @@ def first_ids(config: RolloutConfig, count: int) -> set[str]:
 def test_curriculum_picks_from_a_file_or_a_source(
     file: str, curriculum: CurriculumScheme
 ) -> None:
-    config = RolloutConfig(task_file=file, curriculum=curriculum)
+    config = RolloutConfig(task_file=file, curriculum=CurriculumConfig(kind=curriculum))
     check_tasks(config, 3)
     assert first_ids(config, 6) == {f"q{n}" for n in range(6)}
-    two = config.model_copy(update={"curriculum_tasks": 2})
+    two = RolloutConfig(
+        task_file=file, curriculum=CurriculumConfig(kind=curriculum, tasks=2)
+    )
     assert first_ids(two, 20) == {"q0", "q1"}
-    assert first_ids(from_source("finite", curriculum=curriculum), 5) == {
+    assert first_ids(from_source("finite", curriculum={"kind": curriculum}), 5) == {
         f"q{n}" for n in range(5)
     }
-    of_endless = from_source("endless", curriculum=curriculum, curriculum_tasks=5)
+    of_endless = from_source("endless", curriculum={"kind": curriculum, "tasks": 5})
     assert first_ids(of_endless, 5) == {"3-0", "3-1", "3-2", "3-3", "3-0@1"}
 
 
@@ -305,14 +307,14 @@ def test_curriculum_picks_from_a_file_or_a_source(
         (
             "endless",
             {},
-            "curriculum_tasks",
+            "curriculum.tasks",
             "more than 100000 training tasks",
-            "give --curriculum-tasks N",
+            "give --curriculum.tasks N",
         ),
         (
             "finite",
-            {"curriculum_tasks": 9},
-            "curriculum_tasks",
+            {"tasks": 9},
+            "curriculum.tasks",
             "there are 5 training tasks",
             "at most 5",
         ),
@@ -330,7 +332,7 @@ def test_task_source_unfit_for_a_curriculum_is_refused_before_the_run(
     name: str, fields: dict[str, object], field: str, reason: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_tasks(from_source(name, curriculum="learnability", **fields), 0)
+        check_tasks(from_source(name, curriculum={"kind": "learnability", **fields}), 0)
     assert caught.value.field == field
     assert reason in caught.value.reason
     assert fix in caught.value.fix
@@ -339,19 +341,19 @@ def test_task_source_unfit_for_a_curriculum_is_refused_before_the_run(
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
-        (["--curriculum-tasks", "3"], "curriculum_tasks"),
-        (["--curriculum-decay", "0.9"], "curriculum_decay"),
-        (["--curriculum", "easy"], "curriculum"),
-        (["--curriculum", "thompson", "--curriculum-decay", "1.5"], "curriculum_decay"),
+        (["--curriculum.tasks", "3"], "curriculum.kind"),
+        (["--curriculum.decay", "0.9"], "curriculum.kind"),
+        (["--curriculum", "easy"], "curriculum.kind"),
+        (["--curriculum", "thompson", "--curriculum.decay", "1.5"], "curriculum.decay"),
         (
-            ["--difficulty-low", "0.9", "--group-filter", "medium_difficulty"],
-            "difficulty_low",
+            ["--difficulty.low", "0.9", "--group-filter", "medium_difficulty"],
+            "difficulty.low",
         ),
-        (["--difficulty-groups", "2"], "difficulty_groups"),
         (
-            ["--difficulty-groups", "17", "--group-filter", "medium_difficulty"],
-            "difficulty_groups",
+            ["--difficulty.groups", "2", "--group-filter", "none"],
+            "buffer.group_filter",
         ),
+        (["--difficulty.groups", "17"], "difficulty.groups"),
     ],
 )
 def test_meaningless_curriculum_settings_are_refused(

@@ -219,8 +219,8 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
             "the objective sft has no reference",
         ),
         (
-            [*SFT, "--objective", "orpo", "--kl-coef", "0.1"],
-            "algorithm.kl_coef",
+            [*SFT, "--objective", "orpo", "--kl.coefficient", "0.1"],
+            "algorithm.kl",
             "orpo does not read it",
         ),
         *(
@@ -234,11 +234,11 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
                 ("eps-clip-high", "0.1", "algorithm.eps_clip_high"),
                 ("dual-clip", "2", "algorithm.dual_clip"),
                 ("correction-cap", "3", "algorithm.correction_cap"),
-                ("kl-clamp", "3", "algorithm.kl_clamp"),
+                ("kl.coefficient", "3", "algorithm.kl"),
                 ("advantage-eps", "0.1", "algorithm.advantage_eps"),
                 ("reward-deviation", "population", "algorithm.reward_deviation"),
                 ("aggregation-constant", "3", "algorithm.aggregation_constant"),
-                ("entropy-coef", "0.1", "algorithm.entropy_coef"),
+                ("entropy.coefficient", "0.1", "algorithm.entropy"),
             )
         ),
         (

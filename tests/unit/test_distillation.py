@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_rows import one_row, tokens_alone
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives import Needs, needs_of, objective_of
 from invrl.errors import TrainError
@@ -147,5 +147,7 @@ def test_rows_without_a_teacher_column_are_refused() -> None:
 def test_distillation_needs_old_and_teacher_logprobs() -> None:
     config = AlgorithmConfig(objective="distillation")
     assert needs_of(config) == Needs(old=True, teacher=True)
-    with_kl = config.model_copy(update={"kl_coef": 0.1, "old_logprobs": "engine"})
+    with_kl = config.model_copy(
+        update={"kl": KlConfig(coefficient=0.1), "old_logprobs": "engine"}
+    )
     assert needs_of(with_kl) == Needs(reference=True, teacher=True)

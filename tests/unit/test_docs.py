@@ -27,7 +27,7 @@ from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
-from invrl.cli.flags import parse_flags
+from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import SessionError
 from invrl.plugins import takes_history
 from invrl.rollout.source_check import check_feedback
@@ -519,12 +519,15 @@ def test_shell_snippets_parse(
 def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Every flag of every command, as their help texts show them."""
     flags = {"--version", "--help", "--strict"}
+    flags |= {
+        setting.negative_flag for setting in SETTING_FLAGS if setting.negative_flag
+    }
     for command in cli.COMMANDS:
         capsys.readouterr()
         cli.main([command, "--help"])
-        flags |= set(re.findall(r"--[a-z][\w-]*\w", capsys.readouterr().out))
+        flags |= set(re.findall(r"--[a-z][\w.-]*\w", capsys.readouterr().out))
     for script in SCRIPTS:
-        flags |= set(re.findall(r"--[a-z][\w-]*\w", (ROOT / script).read_text()))
+        flags |= set(re.findall(r"--[a-z][\w.-]*\w", (ROOT / script).read_text()))
     return flags
 
 
@@ -541,7 +544,7 @@ def test_every_flag_that_a_page_names_exists(
         for code in re.findall(r"`([^`]+)`", prose_of(page)):
             if "tests/" in code:
                 continue  # a script beside the tests has flags of its own
-            for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w", code):
+            for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", code):
                 if f"{flag}-".startswith(passed_on):
                     continue
                 assert flag in flags, f"{page_name(page)}: `{code}`"

@@ -374,7 +374,7 @@ def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
     assert [task.id for task in loaded["small"]] == ["q0", "q1"]
     assert [task.split for task in loaded["calc-2"]] == ["eval", "eval"]
     assert (
-        len(load_eval_sets(config.model_copy(update={"eval_tasks": 0}), 0)["small"])
+        len(load_eval_sets(config.model_copy(update={"eval_tasks": None}), 0)["small"])
         == 3
     )
     unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)

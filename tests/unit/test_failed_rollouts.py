@@ -336,12 +336,12 @@ def told(number: int, text: str = "returned str, not a float") -> FailedRollout:
 
 
 async def actor_after(
-    path: Path, most: int, record: Callable[[GroupBuffer], None]
+    path: Path, most: int | None, record: Callable[[GroupBuffer], None]
 ) -> BufferActor:
     actor = BufferActor(
         BufferConfig(
             max_identical_failures=most,
-            max_failures_at_start=0,
+            max_failures_at_start=None,
             max_staleness=50,
             group_filter="none",
         ),
@@ -401,7 +401,7 @@ async def test_only_the_same_failure_without_a_success_between_ends_it(
             else:
                 buffer.record(told(number))
 
-    most = 0 if between == "no limit" else 13
+    most = None if between == "no limit" else 13
     actor = await actor_after(tmp_path / "run.sqlite", most, fail)
     waiting = asyncio.create_task(actor.take(600.0))
     for _ in range(50):

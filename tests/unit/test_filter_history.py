@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_buffer import lease_all, summary
 
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import BufferConfig, DifficultyConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import (
     GROUP_FILTERS,
@@ -234,9 +234,7 @@ def test_medium_difficulty_filter_follows_its_definition(
 def test_difficulty_settings_reach_the_filter() -> None:
     config = BufferConfig(
         group_filter="medium_difficulty",
-        difficulty_low=0.4,
-        difficulty_high=0.6,
-        difficulty_groups=1,
+        difficulty=DifficultyConfig(low=0.4, high=0.6, groups=1),
         success_reward=0.5,
     )
     buffer = make(configured_group_filter(config))

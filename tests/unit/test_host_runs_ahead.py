@@ -21,11 +21,11 @@ from invrl.train.nonfinite_steps import nonfinite
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "kl": {"kl_coef": 0.05},
-    "entropy": {"entropy_coef": 0.01},
+    "kl": {"kl": {"coefficient": 0.05}},
+    "entropy": {"entropy": {"coefficient": 0.01}},
     "sequences": {"ratio_level": "sequence", "aggregation": "sequence_mean"},
-    "lengths": {"length_weighting": "power"},
-    "rejection": {"rejection": "token"},
+    "lengths": {"length_weights": {}},
+    "rejection": {"rejection": {"kind": "token"}},
     "sft": {"objective": "sft"},
 }
 

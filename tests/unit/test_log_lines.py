@@ -237,7 +237,7 @@ async def test_log_lines_of_user_code_name_its_sessions(
     async def in_the_loop(task: Task, endpoints: list[Endpoint]) -> list[float]:
         return in_a_thread(task, endpoints)
 
-    rollout = RolloutConfig(rollout_worker_memory_gb=0)
+    rollout = RolloutConfig(rollout_worker_memory_gb=None)
     worker = RolloutWorker(
         WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=rollout)
     )

@@ -43,8 +43,8 @@ def from_flags(*flags: str) -> Config:
             "geometric_truncated",
         ),
         (
-            "--ratio-level sequence --correction none --rejection token --rejection-high 2",
-            "rejection",
+            "--ratio-level sequence --correction none --rejection token --rejection.high 2",
+            "kind",
             "one number for all tokens",
             "--rejection geometric",
         ),
@@ -79,112 +79,74 @@ def from_flags(*flags: str) -> Config:
             "above correction_cap = 2",
             "--correction-cap",
         ),
-        ("--rejection token", "rejection", "neither bound", "--rejection-high"),
+        ("--rejection token", "kind", "neither bound", "--rejection.high"),
         (
-            "--length-lambda 1",
-            "length_lambda",
-            "no rollout is weighted",
-            "--length-weighting power",
-        ),
-        (
-            "--length-lambda-lr 1",
-            "length_lambda_lr",
-            "no rollout is weighted",
-            "--length-weighting power",
-        ),
-        (
-            "--length-lambda-scale 1",
-            "length_lambda_scale",
-            "no rollout is weighted",
-            "--length-weighting power",
-        ),
-        (
-            "--length-weighting power --n-samples-per-prompt 1 --advantage raw --group-filter none",
+            "--length-weights --n-samples-per-prompt 1 --advantage raw --group-filter none",
             "n_samples_per_prompt",
             "every weight is 1",
             "2 or more",
         ),
         (
             "--algorithm-preset lambda_grpo --n-samples-per-prompt 128",
-            "length_lambda_scale",
+            "scale",
             "so short that 1 + r z is not above 0",
             "below 0.08908",
         ),
         (
-            "--objective sft --data-path rows.jsonl --length-weighting power",
-            "length_weighting",
+            "--objective sft --data-path rows.jsonl --length-weights",
+            "length_weights",
             "the objective sft does not read it",
             "leave it out",
         ),
+        ("--length-weights.exponent 101", "exponent", "100", ""),
+        ("--rejection.high 2", "kind", "required", "give rejection.kind too"),
+        ("--rejection token --rejection.high 1", "high", "greater than 1", "is kept"),
+        ("--rejection token --rejection.low 1", "low", "less than 1", "is kept"),
         (
-            "--objective sft --data-path rows.jsonl --length-lambda 1",
-            "length_lambda",
-            "no rollout is weighted",
-            "leave it out",
+            "--rejection token --rejection.low 5 --rejection.high 0.5",
+            "low",
+            "less than 1",
+            "is kept",
         ),
-        ("--length-lambda 101 --length-weighting power", "length_lambda", "100", ""),
+        ("--kl.estimator k1", "coefficient", "required", "give kl.coefficient too"),
         (
-            "--rejection-high 2",
-            "rejection_high",
-            "nothing is rejected",
-            "--rejection token",
-        ),
-        (
-            "--rejection token --rejection-high 1",
-            "rejection_high",
-            "a ratio of 1",
-            "above 1",
-        ),
-        (
-            "--rejection token --rejection-low 1",
-            "rejection_low",
-            "a ratio of 1",
-            "below 1",
-        ),
-        (
-            "--rejection token --rejection-low 5 --rejection-high 0.5",
-            "rejection_low",
-            "ratio of 1",
-            "below 1",
-        ),
-        (
-            "--kl-coef 0.1 --kl-estimator k1",
-            "kl_estimator",
+            "--kl.coefficient 0.1 --kl.estimator k1",
+            "estimator",
             "only noise",
-            "--kl-in reward",
+            "--kl.added-to reward",
         ),
         (
-            "--kl-coef 0.1 --kl-estimator unbiased --kl-in reward",
-            "kl_estimator",
+            "--kl.coefficient 0.1 --kl.estimator unbiased --kl.added-to reward",
+            "estimator",
             "gradient",
             "k1",
         ),
         (
-            "--kl-coef 0.1 --kl-estimator unbiased --kl-in rollout_reward",
-            "kl_estimator",
+            "--kl.coefficient 0.1 --kl.estimator unbiased --kl.added-to rollout_reward",
+            "estimator",
             "gradient",
             "k1",
         ),
         (
-            "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward",
-            "kl_in",
+            "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to rollout_reward",
+            "added_to",
             "linear",
             "--advantage rloo",
         ),
         (
-            "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo "
+            "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to rollout_reward --advantage rloo "
             "--advantage-whitening tokens",
             "advantage_whitening",
             "without the KL",
             "leave it out",
         ),
         (
-            "--entropy-target 0.3 --entropy-ceiling 0.2",
-            "entropy_ceiling",
+            "--entropy.target 0.3 --entropy.ceiling 0.2",
+            "ceiling",
             "other end",
             "raise",
         ),
-        ("--entropy-coef-step 0.1", "entropy_coef_step", "not adapted", "leave"),
+        ("--entropy.step 0.1", "step", "not adapted", "leave"),
         (
             "--reference-reset-optimizer",
             "reference_reset_optimizer",
@@ -209,27 +171,27 @@ def from_flags(*flags: str) -> Config:
                 ("reward-deviation population", "reward_deviation"),
             )
         ),
-        ("--kl-target 0.1", "kl_target", "stays 0", "--kl-coef"),
-        ("--reference-ema 0.9", "reference_ema", "no reference", "--kl-coef"),
+        ("--kl.target 0.1", "coefficient", "required", "give kl.coefficient too"),
+        ("--reference-ema 0.9", "reference_ema", "no reference", "--kl.coefficient"),
         (
             "--reference-reset-steps 9",
             "reference_reset_steps",
             "no reference",
-            "--kl-coef",
+            "--kl.coefficient",
         ),
         (
-            "--kl-coef 1 --reference-reset-steps 9 --reference-ema 0.9",
+            "--kl.coefficient 1 --reference-reset-steps 9 --reference-ema 0.9",
             "reference_ema",
             "exclude",
             "one of",
         ),
         (
-            "--kl-coef 1 --reference-reset-steps 9 --reference-placement cpu_by_layer",
+            "--kl.coefficient 1 --reference-reset-steps 9 --reference-placement cpu_by_layer",
             "reference_placement",
             "dtype of its folder",
             "cpu or device",
         ),
-        ("--dual-clip 0.5", "dual_clip", "above 1", "3 is usual"),
+        ("--dual-clip 0.5", "dual_clip", "greater than 1", "bound of the ratio"),
         (
             "--routing-replay trainer --num-minibatches 2 --old-logprobs interpolated",
             "routing_replay",
@@ -252,18 +214,17 @@ def test_contradicting_loss_axes_are_refused(
     "flags",
     [
         "--ratio-level sequence --correction none",
-        "--ratio-level sequence --correction sequence_truncated --rejection geometric --rejection-high 1.001",
+        "--ratio-level sequence --correction sequence_truncated --rejection geometric --rejection.high 1.001",
         "--policy-loss vespo --correction none",
-        "--kl-coef 0.1 --kl-estimator k1 --kl-in reward",
-        "--kl-estimator k1",
+        "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to reward",
         "--algorithm-preset lambda_grpo --n-samples-per-prompt 82",
-        "--length-weighting power --length-lambda -2 --aggregation rollout_mean",
-        "--objective distillation --length-weighting power --length-lambda 1 --teacher-model-path x "
+        "--length-weights --length-weights.exponent -2 --aggregation rollout_mean",
+        "--objective distillation --length-weights --length-weights.exponent 1 --teacher.model-path x "
         "--group-filter none",
-        "--entropy-ceiling 0.2",
-        "--entropy-target 0.1 --entropy-ceiling 0.2 --entropy-coef-step 0.1",
-        "--kl-coef 0.1 --kl-estimator k1 --kl-in rollout_reward --advantage rloo",
-        "--rejection token --rejection-low 0.5",
+        "--entropy.ceiling 0.2",
+        "--entropy.target 0.1 --entropy.ceiling 0.2 --entropy.step 0.1",
+        "--kl.coefficient 0.1 --kl.estimator k1 --kl.added-to rollout_reward --advantage rloo",
+        "--rejection token --rejection.low 0.5",
     ],
 )
 def test_compatible_loss_axes_are_accepted(flags: str) -> None:
@@ -277,12 +238,11 @@ def test_compatible_loss_axes_are_accepted(flags: str) -> None:
         (["--policy-loss", "sapo"], []),
         (["--policy-loss", "rejection_gate"], []),
         (
-            [*ENGINE, "--rejection", "token", "--rejection-high", "2"],
+            [*ENGINE, "--rejection", "token", "--rejection.high", "2"],
             ["the truncated", "the token"],
         ),
-        (["--kl-in", "reward", "--policy-loss", "sapo"], ["kl_in has"]),
         (["--old-logprobs", "interpolated"], []),
-        (["--length-weighting", "power", "--policy-loss", "sapo"], ["the length"]),
+        (["--length-weights", "--policy-loss", "sapo"], ["the length"]),
         (["--algorithm-preset", "lambda_grpo", "--num-minibatches", "2"], []),
     ],
 )
@@ -298,7 +258,7 @@ def test_loss_settings_without_effect_are_listed(
     [
         "--max-staleness 2",
         "--correction none",
-        "--max-staleness 2 --correction none --rejection token --rejection-high 2",
+        "--max-staleness 2 --correction none --rejection token --rejection.high 2",
         "--max-staleness 2 --correction none --old-logprobs engine",
         "--max-staleness 2 --correction none --policy-loss vespo",
         "--max-staleness 2 --old-logprobs interpolated",
@@ -325,7 +285,7 @@ def test_loss_of_each_preset_can_be_computed(name: str) -> None:
     """All its settings but the advantage, on the example."""
     algorithm = from_flags("--algorithm-preset", name).algorithm
     assert algorithm.policy_loss in SURROGATES
-    inputs = example_inputs(with_router_shift=algorithm.router_shift_floor > 0)
+    inputs = example_inputs(with_router_shift=algorithm.router_shift_floor is not None)
     staleness_N = torch.ones_like(inputs.advantages_N)
     policy_loss(
         replace(inputs, columns={"staleness": staleness_N}), algorithm

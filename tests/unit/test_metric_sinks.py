@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checks_by_name import run_check
@@ -238,7 +239,7 @@ print("closed")
     assert "Hanging" in done.stderr
 
 
-def configured(**run: str | int) -> Config:
+def configured(**run: str | dict[str, str | int]) -> Config:
     return resolve(
         Source(name="test", tables={"run": run, "rollout": {"temperature": 0.75}})
     )
@@ -249,7 +250,7 @@ def test_wandb_writes_a_run_that_reads_back(
 ) -> None:
     """The real package, offline: its file holds the numbers by step, and the
     configuration."""
-    config = configured(wandb_project="p", wandb_mode="offline")
+    config = configured(wandb={"project": "p", "mode": "offline"})
     check_trackers(config.run)
     sinks = opened(tmp_path, config)
     sinks.step(0, {"eval/accuracy": 0.25})
@@ -286,7 +287,7 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
     group = Group(id="g", task_id="7*6", rollouts_G=(stored.outcome,))
     batch = TakenBatch(batch_id=0, version=WeightVersion(0), groups=(group,))
     rows = sample_rollouts(run.folder.store_path, 3, 4, batch)
-    config = configured(wandb_project="p", wandb_mode="offline", wandb_rollouts=3)
+    config = configured(wandb={"project": "p", "mode": "offline", "rollouts": 3})
     check_trackers(config.run)
     (tmp_path / "logged").mkdir()
     sinks = opened(tmp_path / "logged", config)
@@ -325,18 +326,16 @@ def test_wandb_gets_a_table_of_rollouts_that_reads_back(
 
 
 def test_a_table_of_rollouts_needs_wandb_and_a_number() -> None:
-    with pytest.raises(
-        ConfigError, match="nothing is logged to Weights & Biases"
-    ) as caught:
-        check_trackers(configured(wandb_rollouts=3).run)
-    assert caught.value.field == "run.wandb_rollouts"
-    assert caught.value.fix == "give --wandb-project too"
+    with pytest.raises(ConfigError) as caught:
+        configured(wandb={"rollouts": 3})
+    assert caught.value.field == "wandb.project"
+    assert caught.value.fix.startswith("give wandb.project too")
     for count in (-1, 1001):
         with pytest.raises(ConfigError) as caught:
-            configured(wandb_project="p", wandb_rollouts=count)
-        assert caught.value.field == "run.wandb_rollouts"
+            configured(wandb={"project": "p", "rollouts": count})
+        assert caught.value.field == "wandb.rollouts"
     tables = {
-        "run": {"wandb_project": "p", "wandb_rollouts": 3},
+        "run": {"wandb": {"project": "p", "rollouts": 3}},
         "algorithm": {"objective": "sft"},
         "data": {"data_path": "rows.jsonl"},
     }
@@ -417,14 +416,14 @@ def test_mlflow_reads_back_values_steps_and_parameters(
     ]
     assert runs[0].data.params["rollout.temperature"] == "0.75"
     assert len(runs[0].data.params) == sum(
-        len(table) for table in config.model_dump().values()
+        len(table) for table in config.settings().values()
     )
 
 
 @pytest.mark.parametrize(
     ("package", "run"),
     [
-        ("wandb", {"wandb_project": "p", "wandb_mode": "offline"}),
+        ("wandb", {"wandb": SimpleNamespace(project="p", mode="offline")}),
         ("mlflow", {"mlflow_tracking_uri": "http://localhost:1"}),
     ],
 )
@@ -439,15 +438,19 @@ import sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
 from types import SimpleNamespace
 from invrl.observe.tracker_checks import check_trackers
-run = dict(wandb_project="", wandb_mode="online", wandb_rollouts=0, mlflow_tracking_uri="") | {run!r}
-check_trackers(SimpleNamespace(**run))
+def run_settings(wandb=None, mlflow_tracking_uri=None):
+    return SimpleNamespace(wandb=wandb, mlflow_tracking_uri=mlflow_tracking_uri)
+namespace = SimpleNamespace
+check_trackers(run_settings(**{run}))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("invrl.errors.ConfigError: run.")
+    assert last.startswith(
+        ("invrl.errors.ConfigError: run.", "invrl.errors.ConfigError: wandb.")
+    )
     assert f"the package {package} is not installed" in last
     assert f"pip install {package}" in last
 
@@ -459,7 +462,7 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", "/no/such/netrc")
     with pytest.raises(ConfigError, match="no API key") as caught:
-        check_trackers(configured(wandb_project="p").run)
+        check_trackers(configured(wandb={"project": "p"}).run)
     assert "WANDB_API_KEY" in caught.value.fix
     with pytest.raises(ConfigError, match="holds a password") as caught:
         check_trackers(configured(mlflow_tracking_uri="https://me:s3cret@host/x").run)

@@ -28,15 +28,11 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def configuration(model: Path, reference: str = "") -> Config:
-    settings = {
-        "model_path": str(model),
-        "reference_model_path": reference,
-        "critic_model_path": reference,
-    }
+def configuration(model: Path, reference: str | None = None) -> Config:
     tables = {
-        "model": settings,
-        "algorithm": {"kl_coef": 0.1, "advantage": "gae"},
+        "model": {"model_path": str(model), "reference_model_path": reference},
+        "kl": {"coefficient": 0.1},
+        "critic": {"model_path": reference},
     }
     return resolve(Source(name="test", tables=tables))
 
@@ -67,7 +63,8 @@ def test_model_path_of_a_run_is_resolved_once_and_its_model_kept(
     checkpoint = run / "checkpoints/step-000004"
     assert config.model.model_path == str(checkpoint)
     assert config.model.reference_model_path == str(checkpoint)
-    assert config.model.critic_model_path == str(checkpoint)
+    assert config.algorithm.critic is not None
+    assert config.algorithm.critic.model_path == str(checkpoint)
     assert (checkpoint / KEEP_NAME).exists()
     shutil.copytree(checkpoint, run / "checkpoints/step-000006")
     assert config.model.folder == checkpoint / "hugging_face", "the other run goes on"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from invrl.run.config import SECTIONS
+from invrl.cli.flags import SETTING_FLAGS
 from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
+from invrl.run.former_settings import FORMER_NAMES
 from invrl.run.name_suggestions import (
-    RENAMED,
     meant_setting,
     near_settings,
     nearest_setting,
 )
 
-OURS = [name for section in SECTIONS.values() for name in section.model_fields]
+OURS = [setting.name for setting in SETTING_FLAGS]
 
 
 def as_flag(name: str) -> str:
@@ -54,7 +54,7 @@ def test_setting_that_the_command_lacks_is_not_suggested():
         ("--gradient-cliping", "--clip-grad"),
         ("--rollout-batch-sise", "--rollout-batch-size"),
         ("--timeout-of-the-session", "--session-idle-timeout-s"),
-        ("--dpo-beta", "--preference-beta"),
+        ("--dpo-beta", "--dpo.beta"),
         ("--actor-num-gpus-per-node", "--data-parallel-size"),
         ("--rollout.n", "--n-samples-per-prompt"),
         ("actor_rollout_ref.rollout.n", "--n-samples-per-prompt"),
@@ -73,7 +73,7 @@ def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: 
         ("--epochs", "--data-epochs"),
         ("--batch-size", "--data-batch-size"),
         ("--dataset", "--data-path"),
-        ("--beta", "--preference-beta"),
+        ("--beta", "--dpo.beta"),
         ("--max-length", "--max-row-tokens"),
         ("--learning-rate", "--lr"),
     ],
@@ -111,9 +111,9 @@ def test_one_word_of_many_is_no_likeness() -> None:
     assert near_settings("--steps-of-my-own-new-thing", FLAGS) == []
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+@pytest.mark.parametrize(("old", "new"), FORMER_NAMES.items())
 def test_a_renamed_setting_is_refused_with_its_new_name(old: str, new: str) -> None:
-    names = [key for section in SECTIONS.values() for key in section.model_fields]
+    names = [setting.name for setting in SETTING_FLAGS]
     assert old not in names
     assert nearest_setting(old, names) == f"it was renamed: write {new}"
     flags = ["--" + name.replace("_", "-") for name in names]

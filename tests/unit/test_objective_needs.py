@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import AlgorithmConfig, CriticConfig, KlConfig
 from invrl.algorithms.example import try_objective
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives import Needs, is_built_in, needs_of, objective_of
@@ -46,7 +46,9 @@ def test_policy_gradient_needs_follow_from_its_settings() -> None:
     assert is_built_in("rl")
     assert needs_of(AlgorithmConfig()) == Needs(old=True)
     assert needs_of(AlgorithmConfig(old_logprobs="engine")) == Needs()
-    assert needs_of(AlgorithmConfig(kl_coef=0.1)) == Needs(old=True, reference=True)
+    assert needs_of(AlgorithmConfig(kl={"coefficient": 0.1})) == Needs(
+        old=True, reference=True
+    )
 
 
 def test_user_objective_needs_what_it_declares() -> None:
@@ -168,7 +170,8 @@ def test_critic_is_needed_by_its_advantages() -> None:
     assert not needs_of(AlgorithmConfig(advantage="grpo")).values
     assert not needs_of(AlgorithmConfig(advantage="gae")).reference
     with_kl = AlgorithmConfig(
-        advantage="gae", kl_coef=0.1, kl_in="reward", kl_estimator="k1"
+        advantage="gae",
+        kl={"coefficient": 0.1, "added_to": "reward", "estimator": "k1"},
     )
     assert needs_of(with_kl).reference
 
@@ -179,7 +182,9 @@ def test_user_objective_declares_the_critic_values_of_its_advantages() -> None:
     with_gae = config.model_copy(update={"advantage": "gae"})
     assert needs_of(with_gae).values
     assert not needs_of(with_gae).reference
-    in_rewards = with_gae.model_copy(update={"kl_coef": 0.1, "kl_in": "reward"})
+    in_rewards = with_gae.model_copy(
+        update={"kl": KlConfig(coefficient=0.1, added_to="reward")}
+    )
     assert needs_of(in_rewards).reference
     with pytest.raises(
         PluginError, match=r"(?s)--advantage gae needs a critic.*Needs\(values=True"
@@ -188,10 +193,9 @@ def test_user_objective_declares_the_critic_values_of_its_advantages() -> None:
 
 
 def test_critic_lambda_defaults_to_the_policys() -> None:
-    assert AlgorithmConfig(gae_lambda=0.7).critic_gae_lambda == 0.7
-    assert (
-        AlgorithmConfig(gae_lambda=0.7, critic_gae_lambda=1.0).critic_gae_lambda == 1.0
-    )
-    vapo = AlgorithmConfig(algorithm_preset="vapo")
-    assert vapo.critic_gae_lambda == 1.0
-    assert vapo.gae_length_alpha == 0.05
+    assert CriticConfig(gae_lambda=0.7).returns_lambda == 0.7
+    assert CriticConfig(gae_lambda=0.7, returns_lambda=1.0).returns_lambda == 1.0
+    vapo = AlgorithmConfig(algorithm_preset="vapo").critic
+    assert vapo is not None
+    assert vapo.returns_lambda == 1.0
+    assert vapo.length_alpha == 0.05

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.config import (
+    AlgorithmConfig,
+    DpoConfig,
+    IpoConfig,
+    KtoConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.mismatched_rows import with_mismatched_rows
 from invrl.algorithms.objectives import (
@@ -114,19 +121,24 @@ def exact_pair_loss(
     chosen_mean = chosen_sum / chosen_tokens
     rejected_mean = rejected_sum / rejected_tokens
     if config.objective == "ipo":
+        assert config.ipo is not None
         gap = chosen_gap / chosen_tokens - rejected_gap / rejected_tokens
-        return (gap - 0.5 / config.preference_beta) ** 2
+        return (gap - 0.5 / config.ipo.beta) ** 2
     if config.objective == "orpo":
+        assert config.orpo is not None
         chosen_odds = chosen_mean.exp() / (1 - chosen_mean.exp())
         rejected_odds = rejected_mean.exp() / (1 - rejected_mean.exp())
         log_odds_ratio = (chosen_odds / rejected_odds).log()
-        return -chosen_mean - config.orpo_lambda * F.logsigmoid(log_odds_ratio)
+        return -chosen_mean - config.orpo.weight * F.logsigmoid(log_odds_ratio)
     if config.objective == "dpo":
-        margin = config.preference_beta * (chosen_gap - rejected_gap)
+        assert config.dpo is not None
+        smoothing = config.dpo.label_smoothing
+        margin = config.dpo.beta * (chosen_gap - rejected_gap)
     else:
-        margin = config.simpo_beta * (chosen_mean - rejected_mean)
-        margin -= config.simpo_gamma
-    smoothing = config.label_smoothing
+        assert config.simpo is not None
+        smoothing = config.simpo.label_smoothing
+        margin = config.simpo.beta * (chosen_mean - rejected_mean)
+        margin -= config.simpo.gamma
     in_order = -F.logsigmoid(margin)
     in_reverse = -F.logsigmoid(-margin)
     return (1 - smoothing) * in_order + smoothing * in_reverse
@@ -135,6 +147,7 @@ def exact_pair_loss(
 def exact_kto(
     rows: list[DrawnRow], gaps: list[torch.Tensor], config: AlgorithmConfig
 ) -> torch.Tensor:
+    assert config.kto is not None
     mismatched_gaps: list[torch.Tensor] = []
     for row, gap in zip(rows, gaps, strict=True):
         if row.numbers["mismatched"]:
@@ -144,12 +157,12 @@ def exact_kto(
     for row, gap in zip(rows, gaps, strict=True):
         if row.numbers["mismatched"]:
             continue
-        weight = config.kto_undesirable_weight
+        weight = config.kto.undesirable_weight
         margin = z - gap
         if row.numbers["desirable"]:
-            weight = config.kto_desirable_weight
+            weight = config.kto.desirable_weight
             margin = gap - z
-        value = torch.sigmoid(config.preference_beta * margin)
+        value = torch.sigmoid(config.kto.beta * margin)
         losses.append(weight * (1 - value))
     return torch.stack(losses).mean()
 
@@ -234,15 +247,25 @@ def ours(
     return loss, gradients, resolve(merge(metrics))
 
 
+betas = st.sampled_from([0.01, 0.1, 1.0])
+smoothings = st.sampled_from([0.0, 0.2])
 configs = st.builds(
     AlgorithmConfig,
-    preference_beta=st.sampled_from([0.01, 0.1, 1.0]),
-    label_smoothing=st.sampled_from([0.0, 0.2]),
-    simpo_beta=st.sampled_from([0.5, 2.0]),
-    simpo_gamma=st.sampled_from([0.0, 0.5]),
-    orpo_lambda=st.sampled_from([0.1, 2.0]),
-    kto_desirable_weight=st.sampled_from([1.0, 1.5]),
-    kto_undesirable_weight=st.sampled_from([1.0, 0.5]),
+    dpo=st.builds(DpoConfig, beta=betas, label_smoothing=smoothings),
+    ipo=st.builds(IpoConfig, beta=betas),
+    simpo=st.builds(
+        SimpoConfig,
+        beta=st.sampled_from([0.5, 2.0]),
+        gamma=st.sampled_from([0.0, 0.5]),
+        label_smoothing=smoothings,
+    ),
+    orpo=st.builds(OrpoConfig, weight=st.sampled_from([0.1, 2.0])),
+    kto=st.builds(
+        KtoConfig,
+        beta=betas,
+        desirable_weight=st.sampled_from([1.0, 1.5]),
+        undesirable_weight=st.sampled_from([1.0, 0.5]),
+    ),
 )
 
 
@@ -273,7 +296,9 @@ def test_a_swap_of_labels_flips_the_sign_of_the_margin_s_gradient(name: str) -> 
     """From where the policy is its reference and both answers are alike, no label is
     favoured."""
     logprobs_T = np.array([-1.0, -2.0, -0.5], np.float32)
-    config = AlgorithmConfig(objective=name, simpo_gamma=0.0)
+    config = AlgorithmConfig(
+        objective=name, simpo=SimpoConfig(gamma=0.0) if name == "simpo" else None
+    )
 
     def row(**numbers: float) -> DrawnRow:
         return DrawnRow("a", logprobs_T, logprobs_T, numbers)
@@ -308,7 +333,7 @@ def test_preference_metrics_are_means_over_pairs() -> None:
         row("a", current=-4, reference=-2, chosen=0.0),
         row("b", current=-5, reference=-5, chosen=1.0),
     ]
-    config = AlgorithmConfig(objective="dpo", preference_beta=0.5)
+    config = AlgorithmConfig(objective="dpo", dpo={"beta": 0.5})
     _, _, metrics = ours(rows, config, (1, 3))
     assert metrics["preference_accuracy"] == 0.5
     assert metrics["reward_chosen"] == pytest.approx((0.5 + 0.0) / 2)

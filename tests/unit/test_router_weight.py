@@ -30,7 +30,7 @@ from invrl.run.config import resolve as resolve_settings
 
 FLOOR = 0.8
 RSPO = AlgorithmConfig(
-    router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=0.0
+    router_shift_floor=FLOOR, num_minibatches=2, correction="none", dual_clip=None
 )
 
 

@@ -412,9 +412,7 @@ def curriculum() -> Curriculum:
 
 def make_actor(path: Path) -> BufferActor:
     return BufferActor(
-        BufferConfig(
-            group_filter="medium_difficulty", difficulty_low=0.1, difficulty_high=0.9
-        ),
+        BufferConfig(difficulty={"low": 0.1, "high": 0.9}),
         RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2),
         tasks_factory=curriculum,
         run_store_path=path,

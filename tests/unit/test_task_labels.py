@@ -61,7 +61,7 @@ def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
     held_out = str(tmp_path / "h.jsonl")
     config = config.model_copy(update={"eval_task_file": held_out, "eval_tasks": 1})
     sets = config.model_copy(
-        update={"eval_task_file": "", "eval_sets": (f"easy={held_out}",)}
+        update={"eval_task_file": None, "eval_sets": (f"easy={held_out}",)}
     )
     alone = held_out_only(RolloutConfig(task_file=held_out))
     for task_config in (config, sets, alone):

@@ -57,7 +57,7 @@ def test_a_misspelt_value_gets_the_nearest_one(flags: list[str], near: str) -> N
         (["--objective", "grpo"], "write --advantage grpo or --algorithm-preset grpo"),
         (["--policy-loss", "dapo"], "write --algorithm-preset dapo"),
         (["--advantage", "sft"], "write --objective sft"),
-        (["--aggregation", "k3"], "write --kl-estimator k3"),
+        (["--aggregation", "k3"], "write --kl.estimator k3"),
     ],
 )
 def test_a_value_of_another_setting_names_that_one(

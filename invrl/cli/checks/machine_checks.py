@@ -129,10 +129,10 @@ def check_processors(config: Config, machine: Machine) -> str:
             raise ConfigError(f"train.{largest}", sizes[largest], reason, fix)
         fix = f"lower --data-parallel-size to {available // ranks_of_a_copy} or less"
         raise ConfigError("train.data_parallel_size", layout.data, reason, fix)
-    of_critic = config.train.critic_layout
+    of_critic = config.critic_layout
     if (
         of_critic is not None
-        and config.train.num_ranks > available
+        and config.num_ranks > available
         and not os.environ.get("RAY_ADDRESS")
     ):
         reason = (
@@ -140,9 +140,7 @@ def check_processors(config: Config, machine: Machine) -> str:
             f"{layout.world_size} and the critic {of_critic.world_size}"
         )
         fix = "lower it, or leave it out: the critic then shares the policy's ranks"
-        raise ConfigError(
-            "train.critic_data_parallel_size", of_critic.data, reason, fix
-        )
+        raise ConfigError("critic.data_parallel_size", of_critic.data, reason, fix)
     if machine.cpus < 2:
         reason = "engine and trainer share one CPU, so deadlines may be missed"
         raise Doubt("cpus", 1, reason, "use 2 or more")
@@ -278,7 +276,7 @@ def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> floa
         return 0.9 * machine.gpu_memory_bytes if machine.gpu_memory_bytes else math.inf
     margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
     spare = machine.memory_bytes - margin - _needed_memory(config, machine)
-    return budget.largest().total + spare / config.train.num_ranks
+    return budget.largest().total + spare / config.num_ranks
 
 
 def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
@@ -290,11 +288,11 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             config.train,
             config.model.folder,
             frozen_models=needs_of(config.algorithm).reference
-            + bool(config.model.teacher_model_path),
+            + (config.teacher_folder is not None),
             reference_moves=config.algorithm.reference_moves,
-            reference_is_averaged=config.algorithm.reference_ema > 0,
+            reference_is_averaged=config.algorithm.reference_ema is not None,
             has_critic=needs_of(config.algorithm).values
-            and config.train.critic_layout is None,
+            and config.critic_layout is None,
             compares_routers=needs_of(config.algorithm).router_shift,
             served_dtype=config.engine.engine_dtype,
             megatron=config.megatron,
@@ -326,16 +324,16 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     processes = engines * config.engine.engine_tp_size
     needed = 2 * _GB + processes * 1.5 * _GB + 2 * engines * weights + copies
     if budget is None:
-        return needed + config.train.num_ranks * _GB
+        return needed + config.num_ranks * _GB
     ranks_of_stage = layout.world_size // layout.pipeline
     for estimate in budget.stages():
         of_each = estimate.total - estimate.staging - estimate.copy
         needed += ranks_of_stage * of_each + estimate.staging
-    if config.train.critic_layout is not None:
+    if config.critic_layout is not None:
         # At most what the policy's ranks need that have no frozen model; the projection
         # is counted too.
         of_critic = replace(budget, frozen_models=0).largest()
-        needed += config.train.critic_layout.world_size * (
+        needed += config.critic_layout.world_size * (
             of_critic.total - of_critic.staging
         )
     return needed
@@ -365,7 +363,7 @@ def check_disk(config: Config, machine: Machine) -> str:
     checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(
         config
     )
-    checkpoints = (config.run.keep_checkpoints or 1) + config.run.keep_best + 1
+    checkpoints = (config.run.keep_checkpoints or 1) + (config.run.keep_best or 0) + 1
     needed = checkpoints * checkpoint + _GB
     value = (
         f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "

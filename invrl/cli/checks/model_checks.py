@@ -46,7 +46,7 @@ def check_trainable(config: Config) -> str:
     from invrl.train.hf_config import read_hf_config
 
     shape = read_hf_config(config.model.folder)
-    config.train.check_model(shape, needs_of(config.algorithm))
+    config.train.check_model(shape, needs_of(config.algorithm), config.algorithm.critic)
     return f"{shape.model_type} ({FAMILIES[shape.model_type].models})"
 
 
@@ -65,15 +65,15 @@ def check_reference(config: Config) -> str:
 
 def check_critic(config: Config) -> str:
     """The critic is another model of the policy's shape, whose tokens mean the same."""
-    given = config.model.critic_model_path
+    critic = config.algorithm.critic
     if not needs_of(config.algorithm).values:
         return "none: the objective does not need it"
-    if not given:
+    if critic is None or critic.model_path is None:
         return "begins as the model of model_path"
     _check_like_policy(
-        config, "model.critic_model_path", given, config.model.critic_folder
+        config, "critic.model_path", critic.model_path, config.critic_folder
     )
-    return f"begins as the model of {config.model.critic_folder}"
+    return f"begins as the model of {config.critic_folder}"
 
 
 def check_teacher(config: Config) -> str:
@@ -82,18 +82,18 @@ def check_teacher(config: Config) -> str:
     from invrl.model_folder import read_tokenizer
     from invrl.run.teacher import open_teacher
 
-    folder = config.model.teacher_folder
+    settings = config.algorithm.teacher
+    folder = config.teacher_folder
     if folder is not None:
-        given = config.model.teacher_model_path
-        advice = " (a teacher of another shape can be served: --teacher-url)"
+        advice = " (a teacher of another shape can be served: --teacher.url)"
         return _check_like_policy(
-            config, "model.teacher_model_path", given, folder, advice
+            config, "teacher.model_path", str(folder), folder, advice
         )
     teacher = open_teacher(config)
-    if teacher is None:
+    if settings is None or teacher is None:
         return "none"
     model_name = asyncio.run(teacher.check(read_tokenizer(config.model.folder)))
-    return f"{model_name} at {config.model.teacher_url}"
+    return f"{model_name} at {settings.url}"
 
 
 def _check_like_policy(

@@ -33,7 +33,7 @@ def check_rollout_function(config: Config) -> object:
             f"held-out tasks (eval_tasks is {rollout.eval_tasks}) are always run by our own workers, which "
             "need a rollout function"
         )
-        fix = "give --rollout-function-path my_agent:rollout, or --eval-tasks 0"
+        fix = "give --rollout-function-path my_agent:rollout, or --no-eval-tasks"
     else:
         reason = "no rollout function was given, so nothing would ask the model"
         fix = (
@@ -95,11 +95,11 @@ def check_algorithm(config: Config) -> None:
     advantage_function(config.algorithm.advantage)
     surrogate_function(config.algorithm.policy_loss)
     needs = needs_of(config.algorithm)
-    if config.train.critic_data_parallel_size and not needs.values:
+    if config.critic_layout is not None and not needs.values:
         reason = f"the objective {config.algorithm.objective} needs no values, so there is no critic"
-        fix = "declare Needs(values=True, ...) in it, or leave --critic-data-parallel-size out"
-        value = config.train.critic_data_parallel_size
-        raise ConfigError("train.critic_data_parallel_size", value, reason, fix)
+        fix = "declare Needs(values=True, ...) in it, or leave --critic.data-parallel-size out"
+        value = config.critic_layout.data
+        raise ConfigError("critic.data_parallel_size", value, reason, fix)
     group_filter_function(config.buffer.group_filter)
     if config.algorithm.policy_loss not in SURROGATES:
         from invrl.algorithms.example import try_surrogate
@@ -119,7 +119,7 @@ def check_off_policy(config: Config) -> None:
     staleness = config.buffer.max_staleness
     if not is_built_in(algorithm.objective) or config.run.debug_rollout_only:
         return
-    corrected = algorithm.correction != "none" or algorithm.rejection != "none"
+    corrected = algorithm.correction != "none" or algorithm.rejection is not None
     anchored = algorithm.old_logprobs == "engine" or algorithm.policy_loss == "vespo"
     if staleness and not corrected and not anchored:
         reason = (
@@ -136,11 +136,11 @@ def check_off_policy(config: Config) -> None:
 
 _USUAL = {
     "train.lr": (1e-8, 1e-3),
-    "train.critic_lr": (1e-8, 1e-2),
+    "critic.lr": (1e-8, 1e-2),
     "train.weight_decay": (0.0, 1.0),
     "rollout.temperature": (0.3, 2.0),
-    "algorithm.kl_coef": (0.0, 2.0),
-    "algorithm.entropy_coef": (0.0, 0.1),
+    "kl.coefficient": (0.0, 2.0),
+    "entropy.coefficient": (0.0, 0.1),
 }
 """From the least to the most that language models are trained with, with room on both
 sides."""
@@ -150,10 +150,11 @@ def check_magnitudes(config: Config) -> None:
     """Numbers that are allowed and were probably not meant: `--lr 3` for 3e-6."""
     unusual: dict[str, float] = {}
     texts: list[str] = []
+    tables = config.settings()
     for name, (least, most) in _USUAL.items():
         table, key = name.split(".")
-        value = getattr(getattr(config, table), key)
-        if not least <= value <= most:
+        value = tables.get(table, {}).get(key)
+        if isinstance(value, float) and not least <= value <= most:
             unusual[name] = value
             texts.append(f"{key} = {value:g}, usually {least:g} to {most:g}")
     for name, value in unusual.items():
@@ -182,7 +183,7 @@ def check_saved_batches(config: Config) -> None:
         return
     checkpoint = first_checkpoint(config.run.load_checkpoint)
     first_step = checkpoint.step if checkpoint else 0
-    folder = Path(config.run.load_rollout_data).expanduser().absolute()
+    folder = Path(config.run.load_rollout_data or "").expanduser().absolute()
     saved_steps(folder, after_step=first_step)
 
 
@@ -265,7 +266,7 @@ def check_gateway_port(config: Config) -> None:
         "gateway",
         "the gateway",
         config.gateway.gateway_host,
-        config.gateway.gateway_port,
+        config.gateway.gateway_port or 0,
     )
 
 

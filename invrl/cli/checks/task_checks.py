@@ -25,7 +25,7 @@ def check_eval_sets(config: Config) -> None:
         raise ConfigError(
             "rollout.eval_sets",
             sets,
-            "no evaluation is asked for (eval_tasks is 0)",
+            "no evaluation is asked for (eval_tasks is not set)",
             fix,
         )
     check_held_out_tasks(config)

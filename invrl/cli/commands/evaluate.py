@@ -16,7 +16,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     """usage: invrl eval --model-path FOLDER [--config FILE] [flags]
 
     Rollouts run through the gateway exactly as in training. Tasks: --eval-sets, or
-    --task-file, or the split 'eval' of --task-source-path; --eval-tasks 0 takes all of
+    --task-file, or the split 'eval' of --task-source-path; --no-eval-tasks takes all of
     them. Prints a table (mean reward, accuracy, pass@k, 95 % intervals) and writes
     report/eval.json into the run folder.
 

@@ -48,9 +48,11 @@ class TemplateSources:
         return cls(default=text, tool_use=text)
 
 
-def template_sources(model_path: str, chat_template: str = "") -> TemplateSources:
+def template_sources(
+    model_path: str, chat_template: str | None = None
+) -> TemplateSources:
     """The chat templates, as transformers finds them. `chat_template` is the path of a
-    file or the name of a shipped template; "" for the model folder's own. ConfigError
+    file or the name of a shipped template; None for the model folder's own. ConfigError
     if there is none."""
     if chat_template:
         return TemplateSources.same(read_template(chat_template))

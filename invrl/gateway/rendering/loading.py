@@ -27,7 +27,7 @@ def load_renderer(
     model_path: str,
     vocab_size: int,
     *,
-    chat_template: str = "",
+    chat_template: str | None = None,
     keep_thinking: bool = True,
     special_tokens_in_content: ContentTokens = "plain",
 ) -> Renderer:

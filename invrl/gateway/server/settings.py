@@ -27,7 +27,8 @@ class GatewaySettings(GatewayConfig):
         "",
         description="this incarnation of the run; a gateway that is started again keeps it",
     )
-    gateway_port: PositiveInt
+    gateway_port: PositiveInt  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    """The port that the gateway has: the configured one, or a free one."""
     router_url: str
     router_api_key: SecretStr | None = None
     env_key: SecretStr = Field(min_length=16, description="the key that opens sessions")

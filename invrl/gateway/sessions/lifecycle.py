@@ -368,8 +368,9 @@ class Lifecycle:
                 isinstance(outcome, FailedRollout)
                 and outcome.reason is FailureReason.BAD_REWARD
             )
-            if unrewarded and self.policy.reward_deadline_s:
-                await self._await_reward(record, now)
+            deadline_s = self.policy.reward_deadline_s
+            if unrewarded and deadline_s is not None:
+                await self._await_reward(record, now, deadline_s)
                 return
         is_top = record.parent is None
         if is_top and isinstance(outcome, FailedRollout):
@@ -388,14 +389,16 @@ class Lifecycle:
             for member in record.family():
                 self.turns.close(member)
 
-    async def _await_reward(self, record: SessionRecord, now: float) -> None:
+    async def _await_reward(
+        self, record: SessionRecord, now: float, deadline_s: float
+    ) -> None:
         """Lets a finished session wait for its reward. Does nothing if it waits
         already."""
         if record.state != "open":
             return
         deadline = RewardDeadline(
-            lived_s=now + self.policy.reward_deadline_s,
-            unix_s=time.time() + self.policy.reward_deadline_s,
+            lived_s=now + deadline_s,
+            unix_s=time.time() + deadline_s,
         )
         self.registry.wait(record, deadline)
         await asyncio.wrap_future(self.store.await_reward(record.session.id, deadline))

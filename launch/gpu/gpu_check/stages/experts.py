@@ -147,7 +147,7 @@ def _check_step(settings: CheckSettings) -> None:
             "train_dtype": "bfloat16",
             "max_tokens_per_microbatch": micro_batch,
             "lr": 1e-12,  # so that every step has the same weights
-            "clip_grad": 0.0,
+            "clip_grad": None,
         }
     )
     rank = start_rank(str(folder), train, _ALGORITHM)

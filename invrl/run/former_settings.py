@@ -1,0 +1,296 @@
+"""Settings of earlier versions: their names, and the values that stood for absence.
+
+The configuration of a recorded run is read as what it meant when it was written. In any
+other place an old name is refused with the new one. Pure data and functions.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+FORMER_NAMES: dict[str, str] = {
+    "steps_per_batch": "num_minibatches",
+    "weight_carrier": "weight_transport",
+    "kl_coef": "kl.coefficient",
+    "kl_estimator": "kl.estimator",
+    "kl_in": "kl.added_to",
+    "kl_clamp": "kl.clamp",
+    "kl_target": "kl.target",
+    "entropy_coef": "entropy.coefficient",
+    "entropy_target": "entropy.target",
+    "entropy_ceiling": "entropy.ceiling",
+    "entropy_coef_step": "entropy.step",
+    "rejection_low": "rejection.low",
+    "rejection_high": "rejection.high",
+    "overlong_buffer": "overlong.buffer",
+    "overlong_penalty": "overlong.penalty",
+    "overlong_length": "overlong.length",
+    "length_lambda": "length_weights.exponent",
+    "length_lambda_lr": "length_weights.lr",
+    "length_lambda_scale": "length_weights.scale",
+    "length_weighting": "length_weights",
+    "preference_beta": "dpo.beta",
+    "label_smoothing": "dpo.label_smoothing",
+    "simpo_beta": "simpo.beta",
+    "simpo_gamma": "simpo.gamma",
+    "orpo_lambda": "orpo.weight",
+    "kto_desirable_weight": "kto.desirable_weight",
+    "kto_undesirable_weight": "kto.undesirable_weight",
+    "sapo_temperature_positive": "sapo.temperature_positive",
+    "sapo_temperature_negative": "sapo.temperature_negative",
+    "rejection_gate_sharpness": "rejection_gate.sharpness",
+    "dppo_threshold": "dppo.threshold",
+    "simko_alpha": "simko.alpha",
+    "simko_top1_weight": "simko.top1_weight",
+    "simko_entropy_quantile": "simko.entropy_quantile",
+    "vespo_power_positive": "vespo.power_positive",
+    "vespo_decay_positive": "vespo.decay_positive",
+    "vespo_power_negative": "vespo.power_negative",
+    "vespo_decay_negative": "vespo.decay_negative",
+    "critic_model_path": "critic.model_path",
+    "critic_lr": "critic.lr",
+    "critic_lr_warmup_steps": "critic.lr_warmup_steps",
+    "critic_clip_grad": "critic.clip_grad",
+    "critic_warmup_steps": "critic.warmup_steps",
+    "critic_data_parallel_size": "critic.data_parallel_size",
+    "gae_lambda": "critic.gae_lambda",
+    "critic_gae_lambda": "critic.returns_lambda",
+    "gae_length_alpha": "critic.length_alpha",
+    "value_targets": "critic.targets",
+    "vtrace_rho_cap": "critic.vtrace_rho_cap",
+    "vtrace_c_cap": "critic.vtrace_c_cap",
+    "value_clip": "critic.value_clip",
+    "teacher_model_path": "teacher.model_path",
+    "teacher_url": "teacher.url",
+    "teacher_timeout_s": "teacher.timeout_s",
+    "teacher_concurrency": "teacher.concurrency",
+    "curriculum_tasks": "curriculum.tasks",
+    "curriculum_decay": "curriculum.decay",
+    "difficulty_low": "difficulty.low",
+    "difficulty_high": "difficulty.high",
+    "difficulty_groups": "difficulty.groups",
+    "wandb_project": "wandb.project",
+    "wandb_mode": "wandb.mode",
+    "wandb_rollouts": "wandb.rollouts",
+}
+"""The name of a setting by the one that it had; one of an optional table as
+table.key."""
+_ABSENT: dict[str, dict[str, object]] = {
+    "run": {
+        "run_name": "",
+        "save_interval": 0,
+        "save_interval_s": 0,
+        "keep_checkpoints": 0,
+        "keep_best": 0,
+        "load_rollout_data": "",
+        "load_checkpoint": "",
+        "sample_interval_s": 0,
+        "log_samples": 0,
+        "otel_endpoint": "",
+        "wandb_project": "",
+        "metrics_port": 0,
+        "wandb_rollouts": 0,
+        "mlflow_tracking_uri": "",
+    },
+    "model": {
+        "model_path": "",
+        "reference_model_path": "",
+        "teacher_model_path": "",
+        "teacher_url": "",
+        "critic_model_path": "",
+    },
+    "data": {
+        "data_path": "",
+        "data_eval_path": "",
+        "data_eval_fraction": 0,
+        "data_epochs": 0,
+    },
+    "rollout": {
+        "rollout_function_path": "",
+        "reward_function_path": "",
+        "task_source_path": "",
+        "task_file": "",
+        "eval_task_file": "",
+        "curriculum": "none",
+        "curriculum_tasks": 0,
+        "rollout_worker_memory_gb": 0,
+        "rollout_top_logprobs": 0,
+        "eval_interval": 0,
+        "eval_tasks": 0,
+    },
+    "engine": {"engine_max_total_tokens": 0, "smg_environment": ""},
+    "gateway": {
+        "session_idle_timeout_s": 0,
+        "reward_deadline_s": 0,
+        "gateway_port": 0,
+        "gateway_public_url": "",
+        "chat_template_path": "",
+    },
+    "buffer": {
+        "max_filtered_batches": 0,
+        "max_identical_failures": 0,
+        "max_failures_at_start": 0,
+    },
+    "algorithm": {
+        "algorithm_preset": "",
+        "overlong_buffer": 0,
+        "overlong_length": 0,
+        "gae_length_alpha": 0,
+        "value_clip": 0,
+        "dual_clip": 0,
+        "correction_floor": 0,
+        "rejection": "none",
+        "rejection_low": 0,
+        "rejection_high": 0,
+        "router_shift_floor": 0,
+        "aggregation_constant": 0,
+        "length_weighting": "none",
+        "kl_coef": 0,
+        "kl_clamp": 0,
+        "kl_target": 0,
+        "reference_reset_steps": 0,
+        "reference_ema": 0,
+        "solved_nll_coef": 0,
+        "entropy_target": 0,
+        "entropy_ceiling": 0,
+    },
+    "train": {
+        "num_layers_in_first_pipeline_stage": 0,
+        "num_layers_in_last_pipeline_stage": 0,
+        "lr_decay_steps": 0,
+        "clip_grad": 0,
+        "critic_clip_grad": 0,
+        "critic_data_parallel_size": 0,
+        "moe_router_bias_update_rate": 0,
+        "max_row_tokens": 0,
+    },
+    "weight_sync": {"weight_folder": "", "weight_host": ""},
+}
+"""Values that meant "none" until absence had no value, by section and setting."""
+
+
+def former_fix(name: str) -> str:
+    """Where a setting of an earlier version is now; "" for any other name."""
+    new = FORMER_NAMES.get(name.lower().removeprefix("--").replace("-", "_"))
+    if new is None:
+        return ""
+    if name.startswith("--"):
+        return f"it was renamed: write --{new.replace('_', '-')}"
+    table, _, key = new.rpartition(".")
+    place = f", in table [{table}]" if table else ""
+    return f"it was renamed: write {key}{place}"
+
+
+def as_written_now(
+    tables: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """The configuration of a recorded run with the names of today, and `false` for what
+    was absent."""
+    now = {table: dict(entries) for table, entries in tables.items()}
+    for section, absent in _ABSENT.items():
+        entries = now.get(section, {})
+        for key, value in absent.items():
+            if key in entries and entries[key] is not False and entries[key] == value:
+                entries[key] = False
+    if "kl_coef" in now.get("algorithm", {}):
+        _move_tables(now)
+    return now
+
+
+_CRITIC: dict[str, object] = {
+    "model_path": False,
+    "lr": 1e-5,
+    "lr_warmup_steps": 0,
+    "clip_grad": 1.0,
+    "warmup_steps": 0,
+    "data_parallel_size": False,
+    "value_clip": 0.2,
+}
+"""What a critic had where nothing was set."""
+_SECTION_OF_TABLE = {
+    "kl": "algorithm",
+    "entropy": "algorithm",
+    "rejection": "algorithm",
+    "overlong": "algorithm",
+    "length_weights": "algorithm",
+    "critic": "algorithm",
+    "teacher": "algorithm",
+    "dpo": "algorithm",
+    "ipo": "algorithm",
+    "simpo": "algorithm",
+    "orpo": "algorithm",
+    "kto": "algorithm",
+    "sapo": "algorithm",
+    "rejection_gate": "algorithm",
+    "dppo": "algorithm",
+    "simko": "algorithm",
+    "vespo": "algorithm",
+    "curriculum": "rollout",
+    "difficulty": "buffer",
+    "wandb": "run",
+}
+
+
+def _move_tables(tables: dict[str, dict[str, Any]]) -> None:
+    """Moves the settings of what is a table today there. Where the feature was off, the
+    settings say nothing."""
+    algorithm = tables["algorithm"]
+    beta = algorithm.pop("preference_beta", 0.1)
+    smoothing = algorithm.pop("label_smoothing", 0.0)
+    objective = algorithm.get("objective")
+    policy_loss = str(algorithm.get("policy_loss")).removesuffix("_topk")
+    policy_loss = {"dppo_tv": "dppo", "dppo_kl": "dppo"}.get(policy_loss, policy_loss)
+    is_on = {
+        "critic": algorithm.get("advantage") == "gae",
+        "difficulty": tables.get("buffer", {}).get("group_filter")
+        == "medium_difficulty",
+        "length_weights": bool(algorithm.get("length_weighting")),
+        "entropy": any(
+            algorithm.get(key)
+            for key in ("entropy_coef", "entropy_target", "entropy_ceiling")
+        ),
+    }
+    for section, key, table in (
+        ("algorithm", "rejection", "rejection"),
+        ("rollout", "curriculum", "curriculum"),
+    ):
+        kind = tables.get(section, {}).pop(key, None)
+        if isinstance(kind, str):
+            tables[table] = {"kind": kind}
+    if objective in ("dpo", "ipo", "kto"):
+        tables[objective] = {"beta": beta}
+    if objective in ("dpo", "simpo"):
+        tables.setdefault(objective, {})["label_smoothing"] = smoothing
+    for section in list(tables.values()):
+        for old in list(section):
+            table, _, key = FORMER_NAMES.get(old, "").partition(".")
+            if table not in _SECTION_OF_TABLE:
+                continue
+            value = section.pop(old)
+            if key:
+                tables.setdefault(table, {})[key] = value
+            elif value:
+                tables.setdefault(table, {})
+    for table, anchors in (
+        ("kl", ("coefficient",)),
+        ("overlong", ("buffer",)),
+        ("rejection", ("kind",)),
+        ("curriculum", ("kind",)),
+        ("teacher", ("model_path", "url")),
+        ("wandb", ("project",)),
+    ):
+        entries = tables.get(table, {})
+        is_on[table] = any(entries.get(anchor) for anchor in anchors)
+    if ":" in str(objective):  # it may read values with any advantage
+        critic = tables.get("critic", {})
+        is_on["critic"] |= any(
+            critic.get(key, value) != value for key, value in _CRITIC.items()
+        )
+    for table in ("dpo", "ipo", "simpo", "orpo", "kto"):
+        is_on[table] = objective == table
+    for table in ("sapo", "rejection_gate", "dppo", "simko", "vespo"):
+        is_on[table] = policy_loss == table
+    for table, section in _SECTION_OF_TABLE.items():
+        if not is_on.get(table, table in tables):
+            tables.pop(table, None)
+            if section in tables:
+                tables[section][table] = False

@@ -1,0 +1,131 @@
+"""Optional settings and tables: what turns them on and off, and what configurations of
+earlier versions mean."""
+
+from pathlib import Path
+
+import pytest
+
+from invrl.cli.flags import parse_flags
+from invrl.errors import ConfigError
+from invrl.run.config import Config, resolve
+from invrl.run.former_settings import as_written_now
+from invrl.run.resolved_config import load_resolved, write_resolved
+
+
+def from_flags(*flags: str) -> Config:
+    return resolve(*parse_flags(flags))
+
+
+def test_one_flag_of_a_table_turns_it_on() -> None:
+    critic = from_flags("--critic.model-path", "folder").algorithm.critic
+    assert critic is not None
+    assert (critic.model_path, critic.lr) == ("folder", 1e-5)
+    assert from_flags("--critic").algorithm.advantage == "gae"
+    curriculum = from_flags("--curriculum", "thompson").rollout.curriculum
+    assert curriculum is not None
+    assert curriculum.kind == "thompson"
+
+
+@pytest.mark.parametrize("flags", [(), ("--kl.coefficient", "0.2", "--no-kl")])
+def test_a_table_that_is_absent_or_turned_off_is_none(flags: tuple[str, ...]) -> None:
+    config = from_flags(*flags)
+    assert config.algorithm.kl is None
+    assert "kl" not in config.settings()
+
+
+def test_a_flag_turns_off_what_a_file_or_a_preset_sets(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[wandb]\nproject = "p"\n\n[train]\nmax_row_tokens = 64\n')
+    config = from_flags("--config", str(file), "--no-wandb", "--no-max-row-tokens")
+    assert config.run.wandb is None
+    assert config.train.max_row_tokens is None
+    config = from_flags(
+        "--algorithm-preset", "ppo", "--no-kl", "--no-critic.value-clip"
+    )
+    assert config.algorithm.kl is None
+    assert config.algorithm.critic is not None
+    assert config.algorithm.critic.value_clip is None
+
+
+def test_false_in_a_file_turns_off_what_a_default_turns_on(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nclip_grad = false\n\n[algorithm]\ndual_clip = false\n")
+    config = from_flags("--config", str(file))
+    assert (config.train.clip_grad, config.algorithm.dual_clip) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--algorithm-preset", "ppo", "--no-kl", "--no-dual-clip"),
+        ("--algorithm-preset", "sapo", "--policy-loss", "clip"),
+        ("--group-filter", "medium_difficulty", "--no-keep-checkpoints"),
+        ("--rejection", "token", "--rejection.high", "2", "--wandb.project", "p"),
+    ],
+)
+def test_a_recorded_configuration_reads_back_equal(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    config = from_flags(*flags)
+    file = tmp_path / "config.resolved.toml"
+    write_resolved(file, config)
+    assert load_resolved(file) == config
+
+
+def test_a_table_beside_a_choice_that_does_not_read_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"does not read the table \[vespo\]"):
+        from_flags("--policy-loss", "sapo", "--vespo.power-positive", "1")
+    with pytest.raises(ConfigError, match=r"needs the table \[critic\]"):
+        from_flags("--advantage", "gae", "--no-critic")
+
+
+def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags("--kl.estimator", "k2")
+    assert caught.value.field == "kl.coefficient"
+    assert "give kl.coefficient too" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (("--keep-checkpoints", "0"), "--no-keep-checkpoints"),
+        (("--run-name", ""), "leave it out"),
+        (("--kl-coef", "0.1"), "write --kl.coefficient"),
+        (("--simpo-gamma", "1"), "write --simpo.gamma"),
+    ],
+)
+def test_values_and_names_of_earlier_versions_are_refused_with_the_new_ones(
+    flags: tuple[str, ...], fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags(*flags)
+    assert fix in caught.value.fix
+
+
+def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() -> None:
+    recorded = {
+        "run": {"run_name": "r", "keep_checkpoints": 0, "wandb_project": ""},
+        "train": {"critic_lr": 1e-5, "clip_grad": 1.0, "critic_warmup_steps": 0},
+        "rollout": {"curriculum": "thompson", "curriculum_tasks": 0},
+        "algorithm": {
+            "objective": "dpo",
+            "policy_loss": "clip",
+            "preference_beta": 0.3,
+            "label_smoothing": 0.0,
+            "simpo_beta": 2.0,
+            "advantage": "grpo",
+            "kl_coef": 0.0,
+            "kl_estimator": "k3",
+            "rejection": "none",
+            "rejection_high": 0.0,
+        },
+    }
+    now = as_written_now(recorded)
+    assert now["run"] == {"run_name": "r", "keep_checkpoints": False, "wandb": False}
+    assert now["curriculum"] == {"kind": "thompson", "tasks": False}
+    assert now["dpo"] == {"beta": 0.3, "label_smoothing": 0.0}
+    assert now["train"] == {"clip_grad": 1.0}
+    assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
+    assert now["algorithm"]["kl"] is False
+    assert as_written_now(now) == now
