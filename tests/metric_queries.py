@@ -13,6 +13,8 @@ import promql_parser
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from invrl.observe.metric_families import FAMILIES
+
 LAUNCH = Path(__file__).parents[1] / "launch"
 DASHBOARD = LAUNCH / "grafana" / "dashboard.json"
 ALERTS = LAUNCH / "prometheus" / "alerts.yml"
@@ -106,3 +108,19 @@ def _walk(node: Any) -> Iterator[Any]:
             yield from _walk(inner)
     for argument in getattr(node, "args", ()):
         yield from _walk(argument)
+
+
+def reference_table() -> str:
+    """All families as a table in Markdown, as the documentation shows them."""
+    lines = ["| metric | kind | labels | unit | meaning |", "|---|---|---|---|---|"]
+    for family in FAMILIES.values():
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        columns = [
+            f"`{family.sample_name}`",
+            family.kind,
+            labels,
+            family.unit,
+            family.help,
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)

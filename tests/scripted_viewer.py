@@ -58,6 +58,7 @@ def run_value(run: str, step: int = 8, state: str = "ended") -> dict[str, Any]:
         "index": index,
         "has": {},
         "outcome": f"training reward: 0.250 at step 1 → 0.875 at step 8; ended after step 8 of 8 {HOSTILE}",
+        "log_end": f"{HOSTILE}</pre></body>",
         "notes": [f"half a line {HOSTILE}"],
     }
 
@@ -416,6 +417,10 @@ class ScriptedViewer:
             return {
                 "runs": runs,
                 "differences": [{"key": "algorithm.lr", "values": values}],
+                "changed": {
+                    run: [{"key": HOSTILE, "value": HOSTILE, "default": HOSTILE}]
+                    for run in runs
+                },
             }
         if name == "metric-names":
             names = sorted(
@@ -603,8 +608,11 @@ class ScriptedViewer:
             }
             for n in range(20)
         ]
+        gain = {"gain": 0.5, "gain_low": 0.375, "gain_high": 0.625, "tasks": 20}
+        first, last = score(0, 0.3), score(8, 0.8)
         return {
-            "scores": [score(0, 0.3), score(4, 0.5), score(8, 0.8)],
+            "scores": [first, score(4, 0.5), last],
+            "gains": [{"name": HOSTILE, "first": first, "last": last, **gain}],
             "tasks": {"total": 20, "rows": rows},
         }
 
@@ -651,13 +659,7 @@ class ScriptedViewer:
                     }
                 )
         starts = [{"time": _START + 120, "pid": 1, "step": 4, "restart": True}]
-        return {
-            "recorded": True,
-            "starts": starts,
-            "spans": spans,
-            "now": None,
-            "notes": [],
-        }
+        return {"starts": starts, "spans": spans, "now": None}
 
     def _engines(self) -> dict[str, Any]:
         def sample(number: int) -> dict[str, Any]:

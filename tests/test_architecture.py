@@ -51,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
     "observe",
+    "rollout.intervals",
     "gateway.turns.forest",
     "gateway.turns.fork_changes",
 }

@@ -113,7 +113,7 @@ COMMANDS = {
     "report": Command(
         "report",
         "report",
-        "write what a run did as one HTML page, and its reward curve",
+        "write the pages of `invrl view` into the run's folder",
     ),
 }
 INNER_COMMANDS = {

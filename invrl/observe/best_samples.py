@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from invrl.observe.sample_changes import first_ids
-from invrl.observe.samples import Sample
+from invrl.observe.samples import Sample, first_ids
 
 
 class NoCandidate(StrEnum):

@@ -24,8 +24,8 @@ from rich.text import Text
 from invrl.host import live_lines
 from invrl.host.printable import one_line, printable
 from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks, sparkline
+from invrl.observe.metric_curves import EVAL_PREFIX, EVAL_SUFFIX, REWARD
 from invrl.observe.phases import waited_for
-from invrl.observe.report import EVAL_PREFIX, EVAL_SUFFIX, REWARD
 from invrl.observe.sinks import Sink
 from invrl.observe.step_text import failures_text, format_number, metric_texts
 from invrl.observe.watch_screen import duration

@@ -368,19 +368,3 @@ FAMILIES: Mapping[str, Family] = {
     for family in (*_OF_STEPS, *_OF_THE_RUN, *_OF_THE_MACHINE, *_OF_THE_GATEWAY)
 }
 """By name."""
-
-
-def reference_table() -> str:
-    """All families as a table in Markdown, as the documentation shows them."""
-    lines = ["| metric | kind | labels | unit | meaning |", "|---|---|---|---|---|"]
-    for family in FAMILIES.values():
-        labels = ", ".join(f"`{label}`" for label in family.labels)
-        columns = [
-            f"`{family.sample_name}`",
-            family.kind,
-            labels,
-            family.unit,
-            family.help,
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
-    return "\n".join(lines)

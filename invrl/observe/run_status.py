@@ -1,42 +1,24 @@
-"""What a run does, and has done, as its folder tells it: for a live or a dead run,
-without touching it.
-
-Everything may be missing, torn or of another version: what cannot be read becomes a
-note, and the rest is shown."""
+"""A run at one time, as `invrl watch` shows it: its files and its failed rollouts."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import msgspec
 
 from invrl.errors import DamagedFileError, RunStoreError
 from invrl.host.cache_folder import cache_folder, folder_of_run
-from invrl.observe.collapse import collapse
-from invrl.store.metrics_file import MetricsRow, read_metrics
+from invrl.observe.run_files import Phase, RunFiles, State
+from invrl.store.metrics_file import MetricsRow
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.timeline_file import Timeline, read_timeline
 from invrl.types import FailedRollout
 
-State = Literal["running", "ended", "stopped"]
 _MAX_FAILURES = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """What the driver did last, from phase.json."""
-
-    name: str
-    step: int
-    since: float | None
-    """Unix seconds; None for a run of an earlier version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,37 +37,28 @@ class RunStatus:
 
     name: str
     state: State
-    """"stopped": nothing works in the folder, and the run is not complete: it failed,
-    was killed or was interrupted."""
-    settings: Mapping[str, Mapping[str, Any]]
-    """By table, as they were written."""
+    outcome: str
+    """One line: what it gained, and how far it is or why it ended."""
+    num_steps: int | None
+    """How many the run is to make; None if that is not known."""
+    steps_made: int
+    """The last step with metrics."""
     phase: Phase | None
     rows: Sequence[MetricsRow]
+    """One for each step."""
     timeline: Timeline
     failed: Mapping[str, int]
     """Failed rollouts by reason."""
     failures: Sequence[Failure]
     """The last ones, newest first."""
-    notes: Sequence[str] = field(default_factory=tuple)
-    """What could not be read."""
-
-    @property
-    def num_steps(self) -> int:
-        """How many the run is to make; 0 if that is not known."""
-        value = self.settings.get("run", {}).get("num_steps")
-        return value if isinstance(value, int) else 0
-
-    @property
-    def steps_made(self) -> int:
-        """The last step with metrics."""
-        return max((int(row["step"] or 0) for row in self.rows), default=0)
+    notes: Sequence[str]
 
 
-class RunReader:
+class RunReader(RunFiles):
     """Reads a run folder again and again. Failed rollouts are read once each."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._store = ReadOnlyStore(
             folder.store_path, folder_of_run(cache_folder(), folder.path)
         )
@@ -95,67 +68,33 @@ class RunReader:
 
     def read(self) -> RunStatus:
         """The status now. Never raises because of what is in the folder."""
-        notes: list[str] = []
-        folder = self._folder
+        errors: list[str] = []
         try:
             self._read_failures()
         except (RunStoreError, DamagedFileError, sqlite3.Error) as error:
-            notes.append(f"failures are not shown: {error}")
-        rows: list[MetricsRow] = []
+            errors.append(f"failures are not shown: {error}")
         timeline = Timeline()
         try:
-            rows = [
-                row for row in read_metrics(folder.metrics_path) if _are_numbers(row)
-            ]
-            timeline = read_timeline(folder.path)
+            self.metrics.refresh()
+            timeline = read_timeline(self.folder.path)
         except OSError as error:
-            notes.append(f"cannot be read: {error}")
-        collapsed = collapse(rows)
-        if collapsed:
-            notes.append(collapsed)
+            errors.append(f"cannot be read: {error}")
         return RunStatus(
-            name=folder.path.name,
-            state=self._state(),
-            settings=self._settings(notes),
-            phase=self._phase(),
-            rows=rows,
+            name=self.folder.path.name,
+            state=self.state(),
+            outcome=self.outcome(),
+            num_steps=self.num_steps(),
+            steps_made=self.metrics.last_step,
+            phase=self.phase(),
+            rows=self.metrics.rows(self.metrics.names()),
             timeline=timeline,
             failed=dict(self._failed),
             failures=tuple(reversed(self._failures)),
-            notes=tuple(notes),
+            notes=(*errors, *self.notes()),
         )
 
-    def _state(self) -> State:
-        if self._folder.is_worked_in():
-            return "running"
-        return "ended" if self._folder.finished_path.exists() else "stopped"
-
-    def _settings(self, notes: list[str]) -> Mapping[str, Mapping[str, Any]]:
-        try:
-            document = tomllib.loads(
-                self._folder.config_path.read_text(encoding="utf-8")
-            )
-        except (OSError, ValueError) as error:
-            notes.append(f"settings are not shown: {error}")
-            return {}
-        return {
-            name: table for name, table in document.items() if isinstance(table, dict)
-        }
-
-    def _phase(self) -> Phase | None:
-        try:
-            content = json.loads(self._folder.phase_path.read_bytes())
-            since = content.get("since")
-            return Phase(
-                name=str(content["phase"]),
-                step=int(content["step"]),
-                since=None if since is None else float(since),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
     def _read_failures(self) -> None:
-        if not self._folder.store_path.exists():
+        if not self.folder.store_path.exists():
             return
         with self._store.reading() as db:
             sql = (
@@ -176,9 +115,3 @@ class RunReader:
                 )
                 self._failures.append(failure)
         del self._failures[:-_MAX_FAILURES]
-
-
-def _are_numbers(row: MetricsRow) -> bool:
-    return all(
-        value is None or isinstance(value, int | float) for value in row.values()
-    )

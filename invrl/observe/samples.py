@@ -232,6 +232,19 @@ def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
     return int(step), name
 
 
+def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
+    """By task id: the id that the task had when it came first. A task that comes back,
+    in a later epoch for example, has a number behind its id (`10`, `10@1`, `10@2`)."""
+    ids = set(task_ids)
+    first: dict[str, str] = {}
+    for task_id in ids:
+        base, _, number = task_id.rpartition("@")
+        first[task_id] = task_id
+        if base in ids and number.isdecimal():
+            first[task_id] = base
+    return first
+
+
 def trained_steps(samples: Iterable[Sample]) -> list[int]:
     """The steps of the training rollouts, in order."""
     return _steps_of(samples, "train")

@@ -19,7 +19,6 @@ from invrl.observe.transcript import message_text, read_transcript
 
 if TYPE_CHECKING:
     from invrl.gateway.types import Message
-    from invrl.observe.sample_changes import Change
     from invrl.observe.samples import Sample
     from invrl.observe.transcript import Transcript, TranscriptTurn
     from invrl.store.run_store import RunStore
@@ -85,57 +84,10 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
     return f"{where}: {', '.join(facts)}"
 
 
-def describe_changes(
-    changes: Sequence[Change], store: RunStore, *, total: int, full: bool
-) -> str:
-    """Each task's prompt once, and the replies before and after."""
-    parts = [
-        f"{_count(total, 'task')} changed between the first and the last time that they were run "
-        "(held-out ones count once per mode)"
-    ]
-    for change in changes:
-        parts.append(_describe_change(change, store, full=full))
-    if len(changes) < total:
-        parts.append(f"{len(changes)} of {total} shown; -n N shows more, -n 0 all")
-    return for_stdout("\n\n".join(parts))
-
-
-def _describe_change(change: Change, store: RunStore, *, full: bool) -> str:
-    kind = "training"
-    if change.evaluation:
-        kind = f"held out ({change.evaluation})"
-    lines = [
-        f"== task {change.task_id}, {kind}: reward {change.reward_before:.3f} -> {change.reward_after:.3f}"
-        f" ({change.gain:+.3f}), replies {change.likeness:.0%} alike"
-    ]
-    previous_opening: tuple[Message, ...] = ()
-    for title, sample in (("before", change.before), ("after", change.after)):
-        transcript = read_transcript(store, sample.identity.session_id)
-        lines.append(f"{title}: {_describe_facts(sample)}")
-        lines += _describe_conversation(
-            transcript, full=full, previous_opening=previous_opening
-        )
-        previous_opening = transcript.opening
-    return "\n".join(lines)
-
-
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
     """A JSON list with an object per rollout: its identity, the fields of `Sample`, and
     its `turns` with their texts."""
     return json.dumps([_sample_object(sample, store) for sample in samples], indent=2)
-
-
-def changes_json(changes: Iterable[Change], store: RunStore) -> str:
-    """A JSON list with an object per task: the fields of `Change`, with `before` and
-    `after` as in `samples_json`."""
-    rows: list[dict[str, object]] = []
-    for change in changes:
-        row = asdict(change)
-        row["gain"] = change.gain
-        row["before"] = _sample_object(change.before, store)
-        row["after"] = _sample_object(change.after, store)
-        rows.append(row)
-    return json.dumps(rows, indent=2)
 
 
 def _sample_object(sample: Sample, store: RunStore) -> dict[str, object]:

@@ -6,7 +6,6 @@ for control characters, and nothing is read as rich's markup."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from rich.text import Text
 
 from invrl.host.printable import one_line, printable
 from invrl.observe.charts import BLOCKS, block_chart, columns_of
-from invrl.observe.phases import waited_for
-from invrl.observe.report import (
+from invrl.observe.metric_curves import (
     EVAL_PREFIX,
     REWARD,
     REWARD_MAX,
@@ -27,7 +25,9 @@ from invrl.observe.report import (
     curve,
     eval_names,
 )
+from invrl.observe.phases import waited_for
 from invrl.observe.run_status import RunStatus
+from invrl.observe.step_text import format_number
 from invrl.store.metrics_file import MetricsRow
 from invrl.store.timeline_file import Sample, Span
 
@@ -46,8 +46,6 @@ SHOWN_METRICS = {
 }
 """Those of the last step, as far as the run has them."""
 _STEP_TIME = "time/step_s"
-_PHASE_PREFIX = "time/"
-_PHASE_SUFFIX = "_s"
 _RECENT_STEPS = 10
 _BAR_WIDTH = 20
 _GIB = 2**30
@@ -81,16 +79,18 @@ def screen(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType
 
 
 def _head(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
-    color = {"running": "green", "ended": "blue", "stopped": "red"}[status.state]
-    state = status.state
-    if state == "stopped":
-        state = "stopped before its last step"
+    color = {"running": "green", "ended": "blue"}.get(status.state, "red")
+    state: str = status.state
+    if state in ("failed", "interrupted"):
+        state = f"{state} before its last step"
     head = Text.assemble(
         (_safe(status.name, size), "bold"), "  ", (state, color), no_wrap=True
     )
     lines = [head, _line(_progress(status), size, "")]
     if status.phase is not None and status.state != "ended":
         lines.append(_line(_phase_now(status, now=now), size, "cyan"))
+    if status.state != "running":
+        lines.append(Text(_safe(status.outcome, size)))
     return Group(*lines)
 
 
@@ -103,7 +103,7 @@ def _progress(status: RunStatus) -> str:
     seconds = recent_step_seconds(status.rows)
     if seconds is not None:
         text += f"  {duration(seconds)} a step"
-        if status.state == "running" and wanted > made:
+        if status.state == "running" and wanted and wanted > made:
             text += f", about {duration(seconds * (wanted - made))} left"
     return text
 
@@ -111,7 +111,7 @@ def _progress(status: RunStatus) -> str:
 def _phase_now(status: RunStatus, *, now: float) -> str:
     phase = status.phase
     assert phase is not None, "the caller has looked"
-    if status.state == "stopped":
+    if status.state != "running":
         return f"the last phase was {phase.name}, in step {phase.step}"
     text = f"now: {phase.name}"
     if phase.step:
@@ -131,20 +131,20 @@ def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     if not rewards:
         return [_line("no reward yet", size, "dim")]
     low, high = _reward_limits(status.rows, rewards)
-    label_width = max(len(_number(low)), len(_number(high)))
+    label_width = max(len(format_number(low)), len(format_number(high)))
     width = max(1, size.width - label_width - 3)
     height = max(3, min(8, size.height // 5))
     rows = block_chart(rewards, width, height, low=low, high=high, blocks=size.blocks)
-    title = f"reward {_number(rewards[0])} -> {_number(rewards[-1])}"
+    title = f"reward {format_number(rewards[0])} -> {format_number(rewards[-1])}"
     if len(columns_of(rewards, width)) < len(rewards):
         title += f" (a column is {len(rewards) / width:.1f} steps)"
     lines: list[RenderableType] = [_title(title, size)]
     for index, row in enumerate(rows):
         label = ""
         if index == 0:
-            label = _number(high)
+            label = format_number(high)
         elif index == len(rows) - 1:
-            label = _number(low)
+            label = format_number(low)
         lines.append(
             Text.assemble(
                 (f"{label:>{label_width}} |", "dim"), (row, "green"), no_wrap=True
@@ -172,7 +172,7 @@ def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
     for row in status.rows:
         latest.update({name: value for name, value in row.items() if value is not None})
     texts = [
-        f"{label} {_number(latest[name])}"
+        f"{label} {format_number(latest[name])}"
         for name, label in SHOWN_METRICS.items()
         if name in latest
     ]
@@ -182,18 +182,13 @@ def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
 
 
 def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """Mean seconds of each phase over the last steps, from the timeline or, without
-    one, the metrics."""
+    """Mean seconds of each phase over the last steps."""
     spans = [
         span for span in status.timeline.spans if span.step and span.name != "starting"
     ]
     steps = sorted({span.step for span in spans})[-_RECENT_STEPS:]
-    seconds: dict[str, float] = {}
-    if steps:
-        recent = [span for span in spans if span.step in steps]
-        seconds = _seconds_by_name(recent, len(steps))
-    else:
-        seconds = _seconds_of_metrics(status.rows)
+    recent = [span for span in spans if span.step in steps]
+    seconds = _seconds_by_name(recent, len(steps))
     total = sum(seconds.values())
     if not total:
         return []
@@ -220,24 +215,6 @@ def _seconds_by_name(spans: Sequence[Span], num_steps: int) -> dict[str, float]:
         seconds[span.name] = (
             seconds.get(span.name, 0.0) + (span.end - span.start) / num_steps
         )
-    return seconds
-
-
-def _seconds_of_metrics(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    recent = [row for row in rows if row.get(_STEP_TIME) is not None][-_RECENT_STEPS:]
-    for row in recent:
-        for name, value in row.items():
-            is_phase = name.startswith(_PHASE_PREFIX) and name.endswith(_PHASE_SUFFIX)
-            if (
-                value is None
-                or not is_phase
-                or name == _STEP_TIME
-                or name.endswith("_per_s")
-            ):
-                continue
-            phase = name.removeprefix(_PHASE_PREFIX).removesuffix(_PHASE_SUFFIX)
-            seconds[phase] = seconds.get(phase, 0.0) + value / len(recent)
     return seconds
 
 
@@ -308,10 +285,10 @@ def _evaluations(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
         _, low = curve(status.rows, f"{name}_low")
         _, high = curve(status.rows, f"{name}_high")
         if low and high:
-            interval = f"[{_number(low[-1])}, {_number(high[-1])}]"
-        change = _number(values[-1])
+            interval = f"[{format_number(low[-1])}, {format_number(high[-1])}]"
+        change = format_number(values[-1])
         if len(values) > 1:
-            change = f"{_number(values[0])} -> {_number(values[-1])}"
+            change = f"{format_number(values[0])} -> {format_number(values[-1])}"
         label = name.removeprefix(EVAL_PREFIX)
         table.add_row(_safe(label, size), change, interval, f"step {steps[-1]}")
     if not table.rows:
@@ -358,14 +335,6 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes:02} min"
     return f"{hours // 24} d {hours % 24} h"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    if value and not 0.001 <= abs(value) < 100_000:
-        return f"{value:.2g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _title(text: str, size: ScreenSize) -> RenderableType:

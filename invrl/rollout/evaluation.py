@@ -19,25 +19,14 @@ import numpy as np
 from invrl.reasons import FailureReason
 from invrl.rollout.config import EvalMode, RolloutConfig
 from invrl.rollout.dispatcher import assignments
+from invrl.rollout.intervals import EXACT_REWARD, Interval, bootstrap_interval
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, GroupLease, GroupMember, Outcome, Sampling, Task
 
-EXACT_REWARD = 1.0
-"""The reward from which a sample counts as exact."""
 _Z95 = NormalDist().inv_cdf(0.975)
-_RESAMPLES = 10_000
 _OUR_FAILURES = frozenset({FailureReason.WORKER_DIED, FailureReason.ENGINE})
 _MAX_ATTEMPTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A value with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,26 +273,6 @@ def pass_at_k(n: int, exact: int, k: int) -> float:
     of its `exact` ones: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374,
     equation 1)."""
     return 1.0 - math.comb(n - exact, k) / math.comb(n, k)
-
-
-def bootstrap_interval(of_tasks_K: np.ndarray, *, seed: int = 0) -> Interval:
-    """The mean with its 95 % interval: the percentile bootstrap over tasks (Efron and
-    Tibshirani 1993, An Introduction to the Bootstrap, chapter 13) with 10,000
-    resamples. Drawn for each resample is how often each distinct value occurs. Raises
-    ValueError without tasks."""
-    if len(of_tasks_K) == 0:
-        raise ValueError("no tasks were evaluated")
-    values, counts = np.unique(of_tasks_K, return_counts=True)
-    shares = counts / counts.sum()
-    rng = np.random.default_rng(seed)
-    # In 100 parts: with as many distinct values as tasks, all resamples at once would
-    # take gigabytes.
-    sums = [
-        rng.multinomial(len(of_tasks_K), shares, _RESAMPLES // 100) @ values
-        for _ in range(100)
-    ]
-    low, high = np.quantile(np.concatenate(sums) / len(of_tasks_K), [0.025, 0.975])
-    return Interval(value=float(of_tasks_K.mean()), low=float(low), high=float(high))
 
 
 def gain_interval(before: EvalScore, after: EvalScore, *, seed: int = 0) -> Interval:

@@ -68,11 +68,13 @@ def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
     }
 
 
-def read_gateway(url: str, env_key: str) -> Mapping[str, Any]:
-    """What the gateway's own `/metrics` says of all its workers. Raises OSError or
-    ValueError."""
+def read_gateway(
+    url: str, env_key: str, timeout_s: float = _GATEWAY_DEADLINE_S
+) -> Mapping[str, Any]:
+    """What the gateway's own `/metrics` says of all its workers. Raises OSError,
+    HTTPException or ValueError."""
     request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
-    with open_directly(request, timeout_s=_GATEWAY_DEADLINE_S) as answer:
+    with open_directly(request, timeout_s=timeout_s) as answer:
         return json.loads(answer.read())
 
 

@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import httpx
+from http.client import HTTPException
 
 from invrl.engines.engine_server import EngineServer
 from invrl.errors import InvrlError
 from invrl.host.resident_memory import resident_memory
 from invrl.observe.sinks import Sink
 from invrl.run.cluster import Cluster, Serving
+from invrl.run.metrics_sources import read_gateway
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
@@ -39,29 +39,28 @@ async def sample_processes(
     if not interval_s:
         return
     with contextlib.closing(RunStore(folder.store_path)) as store:
-        async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S) as http:
-            sequence = await asyncio.to_thread(store.last_turn)
-            while True:
-                await asyncio.sleep(interval_s)
-                try:
-                    ended = await asyncio.to_thread(store.ended_turns, sequence)
-                    sequence = ended.sequence
-                    lag_s = await _loop_lag_s(cluster.serving, http)
-                    memory = await asyncio.to_thread(
-                        memory_of, cluster.serving, cluster.trainer
-                    )
-                    sample = Sample(
-                        time=time.time(),
-                        engines=await _engine_samples(cluster.serving),
-                        gateway=replace(
-                            gateway_sample(ended, interval_s), loop_lag_s=lag_s
-                        ),
-                        memory=memory,
-                    )
-                except Exception:
-                    logger.exception("a sample of the processes failed")
-                else:
-                    observer.sample(sample)
+        sequence = await asyncio.to_thread(store.last_turn)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                ended = await asyncio.to_thread(store.ended_turns, sequence)
+                sequence = ended.sequence
+                lag_s = await asyncio.to_thread(_loop_lag_s, cluster.serving)
+                memory = await asyncio.to_thread(
+                    memory_of, cluster.serving, cluster.trainer
+                )
+                sample = Sample(
+                    time=time.time(),
+                    engines=await _engine_samples(cluster.serving),
+                    gateway=replace(
+                        gateway_sample(ended, interval_s), loop_lag_s=lag_s
+                    ),
+                    memory=memory,
+                )
+            except Exception:
+                logger.exception("a sample of the processes failed")
+            else:
+                observer.sample(sample)
 
 
 async def sample_memory(
@@ -132,14 +131,13 @@ async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
     return tuple(samples)
 
 
-async def _loop_lag_s(serving: Serving, http: httpx.AsyncClient) -> float | None:
+def _loop_lag_s(serving: Serving) -> float | None:
     """The longest lag of a worker's event loop in the last minute; None if the gateway
     does not say."""
-    headers = {"Authorization": f"Bearer {serving.env_key}"}
     try:
-        answer = await http.get(serving.gateway.url + "/metrics", headers=headers)
-        return float(answer.json()["loop_lag_ms"]["max"]) / 1000
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
+        return float(answer["loop_lag_ms"]["max"]) / 1000
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         logger.info("the gateway does not say its lag: %r", error)
         return None
 

@@ -4,20 +4,17 @@ The driver's process does this; the supervisor above it (`supervisor.py`) starts
 next incarnation. The steps themselves are in `loop.py`, the processes in `cluster.py`.
 
 Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every
-process has ended when `run_incarnation` returns. Unless it was interrupted, the report
-is drawn from the steps that there are. A run folder with checkpoints resumes from the newest one that is whole
-(`resume.py`)."""
+process has ended when `run_incarnation` returns. A run folder with checkpoints resumes
+from the newest one that is whole (`resume.py`)."""
 
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from invrl.algorithms.advantages import configured_advantage
 from invrl.algorithms.credit import credit_rules
@@ -40,7 +37,6 @@ from invrl.observe.console_samples import sample_rollouts, show_samples
 from invrl.observe.phase_traces import PhaseTraces
 from invrl.observe.phases import report_span
 from invrl.observe.progress import open_progress
-from invrl.observe.report import has_curve, write_report
 from invrl.observe.sinks import RunObserver, open_sinks
 from invrl.observe.token_recorder import TokenRecorder
 from invrl.observe.wait_messages import CurrentPhase, Deadlines, report_waits
@@ -168,12 +164,6 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         shown.close()
         observer.close()
         metrics.close()
-        # After Ctrl-C nobody waits for matplotlib, which first lists the fonts of a new
-        # machine; `invrl report` draws the curve.
-        is_interrupted = isinstance(sys.exception(), KeyboardInterrupt)
-        picture = None if is_interrupted else _draw_report(folder)
-        if picture:
-            print(f"reward curve: {picture}", flush=True)
         print(f"run folder: {folder.path}", flush=True)
 
 
@@ -194,17 +184,6 @@ def _note_settings(
             *feedback_notes(config.rollout, config.run.seed),
         ]:
             observer.note(f"note: {sentence}")
-
-
-def _draw_report(folder: RunFolder) -> Path | None:
-    """The picture; None if there is nothing to draw. An error is only logged: it says
-    nothing about the run."""
-    try:
-        if has_curve(read_metrics(folder.metrics_path)):
-            return write_report(folder.path)
-    except Exception:
-        logger.exception("the report cannot be drawn")
-    return None
 
 
 @dataclass(frozen=True, slots=True)

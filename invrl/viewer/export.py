@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,16 @@ from invrl.errors import ConfigError, InvrlError
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.last_replies import last_replies
 from invrl.viewer.page_server import PAGE_FOLDER, encoded, runs_page
-from invrl.viewer.rollout_queries import RolloutQueries
+from invrl.viewer.rollout_queries import EVERY_ROW, RolloutQueries
 from invrl.viewer.run_pages import (
+    RUN_PAGES,
     configurations_page,
-    engines_page,
-    evaluations_page,
-    ledger_page,
     metric_names_page,
     metrics_page,
-    timeline_page,
-    weights_page,
 )
 from invrl.viewer.said_words import SaidWriter
 from invrl.viewer.viewed_run import ViewedRun
 
-_ALL = -1
-"""As a limit of rows: none."""
 _ORDERS = ("best", "worst", "surprising", "opened_at")
 """Which rollouts are exported with their conversations: those that come first, in
 turns."""
@@ -46,10 +40,10 @@ Say = Callable[[str], None]
 
 def export_runs(
     runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: Say
-) -> None:
-    """Writes into `folder`, which must not exist or be empty. `rollouts`: conversations
-    of each run; 0: all. `say` is told of the progress. Raises ConfigError if the folder
-    cannot be written."""
+) -> Path:
+    """Writes into `folder`, which must not exist or be empty, and returns the page to
+    open. `rollouts`: conversations of each run; 0: all. `say` gets the progress. Raises
+    ConfigError if the folder cannot be written."""
     _make_folder(folder)
     for run in runs:
         _index_whole(run, say)
@@ -60,8 +54,9 @@ def export_runs(
     writer.write("metric-names", metric_names_page(runs, ""))
     writer.write("metrics", metrics_page(runs, None))
     for run in runs:
-        for name, page in _pages_of(run):
-            writer.write(f"runs/{run.id}/{name}", page)
+        for name, page in RUN_PAGES.items():
+            with contextlib.suppress(InvrlError):  # the run's notes say why
+                writer.write(f"runs/{run.id}/{name}", page(run, {}, EVERY_ROW))
         left_out[run.id] = _write_rollouts(run, writer, rollouts, say)
     manifest = {
         "created": time.time(),
@@ -72,7 +67,7 @@ def export_runs(
     (folder / "data" / "manifest.js").write_bytes(
         b"window.invrlExport = " + _literal(manifest) + b";\n"
     )
-    say(f"written: {folder / 'index.html'}")
+    return folder / "index.html"
 
 
 def _make_folder(folder: Path) -> None:
@@ -113,28 +108,6 @@ def _index_whole(run: ViewedRun, say: Say) -> None:
     run.close()
 
 
-def _pages_of(run: ViewedRun) -> Iterator[tuple[str, Any]]:
-    """The pages of a run that can be made: a run without a store has fewer."""
-    yield "timeline", timeline_page(run, 0.0)
-    yield "engines", engines_page(run, 0.0)
-    yield "weights", weights_page(run)
-    yield "evaluations", evaluations_page(run, None)
-    pages: dict[str, Callable[[RolloutQueries], Any]] = {
-        "steps": lambda queries: queries.steps(),
-        "groups": lambda queries: queries.groups({}, limit=_ALL),
-        "rollouts": lambda queries: queries.rollouts({}, limit=_ALL),
-        "facets": lambda queries: queries.facets({}),
-        "tasks": lambda queries: queries.tasks({}, limit=_ALL),
-    }
-    with contextlib.suppress(
-        InvrlError
-    ):  # the run's notes, which are exported too, say why
-        yield "ledger", ledger_page(run)
-    with contextlib.suppress(InvrlError), run.queries() as queries:
-        for name, page in pages.items():
-            yield name, page(queries)
-
-
 def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say) -> int:
     """Writes conversations and tokens; returns how many rollouts are left out."""
     try:
@@ -167,7 +140,7 @@ def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say)
 
 
 def _ids_in_order(queries: RolloutQueries, order: str) -> list[str]:
-    rows = queries.rollouts({"sort": [order]}, limit=_ALL)["rows"]
+    rows = queries.rollouts({"sort": (order,)}, EVERY_ROW)["rows"]
     return [row["session_id"] for row in rows]
 
 

@@ -125,12 +125,11 @@ class PageServer:
             Route("/api/runs/{run}/rollouts/{name:path}", self._about(_rollout)),
             Route("/api/runs/{run}/turns/{name:path}/tokens", self._about(_tokens)),
             Route("/api/runs/{run}/replies/{name:path}", self._about(_replies)),
+            Route("/api/runs/{run}/{name}", self._about(_run_page)),
+            Route("/api/{rest:path}", self._no_such_page),
+            Route("/data/manifest.js", self._manifest),
+            Route("/{path:path}", self._file),
         ]
-        for name, answer in RUN_PAGES.items():
-            routes.append(Route(f"/api/runs/{{run}}/{name}", self._about(answer)))
-        routes.append(Route("/api/{rest:path}", self._no_such_page))
-        routes.append(Route("/data/manifest.js", self._manifest))
-        routes.append(Route("/{path:path}", self._file))
         return AccessGuard(Starlette(routes=routes), access)
 
     async def _all_runs(self, request: Request) -> Response:
@@ -256,6 +255,14 @@ def _tokens(run: ViewedRun, parameters: Parameters, name: str) -> Any:
     return tokens
 
 
+def _run_page(run: ViewedRun, parameters: Parameters, name: str) -> Any:
+    from invrl.viewer.run_pages import RUN_PAGES
+
+    if name not in RUN_PAGES:
+        raise _NoSuchPage(f"there is no page {name!r} of a run")
+    return RUN_PAGES[name](run, parameters, read_page(parameters))
+
+
 def _replies(run: ViewedRun, parameters: Parameters, name: str) -> Any:
     from invrl.viewer.last_replies import last_replies
 
@@ -265,97 +272,6 @@ def _replies(run: ViewedRun, parameters: Parameters, name: str) -> Any:
 
 def _is_full(parameters: Parameters) -> bool:
     return "1" in parameters.get("full", ())
-
-
-def _steps(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    del parameters, name
-    with run.queries() as queries:
-        return queries.steps()
-
-
-def _groups(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    del name
-    with run.queries() as queries:
-        return queries.groups(parameters)
-
-
-def _rollouts(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    del name
-    with run.queries() as queries:
-        answer = queries.rollouts(parameters)
-    if answer["searched"] is not None:
-        answer["searched"]["turns"] = run.index_state.turns
-    return answer
-
-
-def _facets(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    del name
-    with run.queries() as queries:
-        return queries.facets(parameters)
-
-
-def _tasks(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    del name
-    with run.queries() as queries:
-        return queries.tasks(parameters)
-
-
-def _ledger(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import ledger_page
-
-    del parameters, name
-    return ledger_page(run)
-
-
-def _evaluations(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import evaluations_page
-
-    del name
-    return evaluations_page(run, read_page(parameters))
-
-
-def _weights(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import weights_page
-
-    del parameters, name
-    return weights_page(run)
-
-
-def _timeline(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import timeline_page
-
-    del name
-    return timeline_page(run, _after(parameters))
-
-
-def _engines(run: ViewedRun, parameters: Parameters, name: str) -> Any:
-    from invrl.viewer.run_pages import engines_page
-
-    del name
-    return engines_page(run, _after(parameters))
-
-
-def _after(parameters: Parameters) -> float:
-    text = next(iter(parameters.get("after", ())), "") or "0"
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError("after", text, "not a number", "give Unix seconds") from None
-
-
-RUN_PAGES: dict[str, Answer] = {
-    "steps": _steps,
-    "groups": _groups,
-    "rollouts": _rollouts,
-    "facets": _facets,
-    "tasks": _tasks,
-    "ledger": _ledger,
-    "evaluations": _evaluations,
-    "weights": _weights,
-    "timeline": _timeline,
-    "engines": _engines,
-}
-"""By the last part of the path `/api/runs/{run}/...`."""
 
 
 # ----------------------------------------------------------------- answers

@@ -119,7 +119,12 @@ class Page:
     """Which rows of an answer."""
 
     limit: int
+    """-1: all, as in SQL."""
     offset: int
+
+
+EVERY_ROW = Page(limit=-1, offset=0)
+"""For an export; no URL can ask for it."""
 
 
 def read_selection(parameters: Parameters) -> Selection:
@@ -236,10 +241,10 @@ class RolloutQueries:
     def __init__(self, index: sqlite3.Connection) -> None:
         self._index = index
 
-    def rollouts(self, parameters: Parameters, *, limit: int | None = None) -> Row:
-        """`limit`: in place of the URL's, for an export; -1: all."""
+    def rollouts(self, parameters: Parameters, page: Page | None = None) -> Row:
+        """`page`: in place of the URL's."""
         selection = read_selection(parameters)
-        page = read_page(parameters)
+        page = page or read_page(parameters)
         order = _ORDERED_SORTS.get(_first(parameters, "sort"))
         if order is None:
             known = {**_SORTS, **dict.fromkeys(_ORDERED_SORTS, "")}
@@ -254,9 +259,7 @@ class RolloutQueries:
             f"SELECT id FROM rollouts WHERE id IN (SELECT id FROM found) ORDER BY {order}, id DESC "
             f"LIMIT ? OFFSET ?) ORDER BY {order}, id DESC"
         )
-        rows = self._index.execute(
-            page_sql, (page.limit if limit is None else limit, page.offset)
-        )
+        rows = self._index.execute(page_sql, (page.limit, page.offset))
         searched = None
         if selection.is_search:
             searched = {"turns_indexed": meta_number(self._index, "turn_seq")}
@@ -337,9 +340,9 @@ class RolloutQueries:
         )
         return {"steps": self._dicts(sql), "evaluations": self._dicts(evaluations)}
 
-    def groups(self, parameters: Parameters, *, limit: int | None = None) -> Row:
+    def groups(self, parameters: Parameters, page: Page | None = None) -> Row:
         selection = read_selection(parameters)
-        page = read_page(parameters)
+        page = page or read_page(parameters)
         names = (
             "opened_at",
             "step",
@@ -368,14 +371,13 @@ class RolloutQueries:
             "MIN(oldest_version) AS oldest_version, MIN(opened_at) AS opened_at "
             f"FROM rollouts {selection.where} GROUP BY {key} ORDER BY {order} LIMIT ? OFFSET ?"
         )
-        chosen = page.limit if limit is None else limit
-        rows = self._dicts(sql, [*selection.values, chosen, page.offset])
+        rows = self._dicts(sql, [*selection.values, page.limit, page.offset])
         for row in rows:
             row["reasons"] = row["reasons"].split(",") if row["reasons"] else []
         return {"total": total, "rows": rows}
 
-    def tasks(self, parameters: Parameters, *, limit: int | None = None) -> Row:
-        page = read_page(parameters)
+    def tasks(self, parameters: Parameters, page: Page | None = None) -> Row:
+        page = page or read_page(parameters)
         names = ("rollouts", "reward_mean", "gain", "task", "trained", "failed")
         order = read_order(parameters, {name: name for name in names}, "rollouts")
         text = _first(parameters, "q")
@@ -407,9 +409,7 @@ class RolloutQueries:
             "SELECT COUNT(DISTINCT task) FROM rollouts WHERE task LIKE ? ESCAPE '\\'"
         )
         [total] = self._index.execute(counted, (pattern,)).fetchone()
-        rows = self._dicts(
-            sql, [pattern, page.limit if limit is None else limit, page.offset]
-        )
+        rows = self._dicts(sql, [pattern, page.limit, page.offset])
         for row in rows:
             row["purposes"] = row["purposes"].split(",")
         return {"total": total, "rows": rows}

@@ -7,9 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -20,12 +18,18 @@ from invrl.buffer.ledger_store import (
     incarnations_in,
     ledger_in,
 )
-from invrl.errors import BufferStateError, DamagedFileError, RunStoreError
+from invrl.errors import (
+    BufferStateError,
+    ConfigError,
+    DamagedFileError,
+    RunStoreError,
+)
+from invrl.observe.metrics_table import Point
 from invrl.store.rows import outcome_from_json
-from invrl.store.timeline_file import Span, read_timeline
+from invrl.store.timeline_file import read_timeline
 from invrl.types import FailedRollout
-from invrl.viewer.metrics_table import MetricsTable, Point
-from invrl.viewer.rollout_queries import Page
+from invrl.viewer.held_out_gains import Rewards, held_out_gains
+from invrl.viewer.rollout_queries import Page, Parameters, RolloutQueries
 from invrl.viewer.viewed_run import ViewedRun
 
 _LAST_STATES = """
@@ -54,6 +58,7 @@ _SCORES = (
     "accuracy_high",
 )
 Row = dict[str, Any]
+RunPage = Callable[[ViewedRun, Parameters, Page], Row]
 
 # ----------------------------------------------------------------- the ledger
 
@@ -162,9 +167,8 @@ def _failures(run: ViewedRun) -> list[Row]:
 # ----------------------------------------------------------------- evaluations
 
 
-def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
-    """Scores over steps, and the rewards of every held-out task. `page`: which tasks;
-    None: all."""
+def evaluations_page(run: ViewedRun, page: Page) -> Row:
+    """Scores over steps, gains, and the rewards of held-out tasks."""
     names = [name for name in run.metrics.names() if name.startswith("eval/")]
     scores: dict[tuple[int, str], Row] = {}
     for name, points in run.metrics.series(names).items():
@@ -176,13 +180,14 @@ def evaluations_page(run: ViewedRun, page: Page | None) -> Row:
                 (step, evaluation), _empty_score(step, evaluation)
             )
             _put_measure(score, measure, value)
-    tasks = _task_rewards(run)
-    chosen = tasks
-    if page is not None:
-        chosen = tasks[page.offset : page.offset + page.limit]
+    rewards = _held_out_rewards(run)
+    tasks = _task_rows(rewards)
+    end = len(tasks) if page.limit < 0 else page.offset + page.limit
+    ordered = [scores[key] for key in sorted(scores)]
     return {
-        "scores": [scores[key] for key in sorted(scores)],
-        "tasks": {"total": len(tasks), "rows": chosen},
+        "scores": ordered,
+        "gains": held_out_gains(ordered, rewards),
+        "tasks": {"total": len(tasks), "rows": tasks[page.offset : end]},
     }
 
 
@@ -204,13 +209,17 @@ def _put_measure(score: Row, measure: str, value: float | None) -> None:
         score["pass_at"].setdefault(matched[1], [None, None, None])[place] = value
 
 
-def _task_rewards(run: ViewedRun) -> list[Row]:
-    """Of every held-out task, those that changed most first."""
+def _held_out_rewards(run: ViewedRun) -> Rewards:
+    """Empty as long as there is no index."""
     try:
         with run.queries() as queries:
-            rewards = queries.held_out_rewards()
+            return queries.held_out_rewards()
     except RunStoreError:
-        return []
+        return {}
+
+
+def _task_rows(rewards: Rewards) -> list[Row]:
+    """One row for every held-out task, those that changed most first."""
     rows: list[Row] = []
     for (task_id, name), by_step in rewards.items():
         steps = sorted(by_step, key=int)
@@ -297,71 +306,21 @@ def _empty_update(step: int, moment: float | None) -> Row:
 
 
 def timeline_page(run: ViewedRun, after: float) -> Row:
-    """Spans that end after `after` (Unix seconds). A run that recorded none has one
-    span per step."""
+    """Spans that end after `after` (Unix seconds)."""
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
     if run.folder.is_worked_in() and phase:
         now = {
-            "phase": phase.get("phase", ""),
-            "step": phase.get("step", 0),
-            "since": phase.get("since"),
+            "phase": phase.name,
+            "step": phase.step,
+            "since": phase.since,
         }
-    spans: Sequence[Span] = timeline.spans
-    if not spans:
-        spans = _spans_of_steps(run.metrics)
     return {
-        "recorded": bool(timeline.spans),
         "starts": timeline.starts,
-        "spans": [span for span in spans if span.end >= after],
+        "spans": [span for span in timeline.spans if span.end >= after],
         "now": now,
-        "notes": [],
     }
-
-
-def _spans_of_steps(metrics: MetricsTable) -> list[Span]:
-    """From one row of the metrics to the next, with the durations that the row
-    names."""
-    names = [
-        name for name in metrics.names() if "/time/" in name or name.startswith("sync/")
-    ]
-    timed = [name for name in names if name.endswith("_s")]
-    ends: dict[int, float] = {}
-    parts: dict[int, dict[str, float]] = {}
-    for name, points in metrics.series(timed).items():
-        for step, moment, value in points:
-            if moment is not None:
-                ends[step] = moment
-            if value is not None:
-                parts.setdefault(step, {})[name.removesuffix("_s")] = value
-    ordered = sorted(ends.items())
-    spans: list[Span] = []
-    for (_, start), (step, end) in pairwise(ordered):
-        spans.append(
-            Span(
-                lane="driver",
-                name="step",
-                step=step,
-                start=start,
-                end=end,
-                parts=parts.get(step, {}),
-            )
-        )
-    if ordered:
-        first_step, first_end = ordered[0]
-        first_parts = parts.get(first_step, {})
-        start = first_end - sum(first_parts.values())
-        first = Span(
-            lane="driver",
-            name="step",
-            step=first_step,
-            start=start,
-            end=first_end,
-            parts=first_parts,
-        )
-        spans.insert(0, first)
-    return [replace(span, start=min(span.start, span.end)) for span in spans]
 
 
 def engines_page(run: ViewedRun, after: float) -> Row:
@@ -371,12 +330,58 @@ def engines_page(run: ViewedRun, after: float) -> Row:
     return {"recorded": bool(timeline.samples), "samples": samples}
 
 
+def _after(parameters: Parameters) -> float:
+    text = next(iter(parameters.get("after", ())), "") or "0"
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("after", text, "not a number", "give Unix seconds") from None
+
+
+# ----------------------------------------------------------------- all of one run
+
+
+def _rollouts(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
+    with run.queries() as queries:
+        answer = queries.rollouts(parameters, page)
+    if answer["searched"] is not None:
+        answer["searched"]["turns"] = run.index_state.turns
+    return answer
+
+
+def _indexed(answer: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPage:
+    """The page of an answer from the index."""
+
+    def page_of(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
+        with run.queries() as queries:
+            return answer(queries, parameters, page)
+
+    return page_of
+
+
+RUN_PAGES: Mapping[str, RunPage] = {
+    "timeline": lambda run, parameters, _: timeline_page(run, _after(parameters)),
+    "engines": lambda run, parameters, _: engines_page(run, _after(parameters)),
+    "weights": lambda run, *_: weights_page(run),
+    "evaluations": lambda run, _, page: evaluations_page(run, page),
+    "ledger": lambda run, *_: ledger_page(run),
+    "steps": _indexed(lambda queries, *_: queries.steps()),
+    "groups": _indexed(RolloutQueries.groups),
+    "rollouts": _rollouts,
+    "facets": _indexed(lambda queries, parameters, _: queries.facets(parameters)),
+    "tasks": _indexed(RolloutQueries.tasks),
+}
+"""By the last part of the path `/api/runs/{run}/...`. A page raises InvrlError if the
+run lacks what it needs."""
+
+
 # ----------------------------------------------------------------- several runs
 
 
 def configurations_page(runs: Sequence[ViewedRun]) -> Row:
-    """The settings of each run, and those that are not the same in all."""
-    by_run = {run.id: run.configuration() for run in runs}
+    """The settings of each run, those that differ from their defaults, and those that
+    are not the same in all."""
+    by_run = {run.id: run.settings() for run in runs}
     keys = sorted(
         {
             f"{section}.{key}"
@@ -397,7 +402,8 @@ def configurations_page(runs: Sequence[ViewedRun]) -> Row:
         }
         if len(texts) > 1:
             differences.append({"key": key, "values": values})
-    return {"runs": by_run, "differences": differences}
+    changed = {run.id: run.changed_settings() for run in runs}
+    return {"runs": by_run, "differences": differences, "changed": changed}
 
 
 def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 import sqlite3
 import threading
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -22,11 +20,10 @@ from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
 from invrl.near_path import fix_of_path
-from invrl.observe.collapse import COLLAPSE_METRICS, collapse
+from invrl.observe.run_files import RunFiles, Settings
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
-from invrl.viewer.metrics_table import MetricsTable
 from invrl.viewer.rollout_queries import RolloutQueries
 
 if TYPE_CHECKING:
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from invrl.store.tokenizer_folder import TokenReader
     from invrl.viewer.index_filler import Progress
 
-_LOG_TAIL = 16_384
+_LOG_LINES = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +48,20 @@ class IndexState:
     error: str = ""
 
 
-class ViewedRun:
-    """`id`: the name of the run in URLs. `cache`: where indexes lie."""
+class ViewedRun(RunFiles):
+    """`id`: the name of the run in URLs. `cache`: where indexes lie. `defaults`: what
+    settings are that nobody has set."""
 
-    def __init__(self, run_id: str, folder: RunFolder, cache: Path) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        folder: RunFolder,
+        cache: Path,
+        defaults: Callable[[], Settings] = dict,
+    ) -> None:
+        super().__init__(folder)
         self.id = run_id
-        self.folder = folder
-        self.metrics = MetricsTable(folder.metrics_path)
+        self._defaults = defaults
         private = folder_of_run(cache, folder.path)
         self.store = ReadOnlyStore(folder.store_path, private)
         self.index_state = IndexState()
@@ -72,7 +76,7 @@ class ViewedRun:
         self._was_live: bool | None = None
         self._store_error = ""
         self._rules: Mapping[FailureReason, FailureRule] | None = None
-        self._config_error = ""
+        self._rules_error = ""
         self._tokens: TokenReader | None = None
         self._tokens_read = False
         self._lock = threading.Lock()
@@ -219,44 +223,22 @@ class ViewedRun:
         with contextlib.closing(index):
             yield RolloutQueries(index)
 
-    def state(self) -> str:
-        """running, ended, failed or interrupted."""
-        if self.folder.is_worked_in():
-            return "running"
-        if self.folder.finished_path.exists():
-            return "ended"
-        if "Traceback (most recent call last)" in self._end_of_log():
-            return "failed"
-        return "interrupted"
-
-    def _end_of_log(self) -> str:
-        try:
-            with self.folder.log_path("driver").open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(max(0, size - _LOG_TAIL))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
-    def configuration(self) -> dict[str, dict[str, Any]]:
-        """The settings by section, as they are in the folder; {} if they cannot be
-        read."""
-        try:
-            tables = tomllib.loads(
-                self.folder.config_path.read_text(errors="replace", encoding="utf-8")
-            )
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            self._config_error = f"{self.folder.config_path} cannot be read: {error}"
-            return {}
-        return {
-            name: table for name, table in tables.items() if isinstance(table, dict)
-        }
+    def changed_settings(self) -> list[dict[str, Any]]:
+        """Those that differ from their defaults. A setting that has no default has
+        null."""
+        defaults = self._defaults()
+        return [
+            {"key": f"{section}.{key}", "value": value, "default": default}
+            for section, table in self.settings().items()
+            for key, value in table.items()
+            if (default := defaults.get(section, {}).get(key)) != value
+        ]
 
     def _failure_rules(self) -> Mapping[FailureReason, FailureRule]:
         """What failures count with. A configuration of another version counts as one
         without rules."""
         if self._rules is None:
-            entries = self.configuration().get("buffer", {}).get("failure_reward", [])
+            entries = self.settings().get("buffer", {}).get("failure_reward", [])
             if not entries:
                 self._rules = {}
                 return self._rules
@@ -267,7 +249,7 @@ class ViewedRun:
                     tuple(str(entry) for entry in entries)
                 )
             except (TypeError, ValueError) as error:
-                self._config_error = f"buffer.failure_reward cannot be read: {error}"
+                self._rules_error = f"buffer.failure_reward cannot be read: {error}"
                 self._rules = {}
         return self._rules
 
@@ -276,9 +258,7 @@ class ViewedRun:
         does not say it."""
         from invrl.gateway.types import MatchLevel
 
-        name = str(
-            self.configuration().get("gateway", {}).get("match_level", "")
-        ).upper()
+        name = str(self.settings().get("gateway", {}).get("match_level", "")).upper()
         if name not in MatchLevel.__members__:
             return MatchLevel.REWRITTEN
         return MatchLevel[name]
@@ -295,23 +275,21 @@ class ViewedRun:
             return self._tokens
 
     def _model_path(self) -> Path | None:
-        path = self.configuration().get("model", {}).get("model_path", "")
+        path = self.settings().get("model", {}).get("model_path", "")
         if not isinstance(path, str) or not path:
             return None
         return Path(path).expanduser()
 
     def overview(self) -> dict[str, Any]:
         """The row `Run` of `/api/runs`."""
-        configuration = self.configuration()
         phase = self.phase()
         started_at, incarnations, last_turn = self._from_store()
-        times = [self.metrics.last_time, last_turn, phase.get("since")]
+        times = [self.metrics.last_time, last_turn, phase.since if phase else None]
         known_times = [moment for moment in times if isinstance(moment, int | float)]
         has_text = (self.folder.tokenizer_path / "tokenizer.json").is_file()
         model_path = self._model_path()
         if not has_text and model_path is not None:
             has_text = (model_path / "tokenizer.json").is_file()
-        num_steps = configuration.get("run", {}).get("num_steps")
         return {
             "id": self.id,
             "name": self.folder.path.name,
@@ -320,9 +298,9 @@ class ViewedRun:
             "started_at": started_at,
             "last_at": max(known_times, default=None),
             "step": self.metrics.last_step,
-            "num_steps": num_steps if isinstance(num_steps, int) else None,
-            "phase": str(phase.get("phase", "")),
-            "phase_since": phase.get("since"),
+            "num_steps": self.num_steps(),
+            "phase": phase.name if phase else "",
+            "phase_since": phase.since if phase else None,
             "incarnations": incarnations,
             "index": self.index_state,
             "has": {
@@ -335,22 +313,17 @@ class ViewedRun:
                 "tokens": has_text,
                 "trained_tokens": self.folder.trained_tokens_path.is_dir(),
             },
-            "outcome": self._outcome(num_steps if isinstance(num_steps, int) else None),
-            "notes": self._notes(),
+            "outcome": self.outcome(),
+            "log_end": self._last_words(),
+            "notes": self.notes(),
         }
 
-    def _outcome(self, num_steps: int | None) -> str:
-        from invrl.viewer.outcome import outcome_line, telling_metrics
-
-        state = self.state()
-        return outcome_line(
-            state=state,
-            step=self.metrics.last_step,
-            num_steps=num_steps,
-            report=self.folder.report_path,
-            series=self.metrics.series(telling_metrics(self.metrics.names())),
-            log_end=self._end_of_log() if state == "failed" else "",
-        )
+    def _last_words(self) -> str:
+        """The last lines of the driver's log; "" unless the run failed or was
+        interrupted."""
+        if self.state() in ("running", "ended"):
+            return ""
+        return "\n".join(self.log_end().splitlines()[-_LOG_LINES:])
 
     def _from_store(self) -> tuple[float | None, int, float | None]:
         """When the first incarnation started, the number of incarnations, and the end
@@ -365,34 +338,12 @@ class ViewedRun:
             return None, 0, None
         return started_at, incarnations, row[0] if row else None
 
-    def phase(self) -> dict[str, Any]:
-        """What the driver said last that it does; {} if it said nothing."""
-        try:
-            content = json.loads(self.folder.phase_path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
-
-    def _rows(self, names: Sequence[str]) -> list[dict[str, float | None]]:
-        """These metrics, step by step."""
-        rows: dict[int, dict[str, float | None]] = {}
-        for name, points in self.metrics.series(names).items():
-            for step, _, value in points:
-                rows.setdefault(step, {"step": step})[name] = value
-        return [rows[step] for step in sorted(rows)]
-
-    def _notes(self) -> list[str]:
-        notes = [self._store_error, self._config_error, self.failure]
+    def notes(self) -> list[str]:
+        """What could not be read, of the store and the index too."""
+        notes = [self._store_error, self._rules_error, self.failure]
         if self.index_state.error != self._store_error:
             notes.append(self.index_state.error)
-        if self.metrics.damaged_lines:
-            notes.append(
-                f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out"
-            )
-        if self.metrics.ends_incomplete and not self.folder.is_worked_in():
-            notes.append("the last line of metrics.jsonl is incomplete and left out")
-        notes.append(collapse(self._rows(COLLAPSE_METRICS)))
-        return [note for note in notes if note]
+        return [note for note in notes if note] + super().notes()
 
 
 def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
@@ -408,7 +359,9 @@ def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
+def open_runs(
+    paths: Sequence[Path], cache: Path, defaults: Callable[[], Settings] = dict
+) -> list[ViewedRun]:
     """One run for each folder, with different ids. Raises ConfigError for a folder that
     is none."""
     runs: dict[str, ViewedRun] = {}
@@ -421,7 +374,7 @@ def open_runs(paths: list[Path], cache: Path) -> list[ViewedRun]:
         while run_id in runs:
             run_id = f"{name}-{number}"
             number += 1
-        runs[run_id] = ViewedRun(run_id, folder, cache)
+        runs[run_id] = ViewedRun(run_id, folder, cache, defaults)
     return list(runs.values())
 
 

@@ -156,7 +156,6 @@ def test_second_turn_reuses_the_radix_cache(learned: Path) -> None:
 def test_a_run_leaves_what_a_viewer_needs(learned: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    assert (learned / "report" / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert any((learned / "tensorboard").iterdir())
     exported = next((learned / "checkpoints").glob("*/hugging_face"))
     assert AutoModelForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2

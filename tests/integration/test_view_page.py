@@ -411,6 +411,30 @@ def test_compared_runs_share_a_chart_and_show_their_different_settings(
     )
 
 
+def test_reward_of_one_run_has_the_band_of_its_deviation(reader: Reader) -> None:
+    reader.server.metric_rows["first"] = {
+        f"rollout/reward_{part}": [[step, 0.0, value] for step in (1, 2, 3)]
+        for part, value in (("mean", 0.5), ("std", 0.2), ("min", 0.0), ("max", 1.0))
+    }
+    for runs, has_band in (("first", True), ("first,second", False)):
+        page = reader.open(f"overview?runs={runs}")
+        page.wait_for_selector("figure.chart canvas")
+        caption = page.inner_text("figure.chart figcaption >> nth=0")
+        assert ("± standard deviation" in caption) == has_band
+
+
+def test_gains_changed_settings_and_the_end_of_the_log_are_shown(
+    reader: Reader,
+) -> None:
+    gains = reader.open("evaluations?run=first").inner_text("table[aria-label=Gains]")
+    assert "0.5 [0.375, 0.625]" in gains
+    page = reader.open("overview?runs=first")
+    shown = page.inner_text("table[aria-label='Changed settings of first']")
+    assert shown.count(HOSTILE[:20]) == 3
+    page.click("summary >> text=The end of its log >> nth=0")
+    assert "</pre></body>" in page.inner_text(".outcomes pre >> nth=0")
+
+
 def test_live_run_updates_charts_and_state(reader: Reader) -> None:
     page = reader.open("overview")
     page.wait_for_selector("#connection >> text=connected")

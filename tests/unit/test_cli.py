@@ -205,8 +205,8 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
             ["eval", "--model-path", "/no/such", "--eval-taks", "4"],
             "did you mean --eval-tasks?",
         ),
-        (["report"], "run folder"),
-        (["report", "/no/such"], "no steps"),
+        (["report"], "it is missing"),
+        (["report", "/no/such"], "not a run folder"),
     ],
 )
 def test_bad_input_prints_one_block_and_exits_with_2(

@@ -71,7 +71,7 @@ def test_groups_of_one_and_rows_of_evaluations_say_nothing():
     assert collapse([{"step": 0, "eval/greedy/accuracy": 0.5}, *COLLAPSED])
 
 
-def test_report_terminal_and_overview_tell_it(tmp_path: Path):
+def test_terminal_and_overview_tell_it(tmp_path: Path):
     tables = {"run": {"run_root": str(tmp_path), "run_name": "r"}}
     folder = make_run_folder(resolve(Source(name="test", tables=tables)))
     folder.metrics_path.write_text(

@@ -82,7 +82,7 @@ class Refuse:
             raise ImportError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
 import invrl.cli.main, invrl.model_folder, invrl.run.folder
-import invrl.observe.sinks, invrl.observe.progress, invrl.observe.report
+import invrl.observe.sinks, invrl.observe.progress
 from invrl.run.config import resolve
 print(resolve().run.num_steps)
 """

@@ -14,7 +14,7 @@ from stored_rollouts import finish, taken_batch
 
 from invrl.observe.console_samples import choose_rollouts, show_samples
 from invrl.observe.progress import PlainProgress
-from invrl.observe.step_metrics import reply_metrics
+from invrl.observe.step_metrics import reply_metrics, rollout_metrics
 from invrl.run.loop import Parts, run_loop
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -98,6 +98,15 @@ def test_step_line_shows_shares_of_truncated_and_distinct_replies(
     }
     PlainProgress(3).step(2, values | {"rollout/rollouts": 80.0})
     assert "reward 1, cut 98%, distinct replies 1 of 80" in capsys.readouterr().out
+
+
+def test_step_records_its_lowest_and_highest_reward() -> None:
+    metrics = rollout_metrics(taken_batch(2, 3))
+    assert [metrics[f"reward_{name}"].value() for name in ("min", "mean", "max")] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
 
 
 def test_samples_come_from_several_groups_and_change_members_each_step() -> None:

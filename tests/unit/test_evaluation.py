@@ -24,12 +24,12 @@ from invrl.rollout.config import RolloutConfig
 from invrl.rollout.evaluation import (
     EvalScore,
     Evaluation,
-    bootstrap_interval,
     evaluate,
     gain_interval,
     pass_at_k,
     wilson_interval,
 )
+from invrl.rollout.intervals import bootstrap_interval
 from invrl.rollout.tasks import held_out_only, load_eval_sets
 from invrl.run.config import resolve
 from invrl.run.resolved_config import load_resolved

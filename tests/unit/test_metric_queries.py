@@ -24,11 +24,12 @@ from metric_queries import (
     panels,
     parsed,
     queries,
+    reference_table,
     rules,
     shown_labels,
 )
 
-from invrl.observe.metric_families import FAMILIES, reference_table
+from invrl.observe.metric_families import FAMILIES
 from invrl.observe.metrics_server import PATH
 
 ROOT = LAUNCH.parent
@@ -178,7 +179,7 @@ def test_recorded_scraped_names_are_of_the_installed_versions(server: str) -> No
 def test_metrics_page_lists_every_metric() -> None:
     page = Path(ROOT / "docs" / "operations.md").read_text()
     assert reference_table() in page, (
-        "paste what metric_families.reference_table() returns"
+        "paste what metric_queries.reference_table() returns"
     )
     named = set(re.findall(r"`(invrl_\w+)", page))
     assert named <= set(names_that_exist()) | {"invrl_gateway_request_seconds"}

@@ -10,7 +10,6 @@ from recorded_run import RecordedRun, database_rows, record_run
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
-from invrl.observe.sample_changes import likeness
 from invrl.observe.samples import read_samples, spread
 from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
@@ -112,62 +111,12 @@ def test_worst_and_best_samples_are_by_reward_with_one_per_task_first(
     assert "1 of 6 shown" in best
 
 
-def test_a_held_out_task_that_changed_is_shown_before_and_after(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step, steady, learnt, reworded in (
-        (0, "6", "9", "it is 7"),
-        (4, "6", "8", "seven"),
-    ):
-        run.add("3+3", steady, 1.0, step=step, purpose="eval")
-        run.add("4+4", learnt, float(learnt == "8"), step=step, purpose="eval")
-        run.add("3+4", reworded, 1.0, step=step, purpose="eval")
-    run.add("4+4", "8", 1.0, step=4, purpose="eval", mode="sampled")
-    out = shown(run, capsys, "--changed")
-    assert out.startswith("2 tasks changed")
-    assert out.index(
-        "task 4+4, held out (greedy): reward 0.000 -> 1.000 (+1.000)"
-    ) < out.index("task 3+4")
-    assert "reward 1.000 -> 1.000 (+0.000)" in out
-    assert "3+3" not in out
-    assert "before: reward 0.000, evaluated after step 0 (greedy)" in out
-    rows = json.loads(shown(run, capsys, "--changed", "--json", "-n", "1"))
-    assert [row["task_id"] for row in rows] == ["4+4"]
-    assert rows[0]["gain"] == 1.0
-    assert rows[0]["after"]["turns"][0]["reply"]["content"] == "8"
-
-
-def test_change_of_a_training_task_is_from_its_first_to_its_last_group_even_if_dropped(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for index in range(2):
-        run.add("solved", "no idea", float(index == 1), step=1, index=index, group="g0")
-        run.add(
-            "solved",
-            "42",
-            1.0,
-            step=None,
-            index=index,
-            group="g7",
-            version=6,
-            drop=DropReason.ZERO_VARIANCE,
-        )
-        run.add("once", "1", 0.0, step=1, index=index, group="g1")
-    out = shown(run, capsys, "--changed")
-    assert "task solved, training: reward 0.500 -> 1.000 (+0.500)" in out
-    assert "dropped: zero_variance" in out
-    assert "task once" not in out
-
-
 def test_task_of_a_later_epoch_is_the_same_task(
     run: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.add("10", "no idea", 0.0, step=1, group="g0")
     run.add("10@1", "even", 1.0, step=2, group="g5", version=1)
     run.add("me@1", "a name with a number", 0.0, step=2, group="g6", version=1)
-    assert "task 10, training: reward 0.000 -> 1.000 (+1.000)" in shown(
-        run, capsys, "--changed"
-    )
     both = shown(run, capsys, "--task", "10")
     assert "no idea" in both
     assert "even" in both
@@ -274,13 +223,12 @@ def test_unknown_step_or_task_is_refused_with_the_existing_ones(
     ("flags", "told"),
     [
         (("--worst", "--best"), "they exclude each other"),
-        (("--changed", "--step", "1"), "leave --step out"),
         (("--step", "first"), "give a number, last or all"),
         (("-n", "some"), "give --limit N"),
         (("--wrost",), "did you mean --worst?"),
         (("--eval",), "no held-out rollout has ended"),
         (("--failed",), "there is no rollout that failed"),
-        (("--changed",), "--eval-tasks measures held-out tasks before and after"),
+        (("--changed",), "`invrl view RUN`, Rollouts, Tasks"),
     ],
 )
 def test_senseless_flags_of_samples_are_refused(
@@ -349,13 +297,6 @@ def test_spread_samples_are_even_and_keep_both_ends(run: RecordedRun) -> None:
     assert [sample.identity.index for sample in spread(samples, 4)] == [0, 3, 6, 9]
     assert [sample.identity.index for sample in spread(samples, 1)] == [0]
     assert len(spread(samples, 0)) == len(spread(samples, 99)) == 10
-
-
-def test_likeness_is_1_only_for_equal_texts() -> None:
-    assert likeness("", "") == 1.0
-    assert likeness("x" * 9_000, "x" * 9_000) == 1.0
-    assert likeness("x" * 9_000, "x" * 9_001) < 1.0
-    assert likeness("abc", "xyz") == 0.0
 
 
 def test_the_ledger_lists_the_tasks_and_shows_one_by_its_id(

@@ -27,13 +27,14 @@ from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_t
 from invrl.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import encoded
+from invrl.viewer.rollout_queries import EVERY_ROW
 from invrl.viewer.run_pages import (
     configurations_page,
     engines_page,
     evaluations_page,
     timeline_page,
 )
-from invrl.viewer.viewed_run import open_runs
+from invrl.viewer.viewed_run import ViewedRun, open_runs
 
 
 def trained_turn(turn_id: str, length: int) -> TrainedTurn:
@@ -193,7 +194,6 @@ def test_viewer_shows_timeline_and_process_samples(tmp_path: Path) -> None:
     writer.close()
     run = view_of(folder, tmp_path / "cache")
     page = json.loads(encoded(timeline_page(run, 0.0)))
-    assert page["recorded"]
     assert [span["lane"] for span in page["spans"]] == ["driver", "sync"]
     assert page["spans"][0]["waits_for"] == "trainer"
     assert page["starts"] == [{"time": 1.0, "pid": 7, "step": 0, "restart": False}]
@@ -247,7 +247,7 @@ def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
         "eval/loss": 3.0,
     }
     recorded.folder.metrics_path.write_text(json.dumps(row) + "\n")
-    page = evaluations_page(view_of(closed(recorded), tmp_path / "cache"), None)
+    page = evaluations_page(view_of(closed(recorded), tmp_path / "cache"), EVERY_ROW)
     [score] = page["scores"]
     assert score["name"] == "greedy"
     assert score["samples"] == 2
@@ -259,6 +259,38 @@ def test_evaluations_have_intervals_and_tasks(tmp_path: Path) -> None:
     assert first["gain"] == 1.0
 
 
+def gains_of(run: ViewedRun, steps: Sequence[int]) -> list[dict[str, object]]:
+    """From evaluations at these steps, the accuracy rising from 0 to 1."""
+    rows = [
+        {
+            "step": step,
+            "time": 1.0,
+            "eval/greedy/accuracy": float(step == steps[-1]),
+            "eval/greedy/accuracy_low": 0.8,
+            "eval/greedy/accuracy_high": 1.0,
+        }
+        for step in steps
+    ]
+    run.folder.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return evaluations_page(refreshed(run), EVERY_ROW)["gains"]
+
+
+def test_a_gain_is_paired_over_the_same_tasks(tmp_path: Path) -> None:
+    recorded = record_run(tmp_path)
+    for number in range(8):
+        recorded.add(f"t{number}", "x", 0.0, purpose="eval", step=0)
+        recorded.add(f"t{number}", "x", 1.0, purpose="eval", step=4)
+    run = view_of(recorded.folder.path, tmp_path / "cache")
+    [gain] = gains_of(run, [0, 4])
+    assert (gain["gain"], gain["gain_low"], gain["gain_high"]) == (1.0, 1.0, 1.0)
+    assert gain["tasks"] == 8
+    recorded.add("another", "x", 1.0, purpose="eval", step=4)
+    [gain] = gains_of(run, [0, 4])
+    assert (gain["gain"], gain["gain_low"]) == (1.0, None), "nothing to pair"
+    [gain] = gains_of(run, [4])
+    assert gain["gain"] is None, "there is one evaluation"
+
+
 def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
     recorded = record_run(tmp_path)
     recorded.add("a", "one", 1.0)
@@ -266,8 +298,9 @@ def test_a_run_without_evaluations_has_none(tmp_path: Path) -> None:
         '{"step": 1, "time": 1.0, "rollout/reward_mean": 0.5}\n'
     )
     run = view_of(closed(recorded), tmp_path / "cache")
-    assert evaluations_page(run, None) == {
+    assert evaluations_page(run, EVERY_ROW) == {
         "scores": [],
+        "gains": [],
         "tasks": {"total": 0, "rows": []},
     }
     assert not run.overview()["has"]["evaluations"]

@@ -107,7 +107,7 @@ def frame(
 def test_watch_frame_has_every_part(tmp_path: Path) -> None:
     text = frame(filled_run(tmp_path))
     for expected in (
-        "stopped before its last step",
+        "interrupted before its last step",
         "step 8",
         "reward 0.1 -> 0.8",
         "the last phase was rollout, in step 9",
@@ -219,7 +219,7 @@ def test_torn_file_hides_only_its_own_part(
         )
     (folder.path / name).write_bytes(content)
     text = frame(folder)
-    assert "stopped" in text
+    assert "interrupted" in text
     if name in ("run.sqlite", "config.resolved.toml"):
         assert "not shown" in text
 
@@ -347,7 +347,48 @@ def test_watch_without_a_terminal_prints_one_frame_of_a_dead_run(
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert text.count("reward 0.1 -> 0.8") == 1
-    assert text.endswith("the run has stopped\n")
+    gain = "held-out accuracy, sampled: 0.125 at step 1"
+    assert text.count(gain) == text.count("interrupted after step 8 of 100") == 1
+
+
+def test_watch_shows_what_was_raised_in_a_run_that_failed(tmp_path: Path) -> None:
+    folder = filled_run(tmp_path)
+    folder.log_path("driver").write_text(
+        "Traceback (most recent call last):\n  in f\nValueError: no GPU\n"
+    )
+    text = frame(folder)
+    assert "failed before its last step" in text
+    assert "ValueError: no GPU" in text
+
+
+def test_lines_of_a_watched_run_show_an_evaluation_after_its_step(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = filled_run(tmp_path)
+    rows: list[dict[str, float]] = [
+        {"step": 9, "time": 1.0, "rollout/reward_mean": 0.75},
+        {"step": 9, "time": 2.0, "eval/sampled/accuracy": 0.5},
+    ]
+    holding = contextlib.ExitStack()
+    holding.enter_context(folder.held("train"))
+
+    def write_one(seconds: float) -> None:
+        if not rows:
+            holding.close()
+            return
+        with folder.metrics_path.open("a") as file:
+            file.write(json.dumps(rows.pop(0)) + "\n")
+
+    monkeypatch.setattr("invrl.cli.commands.watch.time.sleep", write_one)
+    assert main(["watch", str(folder.path)]) == 0
+    first, second, last = capsys.readouterr().out.splitlines()[-3:]
+    assert first.startswith("step 9: ")
+    assert "0.75" in first
+    assert second.startswith("step 9: ")
+    assert "0.75" not in second
+    assert last.endswith("interrupted after step 9 of 100")
 
 
 @pytest.mark.parametrize("end", ["q", "interrupt"])

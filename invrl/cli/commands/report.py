@@ -1,59 +1,46 @@
-"""`invrl report`: the report of a run folder, as one HTML file and as a picture of its
-rewards."""
+"""`invrl report`: the pages of `invrl view --export`, written into the run's folder."""
 
+import contextlib
+import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
-from invrl.cli.next_commands import next_commands
+from invrl.cli.arguments import read_run_folder
+from invrl.cli.commands.view import EXPORTED_ROLLOUTS, default_settings, say
+from invrl.cli.next_commands import describe_next
 from invrl.errors import ConfigError
-from invrl.host.disk import write_atomically
-from invrl.observe.report import has_curve, trainer_memory, write_report
-from invrl.observe.report_page import page
-from invrl.run.report_contents import read_contents
+from invrl.host.cache_folder import cache_folder
 from invrl.run.resolved_config import load_resolved
-from invrl.store.metrics_file import read_metrics
-from invrl.store.run_folder import RunFolder
 
 
 def report(arguments: Sequence[str]) -> None:
     """usage: invrl report RUN_FOLDER
 
-    Writes report/report.html into the folder, also of a run that failed: curves,
-    held-out results with their intervals, failed rollouts by reason, settings that
-    differ from their defaults, versions and the next commands. It is one file that
-    loads nothing, to keep or to send to someone. Draws report/reward.png too, if there
-    are rewards or held-out results. Prints their paths, and the trainer's memory as it
-    was measured and estimated."""
+    Writes the pages of `invrl view RUN_FOLDER --export` into report/pages of the
+    folder, anew each time, also of a run that failed: what it gained, charts, rollouts,
+    failures, settings. They open from disk and load nothing, to keep or to send to
+    someone. Prints their path and the next commands."""
+    from invrl.viewer.export import export_runs
+    from invrl.viewer.viewed_run import open_runs
+
+    folder = read_run_folder(arguments)
     if len(arguments) != 1:
         raise ConfigError(
             "report", list(arguments), "it takes one run folder", "give one"
         )
-    run_folder = Path(arguments[0]).expanduser()
-    folder = RunFolder(path=run_folder.absolute())
-    has_rewards = has_curve(read_metrics(folder.metrics_path))
-    if has_rewards or not folder.config_path.exists():
-        print(write_report(run_folder))  # refuses a folder that is no run's
-    print(_write_page(folder))
-    memory = trainer_memory(run_folder)
-    if memory:
-        print(memory)
-
-
-def _write_page(folder: RunFolder) -> Path:
-    config = None
-    commands: list[tuple[str, str]] = []
-    try:
+    pages = folder.report_path / "pages"
+    unfinished = folder.report_path / "pages.unfinished"
+    folder.report_path.mkdir(exist_ok=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    runs = open_runs([folder.path], cache_folder(), default_settings)
+    export_runs(runs, unfinished, rollouts=EXPORTED_ROLLOUTS, say=say)
+    shutil.rmtree(pages, ignore_errors=True)
+    unfinished.rename(pages)
+    say(f"written: {pages / 'index.html'}")
+    if folder.is_worked_in():
+        return
+    with contextlib.suppress(ConfigError, OSError):  # of another version, or damaged
         config = load_resolved(folder.config_path)
         finished = folder.finished_path.exists()
-        found = (
-            []
-            if folder.is_worked_in()
-            else next_commands(config, folder, finished=finished)
-        )
-        commands = [(command.text, command.purpose) for command in found]
-    except (ConfigError, OSError):
-        pass  # of another version, or damaged: the page says which settings it cannot show
-    path = folder.report_path / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, page(read_contents(folder, config, commands)))
-    return path
+        commands = describe_next(config, folder, finished=finished)
+        if commands:
+            print(commands)

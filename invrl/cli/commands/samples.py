@@ -1,4 +1,4 @@
-"""`invrl samples`: shows rollouts of a run, or what training changed in its tasks."""
+"""`invrl samples`: shows rollouts of a run."""
 
 import contextlib
 from collections.abc import Sequence
@@ -7,31 +7,26 @@ from typing import Literal
 
 from invrl.cli.arguments import read_run_folder, split_flag, take_value, unknown_flag
 from invrl.errors import ConfigError
-from invrl.observe.sample_changes import changes, first_ids
 from invrl.observe.samples import (
     Sample,
     by_reward,
     evaluated_steps,
+    first_ids,
     read_samples,
     spread,
     trained_steps,
 )
-from invrl.observe.samples_text import (
-    changes_json,
-    describe_changes,
-    describe_samples,
-    samples_json,
-)
+from invrl.observe.samples_text import describe_samples, samples_json
 from invrl.run.config import nearest
 from invrl.run.resolved_config import load_resolved
 from invrl.run.store_check import check_store
 from invrl.store.run_store import RunStore
 
-Order = Literal["", "worst", "best", "changed", "failed"]
+Order = Literal["", "worst", "best", "failed"]
 Purpose = Literal["train", "eval", "serve"]
 StepChoice = int | Literal["last", "all"]
 
-_ORDERS: tuple[Order, ...] = ("worst", "best", "changed", "failed")
+_ORDERS: tuple[Order, ...] = ("worst", "best", "failed")
 _SWITCHES = tuple(f"--{name}" for name in (*_ORDERS, "eval", "full", "json"))
 _VALUES = ("--step", "--task", "--limit", "-n")
 _ALIASES = {"-n": "--limit"}
@@ -58,16 +53,13 @@ class SamplesQuery:
 
 def samples(arguments: Sequence[str]) -> None:
     """usage: invrl samples RUN_FOLDER [--step N|last|all] [--task ID] [--eval]
-                                    [--worst | --best | --changed | --failed]
+                                    [--worst | --best | --failed]
                                     [-n N] [--full] [--json]
       --step N    the rollouts that step N trained (0: the evaluation before training); 'all': every
                   rollout of the run, dropped and failed ones too. Default: the last step; 'all' with
                   --task and --failed
       --task ID   of one task, in all epochs (`invrl ledger RUN_FOLDER` lists them)
       --worst     the lowest rewards first; --best: the highest
-      --changed   the tasks that changed most between the first and the last time that they were run,
-                  which is before and after training for held-out tasks: first by how far the mean
-                  reward moved, then by how little the replies are alike
       --failed    rollouts that failed, and what they say
       --eval      held-out rollouts in place of training ones
       -n N, --limit N   how many to show (default: 5; 0: all); without --worst or --best evenly spread
@@ -99,13 +91,14 @@ def read_query(arguments: Sequence[str]) -> SamplesQuery:
             values[name] = take_value(flag, text, rest)
         elif argument in _SWITCHES:
             switches.add(argument)
+        elif argument == "--changed":
+            reason = "the page of a run shows each task before and after training"
+            fix = "`invrl view RUN`, Rollouts, Tasks: sort by gain, and open a task"
+            raise ConfigError("--changed", "", reason, fix)
         else:
             raise unknown_flag(argument, [*_VALUES, *_SWITCHES])
     order = _read_order(switches)
     step = _read_step(values.get("--step"))
-    if order == "changed" and step is not None:
-        reason = "--changed compares the first time of a task with its last, over the whole run"
-        raise ConfigError("--step", step, reason, "leave --step out")
     return SamplesQuery(
         step=step,
         task=values.get("--task"),
@@ -154,8 +147,6 @@ def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> s
             "RUN", "", reason, "wait for the first one, or look at the run's log"
         )
     of_task = _select_task(query, samples)
-    if query.order == "changed":
-        return _changes(query, of_task, store)
     chosen, heading = _select_step(query, of_task)
     if query.order == "failed":
         chosen = [sample for sample in chosen if sample.failure is not None]
@@ -295,19 +286,3 @@ def _ranges(steps: Sequence[int]) -> str:
         return f"steps {first_steps}, ... {steps[-1]}"
     listed = ", ".join(str(step) for step in steps)
     return f"steps {listed}"
-
-
-def _changes(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
-    if query.held_out:
-        samples = [sample for sample in samples if sample.purpose == "eval"]
-    task_changes = changes(samples, store)
-    if not task_changes:
-        reason = "no task has been run under two different weights with another reward or reply"
-        fix = "--eval-tasks measures held-out tasks before and after; a training task comes back each epoch"
-        raise ConfigError("--changed", query.task or "", reason, fix)
-    shown = task_changes
-    if query.limit:
-        shown = task_changes[: query.limit]
-    if query.as_json:
-        return changes_json(shown, store)
-    return describe_changes(shown, store, total=len(task_changes), full=query.full)

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from invrl.cli.arguments import split_options, unknown_flag
 from invrl.errors import ConfigError
@@ -16,7 +18,7 @@ from invrl.viewer.viewed_run import open_runs
 
 _VALUES = ("--host", "--port", "--export", "--export-rollouts")
 _NO_OPEN = "--no-open"
-_EXPORTED_ROLLOUTS = 200
+EXPORTED_ROLLOUTS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,14 @@ def view(arguments: Sequence[str]) -> None:
     Reads only; a run that is live may go on, and the page follows it. What is computed for fast
     answers is kept below ~/.cache/invrl/viewer (XDG_CACHE_HOME). Ctrl-C ends it."""
     request = read_request(arguments)
-    runs = open_runs(list(request.runs), cache_folder())
+    runs = open_runs(request.runs, cache_folder(), default_settings)
     if request.export is not None:
         from invrl.viewer.export import export_runs
 
-        export_runs(runs, request.export, rollouts=request.export_rollouts, say=_say)
+        page = export_runs(
+            runs, request.export, rollouts=request.export_rollouts, say=say
+        )
+        say(f"written: {page}")
         return
     listener = bind(request.host, request.port)
     port = listener.getsockname()[1]
@@ -59,7 +64,7 @@ def view(arguments: Sequence[str]) -> None:
         shown_host = f"[{shown_host}]"
     url = f"http://{shown_host}:{port}/?key={access.key}"
     names = ", ".join(run.folder.path.name for run in runs)
-    _say(f"{names}: {url}\nCtrl-C ends it.")
+    say(f"{names}: {url}\nCtrl-C ends it.")
     if request.opens_browser:
         _open_browser(url)
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
@@ -87,7 +92,7 @@ def read_request(arguments: Sequence[str]) -> ViewRequest:
         export=Path(export).expanduser().absolute() if export is not None else None,
         export_rollouts=_read_number(
             "--export-rollouts",
-            options.get("--export-rollouts", str(_EXPORTED_ROLLOUTS)),
+            options.get("--export-rollouts", str(EXPORTED_ROLLOUTS)),
             most=10**9,
         ),
         opens_browser=opens_browser,
@@ -102,7 +107,17 @@ def _read_number(flag: str, text: str, *, most: int) -> int:
     return int(text)
 
 
-def _say(line: str) -> None:
+@cache
+def default_settings() -> Mapping[str, Mapping[str, Any]]:
+    """Every setting that a run has without flags, as a run's folder keeps it, and those
+    of each optional table where a run has only the table."""
+    from invrl.run import config
+
+    of_tables = {name: config.default_settings(name) for name in config.TABLES}
+    return of_tables | config.resolve().settings()
+
+
+def say(line: str) -> None:
     print(for_stdout(line), flush=True)
 
 

@@ -132,15 +132,23 @@ def _keys() -> Iterator[bool]:
 
 
 def _print_lines(console: Console, reader: RunReader, interval_s: float) -> None:
+    """A frame, and then what is new of each step: an evaluation comes after its step."""
     status = reader.read()
     _print_frame(console, status)
-    shown = len(status.rows)
+    shown = {row["step"]: row for row in status.rows}
     while status.state == "running":
         time.sleep(interval_s)
         status = reader.read()
-        for row in status.rows[shown:]:
-            values = {name: value for name, value in row.items() if value is not None}
-            text = describe_step(values, status.failed)
-            print(for_stdout(f"step {row['step']}: {text}"), flush=True)
-        shown = len(status.rows)
-    print(f"the run has {status.state}", flush=True)
+        for row in status.rows:
+            before = shown.get(row["step"], {})
+            values = {
+                name: value
+                for name, value in row.items()
+                if value is not None and name not in before
+            }
+            if values:
+                text = describe_step(values, status.failed)
+                print(for_stdout(f"step {row['step']}: {text}"), flush=True)
+        shown = {row["step"]: row for row in status.rows}
+        if status.state != "running":
+            print(for_stdout(status.outcome), flush=True)

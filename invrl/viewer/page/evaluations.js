@@ -28,7 +28,7 @@ invrl.evaluations = (() => {
         return;
       }
       table = first.tasks.total ? tasksTable(run, first, signal) : null;
-      replaceChildren(main, element("h1", { class: "sr" }, "Evaluations"), charts(first.scores, drawing.signal), scoresTable(first.scores),
+      replaceChildren(main, element("h1", { class: "sr" }, "Evaluations"), charts(first.scores, drawing.signal), gainsTable(first.gains), scoresTable(first.scores),
         table ? element("section", { "aria-labelledby": "tasks-title" }, element("h2", { id: "tasks-title" }, "Per task, before and after"), element("p", { class: "quiet" }, "The largest change first. Each square is one sample's reward."), table.node) : null);
       table?.reset(first.tasks.total);
     }
@@ -82,8 +82,24 @@ invrl.evaluations = (() => {
     return curves;
   }
 
+  function between(row, key) {
+    if (row[key] === null || row[key] === undefined) return "–";
+    const [low, high] = [row[`${key}_low`], row[`${key}_high`]];
+    return low === null || low === undefined ? number(row[key]) : `${number(row[key])} [${number(low)}, ${number(high)}]`;
+  }
+
+  function gainsTable(gains) {
+    if (!gains.length) return null;
+    return plainTable("Gains", [
+      { title: "Evaluation", cell: (row) => row.name },
+      { title: "First accuracy [95 %]", number: true, cell: (row) => `${between(row.first, "accuracy")} (step ${row.first.step})` },
+      { title: "Last accuracy [95 %]", number: true, cell: (row) => `${between(row.last, "accuracy")} (step ${row.last.step})` },
+      { title: "Gain [95 %, same tasks]", number: true, cell: (row) => between(row, "gain") },
+      { title: "Tasks", number: true, grow: true, cell: (row) => number(row.tasks) },
+    ], gains);
+  }
+
   function scoresTable(scores) {
-    const between = (row, key) => (row[key] === null || row[key] === undefined ? "–" : `${number(row[key])}${row[`${key}_low`] === null || row[`${key}_low`] === undefined ? "" : ` [${number(row[`${key}_low`])}, ${number(row[`${key}_high`])}]`}`);
     return plainTable("Scores", [
       { title: "Step", number: true, cell: (row) => number(row.step) },
       { title: "Evaluation", cell: (row) => row.name },

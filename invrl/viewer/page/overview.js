@@ -21,6 +21,7 @@ invrl.overview = (() => {
     ["Response length", "rollout/response_length", "tokens"],
     ["Staleness", "rollout/staleness_mean", "versions"],
     ["KL (approximate)", "train/approx_kl", "nats"],
+    ["KL to the reference", "train/kl_reference", "nats"],
     ["Clip fraction", "train/clip_fraction", ""],
     ["Log-prob gap, engine and trainer", "train/logprob_gap_mean", "nats"],
     ["Entropy", "train/entropy", "nats"],
@@ -29,6 +30,8 @@ invrl.overview = (() => {
     ["Training speed", "time/train_tokens_per_s", "tokens/s"],
   ];
   const PHASES = ["time/rollout_s", "time/assemble_s", "time/teacher_s", "time/train_s", "time/sync_s", "time/checkpoint_s"];
+  const SPREAD = ["rollout/reward_std", "rollout/reward_min", "rollout/reward_max"];
+  const MEMORY = ["train/peak_memory_gb", "train/estimated_memory_gb"];
   const WHOLE_STEP = "time/step_s"; // Of runs on a file, which have no phases of rollouts.
   const FOUND = 60;
 
@@ -82,7 +85,8 @@ invrl.overview = (() => {
 
   function outcomes() {
     return element("div", { class: "outcomes" }, allRuns().map((run) =>
-      element("p", {}, element("strong", {}, run.name), ` ${run.outcome}`)));
+      element("div", {}, element("p", {}, element("strong", {}, run.name), ` ${run.outcome}`),
+        run.log_end ? element("details", {}, element("summary", {}, "The end of its log"), element("pre", { class: "traceback", tabindex: "0" }, run.log_end)) : null)));
   }
 
   function runsTable() {
@@ -188,7 +192,7 @@ invrl.overview = (() => {
     const added = (parameters.get("metrics") || "").split(",").filter(Boolean);
     const scores = runs.length ? (await metricNames(runs, "eval/", signal)).map((entry) => entry.name) : [];
     const held = scores.filter((name) => /^eval\/.+\/reward_mean$/.test(name)).slice(0, 20);
-    const all = [...added, ...CHARTS.map((chart) => chart[1]), ...PHASES, WHOLE_STEP, ...held.flatMap((name) => [name, `${name}_low`, `${name}_high`])];
+    const all = [...added, ...CHARTS.map((chart) => chart[1]), ...PHASES, WHOLE_STEP, ...SPREAD, ...MEMORY, ...held.flatMap((name) => [name, `${name}_low`, `${name}_high`])];
     return { added, held, all: [...new Set(all)], byTime: parameters.get("x") === "time", weight: Number(parameters.get("smooth") || 0) };
   }
 
@@ -211,15 +215,29 @@ invrl.overview = (() => {
     const addChart = (title, unit, series) => {
       if (series.length) figures.push(lineChart({ ...common, title, unit, series }));
     };
-    addChart(CHARTS[0][0], "mean of a step", byRun(CHARTS[0][1]));
+    const rewards = byRun(CHARTS[0][1]);
+    if (runs.length === 1 && rewards.length) Object.assign(rewards[0], rewardBand((name) => points(runs[0], name)));
+    addChart(CHARTS[0][0], rewards[0]?.low?.length ? "mean of a step ± standard deviation" : "mean of a step", rewards);
     addChart("Held-out score", "mean, 95 % interval", heldOut(runs, names.held, points));
     for (const [title, name, unit] of CHARTS.slice(1)) addChart(title, unit, byRun(name));
     for (const run of runs.slice(0, 4)) {
       const phaseNames = points(run, "time/train_s").length ? PHASES : [WHOLE_STEP, ...PHASES];
       const phases = phaseNames.map((name, at) => ({ label: name.slice(5, -2), colour: kindColour(at), points: points(run, name) })).filter((line) => line.points.length);
       addChart(runs.length > 1 ? `Seconds per phase · ${run.name}` : "Seconds per phase", "s", phases);
+      const memory = MEMORY.map((name, at) => ({ label: ["measured", "estimated"][at], colour: kindColour(at), points: points(run, name) })).filter((line) => line.points.length);
+      addChart(runs.length > 1 ? `Trainer memory · ${run.name}` : "Trainer memory", "GB, largest rank", memory);
     }
     return figures;
+  }
+
+  /** The mean reward minus and plus the standard deviation, within the lowest and the highest reward of the step. */
+  function rewardBand(pointsOf) {
+    const [deviations, lowest, highest] = SPREAD.map((name) => new Map(pointsOf(name)));
+    const whole = pointsOf(CHARTS[0][1]).filter(([x, mean]) => [mean, deviations.get(x), lowest.get(x), highest.get(x)].every(Number.isFinite));
+    return {
+      low: whole.map(([x, mean]) => [x, Math.max(lowest.get(x), mean - deviations.get(x))]),
+      high: whole.map(([x, mean]) => [x, Math.min(highest.get(x), mean + deviations.get(x))]),
+    };
   }
 
   function heldOut(runs, held, points) {
@@ -242,7 +260,7 @@ invrl.overview = (() => {
     return times.length ? Math.min(...times) : 0;
   }
 
-  function settingsOf(runs, { runs: all, differences }) {
+  function settingsOf(runs, { runs: all, differences, changed }) {
     const ids = new Set(runs.map((run) => run.id));
     const title = element("h2", { id: "settings-title" }, "Settings");
     const wide = differences.filter((row) => new Set(runs.map((run) => JSON.stringify(row.values[run.id] ?? null))).size > 1);
@@ -262,6 +280,12 @@ invrl.overview = (() => {
       );
       const name = runs.find((run) => run.id === id).name;
       parts.push(
+        element("details", { class: "settings", open: runs.length === 1 }, element("summary", {}, `Settings of ${name} that differ from their defaults (${changed[id].length})`),
+          plainTable(`Changed settings of ${name}`, [
+            { title: "Setting", cell: (row) => element("code", {}, row.key) },
+            { title: "Value", cell: (row) => element("code", {}, plain(row.value)) },
+            { title: "Default", grow: true, cell: (row) => element("code", {}, plain(row.default)) },
+          ], changed[id])),
         element("details", { class: "settings" }, element("summary", {}, `All settings of ${name} (${rows.length})`),
           plainTable(`Settings of ${name}`, [
             { title: "Setting", cell: (row) => element("code", {}, row.key) },

@@ -26,7 +26,7 @@ invrl.processes = (() => {
       drawing.abort();
       drawing = new AbortController();
       view = lanesOf(timeline, drawing.signal);
-      replaceChildren(place, view ? view.node : empty("No step yet: there is nothing to lay over time."), samplesOf(engines, drawing.signal));
+      replaceChildren(place, view ? view.node : empty("No phase was recorded yet: there is nothing to lay over time."), samplesOf(engines, drawing.signal));
       view?.redraw();
     }
 
@@ -90,8 +90,6 @@ invrl.processes = (() => {
     const now = timeline.now && timeline.now.phase ? `now: ${timeline.now.phase}, step ${timeline.now.step}` : "";
     const node = element("section", { "aria-labelledby": "lanes-title" },
       element("h2", { id: "lanes-title" }, "Lanes"),
-      timeline.recorded ? null : element("p", { class: "quiet" }, "This run recorded no timeline: one span a step, from the times in its metrics."),
-      (timeline.notes || []).map((note) => element("p", { class: "quiet" }, note)),
       element("div", { class: "controls" }, button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)), button("←", "Earlier", () => move(-0.5)), button("→", "Later", () => move(0.5)), button("Last 3 steps", "Last 3 steps", lastSteps), button("All", "All of it", () => change({ from: null, to: null })), shown, element("span", { class: "quiet" }, now)),
       chart.node,
       element("details", { class: "values" }, element("summary", {}, "As a table"), chart.table()));

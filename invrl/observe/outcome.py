@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from invrl.observe.gains import GAINS_NAME, MeasuredGain
-from invrl.viewer.metrics_table import Point
+from invrl.observe.metrics_table import Point
 
 Series = Mapping[str, Sequence[Point]]
 _ACCURACY = re.compile(r"eval/(.+)/accuracy")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from invrl.store.metrics_file import MetricsRow
+
 Point = tuple[int, float | None, float | None]
 """Step, Unix seconds, value."""
 
@@ -106,6 +108,14 @@ class MetricsTable:
                 for name in names
                 if name in self._columns
             }
+
+    def rows(self, names: Iterable[str]) -> list[MetricsRow]:
+        """The metrics of these names, step by step."""
+        rows: dict[int, MetricsRow] = {}
+        for name, points in self.series(names).items():
+            for step, _, value in points:
+                rows.setdefault(step, {"step": step})[name] = value
+        return [rows[step] for step in sorted(rows)]
 
     def names(self) -> Mapping[str, tuple[int, float | None]]:
         """Every name with its number of points and its last value."""
