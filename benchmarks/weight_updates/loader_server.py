@@ -1,0 +1,58 @@
+"""The process of `loader_program.py`, as the receiver of weight updates sees it: a
+server like an engine."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.weight_updates.loader_program import KEY_VARIABLE
+from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.host.ports import ReservedPort
+from invrl.host.process import ServerProcess, random_key
+from invrl.interfaces import WeightLayout
+
+
+class LoaderServer(ServerProcess):
+    """Start it from a thread that lives as long as it should."""
+
+    def __init__(self, layout: WeightLayout, folder: Path, device: str = "cpu") -> None:
+        """`folder` takes its log and the layout. `device`: where its parameters are, by
+        torch's name."""
+        self._port = ReservedPort()
+        self._key = random_key()
+        layout_file = folder / "layout.json"
+        layout_file.write_bytes(msgspec.json.encode(layout))
+        module = "benchmarks.weight_updates.loader_program"
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            str(self._port.number),
+            str(layout_file),
+            device,
+        ]
+        super().__init__(
+            "the loader",
+            command,
+            log=folder / "loader.log",
+            env={KEY_VARIABLE: self._key},
+        )
+
+    def wait_ready(self, *, deadline_s: float) -> None:
+        """Raises ServerError or DeadlineError."""
+        self.wait_until(self._port.is_listened_on, deadline_s=deadline_s)
+
+    def client(self) -> SglangClient:
+        """It takes control requests only: this server generates nothing."""
+        limits = EngineLimits(vocab_size=1, context_length=1)
+        url = f"http://127.0.0.1:{self._port.number}"
+        return SglangClient(
+            url, limits=limits, api_key=self._key, admin_key=self._key, name=self.name
+        )
+
+    def stop(self) -> None:
+        try:
+            super().stop()
+        finally:
+            self._port.close()
