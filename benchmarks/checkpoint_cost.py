@@ -1,6 +1,6 @@
 """What the checksums of a checkpoint cost beside saving and loading it.
 
-    PYTHONPATH=tests:. python -m benchmarks.checkpoint_cost --model-path MODEL --out FILE
+    python -m benchmarks.checkpoint_cost --model-path MODEL --out FILE
     [--repetitions N]
 
 Saves and loads a real checkpoint of the model (trainer rank on Ray, Megatron's files

@@ -7,9 +7,10 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from soak import ROLES
@@ -20,7 +21,7 @@ _SAMPLE_S = 0.5
 _MB = 1e6
 
 
-def measure_run(flags: Sequence[str], folder: Path) -> dict[str, object]:
+def measure_run(flags: Sequence[str], folder: Path) -> dict[str, Any]:
     """Runs it to its end. `time`: see `step_shares`; `processes`: see `Family`. Raises
     ServerError."""
     command = [
@@ -110,7 +111,7 @@ class Family:
         self._total = max(self._total, pss.total())
 
     def report(self) -> dict[str, object]:
-        cpu = Counter[str]()
+        cpu: defaultdict[str, float] = defaultdict(float)
         for (role, _), seconds in self._cpu.items():
             cpu[role] += seconds
         roles = {

@@ -80,6 +80,7 @@ class _Bench:
             await self._cluster.buffer.take()
         )  # what is slow once was slow in this one
         await self._through_gateway("warm-up")
+        ids: list[str] = []
         for nth in range(repetitions):
             taken, seconds = await self._batch(taken)
             ids = [

@@ -28,7 +28,7 @@ INTERVALS_S = (5, 15)
 
 def cpu_s(pid: int) -> dict[str, float]:
     """CPU seconds so far of the driver and of the gateway below this process."""
-    seconds = dict.fromkeys(ROLES, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
     for process in psutil.Process(pid).children(recursive=True):
         try:
             role = role_of(process.cmdline())

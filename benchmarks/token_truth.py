@@ -50,7 +50,9 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
 
     model = make_tiny_model(folder / "model", kv_heads=4)
     fleet = Fleet(
-        EngineConfig(engine_dtype="float32", engine_start_timeout_s=500),
+        EngineConfig.model_validate(
+            {"engine_dtype": "float32", "engine_start_timeout_s": 500}
+        ),
         model,
         folder / "fleet",
     )

@@ -45,11 +45,13 @@ async def rollout(task: Task, endpoint: Endpoint) -> float:
     on."""
     client = endpoint.openai()
     text = ""
-    ask = {"role": "user", "content": str(task.payload["prompt"])}
+    prompt = str(task.payload["prompt"])
     for _ in range(2):
         reply = await client.chat.completions.create(
-            model=endpoint.model, messages=[ask], max_tokens=8
-        )  # type: ignore[list-item]
+            model=endpoint.model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=8,
+        )
         text = reply.choices[0].message.content or ""
     return sum(ord(char) % 2 == 0 for char in text) / max(1, len(text))
 
