@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from invrl.host.traces import SpanPlace, Traces, child_span, current_place
+from invrl.host.traces import SpanPlace, Traces, child_span, current_traceparent
 
 ENGINE_SPANS = 10
 REPEATS = 5
@@ -49,7 +49,7 @@ def in_gateway(traces: Traces) -> SpanPlace | None:
                 pass
             with child_span("commit", {"invrl.sampled_tokens": 40}):
                 pass
-        assert current_place() is not None
+        assert current_traceparent()
     return place
 
 
