@@ -22,7 +22,8 @@ from mutate import faults_of, read_mutations
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(ROOT.glob("invrl/**/*.py"))
-PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
+BENCHMARKS = sorted(ROOT.glob("benchmarks/**/*.py"))
+PACKAGES = [path for path in SOURCES + BENCHMARKS if path.name == "__init__.py"]
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
 # Imports run one way. `root` stands for the modules of `invrl/` itself, which every
@@ -55,7 +56,6 @@ MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
     "gateway.turns.forest",
     "gateway.turns.fork_changes",
 }
-MAY_IMPORT["bench"] = {"host", "train", "algorithms", "engines", "weights"}
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 INSIDE_THE_GATEWAY: dict[str, set[str]] = {
@@ -158,7 +158,7 @@ def imported_modules(path: Path) -> list[tuple[str, int]]:
 def test_no_file_is_named_utils_helpers_or_common() -> None:
     faults = (
         f"{place(path)}: {name}"
-        for path in SOURCES
+        for path in SOURCES + BENCHMARKS
         for name in path.relative_to(ROOT).with_suffix("").parts
         if name in EMPTY_NAMES
     )
@@ -172,7 +172,7 @@ def test_no_file_is_named_utils_helpers_or_common() -> None:
 def test_every_module_has_a_docstring() -> None:
     faults = (
         place(path)
-        for path in SOURCES
+        for path in SOURCES + BENCHMARKS
         if path not in PACKAGES and len(ast.get_docstring(tree_of(path)) or "") <= 20
     )
     check(
@@ -198,11 +198,31 @@ def test_every_package_has_a_docstring() -> None:
 def test_imports_are_absolute() -> None:
     faults = (
         place(path, node.lineno)
-        for path in SOURCES
+        for path in SOURCES + BENCHMARKS
         for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and node.level
     )
     check("Imports are absolute", faults, "import from invrl.<module>")
+
+
+def test_the_product_imports_neither_benchmarks_nor_tests() -> None:
+    def faults() -> Iterator[str]:
+        others = {"benchmarks", "tests"} | {
+            path.stem for path in ROOT.glob("tests/*.py")
+        }
+        for path in SOURCES:
+            for node in nodes_of(path):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                for name in names:
+                    if name.partition(".")[0] in others:
+                        yield f"{place(path, node.lineno)}: imports {name}"
+
+    fix = "move what both need into invrl/"
+    check("The wheel has no benchmarks and no tests", faults(), fix)
 
 
 def test_packages_import_only_what_they_may() -> None:
@@ -307,7 +327,9 @@ def test_files_named_in_the_architecture_prose_exist() -> None:
     faults = (
         f"{place(MAP, line)}: {name}"
         for line, text in enumerate(MAP.read_text().splitlines(), 1)
-        for name in re.findall(r"`((?:invrl|tests|launch|docs)/[\w./]*)`", text)
+        for name in re.findall(
+            r"`((?:invrl|benchmarks|tests|launch|docs)/[\w./]*)`", text
+        )
         if not (ROOT / name).exists()
     )
     check(
@@ -432,7 +454,7 @@ def test_every_error_of_the_mutations_can_be_planted() -> None:
 def test_no_module_uses_a_star_import() -> None:
     faults = (
         place(path, node.lineno)
-        for path in SOURCES
+        for path in SOURCES + BENCHMARKS
         for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom)
         and any(alias.name == "*" for alias in node.names)
@@ -443,7 +465,7 @@ def test_no_module_uses_a_star_import() -> None:
 def test_no_except_is_bare() -> None:
     faults = (
         place(path, node.lineno)
-        for path in SOURCES
+        for path in SOURCES + BENCHMARKS
         for node in nodes_of(path)
         if isinstance(node, ast.ExceptHandler) and node.type is None
     )

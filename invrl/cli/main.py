@@ -107,9 +107,6 @@ COMMANDS = {
         "verify_weights",
         "compare what a running run's engines hold with what was sent",
     ),
-    "bench": Command(
-        "bench", "bench", "measure the trainer, or updates of weights, on this machine"
-    ),
     "report": Command(
         "report",
         "report",
@@ -123,6 +120,8 @@ INNER_COMMANDS = {
 }
 """What a supervisor starts as its driver; not for users."""
 MOVED_COMMANDS = {
+    "bench": "from a source checkout, run `python -m benchmarks.train` or `python -m benchmarks.weights` "
+    "with the same flags",
     "soak": "from a source checkout, run `python tests/soak.py --minutes M [flags of invrl train]`",
 }
 """Commands of earlier versions, and what takes their place."""
@@ -204,7 +203,7 @@ def _no_such_command(name: str) -> ConfigError:
         return ConfigError(
             "command line",
             name,
-            "it is a script beside the tests",
+            "it is a program of the source checkout, not of the installed product",
             MOVED_COMMANDS[name],
         )
     from invrl.run.config import nearest

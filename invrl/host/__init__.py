@@ -37,6 +37,12 @@ kill -9 of a launch script,   `launch/run_contained.py`, by the same `descendant
 or of what it calls           supervisor. It covers the installation too, before invrl is there.
 ============================  ======================================================================
 
+A process that hangs is found by its silence, which is measured by
+`lived_time.Stopwatch`: a driver's in its `lifeline.py`, Ray's own processes' by
+`ray_watch.py`, an actor's by `actor_heartbeat.py`, a gateway process's in the gateway's
+`heartbeat_page.py`. Engines and the router, which are not our code, are asked over HTTP
+(`engines/engine_health.py`).
+
 The guardian cannot use `descendants.py`: it must outlive the process that it watches,
 so it is not an ancestor that could adopt orphans. The watched process cannot adopt them
 either: it would have to collect them when they end, beside user code that waits for

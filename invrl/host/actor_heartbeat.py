@@ -14,13 +14,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import psutil
 
 from invrl.errors import ServerError
+from invrl.host.lived_time import Stopwatch
 
 _LOOKS_PER_TIMEOUT = 30
 _QUESTIONS_PER_TIMEOUT = 6
@@ -78,15 +78,11 @@ class ActorHeartbeat:
     async def _wait_for(self, question: "asyncio.Future[Pulse]") -> None:
         silent_s = 0.0
         look_interval_s = self._timeout_s / _LOOKS_PER_TIMEOUT
-        last_look = time.monotonic()
+        stopwatch = Stopwatch(longest_gap_s=2 * look_interval_s)
         cpu_s_before = self._cpu_s()
         while not question.done():
             await asyncio.wait({question}, timeout=look_interval_s)
-            now = time.monotonic()
-            # A long gap means that this process or its event loop was stopped, not the
-            # other one.
-            silent_s += min(now - last_look, 2 * look_interval_s)
-            last_look = now
+            silent_s += stopwatch.lap_s()
             if question.done() or silent_s <= self._timeout_s:
                 continue
             cpu_s = self._cpu_s()

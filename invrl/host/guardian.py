@@ -30,14 +30,13 @@ import functools
 import mmap
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 
-from invrl.host.process import still_running
+from invrl.host.process import end_processes
 from invrl.host.temporary_folder import remove_abandoned
 
 _LOOK_INTERVAL_S = 2.0
@@ -95,13 +94,8 @@ def guard(pid: int, mark: str) -> None:
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             _record(family, [process, *process.children(recursive=True)])
-    remaining = still_running(family.values(), within_s=_GRACE_S)
-    for process in remaining:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
-    still_running(
-        remaining, within_s=_GRACE_S
-    )  # a fork of the owner holds the lock of its temporary folder
+    # Their ends are awaited: a fork of the owner holds the lock of its temporary folder.
+    end_processes(family.values(), grace_s=_GRACE_S, kill_within_s=_GRACE_S)
 
 
 def _record_until_gone(watched: psutil.Process, family: Family) -> None:

@@ -1,10 +1,10 @@
-"""Time that a process has lived through: what deadlines of sessions and leases are
-measured in.
+"""Time that a process has lived through: what silence, and deadlines of sessions and
+leases, are measured in.
 
 The clock of the machine is for people. It jumps when it is set, and when a machine
 wakes up; the monotonic clock does not, but goes on while a process is stopped. Nobody
 could make a call in such a gap, so no deadline may pass in it. Invariant: whatever
-happened between two looks at the clock, at most `_LONGEST_GAP_S` of it count."""
+happened between two looks at the clock, at most a longest gap of it counts."""
 
 import asyncio
 import time
@@ -19,6 +19,26 @@ that anybody sets."""
 _MICROSECONDS = 1_000_000
 
 
+class Stopwatch:
+    """Measures the time between two looks at it. A late look means that this process
+    was stopped or busy, and perhaps those that it watches too: at most `longest_gap_s`
+    count."""
+
+    def __init__(
+        self, *, longest_gap_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._longest_gap_s = longest_gap_s
+        self._clock = clock
+        self._last_look = clock()
+
+    def lap_s(self) -> float:
+        """Seconds that were lived through since the last look."""
+        now = self._clock()
+        elapsed_s = min(now - self._last_look, self._longest_gap_s)
+        self._last_look = now
+        return elapsed_s
+
+
 class LivedTime:
     """Has to be looked at regularly. `word`: one uint64 of memory that outlives the
     process, in which a later process with the same word goes on counting microseconds;
@@ -31,15 +51,11 @@ class LivedTime:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._word = memoryview(bytearray(8)).cast("Q") if word is None else word
-        self._clock = clock
-        self._last_look = clock()
+        self._stopwatch = Stopwatch(longest_gap_s=_LONGEST_GAP_S, clock=clock)
 
     def now(self) -> float:
         """Seconds that were lived through. They never decrease."""
-        now = self._clock()
-        elapsed_s = min(now - self._last_look, _LONGEST_GAP_S)
-        self._last_look = now
-        self._word[0] += round(elapsed_s * _MICROSECONDS)
+        self._word[0] += round(self._stopwatch.lap_s() * _MICROSECONDS)
         return self._word[0] / _MICROSECONDS
 
 

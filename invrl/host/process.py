@@ -56,6 +56,18 @@ def still_running(
         time.sleep(0.02)
 
 
+def end_processes(
+    processes: Collection[psutil.Process], *, grace_s: float, kill_within_s: float
+) -> list[psutil.Process]:
+    """Wait `grace_s` for the processes to end, then kill those that are left. Returns
+    those that SIGKILL has not ended within `kill_within_s`."""
+    remaining = still_running(processes, within_s=grace_s)
+    for process in remaining:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return still_running(remaining, within_s=kill_within_s)
+
+
 def family_of(pid: int) -> list[psutil.Process]:
     """Process `pid` and everything below it; empty once it is gone."""
     try:
@@ -234,11 +246,9 @@ class ServerProcess:
         family = family_of(self.pid)
         if self.alive():
             self._process.terminate()
-        remaining = still_running(family, within_s=self.grace_s)
-        for process in remaining:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        remaining = still_running(remaining, within_s=_KILL_DEADLINE_S)
+        remaining = end_processes(
+            family, grace_s=self.grace_s, kill_within_s=_KILL_DEADLINE_S
+        )
         with contextlib.suppress(TimeoutExpired):  # then it is among the remaining ones
             self._process.wait(timeout=_KILL_DEADLINE_S)
         if remaining:

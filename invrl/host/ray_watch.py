@@ -24,6 +24,7 @@ from typing import Any
 
 from invrl.host import lifeline
 from invrl.host.lifeline import NoteKind
+from invrl.host.lived_time import Stopwatch
 
 logger = logging.getLogger(__name__)
 _FAILURE_EXIT = 1
@@ -102,12 +103,9 @@ class RayWatch:
             )
             asker.start()
             silent_s = 0.0
-            last = time.monotonic()
+            stopwatch = Stopwatch(longest_gap_s=2 * _LOOK_INTERVAL_S)
             while not answered.wait(_LOOK_INTERVAL_S):
-                now = time.monotonic()
-                # A long gap means that this process was stopped.
-                silent_s += min(now - last, 2 * _LOOK_INTERVAL_S)
-                last = now
+                silent_s += stopwatch.lap_s()
                 if self._stopped.is_set():
                     return
                 if silent_s > self._timeout_s:

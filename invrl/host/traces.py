@@ -172,14 +172,6 @@ def child_span(
         yield _place(span) if span.is_recording() else None
 
 
-def current_place() -> SpanPlace | None:
-    """The current span; None if there is none, or if its trace is not sampled."""
-    current = _current_span.get()
-    if current is None or not current[1].is_recording():
-        return None
-    return _place(current[1])
-
-
 def current_traceparent() -> str:
     """The header that the requests of this task are to have; "" if there is no current
     span."""

@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +33,7 @@ from invrl.host.disk import full_disk
 from invrl.host.environment_keys import held_keys
 from invrl.host.fork_parent import EarlyParent
 from invrl.host.lifeline import Listener, Note, NoteKind, environment
+from invrl.host.lived_time import Stopwatch
 from invrl.host.ray_setup import remove_ray_folder
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.traces import traces_endpoint
@@ -304,16 +304,14 @@ class Supervisor:
         health = _DriverHealth(heartbeat_timeout_s=self._heartbeat_timeout_s)
         killed_after_s = 0.0
         blocking_call = ""
-        last_poll_at = time.monotonic()
+        # Ctrl-Z stops this process, and perhaps the driver with it.
+        stopwatch = Stopwatch(longest_gap_s=2 * _POLL_INTERVAL_S)
         while driver.returncode is None:
             self._pass_signals_on(driver, heard=health.heard)
-            now = time.monotonic()
-            # A long gap means that this process was stopped (Ctrl-Z), and the driver
-            # perhaps with it.
-            elapsed_s = min(now - last_poll_at, 2 * _POLL_INTERVAL_S)
-            last_poll_at = now
             health.update(
-                listener.notes(), elapsed_s=elapsed_s, interrupted=self._interrupted
+                listener.notes(),
+                elapsed_s=stopwatch.lap_s(),
+                interrupted=self._interrupted,
             )
             if health.blocked_s > BLOCKED_GRACE_S and not blocking_call:
                 blocking_call = health.blocking_call

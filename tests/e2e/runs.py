@@ -23,10 +23,10 @@ def invrl(folder: Path, *arguments: str, python_path: str = str(ROOT)) -> str:
     return run_python(folder, "-m", "invrl.cli", *arguments, python_path=python_path)
 
 
-def run_bench(folder: Path, *arguments: str) -> str:
-    """What `tests/run_bench.py` printed. It must exit with 0."""
+def run_benchmark(folder: Path, name: str, *arguments: str) -> str:
+    """What `python -m benchmarks.NAME` printed. It must exit with 0."""
     return run_python(
-        folder, str(ROOT / "tests" / "run_bench.py"), *arguments, python_path=str(ROOT)
+        folder, "-m", f"benchmarks.{name}", *arguments, python_path=str(ROOT)
     )
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-from e2e.runs import DEADLINE_S, invrl, run_bench
-from invrl.bench import trainer
-from invrl.bench.ratios import TARGETS, read_history
+from benchmarks.ratios import TARGETS, read_history
+from benchmarks.training import trainer
+from e2e.runs import DEADLINE_S, run_benchmark
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
     """It checks by itself that our training step and Hugging Face's have the same
     gradient."""
     out = tmp_path / "bench.json"
-    run_bench(tmp_path, "loop", "--smoke", "--repetitions", "1", "--out", str(out))
+    run_benchmark(tmp_path, "loop", "--smoke", "--repetitions", "1", "--out", str(out))
     result = json.loads(out.read_text())
     assert result["ratios"].keys() == TARGETS.keys()
     assert all(ratio > 0 for ratio in result["ratios"].values())
@@ -48,7 +48,7 @@ def test_the_trainer_is_measured_by_a_command(tmp_path: Path) -> None:
     """It fails if the gradient of our step has not the norm of Hugging Face's."""
     model = make_tiny_model(tmp_path / "model")
     flags = "--tokens 512 --max-tokens-per-microbatch 256 --repetitions 1 --cores 2 --results results".split()
-    invrl(tmp_path, "bench", "train", "--model-path", str(model), *flags)
+    run_benchmark(tmp_path, "train", "--model-path", str(model), *flags)
     result = json.loads((tmp_path / "results" / "train.json").read_text())
     [entry] = read_history(tmp_path / "results" / "history.jsonl")
     assert entry.ratios == result["ratios"]
@@ -72,7 +72,7 @@ def test_weight_updates_of_the_loader_alone_are_measured_by_a_command(
     """Requests in flight at a stand-in for an engine: `unit/test_bench_weights.py`."""
     model = make_tiny_model(tmp_path / "model")
     flags = "--no-engine --no-1b --repetitions 2 --results results".split()
-    invrl(tmp_path, "bench", "weights", "--model-path", str(model), *flags)
+    run_benchmark(tmp_path, "weights", "--model-path", str(model), *flags)
     result = json.loads((tmp_path / "results" / "weights.json").read_text())
     [entry] = read_history(tmp_path / "results" / "history.jsonl")
     assert entry.ratios == result["ratios"]

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.gateway import SMOKE, TARGETS
 
-from e2e.runs import DEADLINE_S, run_bench
+from benchmarks.gateway import SMOKE, TARGETS
+from e2e.runs import DEADLINE_S, run_benchmark
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S)
 def test_the_bench_of_the_gateway_measures_everything(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    printed = run_bench(tmp_path, "gateway", "--smoke", "--out", str(out))
+    printed = run_benchmark(tmp_path, "gateway", "--smoke", "--out", str(out))
     result = json.loads(out.read_text())
     assert result["ratios"].keys() == TARGETS.keys()
     assert all(f"\n{name} " in printed for name in TARGETS)

@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 import torch
 
-from invrl.bench.changing_weights import ChangingWeights
-from invrl.bench.loader_server import LoaderServer
-from invrl.bench.weight_updates import UpdatedEngine, measure_idle
+from benchmarks.weight_updates.changing_weights import ChangingWeights
+from benchmarks.weight_updates.loader_server import LoaderServer
+from benchmarks.weight_updates.weight_updates import UpdatedEngine, measure_idle
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.multilinear import checksum_of_slice, checksums_of_wholes

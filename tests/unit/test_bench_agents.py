@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bench.agents import Seen
+
+from benchmarks.agents import Seen
 
 CHANGE = {
     "message": 0,

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from bench.load import Script, arrivals, closed_loop, open_loop
-from bench.paced_engine import Connection, PacedEngine, fixed_logprob
 from streamed import collect
 
+from benchmarks.gateway_load.load import Script, arrivals, closed_loop, open_loop
+from benchmarks.gateway_load.paced_engine import Connection, PacedEngine, fixed_logprob
 from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
 from invrl.errors import ServerError
 from invrl.types import Sampling

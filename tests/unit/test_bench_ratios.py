@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import run_bench
-from bench.live_run import role_of, step_shares
 
-from invrl.bench.ratios import (
+from benchmarks.live_run import role_of, step_shares
+from benchmarks.ratios import (
     Entry,
     Speeds,
     append_history,
@@ -78,16 +77,13 @@ def test_bench_history_has_one_line_per_run(tmp_path: Path) -> None:
 def test_bench_exits_with_1_and_names_the_ratio_that_fell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench import loop
+    from benchmarks import loop
 
     for fleet, code in ((0.97, 0), (0.99, 0), (0.80, 1)):
         monkeypatch.setattr(
             loop, "_measure", lambda *_, fleet=fleet: ({"fleet": fleet}, {})
         )
-        assert (
-            run_bench.main(["loop", "--model-path", "m", "--results", str(tmp_path)])
-            == code
-        )
+        assert loop.main(["--model-path", "m", "--results", str(tmp_path)]) == code
     out = capsys.readouterr()
     assert "FELL: fleet fell to 0.800: -18% from 0.980 in 2 runs" in out.err
     assert [
@@ -97,23 +93,26 @@ def test_bench_exits_with_1_and_names_the_ratio_that_fell(
     assert not (tmp_path / "baseline.json").exists()
 
 
-def test_an_unknown_bench_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_bench.main(["lop"]) == 2
-    assert "run_bench.py loop" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["soak"])
-def test_commands_of_earlier_versions_are_answered_with_their_scripts(
-    name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("soak", ["tests/soak.py"]),
+        ("bench", ["benchmarks/train.py", "benchmarks/weights.py"]),
+    ],
+)
+def test_commands_of_earlier_versions_are_answered_with_their_programs(
+    name: str, programs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert invrl([name, "loop"]) == 2
+    assert invrl([name, "train"]) == 2
     [fix] = [
         line
         for line in capsys.readouterr().err.splitlines()
         if line.startswith("  fix:")
     ]
-    [script] = [word for word in fix.split() if word.startswith("tests/")]
-    assert (Path(__file__).parents[2] / script).is_file()
+    for program in programs:
+        module = program.removesuffix(".py").replace("/", ".")
+        assert program in fix or f"python -m {module}" in fix
+        assert (Path(__file__).parents[2] / program).is_file()
 
 
 def test_time_shares_exclude_the_first_and_the_last_step() -> None:

@@ -1,10 +1,11 @@
-"""What `invrl bench train` measures with, and how ratios follow from what its processes
-wrote."""
+"""What `python -m benchmarks.train` measures with, and how ratios follow from what its
+processes wrote."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,12 @@ import psutil
 import pytest
 from tiny_model import make_tiny_model
 
-from invrl.bench import trainer
-from invrl.bench.even_model import even_heads, make_even_model
-from invrl.bench.hugging_face_step import pad_batch
-from invrl.bench.ratios import Part
-from invrl.bench.trainer import (
+from benchmarks.ratios import Part
+from benchmarks.train import benchmark_training
+from benchmarks.training import trainer
+from benchmarks.training.even_model import even_heads, make_even_model
+from benchmarks.training.hugging_face_step import pad_batch
+from benchmarks.training.trainer import (
     BenchSettings,
     _LayoutResult,
     _ratios_of_steps,
@@ -24,8 +26,8 @@ from invrl.bench.trainer import (
     _StepResult,
     measure_trainer,
 )
-from invrl.bench.workloads import make_batch
-from invrl.cli.main import main
+from benchmarks.training.workloads import make_batch
+from invrl.cli.main import exit_code_of
 from invrl.errors import TrainError
 from invrl.host.process import still_running
 from invrl.model_folder import tensor_shapes
@@ -224,7 +226,7 @@ def test_comparison_with_one_process_needs_its_measurement(
 def test_measured_process_ends_with_a_killed_bench(tmp_path: Path) -> None:
     """`http.server` stands for a rank."""
     script = (
-        "import sys; from pathlib import Path; from invrl.bench.trainer import _Program;"
+        "import sys; from pathlib import Path; from benchmarks.training.trainer import _Program;"
         "program = _Program('http.server', Path(sys.argv[1])); program.start({}, '0');"
         "print(program._process.pid, flush=True); sys.stdin.read()"
     )
@@ -246,12 +248,11 @@ def test_measured_process_ends_with_a_killed_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["loop"], "it measures train or weights"),
-        (["train"], "--model-path"),
-        (["train", "--model-path", "MODEL", "--tokens", "many"], "bench num_tokens"),
-        (["train", "--model-path", "EMPTY"], "config.json"),
+        ([], "--model-path"),
+        (["--model-path", "MODEL", "--tokens", "many"], "train num_tokens"),
+        (["--model-path", "EMPTY"], "config.json"),
         (
-            ["train", "--model-path", "MODEL", "--repetition", "2"],
+            ["--model-path", "MODEL", "--repetition", "2"],
             "did you mean --repetitions",
         ),
     ],
@@ -267,5 +268,5 @@ def test_trainer_bench_refuses_bad_arguments(
         "EMPTY": str(tmp_path),
     }
     command_line = [folders.get(argument, argument) for argument in arguments]
-    assert main(["bench", *command_line]) == 2
+    assert exit_code_of(partial(benchmark_training, command_line)) == 2
     assert reason in capsys.readouterr().err

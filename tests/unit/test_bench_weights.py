@@ -1,9 +1,10 @@
-"""What `invrl bench weights` makes of the times of tokens and updates, and what it
-measures with."""
+"""What `python -m benchmarks.weights` makes of the times of tokens and updates, and
+what it measures with."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,29 @@ from aiohttp.test_utils import TestClient, TestServer
 from fakes import FakeEngine, random_reply
 from tiny_model import make_tiny_model
 
-from invrl.bench import weights
-from invrl.bench.changing_weights import (
+from benchmarks.ratios import Entry, Part, exceeded, rises
+from benchmarks.weight_updates import measurement as weights
+from benchmarks.weight_updates.changing_weights import (
     ChangingWeights,
     config_of,
     config_of_1b,
     empty_tensors,
     random_tensors,
 )
-from invrl.bench.loader_program import engine_shapes, make_application, make_module
-from invrl.bench.ratios import Entry, Part, exceeded, rises
-from invrl.bench.streams import Streams
-from invrl.bench.token_times import Window, decode_step, longest_gap, longest_silence
-from invrl.bench.weight_settings import WeightBenchSettings
-from invrl.bench.weight_updates import (
+from benchmarks.weight_updates.loader_program import (
+    engine_shapes,
+    make_application,
+    make_module,
+)
+from benchmarks.weight_updates.streams import Streams
+from benchmarks.weight_updates.token_times import (
+    Window,
+    decode_step,
+    longest_gap,
+    longest_silence,
+)
+from benchmarks.weight_updates.weight_settings import WeightBenchSettings
+from benchmarks.weight_updates.weight_updates import (
     TimedUpdate,
     UpdatedEngine,
     measure_idle,
@@ -34,7 +44,8 @@ from invrl.bench.weight_updates import (
     part_in_flight,
     summary_of,
 )
-from invrl.cli.main import main
+from benchmarks.weights import benchmark_weights
+from invrl.cli.main import exit_code_of
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ServerError
@@ -361,11 +372,14 @@ async def test_failure_of_one_weight_measurement_keeps_the_others(
     ("arguments", "reason"),
     [
         ([], "--model-path"),
-        (["--model-path", "MODEL", "--updates", "0"], "bench updates"),
-        (["--model-path", "MODEL", "--engine-dtype", "float16"], "bench engine_dtype"),
+        (["--model-path", "MODEL", "--updates", "0"], "weights updates"),
+        (
+            ["--model-path", "MODEL", "--engine-dtype", "float16"],
+            "weights engine_dtype",
+        ),
         (["--model-path", "MODEL", "--no-engin"], "did you mean --no-engine"),
         (["--model-path", "MODEL", "--no-engine=yes"], "no such flag"),
-        (["--model-path", "MODEL", "--device", "gpu"], "bench device"),
+        (["--model-path", "MODEL", "--device", "gpu"], "weights device"),
         (["--model-path", "MODEL", "--device", "cuda"], "add --no-engine"),
         (["--model-path", "MODEL", "--device", "cuda", "--no-engine"], "sees no GPU"),
     ],
@@ -377,12 +391,12 @@ def test_weight_bench_refuses_bad_arguments(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("invrl.cli.commands.bench.count_gpus", lambda: 0)
+    monkeypatch.setattr("benchmarks.weights.count_gpus", lambda: 0)
     model = str(make_tiny_model(tmp_path / "model"))
     command_line = [
         model if argument == "MODEL" else argument for argument in arguments
     ]
-    assert main(["bench", "weights", *command_line]) == 2
+    assert exit_code_of(partial(benchmark_weights, command_line)) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -100,13 +100,7 @@ def test_version_option_prints_the_package_version(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["bench", "--help"],
-        ["train", "--help"],
-    ],
+    "arguments", [["--help"], ["--version"], ["view", "--help"], ["train", "--help"]]
 )
 def test_help_and_version_load_no_command(arguments: list[str]) -> None:
     """They answer at once: pydantic alone would take longer than all the rest. Only the

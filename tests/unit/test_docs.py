@@ -65,8 +65,8 @@ OTHER_PROGRAMS = (
 
 CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """The changelog also names what is gone."""
-SCRIPTS = ("tests/run_bench.py", "tests/soak.py")
-"""Programs beside the tests whose flags the pages show."""
+SCRIPTS = (ROOT / "tests/soak.py", *sorted(ROOT.glob("benchmarks/*.py")))
+"""Programs of the checkout whose flags the pages show."""
 
 
 def page_name(page: Path) -> str:
@@ -527,7 +527,7 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
         cli.main([command, "--help"])
         flags |= set(re.findall(r"--[a-z][\w.-]*\w", capsys.readouterr().out))
     for script in SCRIPTS:
-        flags |= set(re.findall(r"--[a-z][\w.-]*\w", (ROOT / script).read_text()))
+        flags |= set(re.findall(r"--[a-z][\w.-]*\w", script.read_text()))
     return flags
 
 
@@ -551,7 +551,7 @@ def test_every_flag_that_a_page_names_exists(
 
 
 def test_every_file_that_a_page_names_exists() -> None:
-    folders = "invrl|tests|launch|rollout_fns|docs"
+    folders = "invrl|benchmarks|tests|launch|rollout_fns|docs"
     for page in CURRENT_PAGES:
         for name in re.findall(rf"`((?:{folders})/[\w./-]*\w/?)`", prose_of(page)):
             assert (ROOT / name).exists(), f"{page_name(page)}: `{name}`"

@@ -187,7 +187,7 @@ def imported_names(folders: list[Path]) -> set[str]:
     }
 
 
-def test_the_wheel_holds_presets_requirements_templates_and_examples(
+def test_the_wheel_holds_the_product_and_its_examples_alone(
     tmp_path: Path,
 ) -> None:
     wheel = build_wheel(tmp_path)
@@ -211,3 +211,8 @@ def test_the_wheel_holds_presets_requirements_templates_and_examples(
         for path in templates.glob("*.jinja")
     }
     assert sorted(wanted - names) == []
+    folders = {name.partition("/")[0] for name in names}
+    assert {name for name in folders if not name.endswith(".dist-info")} == {
+        "invrl",
+        "rollout_fns",
+    }

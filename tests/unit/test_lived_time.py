@@ -173,7 +173,6 @@ def test_only_people_are_told_the_time_of_the_wall_clock():
 _FOR_PEOPLE = {
     "buffer/buffer_actor.py",  # how long an environment has been silent, in a message
     "buffer/ledger_store.py",  # when an entry was written
-    "cli/bench_record.py",
     "cli/commands/watch.py",
     "gateway/rendering/chat_template.py",  # today's date, for the model
     "gateway/server/session_api.py",  # when a lease was taken

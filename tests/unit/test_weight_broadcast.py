@@ -14,7 +14,7 @@ import pytest
 import torch
 from slow_cases import first_quick
 
-from invrl.bench.loader_server import LoaderServer
+from benchmarks.weight_updates.loader_server import LoaderServer
 from invrl.engines.weight_receiver import BroadcastReceiver
 from invrl.errors import WeightSyncError
 from invrl.host.fork_parent import ForkParent

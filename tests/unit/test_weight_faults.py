@@ -30,7 +30,7 @@ from weight_faults import (
     settings_of,
 )
 
-from invrl.bench.loader_server import LoaderServer
+from benchmarks.weight_updates.loader_server import LoaderServer
 from invrl.engines import weight_receiver
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.host.fork_parent import ForkParent

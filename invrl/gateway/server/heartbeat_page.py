@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from invrl.host.lived_time import Stopwatch
 from invrl.types import WeightVersion
 
 SUPERVISOR = 0
@@ -127,19 +128,14 @@ class SilenceWatch:
     ) -> None:
         self._page = page
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._last_check_at = clock()
+        self._stopwatch = Stopwatch(longest_gap_s=timeout_s / 4, clock=clock)
         self._beats = dict.fromkeys(places, 0)
         self._silent_s = dict.fromkeys(places, 0.0)
 
     def silent(self) -> list[int]:
         """The places without a heartbeat for `timeout_s`. A process that has not sent
         its first one is allowed `START_ALLOWANCE_S`."""
-        now = self._clock()
-        # If much time has passed since the last check, this process was stopped or
-        # busy, and perhaps all others were too: only a part of that time counts.
-        elapsed_s = min(now - self._last_check_at, self._timeout_s / 4)
-        self._last_check_at = now
+        elapsed_s = self._stopwatch.lap_s()
         silent_places = []
         for place, last_beats in self._beats.items():
             beats = self._page.beats(place)

@@ -15,8 +15,8 @@ from typing import Literal, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.training.workloads import make_batch
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.bench.workloads import make_batch
 from invrl.host.process import random_key
 from invrl.host.rendezvous import listen
 from invrl.interfaces import StagedWeights, WeightLayout

@@ -20,14 +20,14 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.weight_updates.streams import Streams
+from benchmarks.weight_updates.token_times import longest_gap
+from benchmarks.weight_updates.weight_updates import TimedUpdate, UpdatedEngine
 from gpu_check.log_tails import print_tails
 from gpu_check.random_model import random_model
 from gpu_check.rank_sender import RankSender
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.bench.streams import Streams
-from invrl.bench.token_times import longest_gap
-from invrl.bench.weight_updates import TimedUpdate, UpdatedEngine
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.weight_receiver import RECEIVERS

@@ -13,12 +13,12 @@ import torch
 from family_models import make_family_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks.training.hugging_face_step import HuggingFaceStep, pad_batch
+from benchmarks.training.step_program import measure_steps, start_rank
+from benchmarks.training.workloads import make_batch
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.bench.hugging_face_step import HuggingFaceStep, pad_batch
-from invrl.bench.step_program import measure_steps, start_rank
-from invrl.bench.workloads import make_batch
 from invrl.metrics import resolve
 from invrl.train import device
 from invrl.train.config import TrainConfig

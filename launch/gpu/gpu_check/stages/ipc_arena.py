@@ -3,12 +3,12 @@ alone, in another process, opens the arena by CUDA IPC."""
 
 import asyncio
 
+from benchmarks.ratios import Part
+from benchmarks.weight_updates.measurement import measure_weights
+from benchmarks.weight_updates.weight_settings import WeightBenchSettings
 from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.bench.ratios import Part
-from invrl.bench.weight_settings import WeightBenchSettings
-from invrl.bench.weights import measure_weights
 
 _DEADLINE_S = 60.0
 

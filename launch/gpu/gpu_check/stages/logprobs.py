@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.training.step_program import start_rank
 from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.bench.step_program import start_rank
 from invrl.train import device
 from invrl.train.config import TrainConfig
 

@@ -1,10 +1,10 @@
 """The gradient norms of the trainer in float32 are Hugging Face's, with shared prefixes
 and without."""
 
+from benchmarks.training.same_step import SameStepSettings, check_same_step
 from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.bench.same_step import SameStepSettings, check_same_step
 from invrl.train.config import TrainConfig
 
 

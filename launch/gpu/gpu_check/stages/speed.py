@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from benchmarks.training.step_program import StepSettings, measure_rank, start_rank
+from benchmarks.training.workloads import make_batch
 from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from gpu_check.step_profile import profile_step
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.bench.step_program import StepSettings, measure_rank, start_rank
-from invrl.bench.workloads import make_batch
 from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
 from invrl.train.hf_config import read_hf_config
@@ -127,7 +127,7 @@ def _shard(settings: CheckSettings, num_tokens: int) -> Shard:
 
 def _measure_in_process(steps: StepSettings) -> dict[str, Any]:
     settings_json = TypeAdapter(StepSettings).dump_json(steps)
-    command = [sys.executable, "-m", "invrl.bench.step_program"]
+    command = [sys.executable, "-m", "benchmarks.training.step_program"]
     subprocess.run(command, input=settings_json, check=True, timeout=_DEADLINE_S)
     return json.loads(Path(steps.out).read_text(encoding="utf-8"))
 

@@ -1,0 +1,59 @@
+"""The command line of a benchmark: its help, its model folder, its settings, and its
+exit code."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from invrl.cli.main import exit_code_of
+from invrl.errors import ConfigError
+from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
+from invrl.host.environment_keys import hold_keys
+from invrl.host.utf8_mode import use_utf8
+from invrl.model_folder import check_is_folder, check_model_folder
+from invrl.run.config import ModelConfig
+from invrl.train.families.registry import FAMILIES
+
+Settings = TypeVar("Settings")
+
+
+def run_benchmark(run: Callable[[Sequence[str]], None], *, usage: str | None) -> int:
+    """Run it with the arguments of this process, and return the exit code. With
+    `--help` print the usage instead."""
+    use_utf8()
+    hold_keys()
+    bypass_proxies(*THIS_MACHINE)
+    arguments = sys.argv[1:]
+    if "-h" in arguments or "--help" in arguments:
+        print(usage)
+        return 0
+    return exit_code_of(lambda: run(arguments))
+
+
+def model_folder(options: Mapping[str, str]) -> Path:
+    """Raises ConfigError unless --model-path is a folder with a model that is
+    supported."""
+    if not options["--model-path"]:
+        raise ConfigError("--model-path", "", "it is missing", "give a model folder")
+    folder = ModelConfig(model_path=options["--model-path"]).folder
+    check_is_folder("--model-path", options["--model-path"], folder)
+    check_model_folder(folder, families=FAMILIES)
+    return folder
+
+
+def validated(
+    settings: type[Settings], fields: Mapping[str, Any], *, name: str
+) -> Settings:
+    """The settings of the benchmark of this name. Raises ConfigError."""
+    try:
+        return TypeAdapter(settings).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        fix = f"see `python -m benchmarks.{name} --help`"
+        raise ConfigError(
+            f"{name} {field}", first["input"], first["msg"], fix
+        ) from error
