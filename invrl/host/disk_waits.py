@@ -50,7 +50,7 @@ class DiskWait:
         now = time.monotonic()
         with _lock:
             disk = _full_disks.setdefault(device, _FullDisk())
-            is_told = disk.waiting and now - disk.told_at < _REPEAT_S
+            is_told = bool(disk.waiting) and now - disk.told_at < _REPEAT_S
             disk.waiting.add(self._what)
             if is_told:
                 return
