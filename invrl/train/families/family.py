@@ -37,8 +37,6 @@ class Family:
     """Name of the class in transformers, and in SGLang."""
     sglang_module: str
     """The module of `sglang.srt.models` that has the class."""
-    gguf_architecture: str
-    """`general.architecture` in a GGUF file of the family."""
     not_served_on_cpu: str = ""
     """Why SGLang cannot serve it on a CPU; empty: it can."""
 

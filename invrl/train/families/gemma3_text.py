@@ -131,7 +131,6 @@ FAMILY = replace(
     models="Gemma 3, text only (270M, 1B)",
     architecture="Gemma3ForCausalLM",
     sglang_module="gemma3_causal",
-    gguf_architecture="gemma3",
     config=Gemma3Config,
     layer=(
         *_BY_LLAMA,

@@ -49,7 +49,6 @@ FAMILY = replace(
     models="GLM-4.5, GLM-4.6 and their Air models",
     architecture="Glm4MoeForCausalLM",
     sglang_module="glm4_moe",
-    gguf_architecture="glm4moe",
     config=Glm4MoeConfig,
     router=deepseek_v3.ROUTER,
 )

@@ -8,7 +8,6 @@ FAMILY = Family(
     models="Llama 2 and 3, SmolLM2 and others that took its names",
     architecture="LlamaForCausalLM",
     sglang_module="llama",
-    gguf_architecture="llama",
     before=(
         Parameter(
             "embedding.word_embeddings.weight",

@@ -41,6 +41,5 @@ FAMILY = replace(
     models="Mistral",
     architecture="MistralForCausalLM",
     sglang_module="mistral",
-    gguf_architecture="llama",
     config=MistralConfig,
 )

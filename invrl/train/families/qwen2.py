@@ -28,6 +28,5 @@ FAMILY = replace(
     models="Qwen2, Qwen2.5",
     architecture="Qwen2ForCausalLM",
     sglang_module="qwen2",
-    gguf_architecture="qwen2",
     config=Qwen2Config,
 )

@@ -18,6 +18,5 @@ FAMILY = replace(
     models="Qwen3 (dense)",
     architecture="Qwen3ForCausalLM",
     sglang_module="qwen3",
-    gguf_architecture="qwen3",
     config=Qwen3Config,
 )

@@ -76,7 +76,6 @@ FAMILY = replace(
     models="Qwen3 with experts (30B-A3B, 235B-A22B)",
     architecture="Qwen3MoeForCausalLM",
     sglang_module="qwen3_moe",
-    gguf_architecture="qwen3moe",
     config=Qwen3MoeConfig,
     router=(layer_parameter("mlp.router.weight", "mlp.gate.weight"),),
     expert=EXPERT,
