@@ -10,12 +10,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from invrl.cli.main import exit_code_of
 from invrl.errors import ConfigError
+from invrl.families.registry import FAMILIES
 from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import hold_keys
 from invrl.host.utf8_mode import use_utf8
-from invrl.model_folder import check_is_folder, check_model_folder
 from invrl.run.config import ModelConfig
-from invrl.train.families.registry import FAMILIES
+from invrl.user_code.model_folder import check_is_folder, check_model_folder
 
 Settings = TypeVar("Settings")
 

@@ -25,9 +25,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from invrl.train.logprobs import projected_logprobs
-from invrl.train.micro_batch import MicroBatch, Row
-from invrl.train.packing import pack
+from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.packing import pack
+from invrl.train.model.logprobs import projected_logprobs
 
 WAYS = ("plain", "blocks")
 

@@ -24,7 +24,6 @@ from benchmarks.ratios import Speeds
 from invrl.algorithms.advantages import configured_advantage
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
-from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
 from invrl.run.cluster import Cluster, start_cluster
 from invrl.run.config import Config
@@ -40,6 +39,7 @@ from invrl.types import (
     TrainBatch,
     Turn,
 )
+from invrl.types.reasons import FailureReason
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """The plug points that users write, and the seams between our own parts.
 
-Everything here is a Protocol, or a value that a Protocol takes or returns. `plugins.py`
-loads user code by `package.module:name` and checks its signature against these
-Protocols at start-up. The loop, the dispatcher and the weight transaction know their
-neighbours only by the seams below.
+Everything here is a Protocol, or a value that a Protocol takes or returns.
+`user_code/plugins.py` loads user code by `package.module:name` and checks its signature
+against these Protocols at start-up. The loop, the dispatcher and the weight transaction
+know their neighbours only by the seams below.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.file_entry import FileEntries
-from invrl.metrics import Metric
 from invrl.types import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
@@ -33,6 +31,8 @@ from invrl.types import (
     TrainBatch,
     WeightVersion,
 )
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import Metric
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -341,7 +341,7 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """All ranks of the trainer behind one handle (`train/train_handle.py`)."""
+    """All ranks of the trainer behind one handle (`train/trainer/train_handle.py`)."""
 
     async def train(self, batch: TrainBatch) -> StepResult: ...
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from invrl.errors import ActorDiedError, ActorSilentError
-from invrl.reasons import FailureReason
 from invrl.rollout.worker_actor import Assignment, WorkerReply
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, Sampling, Session, Task
+from invrl.types.reasons import FailureReason
 
 
 def session(name):

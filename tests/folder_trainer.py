@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from invrl.errors import TrainError
-from invrl.file_entry import FileEntries
 from invrl.interfaces import Trainer
 from invrl.store.checksummed_file import ChecksummedFile
+from invrl.types.file_entry import FileEntries
 
 NO_MODEL = Path("/nowhere")
 """Nothing is compared with it: the saved folders have no config.json."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from invrl.top_logprobs import NO_TOKEN
-from invrl.train import device, logprobs
-from invrl.train.logprobs import projected_logprobs
-from invrl.train.micro_batch import MicroBatch
+from invrl.train.batches.micro_batch import MicroBatch
+from invrl.train.model import logprobs
+from invrl.train.model.logprobs import projected_logprobs
+from invrl.train.runtime import device
+from invrl.types.top_logprobs import NO_TOKEN
 
 VOCABULARY = 43  # no multiple of a byte, of a block or of a number of ranks
 HIDDEN = 16

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from invrl.file_entry import FileEntries
 from invrl.interfaces import StepResult
-from invrl.metrics import Max, Metric
 from invrl.observe.sinks import Sink
 from invrl.types import (
     GroupLease,
@@ -16,6 +14,8 @@ from invrl.types import (
     WeightUpdate,
     WeightVersion,
 )
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import Max, Metric
 
 
 class Notes(Sink):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from invrl.train.context_share import ContextShare
-from invrl.train.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.parallel.context_share import ContextShare
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}

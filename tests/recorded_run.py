@@ -18,7 +18,6 @@ from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt
-from invrl.reasons import DropReason, FailureReason
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
 from invrl.store.rows import StoredSession
@@ -37,6 +36,7 @@ from invrl.types import (
     VersionSpan,
     WeightVersion,
 )
+from invrl.types.reasons import DropReason, FailureReason
 
 
 @dataclass

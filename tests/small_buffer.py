@@ -21,7 +21,6 @@ from invrl.buffer.group_filters import GROUP_FILTERS
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.interfaces import GroupFilter
-from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     FailedRollout,
@@ -32,6 +31,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.reasons import FailureReason
 
 
 def summary(

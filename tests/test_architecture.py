@@ -26,17 +26,21 @@ BENCHMARKS = sorted(ROOT.glob("benchmarks/**/*.py"))
 PACKAGES = [path for path in SOURCES + BENCHMARKS if path.name == "__init__.py"]
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "stuff"}
 
-# Imports run one way. `root` stands for the modules of `invrl/` itself, which every
-# package may import. A section of settings (`config.py`) is a leaf that everybody may
-# import too.
+# Imports run one way. The ground is what every package may import; `root` stands for
+# the modules of `invrl/` itself. A section of settings (`config.py`) is a leaf that
+# everybody may import too.
+GROUND = {"root", "types", "user_code"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "root": set(),
+    "root": {"types"},
+    "types": {"root"},
+    "user_code": {"root", "types"},
     "host": set(),
     "algorithms": set(),
+    "families": set(),
     "store": {"host"},
-    "weights": {"host", "train.families.registry"},
-    "engines": {"host", "weights", "train.families.registry", "train.hf_config"},
-    "train": {"host", "store", "weights", "algorithms"},
+    "weights": {"host", "families"},
+    "engines": {"host", "weights", "families"},
+    "train": {"host", "store", "weights", "algorithms", "families"},
     "buffer": {"host", "store", "algorithms"},
     "rollout": {"host", "store"},
     "gateway": {"host", "store", "engines.sglang_client", "engines.routed_experts"},
@@ -58,6 +62,21 @@ MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+ROOMS_OF_THE_TRAINER = (
+    "runtime",
+    "cost",
+    "batches",
+    "parallel",
+    "weights",
+    "layers",
+    "model",
+    "ranks",
+    "critic",
+    "step",
+    "trainer",
+)
+"""The folders of the trainer from the ground up: each may import those before it. The
+files beside them are below all."""
 INSIDE_THE_GATEWAY: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
@@ -97,13 +116,13 @@ def place(path: Path, line: int = 1) -> str:
 
 
 def name_of(path: Path) -> str:
-    """`invrl/train/model.py` -> `train.model`."""
+    """`invrl/train/config.py` -> `train.config`."""
     parts = path.relative_to(ROOT / "invrl").with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
 def package_of(module: str) -> str:
-    """`train.model` -> `train`; `types` -> `root`."""
+    """`train.config` -> `train`; `errors` -> `root`."""
     package, _, rest = module.partition(".")
     if rest or (ROOT / "invrl" / package).is_dir():
         return package
@@ -231,13 +250,41 @@ def test_packages_import_only_what_they_may() -> None:
             package = package_of(name_of(path))
             for target, line in imported_modules(path):
                 is_settings = target.endswith(".config") and target != "run.config"
-                if package_of(target) in {package, "root"} or is_settings or not target:
+                if package_of(target) == package or is_settings or not target:
                     continue
-                if not {package_of(target), target} & MAY_IMPORT.get(package, set()):
+                allowed = MAY_IMPORT.get(package, set())
+                if package not in GROUND:
+                    allowed = allowed | GROUND
+                if not {package_of(target), target} & allowed:
                     yield f"{place(path, line)}: {package} imports {target}"
 
     fix = "pass the value in, or move what both need to a lower package; see MAY_IMPORT"
     check("Packages import downwards", faults(), fix)
+
+
+def room_of(module: str) -> str:
+    """`train.model.optimizer` -> `model`; `train.config` -> ""."""
+    return ".".join(module.split(".")[1:-1])
+
+
+def test_the_rooms_of_the_trainer_import_downwards() -> None:
+    floors = {name: floor for floor, name in enumerate(("", *ROOMS_OF_THE_TRAINER))}
+
+    def faults() -> Iterator[str]:
+        for name, path in MODULES.items():
+            if not name.startswith("train.") or path.name == "__init__.py":
+                continue
+            if room_of(name) not in floors:
+                yield f"{place(path)}: train/{room_of(name)}/ is not listed"
+                continue
+            for target, line in imported_modules(path):
+                if not target.startswith("train."):
+                    continue
+                if floors.get(room_of(target), 99) > floors[room_of(name)]:
+                    yield f"{place(path, line)}: imports {target}, which is above it"
+
+    fix = "move the definition to the lower of the two rooms; see ROOMS_OF_THE_TRAINER"
+    check("The rooms of the trainer import downwards", faults(), fix)
 
 
 def test_the_packages_of_the_gateway_import_downwards() -> None:
@@ -272,7 +319,7 @@ def test_dialects_and_rendering_have_no_event_loop() -> None:
                 ):
                     yield f"{place(path, node.lineno)}: imports asyncio"
             for target, line in imported_modules(path):
-                if package_of(target) not in {"gateway", "root"}:
+                if package_of(target) not in GROUND | {"gateway"}:
                     yield f"{place(path, line)}: imports {target}"
 
     rule = (

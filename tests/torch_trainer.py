@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.train.delta_folders import DeltaFolders
-from invrl.train.weight_folders import WeightFolders
+from invrl.train.weights.delta_staging import DeltaFolders
+from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster

@@ -35,8 +35,8 @@ from invrl.engines.weight_receiver import (
 )
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.train.delta_folders import DeltaFolders
-from invrl.train.weight_folders import WeightFolders
+from invrl.train.weights.delta_staging import DeltaFolders
+from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup

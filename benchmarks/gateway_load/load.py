@@ -22,10 +22,10 @@ import numpy as np
 import orjson
 
 from invrl.errors import ServerError
-from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
 from invrl.store.run_store import RunStore
 from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types.reasons import FailureReason
 
 Message = dict[str, str]
 _SYSTEM = (

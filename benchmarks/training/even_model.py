@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from invrl.train.hf_config import read_hf_config
+from invrl.families.hf_config import read_hf_config
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf")
 

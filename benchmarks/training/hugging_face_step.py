@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.losses import policy_loss
-from invrl.train import device
 from invrl.train.config import TrainConfig
+from invrl.train.runtime import device
 from invrl.types import TrainBatch
 
 

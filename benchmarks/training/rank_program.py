@@ -13,13 +13,13 @@ from pydantic import TypeAdapter
 
 from benchmarks.training.workloads import make_batch
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.families.hf_config import read_hf_config
 from invrl.host.rendezvous import listen
-from invrl.metrics import resolve
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.rank import TrainRank
 from invrl.train.rank_settings import RankSettings
-from invrl.train.sharding import shard_batch
+from invrl.train.trainer.train_rank import TrainRank
+from invrl.types.metrics import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from benchmarks.training.step_program import measure_steps, start_rank
 from invrl.run.config import Config
 from invrl.run.resolved_config import load_resolved
 from invrl.store.batch_file import load_batch
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.sharding import shard_batch
 from invrl.types import TrainBatch
 
 

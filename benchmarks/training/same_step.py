@@ -18,10 +18,10 @@ from benchmarks.training.step_program import start_rank
 from benchmarks.training.workloads import WORKLOADS, make_batch
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
-from invrl.metrics import resolve
+from invrl.families.hf_config import read_hf_config
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.sharding import shard_batch
+from invrl.types.metrics import resolve
 
 _TOKENS = 256
 """Of a batch; at most half of them in a micro-batch, so that gradients accumulate."""

@@ -26,16 +26,16 @@ from benchmarks.training.hugging_face_step import (
 )
 from benchmarks.training.workloads import WORKLOADS, make_batch
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.families.hf_config import read_hf_config
 from invrl.host.process import random_key
 from invrl.host.rendezvous import listen
-from invrl.train import device
+from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.model_size import ComputeCost
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.rank import TrainRank
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.sharding import Shard, shard_batch
+from invrl.train.runtime import device
+from invrl.train.trainer.train_rank import TrainRank
 from invrl.types import TrainBatch
 
 _MATMUL_ROUNDS = 5

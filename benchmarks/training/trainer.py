@@ -19,11 +19,11 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.ratios import Part, Speeds
 from invrl.errors import ConfigError, DeadlineError, TrainError
+from invrl.families.hf_config import read_hf_config
 from invrl.host.descendants import die_with_parent
 from invrl.host.process import random_key
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget
+from invrl.train.cost.memory_budget import MemoryBudget
 
 TARGETS = {
     "equal_lengths": 0.95,

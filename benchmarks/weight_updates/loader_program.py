@@ -18,8 +18,8 @@ import msgspec
 import torch
 from aiohttp import web
 
+from invrl.families.registry import FAMILIES
 from invrl.interfaces import WeightLayout
-from invrl.train.families.registry import FAMILIES
 from invrl.weights.in_engine import run
 
 KEY_VARIABLE = "INVRL_LOADER_KEY"

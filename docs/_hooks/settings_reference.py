@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from invrl.algorithms.presets import PRESETS
 from invrl.run.config import SECTIONS
-from invrl.section import Section
+from invrl.types.section import Section
 
 PAGE = "reference/settings.md"
 INTRODUCTION = """\

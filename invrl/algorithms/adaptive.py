@@ -8,7 +8,7 @@ checkpoint.
 from dataclasses import dataclass, replace
 
 from invrl.algorithms.config import AlgorithmConfig, LengthWeightsConfig
-from invrl.section import Section
+from invrl.types.section import Section
 
 _GAIN = 0.1
 """Ziegler et al.'s K."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import DEFAULT_PASS_AT_K, AlgorithmConfig, Deviation
 from invrl.interfaces import AdvantageFn
-from invrl.plugins import load_plugin
+from invrl.user_code.plugins import load_plugin
 
 ROUNDING = 1e-12
 """Relative to the largest reward: smaller differences come from the order in which

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from invrl.algorithms.presets import PRESETS, PresetName
-from invrl.section import (
+from invrl.types.section import (
     COMMA_SEPARATED,
     Choice,
     Section,

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from invrl.metrics import Max, Mean, Metric, Sum
 from invrl.types import TrainedCounts
+from invrl.types.metrics import Max, Mean, Metric, Sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -46,8 +46,8 @@ from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.router_shift import log_weights, router_means
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
-from invrl.metrics import Metric
 from invrl.types import SOLVED_NUMBER
+from invrl.types.metrics import Metric
 
 
 def policy_loss(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from invrl.algorithms.surrogates import ON_TOP_TOKENS
 from invrl.errors import PluginError
 from invrl.interfaces import Objective
-from invrl.plugins import load_plugin
+from invrl.user_code.plugins import load_plugin
 
 if TYPE_CHECKING:
     import numpy as np

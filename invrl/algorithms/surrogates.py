@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 from invrl.algorithms.ratios import LOG_RATIO_BOUND
 from invrl.errors import PluginError
 from invrl.interfaces import PolicyLoss
-from invrl.plugins import load_plugin
+from invrl.user_code.plugins import load_plugin
 
 if TYPE_CHECKING:
     from torch import Tensor

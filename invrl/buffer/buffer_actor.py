@@ -46,7 +46,6 @@ from invrl.host.disk import full_disk, is_full
 from invrl.host.environment_keys import forget_keys
 from invrl.host.lived_time import LivedTime
 from invrl.host.log_lines import LogSettings
-from invrl.metrics import Metric
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore, WaitsOutside
 from invrl.types import (
@@ -57,6 +56,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.metrics import Metric
 
 _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0

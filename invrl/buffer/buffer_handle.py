@@ -19,8 +19,8 @@ from invrl.buffer.wait_report import WaitReport
 from invrl.errors import DiskFullError
 from invrl.host.actor import ActorHandle
 from invrl.host.disk_waits import until_written
-from invrl.metrics import Metric
 from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, WeightVersion
+from invrl.types.metrics import Metric
 
 T = TypeVar("T")
 

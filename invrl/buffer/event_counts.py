@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from invrl.metrics import Mean, Metric, Sum, merge
-from invrl.reasons import DropReason, FailureReason
+from invrl.types.metrics import Mean, Metric, Sum, merge
+from invrl.types.reasons import DropReason, FailureReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import IdenticalFailuresError
-from invrl.reasons import FailureReason
 from invrl.types import RolloutSummary
-from invrl.user_frame import USER_FRAME_PREFIX
+from invrl.types.reasons import FailureReason
+from invrl.user_code.frame import USER_FRAME_PREFIX
 
 _WARN_BEFORE_ANY_FINISHED = 4
 """Identical failures before the first warning, while no rollout has finished."""

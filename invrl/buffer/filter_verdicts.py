@@ -8,9 +8,9 @@ from invrl.buffer.failures import GROUP_FILTER, FailureStreak
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.wait_report import FilteredStreak, shown_rewards
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.plugins import takes_history
 from invrl.types import TaskHistory
-from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
+from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
+from invrl.user_code.plugins import takes_history
 
 NO_TOKENS = "no_trained_tokens"
 """The reason to drop a group without a token to train. It is never the filter's."""

@@ -51,8 +51,6 @@ from invrl.buffer.wait_report import (
 )
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.metrics import Mean, Metric, Sum
-from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     MAX_REWARD,
@@ -69,6 +67,8 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.metrics import Mean, Metric, Sum
+from invrl.types.reasons import DropReason, FailureReason
 
 
 class GroupBuffer:

@@ -5,9 +5,9 @@ from functools import partial
 from invrl.buffer.comparison import comparisons
 from invrl.buffer.config import BufferConfig, DifficultyConfig, RewardBaseline
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.plugins import load_group_filter
-from invrl.reasons import DropReason
 from invrl.types import Group, TaskHistory
+from invrl.types.reasons import DropReason
+from invrl.user_code.plugins import load_group_filter
 
 ZERO_VARIANCE = str(DropReason.ZERO_VARIANCE)
 TOO_HARD = "too_hard"

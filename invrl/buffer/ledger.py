@@ -13,8 +13,8 @@ from typing import TypedDict, Unpack
 
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError
-from invrl.reasons import DropReason, FailureReason
 from invrl.types import Place
+from invrl.types.reasons import DropReason, FailureReason
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {
     None: frozenset({RolloutState.IN_FLIGHT}),

@@ -33,11 +33,7 @@ from invrl.buffer.config import RewardBaseline, RewardUse
 from invrl.buffer.credited_groups import credited_group
 from invrl.buffer.token_rewards import token_rewards
 from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
-from invrl.extra_columns import ExtraColumn
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
-from invrl.plugins import takes_keyword
-from invrl.routed_experts import RoutedExperts, unknown_expert
-from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     SOLVED_NUMBER,
     GrammarSpan,
@@ -49,6 +45,10 @@ from invrl.types import (
     TrainSample,
     Turn,
 )
+from invrl.types.extra_columns import ExtraColumn
+from invrl.types.routed_experts import RoutedExperts, unknown_expert
+from invrl.types.top_logprobs import TopLogprobs
+from invrl.user_code.plugins import takes_keyword
 
 REWARDS_COLUMN = "rewards"
 """The column of a row's token rewards, where the trainer computes the advantages."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.buffer.open_group import OpenGroup
-from invrl.reasons import DropReason
 from invrl.store.run_store import WaitsOutside
 from invrl.types import Group
+from invrl.types.reasons import DropReason
 
 _NUM_SHOWN = 3
 """How many kinds of rewards `shown_rewards` names."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.near_path import fix_of_path
 from invrl.run.name_suggestions import nearest
 from invrl.store.run_folder import RunFolder
+from invrl.user_code.near_path import fix_of_path
 
 
 def split_flag(argument: str) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import CONFIG_FLAG, SETTING_FLAGS, SettingFlag
 from invrl.cli.presets import preset_names
 from invrl.run.config import SECTIONS, TABLES, model_of_table
-from invrl.section import is_optional, present_type
+from invrl.types.section import is_optional, present_type
 
 _FIRST_SETTINGS = {
     "train": (

@@ -21,7 +21,7 @@ from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Scalar, Source, read_toml
 from invrl.run.name_suggestions import nearest_setting
-from invrl.section import is_optional, present_type
+from invrl.types.section import is_optional, present_type
 
 CONFIG_FLAG = "--config"
 

@@ -4,7 +4,7 @@ working directory."""
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.near_path import fix_of_path
+from invrl.user_code.near_path import fix_of_path
 
 _FOLDER = Path(__file__).parents[1] / "presets"
 """Part of the package, so that a checkout and a wheel have it in the same place."""

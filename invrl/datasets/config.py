@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from invrl.section import Section, Text
+from invrl.types.section import Section, Text
 
 Kind = Literal["conversations", "pairs", "labels"]
 """What a row is: one conversation; a chosen and a rejected one; or one with a

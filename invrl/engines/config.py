@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from invrl.section import COMMA_SEPARATED, Section, Text
+from invrl.types.section import COMMA_SEPARATED, Section, Text
 
 
 class EngineConfig(Section):

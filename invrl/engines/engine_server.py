@@ -41,7 +41,7 @@ from invrl.host.process import (
     state_of,
 )
 from invrl.host.temporary_folder import TemporaryFolder
-from invrl.model_folder import read_model_type
+from invrl.user_code.model_folder import read_model_type
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
 """The loader that SGLang imports into its scheduler process, as an import path."""

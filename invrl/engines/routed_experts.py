@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
-from invrl.train.hf_config import read_hf_config
+from invrl.families.hf_config import read_hf_config
 from invrl.types import VersionSpan
+from invrl.types.routed_experts import RoutedExperts, experts_dtype, unknown_expert
 
 _log = logging.getLogger(__name__)
 

@@ -58,8 +58,8 @@ from invrl.errors import (
     WrongAnswerError,
 )
 from invrl.host.traces import current_traceparent
-from invrl.routed_experts import RoutedExperts
 from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
+from invrl.types.routed_experts import RoutedExperts
 
 _CONTROL_DEADLINE_S = 60.0
 _NO_ENGINE_STATUS = 503

@@ -454,4 +454,4 @@ RECEIVERS: dict[str, type[EngineReceiver]] = {
     "delta": DeltaReceiver,
     "disk": FolderReceiver,
 }
-"""By transport; the trainer's ends are in `train/rank.py`."""
+"""By transport; the trainer's ends are in `train/trainer/train_rank.py`."""

@@ -11,8 +11,8 @@ from pydantic import (
     field_validator,
 )
 
-from invrl.extra_columns import ExtraColumn, parse_extra_columns
-from invrl.section import COMMA_SEPARATED, Section, Text
+from invrl.types.extra_columns import ExtraColumn, parse_extra_columns
+from invrl.types.section import COMMA_SEPARATED, Section, Text
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
 """The names of `MatchLevel`."""

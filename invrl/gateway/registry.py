@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from invrl.errors import SessionError
-from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.keys import (
     KEY_PREFIX,
     hash_key,
@@ -37,6 +36,7 @@ from invrl.types import (
     SessionTerms,
     field_values,
 )
+from invrl.types.extra_columns import ExtraNumbers
 
 Name = TypeVar("Name", str, bytes)
 

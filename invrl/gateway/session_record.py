@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
-from invrl.reasons import FailureReason
 from invrl.store.rows import StoredSession
 from invrl.types import FailedRollout, field_values
+from invrl.types.reasons import FailureReason
 
 _KEPT_REFUSALS = 3
 _REFUSAL_CHARACTERS = 300

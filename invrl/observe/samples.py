@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from invrl.buffer.config import FailureRule
 from invrl.buffer.ledger_store import read_ledger
-from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.types import (
@@ -28,6 +27,7 @@ from invrl.types import (
     RolloutIdentity,
     RolloutSummary,
 )
+from invrl.types.reasons import DropReason, FailureReason
 
 if TYPE_CHECKING:
     from invrl.buffer.ledger import LedgerEntry

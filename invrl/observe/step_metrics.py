@@ -7,8 +7,8 @@ phase. The trainer makes the metrics below `train/`, the buffer those below
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from invrl.metrics import Max, Mean, Metric, Min, Sum
 from invrl.types import RolloutSummary, TakenBatch, TrainBatch, WeightUpdate
+from invrl.types.metrics import Max, Mean, Metric, Min, Sum
 
 CHECKPOINT_PHASE = "checkpoint"
 """The loop's name of the phase in which a checkpoint is written."""

@@ -3,7 +3,7 @@ do not agree on who waits: sentences for a failure's detail. Pure."""
 
 from collections.abc import Iterable
 
-from invrl.user_frame import describe_exception
+from invrl.user_code.frame import describe_exception
 
 _ADVICE = {
     "asyncio.run() cannot be called from a running event loop": (

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from invrl.section import COMMA_SEPARATED, Section, Text
-from invrl.top_logprobs import MAX_TOP_LOGPROBS
+from invrl.types.section import COMMA_SEPARATED, Section, Text
+from invrl.types.top_logprobs import MAX_TOP_LOGPROBS
 
 EvalMode = Literal["sampled", "greedy"]
 CurriculumScheme = Literal["learnability", "thompson", "prioritized"]

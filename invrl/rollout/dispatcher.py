@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from invrl.interfaces import Buffer
-from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.worker_actor import Assignment
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import DroppedGroup, FailedRollout, GroupLease, Session
+from invrl.types.reasons import FailureReason
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

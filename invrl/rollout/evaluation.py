@@ -16,13 +16,13 @@ from typing import Protocol
 
 import numpy as np
 
-from invrl.reasons import FailureReason
 from invrl.rollout.config import EvalMode, RolloutConfig
 from invrl.rollout.dispatcher import assignments
 from invrl.rollout.intervals import EXACT_REWARD, Interval, bootstrap_interval
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
 from invrl.types import FailedRollout, GroupLease, GroupMember, Outcome, Sampling, Task
+from invrl.types.reasons import FailureReason
 
 _Z95 = NormalDist().inv_cdf(0.975)
 _OUR_FAILURES = frozenset({FailureReason.WORKER_DIED, FailureReason.ENGINE})

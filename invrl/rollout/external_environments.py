@@ -15,12 +15,12 @@ from invrl.errors import UnsendableTaskError
 from invrl.host.disk_waits import written_in_thread
 from invrl.host.lived_time import LivedTime
 from invrl.interfaces import Buffer
-from invrl.reasons import FailureReason
 from invrl.rollout.dispatcher import Scheduler
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.types import DroppedGroup, FailedRollout, GroupLease, Place
+from invrl.types.reasons import FailureReason
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from invrl import plugins
 from invrl.host.log_lines import LogSettings
 from invrl.interfaces import Buffer
 from invrl.rollout.config import RolloutConfig
@@ -23,6 +22,7 @@ from invrl.rollout.session_client import DEADLINE_S, SessionClient
 from invrl.rollout.tasks import load_eval_sets
 from invrl.rollout.worker_actor import WorkerSettings
 from invrl.rollout.worker_pool import RayWorker, WorkerPool
+from invrl.user_code import plugins
 
 T = TypeVar("T")
 _STUCK_MARGIN_S = 10.0

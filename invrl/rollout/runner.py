@@ -26,12 +26,9 @@ import httpx
 import numpy as np
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.extra_columns import ExtraNumbers
 from invrl.host.lived_time import lived_wait
 from invrl.host.masked_keys import SESSION_KEY_HIDDEN, without_session_keys
 from invrl.interfaces import Endpoint, GroupRolloutFn, RewardFn, RolloutFn
-from invrl.plugins import is_group_form
-from invrl.reasons import FailureReason
 from invrl.rollout.advice import advice_on
 from invrl.rollout.rewards import (
     Rejected,
@@ -41,7 +38,10 @@ from invrl.rollout.rewards import (
     valid_reward,
 )
 from invrl.types import Task
-from invrl.user_frame import USER_FRAME_PREFIX, raised_at, returned_at
+from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.reasons import FailureReason
+from invrl.user_code.frame import USER_FRAME_PREFIX, raised_at, returned_at
+from invrl.user_code.plugins import is_group_form
 
 _CANCEL_GRACE_S = 1.0
 _DROP_GRACE_S = 5.0

@@ -21,8 +21,6 @@ import httpx
 import msgspec
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.extra_columns import ExtraNumbers
-from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
     GroupLease,
@@ -34,6 +32,8 @@ from invrl.types import (
     Session,
     field_values,
 )
+from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.reasons import FailureReason
 
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)

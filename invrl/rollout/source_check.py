@@ -8,10 +8,10 @@ from typing import Any
 
 from invrl.errors import PluginError
 from invrl.interfaces import OutcomeRecorder, StateKeeper
-from invrl.task_ids import USABLE_ID_FIX, is_usable_id
-from invrl.task_state import TaskStateError, stored_state
 from invrl.types import GroupOutcome, Json, Task, WeightVersion
-from invrl.user_frame import USER_FRAME_PREFIX, describe_exception, raised_at
+from invrl.types.task_ids import USABLE_ID_FIX, is_usable_id
+from invrl.types.task_state import TaskStateError, stored_state
+from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 MADE_UP_GROUP = "g-check"
 """The group id of the outcome with which `record` is tried."""

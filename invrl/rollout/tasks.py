@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import cast
 
-from invrl import plugins
 from invrl.errors import ConfigError, PluginError, UnsendableTaskError
 from invrl.interfaces import OutcomeRecorder, StateKeeper, TaskSource
 from invrl.rollout.config import CurriculumConfig, RolloutConfig
@@ -25,8 +24,9 @@ from invrl.rollout.task_files import EVAL_SET_FIX, is_source, split_eval_set
 from invrl.rollout.task_labels import label_key
 from invrl.store.lease_store import encoded_task
 from invrl.store.row_file import Rows, read_rows, row_unit
-from invrl.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types import Json, Task
+from invrl.types.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
+from invrl.user_code import plugins
 
 
 def load_tasks(config: RolloutConfig, split: str, seed: int) -> Iterator[Task]:

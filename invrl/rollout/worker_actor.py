@@ -26,7 +26,6 @@ from pathlib import Path
 import httpx
 import psutil
 
-from invrl import plugins
 from invrl.errors import SessionError
 from invrl.host.actor_heartbeat import Pulse, pulse
 from invrl.host.actor_output import mark_files
@@ -35,13 +34,14 @@ from invrl.host.environment_keys import forget_keys
 from invrl.host.guardian import start_guardian
 from invrl.host.log_lines import LogSettings, session_of_task, write_log_lines
 from invrl.host.temporary_folder import TemporaryFolder
-from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Runner, UserCodeResult
 from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.rollout.worker_log import WorkerLog
 from invrl.types import Outcome, Session, Task
+from invrl.types.reasons import FailureReason
+from invrl.user_code import plugins
 
 _MEASURE_INTERVAL_S = 1.0
 _HARD_LIMIT = 1.25

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from invrl.errors import ActorDiedError, ActorSilentError, DeadlineError, ServerError
 from invrl.host.actor import ActorOptions, start_actor
-from invrl.reasons import FailureReason
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import (
     Assignment,
@@ -29,6 +28,7 @@ from invrl.rollout.worker_actor import (
 )
 from invrl.rollout.worker_log import log_name
 from invrl.types import Outcome
+from invrl.types.reasons import FailureReason
 
 Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)

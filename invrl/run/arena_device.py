@@ -5,9 +5,9 @@ In the host's memory every update goes down from the GPU and up again. In the GP
 is two copies within it, and takes its room. Imports no torch.
 """
 
+from invrl.families.hf_config import read_hf_config
 from invrl.run.config import Config
-from invrl.train.hf_config import read_hf_config
-from invrl.train.model_size import ModelSize
+from invrl.train.cost.model_size import ModelSize
 
 _LARGEST_SHARE = 1 / 8
 """Share of the GPU's memory for both slots: the rest is the trainer's and the

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Self
 
 from invrl.errors import ConfigError, DamagedFileError, OtherModelError
-from invrl.model_folder import read_model_type
+from invrl.families.hf_config import read_hf_config
 from invrl.store.manifest import MANIFEST_NAME, check_manifest, is_manifest
 from invrl.store.run_folder import KEEP_NAME, Below
-from invrl.train.hf_config import read_hf_config
+from invrl.user_code.model_folder import read_model_type
 
 STEP_PREFIX = "step-"
 MODEL_PREFIX = "model-"

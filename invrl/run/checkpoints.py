@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
-from invrl.file_entry import FileEntries
 from invrl.host.disk import check_space, flush, flush_tree, is_full
 from invrl.interfaces import Trainer
 from invrl.run.checkpoint import (
@@ -37,6 +36,7 @@ from invrl.run.checkpoint import (
 from invrl.run.checkpoint_scores import kept_steps
 from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
 from invrl.store.run_folder import KEEP_NAME
+from invrl.types.file_entry import FileEntries
 
 P = ParamSpec("P")
 T = TypeVar("T")

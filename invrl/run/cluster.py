@@ -57,12 +57,12 @@ from invrl.run.ray_session import start_ray
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.train.critic_actor import CriticActor
-from invrl.train.model_size import ComputeCost
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.critic.critic_actor import CriticActor
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.train_actor import TrainActor
-from invrl.train.train_handle import CriticRanks, TrainHandle
+from invrl.train.trainer.train_actor import TrainActor
+from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
 
 T = TypeVar("T")
 _GATEWAY_START_TIMEOUT_S = 120.0

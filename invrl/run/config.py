@@ -43,10 +43,10 @@ from invrl.run.name_suggestions import (
     nearest_setting,
 )
 from invrl.run.value_suggestions import value_fix
-from invrl.section import COMMA_SEPARATED, Section, Text, merged, tables_of
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.types.section import COMMA_SEPARATED, Section, Text, merged, tables_of
 from invrl.weights.config import WeightSyncConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str

@@ -15,8 +15,8 @@ from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
 from invrl.run.algorithm_contradictions import ON_DATA, WITH_ROLLOUTS, Contradictions
 from invrl.run.value_suggestions import wrong_name
-from invrl.section import Section
-from invrl.train.activations import recomputed_modules
+from invrl.train.cost.activation_memory import recomputed_modules
+from invrl.types.section import Section
 from invrl.weights.config import WeightSyncConfig
 
 if TYPE_CHECKING:

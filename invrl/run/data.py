@@ -11,10 +11,10 @@ import xxhash
 
 from invrl.datasets.dataset import Dataset, ModelText, load_dataset
 from invrl.errors import ConfigError
+from invrl.families.hf_config import read_hf_config
 from invrl.host.disk import write_atomically
 from invrl.run.config import Config
 from invrl.store.run_folder import RunFolder
-from invrl.train.hf_config import read_hf_config
 
 
 def load_run_data(config: Config) -> Dataset:

@@ -76,9 +76,9 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
     """The folder appears whole, with a manifest."""
     from safetensors import safe_open
 
-    from invrl.model_folder import tensor_files
-    from invrl.train.hf_export import copy_other_files
-    from invrl.train.safetensors_file import write_weights
+    from invrl.train.weights.hf_export import copy_other_files
+    from invrl.train.weights.safetensors_file import write_weights
+    from invrl.user_code.model_folder import tensor_files
     from invrl.weights.tensor_spec import spec_of
 
     unfinished = target.with_name(f"{target.name}.partial")

@@ -27,7 +27,6 @@ from invrl.datasets.recorded_rows import (
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.model_folder import check_is_folder
 from invrl.observe.best_samples import (
     Candidates,
     Wanted,
@@ -44,6 +43,7 @@ from invrl.run.store_check import check_store
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types import Json
+from invrl.user_code.model_folder import check_is_folder
 
 _NOT_AMONG_BEST = "not among the best of its task"
 _SAME_TOKENS = "the same tokens as another rollout of its task"

@@ -16,9 +16,9 @@ from invrl.buffer.failures import (
     FailureStreak,
 )
 from invrl.errors import DeadlineError, ServerError
-from invrl.reasons import FailureReason
 from invrl.store.run_folder import RunFolder
 from invrl.types import FailedRollout, Outcome
+from invrl.types.reasons import FailureReason
 
 logger = logging.getLogger(__name__)
 _POLL_INTERVAL_S = 1.0

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from invrl.errors import FilteredOutError
 from invrl.interfaces import Buffer, StepResult, TokenRecord, Trainer
-from invrl.metrics import Metrics, resolve, timed
 from invrl.observe.collapse import COLLAPSE_METRICS, collapse
 from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import Sink
@@ -33,6 +32,7 @@ from invrl.observe.step_metrics import (
 )
 from invrl.run.save_schedule import SaveSchedule
 from invrl.types import TakenBatch, TrainBatch, WeightUpdate, WeightVersion
+from invrl.types.metrics import Metrics, resolve, timed
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
 """Reads the tokens of a step's batch from the run's store and computes advantages. It

@@ -17,9 +17,9 @@ from invrl.buffer.open_group import RolloutState
 from invrl.engines.fleet_state import FleetState
 from invrl.host.direct_connections import open_directly
 from invrl.observe.run_exporter import Histogram, Labels, Numbers
-from invrl.reasons import DropReason, FailureReason
 from invrl.run.checkpoints import Checkpoints
 from invrl.store.run_folder import RunFolder
+from invrl.types.reasons import DropReason, FailureReason
 
 _GATEWAY_DEADLINE_S = 7.0
 """Longer than a worker of the gateway waits for the others, shorter than Prometheus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from invrl.run.checkpoint import keep_model
 from invrl.run.config import Config, is_run_folder, model_folder
-from invrl.section import Section
+from invrl.types.section import Section
 
 
 def with_models_of_runs(config: Config) -> Config:

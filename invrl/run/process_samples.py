@@ -22,7 +22,7 @@ from invrl.run.metrics_sources import read_gateway
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0

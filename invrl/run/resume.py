@@ -7,7 +7,7 @@ A resume, in the order in which it happens (`run/train.py` makes these calls):
     check_store_at            here: run.sqlite is whole, and fits the checkpoint
     BufferActor.start         buffer/buffer_actor.py: reads the snapshot, and the outcomes that came after it
       GroupBuffer.restore     buffer/group_buffer.py: open groups, data cursor, counts
-    TrainerState.load         train/trainer_state.py: model, optimizer, schedule, random state
+    TrainerState.load         train/trainer/trainer_state.py: model, optimizer, random state
     WeightUpdater.update      run/weight_updater.py: gives the loaded weights to every engine
 
 Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved

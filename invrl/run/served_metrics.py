@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from invrl.run.cluster import Serving
     from invrl.run.config import Config
     from invrl.store.run_folder import RunFolder
-    from invrl.train.train_handle import TrainHandle
+    from invrl.train.trainer.train_handle import TrainHandle
 
 logger = logging.getLogger(__name__)
 _BUFFER_INTERVAL_S = 2.0

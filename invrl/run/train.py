@@ -80,7 +80,7 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types import TakenBatch, TrainBatch, WeightVersion
 
 logger = logging.getLogger(__name__)

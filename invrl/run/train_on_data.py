@@ -14,7 +14,6 @@ from invrl.datasets.dataset import Dataset, StepData
 from invrl.errors import ServerError
 from invrl.host import interrupts
 from invrl.host.disk_waits import watch_disk, write_patiently, written_in_thread
-from invrl.metrics import resolve, timed
 from invrl.observe.phases import observed_phase, report_span
 from invrl.observe.sinks import RunObserver
 from invrl.rollout.dispatcher import first_to_fail
@@ -39,8 +38,9 @@ from invrl.run.unsaved_weights import (
 from invrl.store.batch_file import batch_path, save_batch
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve, timed
 
 _MAX_NOTED_ROWS = 5
 """Unusable rows that the console names; all are counted."""

@@ -12,7 +12,7 @@ from invrl.algorithms.config import AlgorithmConfig, KlConfig, RejectionConfig
 from invrl.algorithms.objectives import ON_FILES, ON_ROLLOUTS
 from invrl.algorithms.surrogates import SURROGATES
 from invrl.datasets.config import KIND_OF_OBJECTIVE
-from invrl.section import is_optional, present_type
+from invrl.types.section import is_optional, present_type
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "objective": (*ON_ROLLOUTS, *ON_FILES),

@@ -21,11 +21,11 @@ from invrl.errors import (
 )
 from invrl.host.disk_waits import until_written
 from invrl.interfaces import WeightSender
-from invrl.model_folder import read_tokenizer
 from invrl.run.config import Config
 from invrl.run.gpu_turns import SenderThatSleeps
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 from invrl.types import WeightUpdate, WeightVersion
+from invrl.user_code.model_folder import read_tokenizer
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import Committed, WeightTransaction, load_alone

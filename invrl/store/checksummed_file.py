@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from invrl.file_entry import FileEntry
+from invrl.types.file_entry import FileEntry
 
 
 class ChecksummedFile:

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from invrl.errors import UnsendableTaskError
-from invrl.reasons import FailureReason
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
 from invrl.types import FailedRollout, GroupLease, GroupMember, Place, Task
+from invrl.types.reasons import FailureReason
 
 _RETURNED = 'RETURNING group_id, "index", attempt, task'
 _Row = tuple[Any, ...]

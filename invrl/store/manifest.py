@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from invrl.errors import DamagedFileError, NewerFormatError
-from invrl.file_entry import FileEntries, FileEntry
+from invrl.types.file_entry import FileEntries, FileEntry
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1

@@ -11,8 +11,8 @@ from pathlib import Path
 import orjson
 
 from invrl.errors import ConfigError
-from invrl.near_path import fix_of_path
 from invrl.types import Json
+from invrl.user_code.near_path import fix_of_path
 
 Rows = list[tuple[int, dict[str, Json]]]
 """The number (from 1) and the fields of each non-blank line of a JSONL file, or row of

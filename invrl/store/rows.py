@@ -7,9 +7,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from invrl.routed_experts import RoutedExperts
 from invrl.store.row_checksums import checksum_of
-from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -21,6 +19,8 @@ from invrl.types import (
     Turn,
     VersionSpan,
 )
+from invrl.types.routed_experts import RoutedExperts
+from invrl.types.top_logprobs import TopLogprobs
 
 _TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
 _TURN_ARRAYS = {

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from invrl.errors import DamagedFileError
 from invrl.host.traces import SpanPlace
-from invrl.routed_experts import RoutedExperts
 from invrl.store.row_checksums import (
     checksum_of,
     delivered_item,
@@ -43,7 +42,6 @@ from invrl.store.rows import (
     turn_from_row,
 )
 from invrl.store.schema import connect
-from invrl.top_logprobs import TopLogprobs
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -58,6 +56,8 @@ from invrl.types import (
     WeightVersion,
     is_trainable,
 )
+from invrl.types.routed_experts import RoutedExperts
+from invrl.types.top_logprobs import TopLogprobs
 
 _LIVE_SESSIONS = f"""
     WITH RECURSIVE live(id) AS (

@@ -25,10 +25,8 @@ import msgspec
 import numpy as np
 
 from invrl.errors import DiskFullError
-from invrl.extra_columns import ExtraNumbers
 from invrl.host.disk import full_disk, is_full
 from invrl.host.traces import SpanPlace
-from invrl.routed_experts import RoutedExperts
 from invrl.store.row_checksums import (
     ADD_CHECKSUM,
     checksum_of,
@@ -53,8 +51,10 @@ from invrl.store.rows import (
     turn_values,
 )
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
-from invrl.top_logprobs import TopLogprobs
 from invrl.types import FailedRollout, Outcome, Reward, Turn
+from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.routed_experts import RoutedExperts
+from invrl.types.top_logprobs import TopLogprobs
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode

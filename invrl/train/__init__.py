@@ -1,5 +1,21 @@
 """The trainer: Megatron-core ranks that take batches and produce new weights.
 
-May import `host`, `store`, `weights` and `algorithms`. Start with `step.py`; `rank.py`
-is one rank.
+May import `host`, `store`, `weights`, `families` and `algorithms`. Start with
+`step/train_step.py`; `trainer/train_rank.py` is one rank. Its rooms, from the top down;
+each imports only those below it:
+
+    trainer    the policy's ranks, and all ranks behind one handle
+    step       one training step
+    critic     the critic, also on ranks of its own
+    ranks      what every rank is: an actor that saves its share of a checkpoint
+    model      a model, its schedule and its optimizer
+    layers     the parts of a decoder layer
+    weights    weights in and out
+    parallel   what ranks divide, and what they exchange
+    batches    from a batch to micro-batches
+    cost       estimates, before anything is loaded
+    runtime    the machine: CPU or CUDA, torch, Megatron
+
+The files beside them are what a trainer is told. Every room may import those; they
+import no room, and no torch.
 """

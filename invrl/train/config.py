@@ -11,11 +11,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from invrl.algorithms.config import CriticConfig
 from invrl.algorithms.objectives import NO_NEEDS, Needs
 from invrl.errors import ConfigError
-from invrl.section import Section
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.types.section import Section
 
 if TYPE_CHECKING:
-    from invrl.train.families.model_config import HuggingFaceConfig
+    from invrl.families.model_config import HuggingFaceConfig
 
 
 class TrainConfig(Section):

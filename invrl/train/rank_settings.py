@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.host.log_lines import LogSettings
 from invrl.train.config import TrainConfig
-from invrl.train.megatron_args import Scalar
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 
+Scalar = bool | int | float | str
+"""A value of `--megatron-*` as it was given."""
 CRITIC_FOLDER = "critic"
 """Below the folder of a checkpoint: the state of a critic that has ranks of its own."""
 

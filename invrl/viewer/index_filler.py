@@ -20,9 +20,9 @@ import numpy as np
 from invrl.gateway.types import Message
 from invrl.observe.samples import failure_reward, parse_evaluation
 from invrl.observe.transcript import message_text
-from invrl.reasons import FailureReason
 from invrl.store.rows import outcome_from_json
 from invrl.types import FailedRollout, Outcome, RolloutSummary
+from invrl.types.reasons import FailureReason
 from invrl.viewer.index_file import (
     TURN_BITS,
     meta_number,

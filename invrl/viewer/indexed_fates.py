@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from invrl.buffer.ledger_store import first_lost_sequences, incarnations_in
-from invrl.reasons import DropReason
+from invrl.types.reasons import DropReason
 from invrl.viewer.index_file import meta_number, set_meta
 
 _LEDGER_BATCH = 20_000

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
 from invrl.host.cache_folder import folder_of_run
 from invrl.host.private_file import open_private
-from invrl.near_path import fix_of_path
 from invrl.observe.run_files import RunFiles, Settings
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_folder import RunFolder
+from invrl.user_code.near_path import fix_of_path
 from invrl.viewer.index_file import INDEX_VERSION, IndexFile
 from invrl.viewer.rollout_queries import RolloutQueries
 
 if TYPE_CHECKING:
     from invrl.buffer.config import FailureRule
     from invrl.gateway.types import MatchLevel
-    from invrl.reasons import FailureReason
     from invrl.store.tokenizer_folder import TokenReader
+    from invrl.types.reasons import FailureReason
     from invrl.viewer.index_filler import Progress
 
 _LOG_LINES = 25

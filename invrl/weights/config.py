@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from invrl.section import Section, Text
+from invrl.types.section import Section, Text
 
 _WAITS_OF_A_BROADCAST = 30
 """That fit into the deadline of a phase."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from invrl.train.families.registry import FAMILIES
+from invrl.families.registry import FAMILIES
 
 FUSED = {
     fused: parts

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from invrl.errors import ChecksumError, DeadlineError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightReceiver
-from invrl.metrics import timed
+from invrl.types.metrics import timed
 
 logger = logging.getLogger(__name__)
 Phase = Literal[

@@ -1,9 +1,9 @@
 """A folder with the weights of one version, through which the weight transport `disk`
 moves them.
 
-The trainer's end, `train/weight_folders.py`, makes it appear whole under its name. An
-engine reads it without trusting that: what it has read is compared with the trainer's
-checksums. Imports torch only where tensors are touched.
+The trainer's end, `train/weights/disk_staging.py`, makes it appear whole under its
+name. An engine reads it without trusting that: what it has read is compared with the
+trainer's checksums. Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from rank_pool import Trainer
 from safetensors.torch import load_file
 
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.model_folder import tensor_files
 from invrl.types import WeightVersion
+from invrl.user_code.model_folder import tensor_files
 from invrl.weights.tensor_spec import checksum
 
 

@@ -34,17 +34,17 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import DeadlineError
-from invrl.file_entry import FileEntries
 from invrl.host.descendants import die_with_parent
 from invrl.host.process import ServerProcess, random_key
 from invrl.interfaces import StagedWeights, StepResult, WeightLayout
-from invrl.metrics import Metric, merge
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.micro_batch import Row
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.sharding import Shard, shard_batch
 from invrl.types import TrainBatch, WeightVersion
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import Metric, merge
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
 
@@ -269,11 +269,12 @@ class RankProcess:
     """What a test can ask of one process."""
 
     def __init__(self) -> None:
-        from invrl.train import device
+        from invrl.train.runtime import device
 
         device.prepare()
-        import invrl.train.rank  # noqa: F401  Megatron too is imported once, for all children
-        from invrl.train import critic, step
+        import invrl.train.trainer.train_rank  # noqa: F401  Megatron too is imported once, for all children
+        from invrl.train.critic import critic
+        from invrl.train.step import train_step as step
 
         apply = step.apply_gradients
         self._apply = apply
@@ -331,7 +332,7 @@ class RankProcess:
         is."""
         import torch
 
-        from invrl.train.critic_model import VALUE_HEAD
+        from invrl.train.critic.critic_model import VALUE_HEAD
 
         own = dict(self._critic_parts._own_parameters)
         head = own.pop(VALUE_HEAD, None)
@@ -411,7 +412,7 @@ class RankProcess:
         gradient's norm."""
         import torch
 
-        from invrl.train.weights import load_weights
+        from invrl.train.weights.conversion import load_weights
 
         rank = self._rank
         parameters = self._trained()
@@ -438,15 +439,15 @@ class RankProcess:
         """By Megatron's own module."""
         from megatron.core.transformer.moe.experts import SequentialMLP
 
-        from invrl.train.experts import Experts
+        from invrl.train.layers.experts import Experts
 
         Experts.forward = SequentialMLP.forward
 
     def copied_stacks(self, _: None) -> list[bool]:
         """Of each projection of each layer with experts: whether the weights are copied
         to be multiplied."""
-        from invrl.train.experts import Experts
-        from invrl.train.grouped_linear import stacked
+        from invrl.train.layers.experts import Experts
+        from invrl.train.layers.grouped_linear import stacked
 
         copied: list[bool] = []
         for chunk in self._rank._step.chunks:
@@ -516,7 +517,7 @@ class RankProcess:
         return len(passes)
 
     def bucket_bytes(self, size: int) -> None:
-        from invrl.train import weights
+        from invrl.train.weights import conversion as weights
 
         weights.BUCKET_BYTES = size
 
@@ -527,15 +528,15 @@ class RankProcess:
         return self._listener.getsockname()[1]
 
     def build(self, given: tuple[RankSettings, int]) -> None:
-        from invrl.train.rank import TrainRank
+        from invrl.train.trainer.train_rank import TrainRank
 
         settings, port = given
         self._rank = TrainRank(
             settings, port, self._listener if settings.rank == 0 else None
         )
         if self._rank._step.critic is not None:
-            from invrl.train.critic_model import critic_shape
-            from invrl.train.weights import ReplicaWeights
+            from invrl.train.critic.critic_model import critic_shape
+            from invrl.train.weights.conversion import ReplicaWeights
 
             shape = critic_shape(self._rank._config)
             self._critic_parts = ReplicaWeights(
@@ -543,11 +544,11 @@ class RankProcess:
             )
 
     def constants(self, values: dict[str, int]) -> dict[str, int]:
-        """Sets constants of modules of `invrl.train` ("packing.DENSE_TREE_TOKENS");
-        gives those that they replace."""
+        """Sets constants of modules of `invrl.train`
+        ("batches.packing.DENSE_TREE_TOKENS"); gives those that they replace."""
         replaced: dict[str, int] = {}
         for name, value in values.items():
-            module_name, _, constant = name.partition(".")
+            module_name, _, constant = name.rpartition(".")
             module = importlib.import_module(f"invrl.train.{module_name}")
             replaced[name] = getattr(module, constant)
             setattr(module, constant, value)
@@ -700,8 +701,8 @@ class RankProcess:
         parameters."""
         import torch
 
-        from invrl.train.micro_batch import Row
-        from invrl.train.packing import pack
+        from invrl.train.batches.micro_batch import Row
+        from invrl.train.batches.packing import pack
 
         tokens_T = (
             np.random.default_rng(0).integers(10, 500, num_tokens + 1).astype(np.int32)

@@ -25,7 +25,7 @@ from rank_pool import RankPool, Step, Trainer
 from train_reference import random_batch, relative, worst
 
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 
 LAYERS = 2
 ROUNDING = 2.0**-8

@@ -17,10 +17,10 @@ from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.config import BufferConfig
 from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.host.actor import ActorOptions, start_actor
-from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.types import Task, WeightVersion
+from invrl.types.metrics import resolve
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -21,13 +21,13 @@ from train_reference import random_batch, worst
 from invrl.errors import ServerError, TrainError
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.process import random_key, still_running
-from invrl.metrics import Metric, resolve
 from invrl.run.checkpoints import Checkpoints
-from invrl.train.critic_actor import CriticActor
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.critic.critic_actor import CriticActor
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.train_actor import TrainActor
-from invrl.train.train_handle import CriticRanks, TrainHandle
+from invrl.train.trainer.train_actor import TrainActor
+from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
+from invrl.types.metrics import Metric, resolve
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_session")

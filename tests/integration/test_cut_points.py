@@ -22,11 +22,11 @@ from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
-from invrl.file_entry import FileEntries
-from invrl.metrics import resolve
 from invrl.run.checkpoints import Checkpoints, CopyingTrainer
 from invrl.store.manifest import read_entries
 from invrl.train.config import TrainConfig
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import resolve
 
 BATCHES = [random_batch(seed, groups=2) for seed in range(1, 7)]
 TRAIN = TrainConfig(

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from slow_cases import first_quick
 from train_reference import Reference, random_batch
 
-from invrl.metrics import resolve
+from invrl.families.hf_config import read_hf_config
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve
 
 RATE = 0.004
 BALANCED = TrainConfig(

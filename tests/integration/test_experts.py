@@ -16,7 +16,7 @@ from slow_cases import first_quick
 from train_reference import random_batch, worst
 
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 
 EXPERTS = 8
 LAYERS = 3

@@ -29,14 +29,14 @@ from invrl.engines.sglang_client import (
     GenerateResult,
     SglangClient,
 )
+from invrl.families.hf_config import read_hf_config
 from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
-from invrl.model_folder import tensor_files
-from invrl.routed_experts import unknown_expert
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import Sampling, WeightUpdate, WeightVersion
+from invrl.types.routed_experts import unknown_expert
+from invrl.user_code.model_folder import tensor_files
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 

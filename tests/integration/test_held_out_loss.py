@@ -14,9 +14,9 @@ from tiny_model import make_tiny_model
 from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.metrics import resolve
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve
 
 SFT = AlgorithmConfig(objective="sft")
 

@@ -26,7 +26,7 @@ from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
-from invrl.train.train_actor import TrainActor
+from invrl.train.trainer.train_actor import TrainActor
 
 def look():
     return {

@@ -23,12 +23,12 @@ from train_reference import random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError
-from invrl.metrics import resolve
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.micro_batch import Row
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import shard_batch
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve
 from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor

@@ -13,8 +13,8 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch
 
 from invrl.engines.fleet import Fleet
-from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
+from invrl.types.metrics import resolve
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

@@ -14,11 +14,11 @@ from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
-from invrl.metrics import resolve
-from invrl.train.activations import LayerActivations, Recomputation
+from invrl.families.hf_config import read_hf_config
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.cost.activation_memory import LayerActivations, Recomputation
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.types.metrics import resolve
 
 TOKENS = 256
 

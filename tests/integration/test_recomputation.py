@@ -13,9 +13,9 @@ from slow_cases import named_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch, worst
 
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import shard_batch
+from invrl.train.parallel_layout import ParallelLayout
 
 Options = dict[str, Any]
 

@@ -15,13 +15,13 @@ from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.errors import TrainError
-from invrl.metrics import resolve
+from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.packing import pack
+from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.micro_batch import rows_of
-from invrl.train.packing import pack
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import mini_batches
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import WeightVersion
+from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(kl=KlConfig(coefficient=0.3, clamp=None))

@@ -33,7 +33,6 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ports import free_port
 from invrl.host.process import still_running
-from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.rollout_handle import RolloutHandle
 from invrl.rollout.session_client import SessionClient
@@ -50,6 +49,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.reasons import FailureReason
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 ENV_KEY = "environment-key-of-the-test"

@@ -19,11 +19,11 @@ from train_reference import Arrays, Reference, random_batch, relative, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError
-from invrl.metrics import resolve
+from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import mini_batches
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainSample
+from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
 LAYERS = 4

@@ -13,8 +13,8 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch, rewarded_batch
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.metrics import resolve
 from invrl.train.config import TrainConfig
+from invrl.types.metrics import resolve
 
 BATCHES = (
     random_batch(0),

@@ -14,11 +14,11 @@ from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
-from invrl.metrics import resolve
+from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import mini_batches
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)

@@ -9,9 +9,9 @@ import numpy as np
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest
-from invrl.model_folder import read_tokenizer
 from invrl.run.teacher import Teacher
 from invrl.types import Sampling, TrainBatch, TrainSample, WeightVersion
+from invrl.user_code.model_folder import read_tokenizer
 
 BOUND = 1e-3
 """Nats: float32 in the engine."""

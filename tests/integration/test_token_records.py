@@ -14,10 +14,10 @@ from tiny_model import make_tiny_model
 from train_reference import random_batch, rewarded_batch
 
 from invrl.algorithms.config import AlgorithmConfig, CriticConfig
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.sharding import shard_batch
-from invrl.train.token_records import records_of_batch
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.train.step.token_records import records_of_batch
 from invrl.types import TrainBatch
 
 LAYOUTS = {

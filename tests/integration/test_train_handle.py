@@ -25,13 +25,13 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
 from invrl.host.actor import ActorHandle, ActorOptions, start_actor
 from invrl.host.process import still_running
-from invrl.metrics import resolve
 from invrl.run.checkpoints import Checkpoints
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.train_actor import TrainActor
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_actor import TrainActor
+from invrl.train.trainer.train_handle import TrainHandle
+from invrl.types.metrics import resolve
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.gateway.rendering.chat_template import template_sources
-from invrl.metrics import resolve
+from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.sharding import mini_batches
+from invrl.types.metrics import resolve
 from invrl.weights.tensor_spec import checksum
 
 BOUND = 1e-5  # norm-relative, per tensor
@@ -313,8 +313,8 @@ def test_packed_rows_have_the_logprobs_of_each_row_alone(
             ((256, 1024), (0, 1024), (0, 3), (45, 4)) if share else ((256, 1024),)
         ):
             constants = {
-                "packing.DENSE_TREE_TOKENS": dense,
-                "attention_calls.QUERY_CHUNK": chunk,
+                "batches.packing.DENSE_TREE_TOKENS": dense,
+                "layers.sdpa.QUERY_CHUNK": chunk,
             }
             [replaced] = trainer.each("constants", constants)
             try:

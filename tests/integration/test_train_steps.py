@@ -16,11 +16,11 @@ from train_reference import random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import TrainError
-from invrl.metrics import resolve
 from invrl.store.manifest import read_entries, write_manifest
+from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.train.sharding import mini_batches
 from invrl.types import TrainBatch
+from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(kl={"coefficient": 0.05})

@@ -15,7 +15,7 @@ from recorded_run import RecordedRun, record_run
 from scripted_viewer import HOSTILE
 
 from invrl.gateway.types import Message, ToolCall
-from invrl.reasons import DropReason, FailureReason
+from invrl.types.reasons import DropReason, FailureReason
 
 pytestmark = needs_chromium
 

@@ -30,7 +30,7 @@ from invrl.engines.weight_receiver import (
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
-from invrl.train.parallel.layout import ParallelLayout
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.broadcast_loads import BroadcastLoads

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives import Needs
 from invrl.algorithms.row_table import RowTable
-from invrl.metrics import Sum
+from invrl.types.metrics import Sum
 
 
 class Everything:

@@ -16,7 +16,7 @@ from mortal_fleet import Deaths, mortal_fleet
 from running_gateway import Running, running
 from tiny_model import make_tiny_model
 
-from invrl.bench.loader_server import LOADER_MODULE
+from benchmarks.weight_updates.loader_server import LOADER_MODULE
 from invrl.engines.fleet import Fleet
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer

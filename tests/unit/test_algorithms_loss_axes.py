@@ -29,7 +29,7 @@ from invrl.algorithms.config import (
 from invrl.algorithms.length_weights import LAMBDA_GRADIENT, weights_of_group
 from invrl.algorithms.loss_inputs import Denominators, LossInputs, LossOutputs, Rows
 from invrl.algorithms.losses import policy_loss
-from invrl.metrics import merge, resolve
+from invrl.types.metrics import merge, resolve
 
 STEP = 1e-6
 

@@ -18,7 +18,7 @@ from invrl.algorithms.kl import k3
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.presets import PRESETS
-from invrl.metrics import merge, resolve
+from invrl.types.metrics import merge, resolve
 
 TOLERANCE = 2e-5  # float32 sums of up to 100 terms of size up to 20
 

@@ -19,7 +19,7 @@ from invrl.algorithms.loss_inputs import LossInputs, LossOutputs, Rows, TopToken
 from invrl.algorithms.losses import policy_loss
 from invrl.algorithms.objectives import needs_of
 from invrl.algorithms.surrogates import ON_TOP_TOKENS
-from invrl.metrics import resolve
+from invrl.types.metrics import resolve
 
 VOCABULARY = 9
 STEP = 1e-6

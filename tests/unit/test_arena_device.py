@@ -12,12 +12,12 @@ from tiny_model import make_tiny_model
 
 from invrl.cli.flags import parse_flags
 from invrl.engines import engine_server
+from invrl.families.hf_config import read_hf_config
 from invrl.run.arena_device import arena_on_gpu
 from invrl.run.config import Config, resolve
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget
-from invrl.train.model_size import ModelSize
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.model_size import ModelSize
 
 H100_BYTES = 80 * 10**9
 

@@ -22,11 +22,11 @@ from tiny_model import make_tiny_model
 from invrl.cli import main as cli
 from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
+from invrl.families.registry import FAMILIES
 from invrl.rollout.tasks import held_out_only
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
-from invrl.train.families.registry import FAMILIES
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 TAUGHT = (

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from slow_cases import first_quick
 from tiny_model import make_tiny_model
 
-from invrl.train.bins import even_bins, fill_bins
-from invrl.train.hf_config import read_hf_config
-from invrl.train.micro_batch import Row, rows_of
-from invrl.train.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
-from invrl.train.packing import common_prefix, pack, token_order_key
-from invrl.train.sharding import shard_batch
+from invrl.families.hf_config import read_hf_config
+from invrl.train.batches.bin_packing import even_bins, fill_bins
+from invrl.train.batches.micro_batch import Row, rows_of
+from invrl.train.batches.packing import common_prefix, pack, token_order_key
+from invrl.train.batches.sharding import shard_batch
+from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 SMOLLM2 = ComputeCost(

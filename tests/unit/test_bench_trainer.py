@@ -29,12 +29,12 @@ from benchmarks.training.trainer import (
 from benchmarks.training.workloads import make_batch
 from invrl.cli.main import exit_code_of
 from invrl.errors import TrainError
+from invrl.families.hf_config import read_hf_config
 from invrl.host.process import still_running
-from invrl.model_folder import tensor_shapes
+from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.packing import pack
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.micro_batch import rows_of
-from invrl.train.packing import pack
+from invrl.user_code.model_folder import tensor_shapes
 
 
 def lengths(workload: str) -> list[int]:

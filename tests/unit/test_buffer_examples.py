@@ -15,10 +15,10 @@ from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
-from invrl.metrics import resolve
 from invrl.observe.step_metrics import rollout_metrics
-from invrl.reasons import DropReason, FailureReason
 from invrl.types import Group, Place, Task, WeightVersion
+from invrl.types.metrics import resolve
+from invrl.types.reasons import DropReason, FailureReason
 
 
 def values(buffer: GroupBuffer) -> dict[str, float]:

@@ -29,8 +29,6 @@ from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
-from invrl.metrics import Sum
-from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     FailedRollout,
@@ -45,6 +43,8 @@ from invrl.types import (
     TaskHistory,
     WeightVersion,
 )
+from invrl.types.metrics import Sum
+from invrl.types.reasons import DropReason, FailureReason
 
 
 def endless_tasks() -> Iterator[Task]:

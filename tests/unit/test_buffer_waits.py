@@ -12,14 +12,14 @@ from small_buffer import Outbox, running_buffer
 from stored_rollouts import summary_of
 
 from invrl.errors import BufferStateError, DeadlineError, RunStoreError
-from invrl.metrics import resolve
-from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
     GroupLease,
     Task,
     WeightVersion,
 )
+from invrl.types.metrics import resolve
+from invrl.types.reasons import FailureReason
 
 
 def finish(

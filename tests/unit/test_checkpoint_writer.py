@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from invrl.train.checkpoint_writer import LateTensors, _Writer
+from invrl.train.ranks.checkpoint_writer import LateTensors, _Writer
 
 
 class Planner:

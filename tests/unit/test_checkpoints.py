@@ -16,13 +16,13 @@ from crash_at import CrashAt
 from run_config import config
 
 from invrl.errors import ConfigError
-from invrl.file_entry import FileEntries
 from invrl.run.checkpoint import Checkpoint, first_checkpoint
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.folder import make_run_folder
 from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.store.manifest import check_manifest
 from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.file_entry import FileEntries
 
 
 def fill(checkpoint: Checkpoint, text: str) -> None:

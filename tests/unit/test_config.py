@@ -81,7 +81,7 @@ class Refuse:
         if name.split(".")[0] in {"torch", "ray", "sglang", "transformers", "megatron", "sglang_router"}:
             raise ImportError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
-import invrl.cli.main, invrl.model_folder, invrl.run.folder
+import invrl.cli.main, invrl.user_code.model_folder, invrl.run.folder
 import invrl.observe.sinks, invrl.observe.progress
 from invrl.run.config import resolve
 print(resolve().run.num_steps)

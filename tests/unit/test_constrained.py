@@ -16,8 +16,8 @@ from tool_replies import PARSERS, say
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.reasons import FailureReason
 from invrl.types import FailedRollout, RolloutSummary
+from invrl.types.reasons import FailureReason
 
 END = 2
 PARAMETERS = {

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import LAYOUTS, rows, shares_of, sights, visible
 
-from invrl.train import packing
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, Row
-from invrl.train.packing import pack
-from invrl.train.sliding_window import windowed
+from invrl.train.batches import packing
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, Row
+from invrl.train.batches.packing import pack
+from invrl.train.layers.sliding_window import windowed
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

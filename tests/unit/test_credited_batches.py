@@ -19,7 +19,6 @@ from invrl.algorithms.credit import credit_rules
 from invrl.buffer.config import RewardUse
 from invrl.buffer.training_samples import build_batch
 from invrl.observe.step_metrics import shaping_metrics
-from invrl.reasons import FailureReason
 from invrl.types import (
     Group,
     Rollout,
@@ -29,6 +28,7 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
+from invrl.types.reasons import FailureReason
 
 
 def built(

@@ -21,8 +21,8 @@ from invrl.rollout.config import CurriculumConfig, CurriculumScheme, RolloutConf
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.tasks import check_tasks, feedback_notes, load_tasks
 from invrl.run.config import resolve
-from invrl.task_state import stored_state
 from invrl.types import GroupOutcome, Task, WeightVersion
+from invrl.types.task_state import stored_state
 
 SCHEMES = sorted(CURRICULA)
 

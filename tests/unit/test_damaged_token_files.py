@@ -10,9 +10,9 @@ import pytest
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
+from invrl.families.registry import FAMILIES
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.model_folder import check_model_folder
-from invrl.train.families.registry import FAMILIES
+from invrl.user_code.model_folder import check_model_folder
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.algorithms.objectives import Needs, needs_of, objective_of
 from invrl.errors import TrainError
-from invrl.metrics import resolve
+from invrl.types.metrics import resolve
 
 
 def outputs_of(

@@ -29,10 +29,10 @@ from invrl.algorithms.objectives import check_outputs
 from invrl.cli import main as cli
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import SessionError
-from invrl.plugins import takes_history
 from invrl.rollout.source_check import check_feedback
 from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
 from invrl.types import Group, GroupOutcome, TaskHistory, WeightVersion
+from invrl.user_code.plugins import takes_history
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -586,7 +586,7 @@ def test_every_command_is_on_the_page_of_commands(
 
 
 def test_every_failure_reason_is_documented() -> None:
-    from invrl.reasons import FailureReason
+    from invrl.types.reasons import FailureReason
 
     page = (DOCS / "troubleshooting.md").read_text()
     for reason in FailureReason:

@@ -25,13 +25,13 @@ from invrl.cli.checks.checklist import check_before_start, checks_of
 from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
+from invrl.families.hf_config import read_hf_config
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget
-from invrl.train.model_size import ModelSize
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.model_size import ModelSize
 
 CHECKS = ["configuration", *(check.name for check in checks_of("doctor", resolve()))]
 HEALTHY = Machine(

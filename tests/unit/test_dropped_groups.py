@@ -24,7 +24,6 @@ from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.reasons import DropReason, FailureReason
 from invrl.rollout import runner as runner_module
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.external_environments import ExternalDispatcher
@@ -42,6 +41,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.reasons import DropReason, FailureReason
 
 INCOMPLETE_G0 = DroppedGroup(group_id="g0", reason=DropReason.INCOMPLETE)
 

@@ -8,10 +8,10 @@ import pytest
 from running_gateway import ASK, MORE, Running
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.reasons import FailureReason
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Runner, classify
 from invrl.types import RolloutSummary, Session, Task
+from invrl.types.reasons import FailureReason
 
 
 def endpoint_of(session: Session) -> SessionEndpoint:

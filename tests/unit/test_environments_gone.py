@@ -15,9 +15,9 @@ from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
 from invrl.host.lived_time import LivedTime
-from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.types import FailedRollout, GroupLease, GroupMember, Session, Task
+from invrl.types.reasons import FailureReason
 
 IDLE_S = 900.0
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.evaluation import (
     EvalScore,
@@ -34,6 +33,7 @@ from invrl.rollout.tasks import held_out_only, load_eval_sets
 from invrl.run.config import resolve
 from invrl.run.resolved_config import load_resolved
 from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
+from invrl.types.reasons import FailureReason
 
 
 def summary(session: Session, reward: float) -> RolloutSummary:

@@ -10,10 +10,10 @@ from small_buffer import failure, summary
 
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
-from invrl.reasons import FailureReason
 from invrl.rollout.evaluation import EvalScore
 from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.types import FailedRollout
+from invrl.types.reasons import FailureReason
 
 
 class Watched:

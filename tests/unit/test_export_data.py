@@ -21,10 +21,10 @@ from invrl.datasets.config import Kind
 from invrl.datasets.rows import load_rows
 from invrl.datasets.samples import RowTokenizer
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.reasons import DropReason, FailureReason
 from invrl.store.row_checksums import delivered_item
 from invrl.store.run_store import RunStore
 from invrl.types import Session, TrainSample, Turn
+from invrl.types.reasons import DropReason, FailureReason
 
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}

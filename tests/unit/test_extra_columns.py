@@ -27,17 +27,9 @@ from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.extra_columns import (
-    MAX_COLUMNS,
-    MAX_NUMBER,
-    ExtraColumn,
-    ExtraNumbers,
-    parse_extra_columns,
-)
 from invrl.gateway.config import GatewayConfig
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
-from invrl.reasons import FailureReason
 from invrl.rollout.rewards import Rejected, valid_numbers
 from invrl.rollout.worker_actor import Assignment
 from invrl.run.config import resolve
@@ -47,9 +39,9 @@ from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
-from invrl.train.micro_batch import rows_of as micro_batch_rows
-from invrl.train.packing import pack
-from invrl.train.sharding import shard_batch
+from invrl.train.batches.micro_batch import rows_of as micro_batch_rows
+from invrl.train.batches.packing import pack
+from invrl.train.batches.sharding import shard_batch
 from invrl.types import (
     FailedRollout,
     Group,
@@ -64,6 +56,14 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
+from invrl.types.extra_columns import (
+    MAX_COLUMNS,
+    MAX_NUMBER,
+    ExtraColumn,
+    ExtraNumbers,
+    parse_extra_columns,
+)
+from invrl.types.reasons import FailureReason
 
 DECLARED = ("process_reward:token", "weight:turn=1", "score:rollout")
 COLUMNS = parse_extra_columns(DECLARED)

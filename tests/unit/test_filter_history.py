@@ -25,9 +25,9 @@ from invrl.buffer.reward_history import RECENT_GROUPS, RewardHistory
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import PluginError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.plugins import takes_history
 from invrl.rollout.config import RolloutConfig
 from invrl.types import Group, GroupOutcome, Task, TaskHistory, WeightVersion
+from invrl.user_code.plugins import takes_history
 
 
 def two_tasks() -> Iterator[Task]:

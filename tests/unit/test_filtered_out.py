@@ -20,7 +20,6 @@ from invrl.buffer.failures import FailureLimits, FailureReporter
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
-from invrl.metrics import resolve
 from invrl.observe.wait_messages import (
     MESSAGE_INTERVAL_S,
     CurrentPhase,
@@ -43,6 +42,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.metrics import resolve
 
 ROLLOUT = RolloutConfig(
     rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2

@@ -17,7 +17,6 @@ import pytest
 from stored_rollouts import finish, summary_of
 
 from invrl.errors import ConfigError, DamagedFileError
-from invrl.extra_columns import ExtraNumbers
 from invrl.run.config import Source, resolve
 from invrl.run.folder import make_run_folder
 from invrl.run.resolved_config import load_resolved
@@ -34,6 +33,7 @@ from invrl.types import (
     TakenBatch,
     Task,
 )
+from invrl.types.extra_columns import ExtraNumbers
 
 _FLIPS = 120
 

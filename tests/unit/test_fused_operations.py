@@ -13,9 +13,10 @@ from logprob_problem import Problem, assert_equal, set_block_tokens
 from slow_cases import first_quick
 from torch._dynamo.utils import counters
 
-from invrl.train import device, logprobs
-from invrl.train.micro_batch import MicroBatch, Row
-from invrl.train.packing import pack
+from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.packing import pack
+from invrl.train.model import logprobs
+from invrl.train.runtime import device
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_fused_norm_and_rotation_of_queries_and_keys_equal_megatrons(
         _apply_rotary_pos_emb_bshd,
     )
 
-    from invrl.train.attention import _split_and_turned
+    from invrl.train.layers.attention import _split_and_turned
 
     groups = 2
     queries_of_group = 3
@@ -163,7 +164,7 @@ def test_fused_interleaved_rotation_equals_megatrons() -> None:
         _apply_rotary_pos_emb_bshd,
     )
 
-    from invrl.train.latent_attention import turned_neighbours
+    from invrl.train.layers.latent_attention import turned_neighbours
 
     for num_tokens in (5, 24):
         angles = torch.rand(num_tokens, 1, 1, 4).repeat(1, 1, 1, 2) * 50
@@ -215,7 +216,7 @@ def test_fused_gradient_clipping_equals_megatrons() -> None:
     device.prepare()
     from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
-    from invrl.train.megatron_repairs import norm_of_all, scale_all
+    from invrl.train.runtime.megatron_repairs import norm_of_all, scale_all
 
     gradients = [torch.randn(shape) for shape in ((3, 5), (7,), ())]
     flag = torch.zeros(1, dtype=torch.int)

@@ -30,12 +30,10 @@ from invrl.buffer.group_filters import group_filter_function
 from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.training_samples import build_batch
-from invrl.extra_columns import ExtraColumn
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.host.lived_time import lived_wait
 from invrl.interfaces import RolloutResult
-from invrl.reasons import FailureReason
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
@@ -53,6 +51,8 @@ from invrl.types import (
     VersionSpan,
     WeightVersion,
 )
+from invrl.types.extra_columns import ExtraColumn
+from invrl.types.reasons import FailureReason
 
 ROLLOUTS = 10_000
 GROUP = 2

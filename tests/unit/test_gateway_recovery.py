@@ -14,7 +14,6 @@ from running_gateway import ASK, MORE, Running, eventually
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.session_bodies import OpenedSession
 from invrl.host.process import RestartLimit
-from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import abandon_open_sessions
 from invrl.types import (
@@ -25,6 +24,7 @@ from invrl.types import (
     Session,
     Task,
 )
+from invrl.types.reasons import FailureReason
 
 
 def reply(answer) -> dict:

@@ -19,7 +19,6 @@ from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.gateway.turns.sampling import resolve
 from invrl.gateway.types import ClientSampling
-from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
     GroupMember,
@@ -30,6 +29,7 @@ from invrl.types import (
     SessionTerms,
     Turn,
 )
+from invrl.types.reasons import FailureReason
 
 MEMBERS = [
     GroupMember(index=0, attempt=0),

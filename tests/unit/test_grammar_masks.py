@@ -14,9 +14,9 @@ from training_rows import training_rows
 from transformers import AutoTokenizer
 
 from invrl.errors import TrainError
-from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.micro_batch import Row
-from invrl.train.packing import pack
+from invrl.train.batches.grammar_masks import GrammarMasks
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.packing import pack
 from invrl.types import GrammarSpan, TrainSample
 
 END = 2

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invrl.train.megatron_repairs import best_of_best_groups
+from invrl.train.runtime.megatron_repairs import best_of_best_groups
 
 
 @given(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import invrl.train.grouped_linear as grouped_linear_module
-from invrl.train.grouped_linear import grouped_linear, stacked
+import invrl.train.layers.grouped_linear as grouped_linear_module
+from invrl.train.layers.grouped_linear import grouped_linear, stacked
 
 INPUTS = 64
 OUTPUTS = 48

@@ -16,8 +16,8 @@ from invrl.algorithms.example import example_inputs
 from invrl.algorithms.loss_inputs import LossInputs, token_metrics
 from invrl.algorithms.objectives import check_outputs, objective_of
 from invrl.algorithms.value_loss import value_loss
-from invrl.metrics import Max, Mean, Sum
-from invrl.train.nonfinite_steps import nonfinite
+from invrl.train.model.nonfinite_steps import nonfinite
+from invrl.types.metrics import Max, Mean, Sum
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from invrl.train.kernels import Kernels
+from invrl.train.runtime.kernels import Kernels
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_kernel_of_the_experts_is_named(
 
 
 def test_megatron_uses_the_named_optimizer() -> None:
-    from invrl.train import device
+    from invrl.train.runtime import device
 
     device.prepare()
     import megatron.core.optimizer as megatron

@@ -28,7 +28,7 @@ from invrl.observe.wait_messages import CurrentPhase
 from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.run.failed_rollouts import EvaluationFailures
 from invrl.run.held_out import CountedTasks
-from invrl.train.step_place import StepProgress
+from invrl.train.model.step_progress import StepProgress
 
 ROOT = Path(__file__).parents[2]
 

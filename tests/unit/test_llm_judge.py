@@ -14,12 +14,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from aiohttp import web
 
-from invrl import plugins
 from invrl.errors import PluginError
 from invrl.interfaces import RolloutResult
-from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner, Scored
 from invrl.types import Task
+from invrl.types.reasons import FailureReason
+from invrl.user_code import plugins
 
 TASK = Task(id="t", payload={"question": "What is 2+2?"}, label=4)
 Reply = Callable[[str], str | int | float]

@@ -17,7 +17,6 @@ from loop_parts import (
 )
 from small_buffer import summary
 
-from invrl.metrics import resolve
 from invrl.observe.step_metrics import time_metrics
 from invrl.run.loop import Learner, Parts, run_loop
 from invrl.run.save_schedule import SaveSchedule
@@ -30,6 +29,7 @@ from invrl.types import (
     WeightUpdate,
     WeightVersion,
 )
+from invrl.types.metrics import resolve
 
 
 @pytest.mark.parametrize(

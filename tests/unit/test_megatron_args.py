@@ -8,7 +8,7 @@ import torch
 
 from invrl.errors import ConfigError
 from invrl.train.config import TrainConfig
-from invrl.train.megatron_args import (
+from invrl.train.runtime.megatron_args import (
     MegatronOptions,
     Scalar,
     check_megatron_options,
@@ -83,7 +83,7 @@ def test_refused_megatron_options_name_the_fix(
 def test_megatrons_cpu_offloaded_optimizer_cannot_load_its_state() -> None:
     """Why `optimizer_cpu_offload` is refused. Where this fails, a newer Megatron may
     have it."""
-    from invrl.train import device
+    from invrl.train.runtime import device
 
     device.prepare()
     from megatron.core.optimizer import OptimizerConfig
@@ -136,7 +136,7 @@ def test_every_megatron_field_is_accepted_with_its_type_or_refused() -> None:
     """Also those of a Megatron that this test has never seen."""
     from dataclasses import fields
 
-    from invrl.train import device
+    from invrl.train.runtime import device
 
     device.prepare()
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -229,7 +229,7 @@ def test_units_of_recomputation_that_divide_a_chunk_are_accepted(
 
 
 def test_refused_megatron_field_names_an_existing_flag() -> None:
-    from invrl.train.megatron_args import _BY_FLAG
+    from invrl.train.runtime.megatron_args import _BY_FLAG
 
     flags = {"--" + name.replace("_", "-") for name in TrainConfig.model_fields}
     assert set(_BY_FLAG.values()) <= flags

@@ -12,11 +12,11 @@ from family_models import make_family_model
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 
-from invrl.train.activations import LayerActivations, Recomputation
+from invrl.families.hf_config import read_hf_config
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget, MemoryEstimate
-from invrl.train.model_size import ModelSize
+from invrl.train.cost.activation_memory import LayerActivations, Recomputation
+from invrl.train.cost.memory_budget import MemoryBudget, MemoryEstimate
+from invrl.train.cost.model_size import ModelSize
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invrl.metrics import Max, Mean, Metric, Sum, merge, resolve
+from invrl.types.metrics import Max, Mean, Metric, Sum, merge, resolve
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=1, max_size=20)
 

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tiny_model import Family, tensor_shapes
 
+from invrl import families
 from invrl.cli.checks.machine import look_at_machine
 from invrl.cli.checks.model_checks import check_engine_here, check_trainable
 from invrl.errors import ConfigError
-from invrl.model_folder import check_model_folder
+from invrl.families.hf_config import parse_hf_config
+from invrl.families.parameter import Fusion, join, split
+from invrl.families.registry import FAMILIES
 from invrl.run.config import Source, resolve
-from invrl.train import families
 from invrl.train.config import TrainConfig
-from invrl.train.families.parameter import Fusion, join, split
-from invrl.train.families.registry import FAMILIES
-from invrl.train.hf_config import parse_hf_config
+from invrl.user_code.model_folder import check_model_folder
 from invrl.weights.engine_parameters import EXPERTS, FUSED
 
 ROOT = Path(__file__).parents[2]
@@ -219,7 +219,7 @@ def test_weights_fused_by_an_engine_are_sent_consecutively() -> None:
 
 def test_the_family_files_import_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys; from invrl.train.hf_config import read_hf_config; "
+        "import sys; from invrl.families.hf_config import read_hf_config; "
         "print({'torch', 'transformers', 'megatron'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import LAYOUTS, batch_of, rows, sample, visible
 
-from invrl.train import packing
-from invrl.train.micro_batch import MicroBatch, Row
-from invrl.train.packing import pack
-from invrl.train.sharding import shard_batch
+from invrl.train.batches import packing
+from invrl.train.batches.micro_batch import MicroBatch, Row
+from invrl.train.batches.packing import pack
+from invrl.train.batches.sharding import shard_batch
 from invrl.types import TrainBatch
 
 

@@ -11,10 +11,10 @@ from family_models import make_family_model
 from tiny_model import make_tiny_model
 
 from invrl.errors import ConfigError
+from invrl.families.hf_config import read_hf_config
+from invrl.families.model_config import HuggingFaceConfig
 from invrl.train.config import TrainConfig
-from invrl.train.families.model_config import HuggingFaceConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.parallel.layout import Coordinates, ParallelLayout
+from invrl.train.parallel_layout import Coordinates, ParallelLayout
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_expert_parallel_ranks_that_do_not_fit_are_refused(
 def test_pipeline_stages_have_the_layers_of_megatron(
     stages: int, chunks: int, first: int, last: int
 ) -> None:
-    from invrl.train import device
+    from invrl.train.runtime import device
 
     device.prepare()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build

@@ -12,14 +12,14 @@ from invrl.algorithms.surrogates import SURROGATES, surrogate_function
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
-from invrl.plugins import (
+from invrl.rollout.config import RolloutConfig
+from invrl.rollout.tasks import load_eval_sets
+from invrl.user_code.plugins import (
     is_group_form,
     load_plugin,
     load_reward_function,
     load_rollout_function,
 )
-from invrl.rollout.config import RolloutConfig
-from invrl.rollout.tasks import load_eval_sets
 
 GOOD = """
 import functools

@@ -21,7 +21,7 @@ from invrl.run.background import in_background
 from invrl.run.process_samples import gateway_sample, memory_of, sample_memory
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import Sample
-from invrl.train.train_handle import TrainHandle
+from invrl.train.trainer.train_handle import TrainHandle
 
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); p.wait()"
 CHILD = "content = bytearray(60_000_000); print('ready', flush=True); import time; time.sleep(600)"

@@ -15,12 +15,12 @@ import pytest
 from reasoning_gym.factory import DATASETS
 from slow_cases import first_quick
 
-from invrl import plugins
 from invrl.errors import PluginError
 from invrl.interfaces import TaskSource
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import check_tasks
 from invrl.types import Task
+from invrl.user_code import plugins
 from rollout_fns import reasoning_gym_tasks as gym
 
 PATH = "rollout_fns.reasoning_gym_tasks"
@@ -211,7 +211,7 @@ def test_missing_reasoning_gym_package_is_an_error_with_the_install_command() ->
 import sys
 sys.modules["reasoning_gym"] = None
 from invrl.interfaces import TaskSource
-from invrl.plugins import load_plugin
+from invrl.user_code.plugins import load_plugin
 load_plugin("{PATH}:gcd", "task_source_path", TaskSource)
 """
     done = subprocess.run(

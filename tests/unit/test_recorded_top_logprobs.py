@@ -24,11 +24,11 @@ from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.row_checksums import top_item
 from invrl.store.rows import top_from_row, top_values
 from invrl.store.schema import connect
-from invrl.top_logprobs import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
-from invrl.train.context_share import ContextShare
-from invrl.train.grammar_masks import GrammarMasks
-from invrl.train.packing import pack
+from invrl.train.batches.grammar_masks import GrammarMasks
+from invrl.train.batches.packing import pack
+from invrl.train.parallel.context_share import ContextShare
 from invrl.types import RolloutSummary, Session, TrainBatch, TrainSample, WeightVersion
+from invrl.types.top_logprobs import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
 
 K = 3
 

@@ -20,7 +20,6 @@ from invrl.buffer.config import BufferConfig
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.errors import ConfigError, SessionError
 from invrl.interfaces import RolloutResult
-from invrl.reasons import FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.dispatcher import Dispatcher
 from invrl.rollout.external_environments import ExternalDispatcher
@@ -40,6 +39,7 @@ from invrl.types import (
     Session,
     Task,
 )
+from invrl.types.reasons import FailureReason
 
 
 def components(count: int, length: int) -> dict[str, float]:

@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.reasons import FailureReason
 from invrl.rollout import session_client
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.types import (
@@ -22,6 +21,7 @@ from invrl.types import (
     Session,
     Task,
 )
+from invrl.types.reasons import FailureReason
 
 LEASE = GroupLease(
     group_id="g",

@@ -8,7 +8,7 @@ import pytest
 from fake_workers import FakeWorker, assignment, given, reasons, started_pool
 
 from invrl.errors import ActorDiedError, PluginError, ServerError
-from invrl.reasons import FailureReason
+from invrl.types.reasons import FailureReason
 
 
 async def test_the_least_busy_worker_is_given_the_next_assignment():

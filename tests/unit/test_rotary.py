@@ -12,8 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from invrl.errors import ConfigError
-from invrl.train.families.rope import attention_factor, read_rope
-from invrl.train.rotary import RotaryPositions, frequencies, turned
+from invrl.families.rope import attention_factor, read_rope
+from invrl.train.layers.rotary import RotaryPositions, frequencies, turned
 
 LLAMA3 = {
     "rope_type": "llama3",

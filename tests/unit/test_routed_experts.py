@@ -17,7 +17,6 @@ from training_rows import rows_of_pair
 
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.routed_experts import RoutedExperts, experts_dtype, unknown_expert
 from invrl.store.row_checksums import experts_item
 from invrl.types import (
     RolloutSummary,
@@ -25,6 +24,7 @@ from invrl.types import (
     VersionSpan,
     WeightVersion,
 )
+from invrl.types.routed_experts import RoutedExperts, experts_dtype, unknown_expert
 
 SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
 PATH = 5

@@ -24,9 +24,9 @@ from invrl.algorithms.router_shift import layer_shift, score_logprobs
 from invrl.cli.checks.model_checks import check_trainable
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.metrics import resolve
 from invrl.run.config import Config
 from invrl.run.config import resolve as resolve_settings
+from invrl.types.metrics import resolve
 
 FLOOR = 0.8
 RSPO = AlgorithmConfig(

@@ -17,12 +17,10 @@ from stored_rollouts import summary_of
 
 from invrl.buffer.event_counts import BufferCounts
 from invrl.engines.fleet_state import FleetState
-from invrl.metrics import resolve
 from invrl.observe.metric_families import FAMILIES
 from invrl.observe.run_exporter import Histogram, RunExporter
 from invrl.observe.sinks import JsonlSink
 from invrl.observe.step_metrics import rollout_metrics, time_metrics, update_metrics
-from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.evaluation import EvalScore
 from invrl.run import metrics_sources as sources
 from invrl.store.metrics_file import read_metrics
@@ -36,6 +34,8 @@ from invrl.types import (
     WeightUpdate,
     WeightVersion,
 )
+from invrl.types.metrics import resolve
+from invrl.types.reasons import DropReason, FailureReason
 
 NAMES = """
 invrl_step invrl_steps_total invrl_step_end_timestamp_seconds invrl_step_seconds invrl_phase_seconds_total

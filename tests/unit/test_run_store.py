@@ -20,7 +20,6 @@ from stored_rollouts import open_session, stored_session, turn
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import DamagedFileError
 from invrl.gateway.server.heartbeat_page import beat_interval_s
-from invrl.reasons import FailureReason
 from invrl.store import run_store_writer
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore, branches
@@ -32,6 +31,7 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
+from invrl.types.reasons import FailureReason
 
 
 def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:

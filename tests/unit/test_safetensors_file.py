@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from invrl.errors import TrainError
-from invrl.train.safetensors_file import write_safetensors
+from invrl.train.weights.safetensors_file import write_safetensors
 from invrl.weights.tensor_spec import spec_of
 
 

@@ -11,9 +11,9 @@ from recorded_run import RecordedRun, database_rows, record_run
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
 from invrl.observe.samples import read_samples, spread
-from invrl.reasons import DropReason, FailureReason
 from invrl.store.rows import StoredSession
 from invrl.types import FailedRollout, Sampling, Session
+from invrl.types.reasons import DropReason, FailureReason
 
 
 @pytest.fixture

@@ -37,12 +37,11 @@ from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
 from invrl.host.lived_time import LivedTime
-from invrl.reasons import FailureReason
 from invrl.run.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.train.micro_batch import rows_of
-from invrl.train.packing import pack
+from invrl.train.batches.micro_batch import rows_of
+from invrl.train.batches.packing import pack
 from invrl.types import (
     FailedRollout,
     GroupLease,
@@ -51,6 +50,7 @@ from invrl.types import (
     Session,
     Task,
 )
+from invrl.types.reasons import FailureReason
 
 
 async def chat(

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from invrl.train import packing, sliding_window
-from invrl.train.micro_batch import AttentionBlock, MicroBatch, Row
-from invrl.train.sliding_window import windowed
+from invrl.train.batches import packing
+from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
+from invrl.train.layers import sliding_window
+from invrl.train.layers.sliding_window import windowed
 
 TOKENS = st.lists(st.integers(0, 1), min_size=2, max_size=12)
 

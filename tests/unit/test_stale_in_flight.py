@@ -23,7 +23,6 @@ from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.reasons import DropReason, FailureReason
 from invrl.rollout.config import RolloutConfig
 from invrl.types import (
     DroppedGroup,
@@ -35,6 +34,7 @@ from invrl.types import (
     Task,
     WeightVersion,
 )
+from invrl.types.reasons import DropReason, FailureReason
 
 G1_IS_STALE = (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 

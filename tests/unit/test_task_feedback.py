@@ -23,11 +23,11 @@ from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import nonzero_variance
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
-from invrl.metrics import resolve
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
 from invrl.types import Group, GroupOutcome, Task, WeightVersion
+from invrl.types.metrics import resolve
 
 
 class Told(Iterator[Task]):

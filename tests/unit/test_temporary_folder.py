@@ -31,10 +31,10 @@ sys.stdin.readline()
 RANK = """
 import os
 import signal
-from invrl.train import device
+from invrl.train.runtime import device
 
 device.prepare()
-import invrl.train.rank
+import invrl.train.trainer.train_rank
 
 print(os.listdir(os.environ["TMPDIR"]))
 import wandb

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from invrl.metrics import timed
 from invrl.observe.phases import observed_phase
 from invrl.observe.sinks import RunObserver, Sink, TimelineSink
 from invrl.store.timeline_file import (
@@ -23,6 +22,7 @@ from invrl.store.timeline_file import (
     TimelineWriter,
     read_timeline,
 )
+from invrl.types.metrics import timed
 
 START = IncarnationStart(time=1.5, pid=7, step=0, restart=False)
 SPAN = Span(

@@ -19,11 +19,11 @@ from logprob_problem import (
     set_block_tokens,
 )
 
-from invrl.top_logprobs import NO_TOKEN
-from invrl.train import logprobs
-from invrl.train.logprobs import projected_logprobs
-from invrl.train.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
-from invrl.train.packing import pack
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.batches.packing import pack
+from invrl.train.model import logprobs
+from invrl.train.model.logprobs import projected_logprobs
+from invrl.types.top_logprobs import NO_TOKEN
 
 BLOCKS = {"one block": 64, "blocks of 16": 16, "blocks of 5": 5, "blocks of one": 1}
 

@@ -255,7 +255,7 @@ async def test_the_gateway_records_what_the_judge_of_token_truth_expects(
 
 
 def test_a_saved_model_keeps_its_template_for_tools(tmp_path: Path):
-    from invrl.train.hf_export import copy_other_files
+    from invrl.train.weights.hf_export import copy_other_files
 
     source = tmp_path / "source"
     copy = tmp_path / "copy"

@@ -22,7 +22,6 @@ from trace_collector import Collector, running_collector
 
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import ConfigError
-from invrl.file_entry import FileEntries
 from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.server.app import make_app
 from invrl.gateway.server.http_protocol import LimitedHttpProtocol
@@ -35,7 +34,6 @@ from invrl.host.traces import (
     traces_endpoint,
 )
 from invrl.interfaces import StepResult
-from invrl.metrics import Max, Metric
 from invrl.observe.phase_traces import PhaseTraces
 from invrl.observe.sinks import Sink
 from invrl.observe.trace_checks import check_traces
@@ -55,6 +53,8 @@ from invrl.types import (
     Turn,
     WeightVersion,
 )
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import Max, Metric
 
 ENV_KEY = "env-0123456789abcdef"
 PROMPT = "What is 12*13, by the way?"

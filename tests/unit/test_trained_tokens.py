@@ -21,8 +21,8 @@ from invrl.store.trained_tokens import (
     tokens_path,
     write_trained_tokens,
 )
-from invrl.train.sharding import shard_batch
-from invrl.train.token_records import records_of_batch
+from invrl.train.batches.sharding import shard_batch
+from invrl.train.step.token_records import records_of_batch
 from invrl.types import TrainBatch, TrainSample, WeightVersion
 
 

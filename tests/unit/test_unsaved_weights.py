@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from invrl.errors import TrainError
-from invrl.file_entry import FileEntries
 from invrl.run.checkpoint import check_served
 from invrl.run.checkpoints import Checkpoints
 from invrl.run.unsaved_weights import save_unsaved_weights
+from invrl.types.file_entry import FileEntries
 
 
 class EndedTrainer:

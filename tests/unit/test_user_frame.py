@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from invrl.plugins import load_rollout_function
-from invrl.reasons import FailureReason
 from invrl.rollout.runner import Failure, Runner
 from invrl.types import Task
+from invrl.types.reasons import FailureReason
+from invrl.user_code.plugins import load_rollout_function
 
 AGENT = """\
 import asyncio

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invrl.algorithms.value_loss import value_loss, value_losses
-from invrl.metrics import resolve
+from invrl.types.metrics import resolve
 
 NUMBERS = st.floats(-5, 5, allow_nan=False, width=32)
 

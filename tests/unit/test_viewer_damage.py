@@ -303,7 +303,7 @@ def test_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_message(tmp_path: Path) -> None:
-    from invrl.reasons import FailureReason
+    from invrl.types.reasons import FailureReason
 
     recorded = record_run(tmp_path)
     trace = "Traceback (most recent call last):\n  File 'a.py'\nValueError: no number"

@@ -11,7 +11,7 @@ from recorded_run import RecordedRun, record_run
 from invrl.buffer.ledger_store import LedgerStore
 from invrl.errors import ConfigError
 from invrl.gateway.types import Message, ToolCall
-from invrl.reasons import DropReason, FailureReason
+from invrl.types.reasons import DropReason, FailureReason
 from invrl.viewer.last_replies import last_replies
 from invrl.viewer.rollout_queries import match_expression
 from invrl.viewer.viewed_run import ViewedRun, open_runs

@@ -24,7 +24,7 @@ from invrl.store.timeline_file import (
     TimelineWriter,
 )
 from invrl.store.trained_tokens import TrainedTurn, tokens_path, write_trained_tokens
-from invrl.top_logprobs import NO_TOKEN, TopLogprobs
+from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 from invrl.viewer.conversation_page import rollout_detail, turn_tokens
 from invrl.viewer.page_server import encoded
 from invrl.viewer.rollout_queries import EVERY_ROW

@@ -21,7 +21,6 @@ from stored_rollouts import finish_lease
 
 from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.errors import DiskFullError, TrainError
-from invrl.file_entry import FileEntries
 from invrl.host import disk_waits
 from invrl.host.disk import is_full, write_atomically
 from invrl.host.disk_waits import DiskWait, until_written
@@ -36,8 +35,9 @@ from invrl.store.metrics_file import read_metrics
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.timeline_file import Span, TimelineWriter, read_timeline
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens
-from invrl.train.rank_calls import RankCalls
+from invrl.train.ranks.rank_calls import RankCalls
 from invrl.types import WeightVersion
+from invrl.types.file_entry import FileEntries
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

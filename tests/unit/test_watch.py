@@ -25,7 +25,6 @@ from invrl.cli.main import main
 from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
 from invrl.observe.run_status import RunReader
 from invrl.observe.watch_screen import ScreenSize, duration, screen
-from invrl.reasons import FailureReason
 from invrl.store import run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.schema import connect
@@ -36,6 +35,7 @@ from invrl.store.timeline_file import (
     Span,
     TimelineWriter,
 )
+from invrl.types.reasons import FailureReason
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07 [bold]x[/bold] \u202e"
 

@@ -20,8 +20,8 @@ import torch
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.train.delta_folders import DeltaFolders
-from invrl.train.weight_folders import WeightFolders
+from invrl.train.weights.delta_staging import DeltaFolders
+from invrl.train.weights.disk_staging import WeightFolders
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights.delta_folder import (
     DELTA_NAME,

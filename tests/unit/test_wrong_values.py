@@ -10,10 +10,10 @@ import pytest
 from invrl.cli import main as cli
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.near_path import fix_of_path
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import check_tasks
 from invrl.run.config import resolve
+from invrl.user_code.near_path import fix_of_path
 
 
 def fix(*flags: str) -> str:
@@ -117,7 +117,7 @@ def test_misspelt_files_models_templates_and_runs_get_the_nearest(
 def test_a_misspelt_module_gets_the_nearest_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from invrl.plugins import load_rollout_function
+    from invrl.user_code.plugins import load_rollout_function
 
     (tmp_path / "my_agent_of_values.py").write_text(
         "async def rollout(task, endpoint): ...\n"

@@ -12,8 +12,8 @@ from invrl.run.config import Config
 def check_rollout_code(config: Config) -> str:
     """The rollout function asks the model, and does not block the event loop that it
     shares with others. Raises `Doubt`."""
-    from invrl import plugins
-    from invrl.user_source import uses_argument
+    from invrl.user_code import plugins
+    from invrl.user_code.source import uses_argument
 
     path = config.rollout.rollout_function_path
     if not path:
@@ -31,7 +31,7 @@ def check_rollout_code(config: Config) -> str:
 
 def check_reward_code(config: Config) -> str:
     """The reward function does not block the event loop. Raises `Doubt`."""
-    from invrl import plugins
+    from invrl.user_code import plugins
 
     path = config.rollout.reward_function_path
     if not path:
@@ -44,7 +44,7 @@ def check_reward_code(config: Config) -> str:
 
 def _check_loop(field: str, path: str, function: Callable[..., Any]) -> None:
     """A sync function runs in a thread of its own, where it may do what it likes."""
-    from invrl.user_source import BLOCKING, OTHER_LOOPS, calls_in_async
+    from invrl.user_code.source import BLOCKING, OTHER_LOOPS, calls_in_async
 
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
         type(function).__call__

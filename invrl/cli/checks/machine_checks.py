@@ -24,8 +24,8 @@ from invrl.errors import ConfigError
 from invrl.host import ray_memory
 from invrl.run.arena_device import arena_on_gpu
 from invrl.run.config import Config
-from invrl.train.kernels import Kernels
-from invrl.train.memory import MemoryBudget
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.runtime.kernels import Kernels
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
@@ -199,7 +199,7 @@ def check_memory(config: Config, machine: Machine) -> str:
 
 def check_trainer_kernels(config: Config, machine: Machine) -> str:
     """What computes the trainer's operations here."""
-    from invrl.train.hf_config import read_hf_config
+    from invrl.families.hf_config import read_hf_config
 
     model = read_hf_config(config.model.folder)
     kernels = Kernels.of(

@@ -20,9 +20,9 @@ _NO_LIMIT = 2**31
 def check_model(config: Config) -> Path:
     """A model is given, its files are those of a model that can be served, and if a
     checkpoint of a run holds them, they are what was written."""
-    from invrl.model_folder import check_is_folder, check_model_folder
+    from invrl.families.registry import FAMILIES
     from invrl.run.checkpoint import check_served
-    from invrl.train.families.registry import FAMILIES
+    from invrl.user_code.model_folder import check_is_folder, check_model_folder
 
     if not config.model.model_path:
         fix = "give --model-path FOLDER; `invrl prepare-model --help` shows how to make one"
@@ -42,8 +42,8 @@ def check_model(config: Config) -> Path:
 def check_trainable(config: Config) -> str:
     """The trainer computes exactly this model, and its layout divides it. Returns the
     model's family, and which models that is."""
-    from invrl.train.families.registry import FAMILIES
-    from invrl.train.hf_config import read_hf_config
+    from invrl.families.hf_config import read_hf_config
+    from invrl.families.registry import FAMILIES
 
     shape = read_hf_config(config.model.folder)
     config.train.check_model(shape, needs_of(config.algorithm), config.algorithm.critic)
@@ -79,8 +79,8 @@ def check_critic(config: Config) -> str:
 def check_teacher(config: Config) -> str:
     """A teacher that the trainer computes: as the frozen reference. One that a server
     has answers now, and makes the same tokens of the same text."""
-    from invrl.model_folder import read_tokenizer
     from invrl.run.teacher import open_teacher
+    from invrl.user_code.model_folder import read_tokenizer
 
     settings = config.algorithm.teacher
     folder = config.teacher_folder
@@ -102,10 +102,14 @@ def _check_like_policy(
     """Says where the weights are. Raises ConfigError unless the folder is sound, and
     its model has the policy's shape and the same tokens. `given`: the value of the
     field."""
-    from invrl.model_folder import check_is_folder, check_model_folder, read_tokenizer
+    from invrl.families.hf_config import read_hf_config
+    from invrl.families.registry import FAMILIES
     from invrl.run.checkpoint import check_served
-    from invrl.train.families.registry import FAMILIES
-    from invrl.train.hf_config import read_hf_config
+    from invrl.user_code.model_folder import (
+        check_is_folder,
+        check_model_folder,
+        read_tokenizer,
+    )
 
     check_is_folder(field, given, folder)
     try:
@@ -137,7 +141,7 @@ def _check_like_policy(
 def check_servable(config: Config) -> None:
     """The engine computes the model that the trainer computes, as far as that is known
     of its family."""
-    from invrl.train.hf_config import read_hf_config
+    from invrl.families.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
 
@@ -145,8 +149,8 @@ def check_servable(config: Config) -> None:
 def check_engine_here(config: Config, machine: Machine) -> None:
     """SGLang can serve the family on this machine's GPU or CPU. An engine's processes
     divide the model. What the arena of weights is in is there."""
-    from invrl.model_folder import read_model_type
-    from invrl.train.families.registry import FAMILIES
+    from invrl.families.registry import FAMILIES
+    from invrl.user_code.model_folder import read_model_type
 
     model_type = str(read_model_type(config.model.folder))
     reason = FAMILIES[model_type].not_served_on_cpu
@@ -165,7 +169,7 @@ def check_engine_here(config: Config, machine: Machine) -> None:
 def _check_engine_ranks(config: Config, machine: Machine) -> None:
     """The processes of an engine divide the model's heads among them. Several may have
     the same head of keys and values."""
-    from invrl.train.hf_config import read_hf_config
+    from invrl.families.hf_config import read_hf_config
 
     ranks = config.engine.engine_tp_size
     if ranks == 1:

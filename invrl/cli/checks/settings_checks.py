@@ -21,7 +21,7 @@ _SHORTEST_KEY = 16
 def check_rollout_function(config: Config) -> object:
     """The rollout function can be called as one. Returns a sentence where the run needs
     none."""
-    from invrl import plugins
+    from invrl.user_code import plugins
 
     rollout = config.rollout
     if rollout.rollout_function_path:
@@ -44,7 +44,7 @@ def check_rollout_function(config: Config) -> object:
 
 
 def check_reward_function(config: Config) -> object:
-    from invrl import plugins
+    from invrl.user_code import plugins
 
     path = config.rollout.reward_function_path
     if not path:
@@ -215,8 +215,8 @@ def check_router_options(config: Config) -> None:
 
 
 def check_megatron_options(config: Config) -> None:
-    from invrl.train import megatron_args
-    from invrl.train.hf_config import read_hf_config
+    from invrl.families.hf_config import read_hf_config
+    from invrl.train.runtime import megatron_args
 
     if not config.megatron:
         return

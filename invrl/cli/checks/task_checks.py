@@ -129,7 +129,7 @@ def _labels(config: Config, source_fault: str) -> str:
     """The fields of the labels, where they were guessed. Raises `Doubt` if tasks have
     no label and user code reads one."""
     from invrl.rollout.task_labels import guess_notes, missing_labels
-    from invrl.user_source import reads_attribute
+    from invrl.user_code.source import reads_attribute
 
     rollout = config.rollout
     fault = source_fault or missing_labels(rollout)
@@ -149,7 +149,7 @@ def _labels(config: Config, source_fault: str) -> str:
 def _user_functions(config: Config) -> Iterator[Callable[..., Any]]:
     """The rollout function and the reward function. One that cannot be loaded is
     reported elsewhere."""
-    from invrl import plugins
+    from invrl.user_code import plugins
 
     rollout = config.rollout
     with contextlib.suppress(PluginError):

@@ -9,9 +9,9 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
 from invrl.gateway.rendering.template_check import missing_tools, report
-from invrl.model_folder import check_is_folder
 from invrl.run.config import ModelConfig
 from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.user_code.model_folder import check_is_folder
 
 _NO_KEEP_THINKING = "--no-keep-thinking"
 _NO_LIMIT = 2**31

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Literal
 
 from invrl.cli.arguments import read_options
 from invrl.errors import ConfigError
+from invrl.families.registry import FAMILIES
 from invrl.gateway.rendering.chat_template import read_template
 from invrl.host.descendants import die_with_parent
-from invrl.model_folder import (
+from invrl.user_code.model_folder import (
     check_is_folder,
     check_model_folder,
     has_chat_template,
     read_model_type,
     supported_families,
 )
-from invrl.train.families.registry import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

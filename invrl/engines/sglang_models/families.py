@@ -8,7 +8,7 @@ import importlib
 import os
 
 from invrl.engines.sglang_models import MODEL_TYPE_VARIABLE
-from invrl.train.families.registry import FAMILIES
+from invrl.families.registry import FAMILIES
 
 
 def _classes() -> list[type]:

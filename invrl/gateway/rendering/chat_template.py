@@ -17,8 +17,12 @@ from invrl.errors import ConfigError
 from invrl.gateway.rendering.content_marks import ContentMarks, ControlTokens
 from invrl.gateway.rendering.renderer import Template
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
-from invrl.model_folder import ADDITIONAL_TEMPLATES, read_optional_json, special_tokens
-from invrl.near_path import fix_of_path
+from invrl.user_code.model_folder import (
+    ADDITIONAL_TEMPLATES,
+    read_optional_json,
+    special_tokens,
+)
+from invrl.user_code.near_path import fix_of_path
 
 _FOLDER = Path(__file__).parent / "templates"
 SHIPPED_TEMPLATES = {

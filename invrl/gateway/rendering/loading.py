@@ -12,7 +12,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.thinking import END_THINK, THINK
 from invrl.gateway.rendering.tokenizer import FastTokenizer, load_tokenizer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
-from invrl.model_folder import end_ids, special_tokens
+from invrl.user_code.model_folder import end_ids, special_tokens
 
 _ASK = Message("user", "x")
 _CALL = Message("assistant", "", "y", (ToolCall("callid001", "probe", "{}"),))

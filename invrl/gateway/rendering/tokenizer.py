@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from invrl.gateway.rendering.renderer import LARGE_TEXT, PromptTooLong
 from invrl.gateway.rendering.token_bound import TokenBound, token_bound
-from invrl.model_folder import read_optional_json, read_tokenizer
+from invrl.user_code.model_folder import read_optional_json, read_tokenizer
 
 _PROBE = "x"
 """A text that no tokenizer drops."""

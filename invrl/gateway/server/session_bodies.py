@@ -9,11 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from invrl.extra_columns import MAX_COLUMNS, ExtraNumbers
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT
-from invrl.reasons import FailureReason
-from invrl.section import Section
 from invrl.store.rows import SessionState
 from invrl.types import (
     MAX_NAME_LENGTH,
@@ -27,6 +24,9 @@ from invrl.types import (
     SessionTerms,
     field_values,
 )
+from invrl.types.extra_columns import MAX_COLUMNS, ExtraNumbers
+from invrl.types.reasons import FailureReason
+from invrl.types.section import Section
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import DiskFullError, SessionError
-from invrl.extra_columns import ExtraNumbers
 from invrl.gateway.config import SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
@@ -29,7 +28,6 @@ from invrl.gateway.sessions.rollout_summary import (
     with_partial,
 )
 from invrl.gateway.turns.turns import Turns
-from invrl.reasons import FailureReason
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import RewardDeadline, SessionState
 from invrl.store.run_store_writer import RunStoreWriter
@@ -44,6 +42,8 @@ from invrl.types import (
     Turn,
     field_values,
 )
+from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.reasons import FailureReason
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0

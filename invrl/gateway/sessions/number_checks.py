@@ -13,9 +13,15 @@ from typing import NoReturn
 import numpy as np
 
 from invrl.errors import SessionError
-from invrl.extra_columns import MAX_NUMBER, ExtraColumn, ExtraNumbers, Level, is_number
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.answer_ids import turn_of_answer
+from invrl.types.extra_columns import (
+    MAX_NUMBER,
+    ExtraColumn,
+    ExtraNumbers,
+    Level,
+    is_number,
+)
 
 _FIELDS: dict[Level, str] = {
     "rollout": "numbers",

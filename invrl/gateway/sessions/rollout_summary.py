@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
-from invrl.reasons import FailureReason
 from invrl.types import (
     FailedRollout,
     Outcome,
@@ -18,7 +17,8 @@ from invrl.types import (
     WeightVersion,
     field_values,
 )
-from invrl.user_frame import USER_FRAME_PREFIX
+from invrl.types.reasons import FailureReason
+from invrl.user_code.frame import USER_FRAME_PREFIX
 
 
 def failed(record: SessionRecord, reason: FailureReason, detail: str) -> FailedRollout:

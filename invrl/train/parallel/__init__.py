@@ -1,6 +1,6 @@
-"""How the trainer's ranks divide a model and its data: the layout, and which weights
-they divide.
+"""The trainer's ranks among each other: the weights and tokens that they divide, and
+what they exchange. (How many ranks divide what is in `parallel_layout.py`.)
 
-Data parallelism and the schedule of micro-batches are Megatron's; `optimizer.py` and
-`step.py` set them up.
+Data parallelism and the schedule of micro-batches are Megatron's; `model/optimizer.py`
+and `step/train_step.py` set them up.
 """

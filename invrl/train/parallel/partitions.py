@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from invrl.train.families.parameter import Parameter
+from invrl.families.parameter import Parameter
 
 _LAYERS = "decoder.layers."
 _LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from invrl.train.attention_calls import AttentionCalls
-from invrl.train.context_share import ContextShare
-from invrl.train.micro_batch import Row
-from invrl.train.packing import pack
-from invrl.train.sliding_window import windowed
-from invrl.train.tree_mask import TreeMask
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.packing import pack
+from invrl.train.layers.flex_attention import TreeMask
+from invrl.train.layers.sdpa import AttentionCalls
+from invrl.train.layers.sliding_window import windowed
+from invrl.train.parallel.context_share import ContextShare
 
 Attention = TreeMask | AttentionCalls
 

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from benchmarks.training.workloads import make_batch
 from invrl.algorithms.config import AlgorithmConfig
+from invrl.families.hf_config import read_hf_config
 from invrl.host.process import random_key
 from invrl.host.rendezvous import listen
 from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.parallel.layout import ParallelLayout
-from invrl.train.rank import TrainRank
+from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.train.sharding import shard_batch
+from invrl.train.trainer.train_rank import TrainRank
 from invrl.types import WeightVersion
 from invrl.weights.buckets import BucketSender
 

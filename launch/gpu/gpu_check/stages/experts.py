@@ -19,13 +19,13 @@ from benchmarks.training.workloads import make_batch
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.metrics import resolve
-from invrl.train import device
+from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.grouped_linear import grouped_linear
-from invrl.train.model_size import ComputeCost
-from invrl.train.rank import TrainRank
-from invrl.train.sharding import shard_batch
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.layers.grouped_linear import grouped_linear
+from invrl.train.runtime import device
+from invrl.train.trainer.train_rank import TrainRank
+from invrl.types.metrics import resolve
 
 _MICRO_BATCH = 16_384
 _SMOKE_MICRO_BATCH = 256
@@ -228,7 +228,7 @@ def _sequential_experts() -> Iterator[None]:
     """Within the block layers compute their experts by Megatron's own module."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from invrl.train.experts import Experts
+    from invrl.train.layers.experts import Experts
 
     forward = Experts.forward
     Experts.forward = SequentialMLP.forward  # pyright: ignore[reportAttributeAccessIssue]

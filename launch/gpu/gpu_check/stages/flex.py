@@ -24,7 +24,7 @@ from gpu_check.packed_rows import (
 )
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.train import device
+from invrl.train.runtime import device
 
 TIMED_TOKENS = 16_384
 _CHECKED_TOKENS = 3000

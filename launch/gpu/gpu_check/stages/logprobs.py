@@ -12,8 +12,8 @@ from gpu_check.random_model import random_model
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.train import device
 from invrl.train.config import TrainConfig
+from invrl.train.runtime import device
 
 _LENGTHS = (40, 333, 1000)
 _LARGEST_RATIO = 2.0

@@ -24,12 +24,12 @@ from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from gpu_check.step_profile import profile_step
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.metrics import resolve
+from invrl.families.hf_config import read_hf_config
+from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
-from invrl.train.hf_config import read_hf_config
-from invrl.train.memory import MemoryBudget
-from invrl.train.rank import TrainRank
-from invrl.train.sharding import Shard, shard_batch
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.trainer.train_rank import TrainRank
+from invrl.types.metrics import resolve
 
 MICRO_BATCHES = (4096, 16_384)
 """Tokens. The larger one is profiled."""

@@ -1,0 +1,106 @@
+"""What a family file says: names of models and tensors, what is fused, what is
+computed, who serves it.
+
+Every part of invrl that knows a family reads it from here: the trainer
+(`train/model/policy_model.py`, `train/weights/conversion.py`), the engine
+(`engines/sglang_models`, `weights/in_engine.py`), `invrl doctor` and `invrl
+prepare-model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from invrl.families.model_config import HuggingFaceConfig
+from invrl.families.parameter import Parameter
+
+EngineFusions = Mapping[str, tuple[str, ...]]
+_ENGINE_FUSIONS: EngineFusions = MappingProxyType(
+    {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family. Its parameters are listed in the order in which they are sent;
+    tensors that the engine fuses stand back to back."""
+
+    model_type: str
+    """In config.json. The family's file has this name."""
+    models: str
+    """Published models of the family, for people."""
+    architecture: str
+    """Name of the class in transformers, and in SGLang."""
+    sglang_module: str
+    """The module of `sglang.srt.models` that has the class."""
+    not_served_on_cpu: str = ""
+    """Why SGLang cannot serve it on a CPU; empty: it can."""
+
+    config: type[HuggingFaceConfig] = HuggingFaceConfig
+    """What its config.json may say, and what its model computes."""
+
+    before: tuple[Parameter, ...]
+    """Parameters before the decoder layers."""
+    low_rank_query: tuple[Parameter, ...] = ()
+    """Of a layer with latent attention whose queries come from a small vector too."""
+    full_rank_query: tuple[Parameter, ...] = ()
+    """Of a layer with latent attention whose queries come from the hidden state."""
+    layer: tuple[Parameter, ...]
+    """Parameters of one decoder layer, without its MLP and what stands around here."""
+    qkv_biases: tuple[Parameter, ...]
+    """Of a layer, where the configuration has them."""
+    qk_norms: tuple[Parameter, ...]
+    """Of a layer, where the configuration has them."""
+    mlp: tuple[Parameter, ...]
+    """Parameters of the MLP of a layer without experts."""
+    router: tuple[Parameter, ...] = ()
+    """Parameters of the MLP of a layer with experts that belong to no single expert."""
+    expert: tuple[Parameter, ...] = ()
+    """Parameters of one expert."""
+    after: tuple[Parameter, ...]
+    """Parameters after the decoder layers."""
+    head: Parameter
+    """The output layer; absent where the embedding is tied."""
+
+    engine_fusions: EngineFusions = field(default_factory=lambda: _ENGINE_FUSIONS)
+    """Parameters of SGLang's model that hold the rows of several Hugging Face tensors,
+    in this order."""
+    engine_experts: EngineFusions = field(default_factory=dict)
+    """Parameters of SGLang's model that hold all experts of a layer: the rows of
+    several tensors of the first expert, in this order, then those of the next."""
+
+    def parameters(self, config: HuggingFaceConfig) -> list[Parameter]:
+        """All parameters of the model, in sending order."""
+        table = list(self.before)
+        for layer in range(config.num_hidden_layers):
+            table += [
+                parameter.in_layer(layer) for parameter in self._of_layer(config, layer)
+            ]
+        table += self.after
+        if not config.tie_word_embeddings:
+            table.append(self.head)
+        return table
+
+    def _of_layer(self, config: HuggingFaceConfig, layer: int) -> list[Parameter]:
+        """The entries of the tables that the layer has."""
+        entries: list[Parameter] = []
+        if config.latent_attention is not None:
+            has_rank = config.latent_attention.query_rank is not None
+            entries += self.low_rank_query if has_rank else self.full_rank_query
+        entries += self.layer
+        if config.qkv_bias:
+            entries += self.qkv_biases
+        if config.qk_norm:
+            entries += self.qk_norms
+        if not config.has_experts(layer):
+            return [*entries, *self.mlp]
+        assert config.experts is not None
+        entries += self.router
+        for expert in range(config.experts.count):
+            entries += [parameter.in_expert(expert) for parameter in self.expert]
+        return entries

@@ -1,0 +1,141 @@
+"""Gemma 3, its text models: most layers attend over a window and have rotary positions
+of their own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from invrl.families import llama
+from invrl.families.model_config import (
+    Activation,
+    HuggingFaceConfig,
+    LayerAttention,
+)
+from invrl.families.parameter import layer_parameter
+from invrl.families.refusal import refused
+from invrl.families.rope import Rope, rope_of
+from invrl.types import Json
+
+LayerType = Literal["sliding_attention", "full_attention"]
+_GLOBAL_THETA = 1_000_000.0
+_LOCAL_THETA = 10_000.0
+_PATTERN = 6
+"""In transformers each sixth layer attends to all tokens, unless config.json has
+another pattern."""
+
+
+class Gemma3Config(HuggingFaceConfig):
+    zero_centered_norms: ClassVar[bool] = True
+    post_norms: ClassVar[bool] = True
+    activation: ClassVar[Activation] = "gelu_pytorch_tanh"
+
+    num_attention_heads: PositiveInt = 8
+    num_key_value_heads: PositiveInt = 4
+    head_dim: PositiveInt = 256
+    max_position_embeddings: PositiveInt = 131_072
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: PositiveInt = 256
+    sliding_window: PositiveInt = 4096
+    layer_types: list[LayerType]
+    final_logit_softcapping: PositiveFloat | None = None
+    local_rope: Rope
+    """Of the layers with a window; `rope` is that of the others."""
+    # The trainer computes only these values of the fields below.
+    hidden_activation: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    attn_logit_softcapping: None = Field(
+        None, description="neither transformers nor SGLang computes it"
+    )
+    use_bidirectional_attention: Literal[False] = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Json]) -> Self:
+        fields: dict[str, object] = dict(config)
+        fields["rope"], fields["local_rope"] = _ropes(config)
+        layers = config.get("num_hidden_layers", 0)
+        pattern = config.get("sliding_window_pattern", _PATTERN)
+        if (
+            "layer_types" not in config
+            and isinstance(layers, int)
+            and isinstance(pattern, int)
+        ):
+            fields["layer_types"] = [
+                "sliding_attention" if (layer + 1) % pattern else "full_attention"
+                for layer in range(layers)
+            ]
+        parsed = cls.model_validate(fields)
+        if len(parsed.layer_types) != parsed.num_hidden_layers:
+            reason = f"it has {len(parsed.layer_types)} entries for {parsed.num_hidden_layers} layers"
+            raise refused("layer_types", config.get("layer_types"), reason)
+        return parsed
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    def attention(self, layer: int) -> LayerAttention:
+        if self.layer_types[layer] == "sliding_attention":
+            return LayerAttention(self.local_rope, self.sliding_window)
+        return LayerAttention(self.rope)
+
+    @property
+    def attention_scale(self) -> float:
+        return self.query_pre_attn_scalar**-0.5
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.hidden_size**0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.final_logit_softcapping
+
+
+def _ropes(config: Mapping[str, Json]) -> tuple[Rope, Rope]:
+    """The rotary positions of the layers without a window, and of those with one: in
+    the form of transformers 4 (a scaling is that of the first), or by the kind of the
+    layer."""
+    parameters = config.get("rope_parameters")
+    by_kind = parameters if isinstance(parameters, Mapping) else {}
+    scaling = config.get("rope_scaling")
+    without_window = _parameters(by_kind, "full_attention")
+    if isinstance(scaling, Mapping):
+        without_window = dict(without_window) | dict(scaling)
+    local = dict(config)
+    local["rope_theta"] = config.get("rope_local_base_freq")
+    return (
+        rope_of(without_window, config, default_theta=_GLOBAL_THETA),
+        rope_of(
+            _parameters(by_kind, "sliding_attention"), local, default_theta=_LOCAL_THETA
+        ),
+    )
+
+
+def _parameters(by_kind: Mapping[str, Json], kind: LayerType) -> Mapping[str, Json]:
+    parameters = by_kind.get(kind)
+    if isinstance(parameters, Mapping):
+        return parameters
+    return {}
+
+
+_LLAMA_MLP_NORM = "pre_mlp_layernorm.weight"
+_BY_LLAMA = tuple(
+    parameter
+    for parameter in llama.FAMILY.layer
+    if not parameter.megatron.endswith(_LLAMA_MLP_NORM)
+)
+FAMILY = replace(
+    llama.FAMILY,
+    model_type="gemma3_text",
+    models="Gemma 3, text only (270M, 1B)",
+    architecture="Gemma3ForCausalLM",
+    sglang_module="gemma3_causal",
+    config=Gemma3Config,
+    layer=(
+        *_BY_LLAMA,
+        layer_parameter("self_attn_bda.weight", "post_attention_layernorm.weight"),
+        layer_parameter(_LLAMA_MLP_NORM, "pre_feedforward_layernorm.weight"),
+        layer_parameter("mlp_bda.weight", "post_feedforward_layernorm.weight"),
+    ),
+)

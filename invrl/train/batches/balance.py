@@ -1,0 +1,314 @@
+"""The balance of a mini-batch over ranks: which rollouts each rank computes, by
+estimated work.
+
+Rows of a group share their prompt, and each part of a group computes the prompt again.
+So groups begin whole and are split while that makes the slowest rank faster: the
+costliest part on the slowest rank into two. From the best of these splits the slowest
+rank gives single rollouts away or exchanges them, and the split whose slowest rank is
+then fastest is taken: the best one before the exchanges is often not the best one after
+them. The rows of one rollout stay together. Pure numpy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from invrl.train.batches.micro_batch import Row, rows_of
+from invrl.train.batches.packing import common_prefix, token_order_key
+from invrl.train.cost.model_size import ComputeCost
+from invrl.types import TrainBatch
+
+_GOOD_BALANCE = 1.005
+"""Work of the slowest rank over the least possible at which the search ends."""
+_VAIN_SPLITS = 32
+"""Splitting ends after this many splits in a row without a better balance."""
+_STARTS = 16
+"""Splits that rollouts are exchanged from."""
+_MOST_EXCHANGES = 200
+
+Rollouts = tuple[tuple[int, ...], ...]
+"""Indices of each rollout's samples."""
+
+
+def balance(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[list[int]]:
+    """The samples of each rank, ascending. `cost`: of the model's forward pass."""
+    estimate = _WorkEstimate(batch, cost)
+    groups = _groups(batch)
+    good_work = _GOOD_BALANCE * _least_work(groups, ranks, estimate)
+    best: list[_Load] = []
+    least = float("inf")
+    for parts_by_rank in _split_groups(groups, ranks, estimate, good_work)[:_STARTS]:
+        loads = _loads(parts_by_rank, estimate)
+        _exchange_rollouts(loads, good_work)
+        slowest = max(load.work for load in loads)
+        if slowest < least:
+            best = loads
+            least = slowest
+        if slowest <= good_work:
+            break
+    return [load.samples() for load in best]
+
+
+def _least_work(
+    groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate"
+) -> float:
+    """Of the slowest rank, whatever the balance: every prompt is computed once, every
+    rollout by one rank."""
+    mean = sum(estimate.of(rollouts) for rollouts in groups) / ranks
+    return max(
+        mean, *(estimate.of((rollout,)) for rollouts in groups for rollout in rollouts)
+    )
+
+
+# ----------------------------------------------------------------- parts of groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rollouts of one group that stay on one rank."""
+
+    group: int
+    rollouts: Rollouts
+    work: float
+
+
+def _groups(batch: TrainBatch) -> list[Rollouts]:
+    """For each group the indices of each rollout's samples."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for index, sample in enumerate(batch.samples):
+        rollouts = groups.setdefault(sample.group_id, {})
+        rollouts.setdefault(sample.rollout_id, []).append(index)
+    return [
+        tuple(tuple(indices) for indices in rollouts.values())
+        for rollouts in groups.values()
+    ]
+
+
+def _split_groups(
+    groups: Sequence[Rollouts], ranks: int, estimate: "_WorkEstimate", good_work: float
+) -> list[list[list[_Part]]]:
+    """Splits of the groups, as the parts of each rank. The one with the fastest slowest
+    rank comes first. `good_work`: of a slowest rank that needs no more splits."""
+    parts = [
+        _Part(group, rollouts, estimate.of(rollouts))
+        for group, rollouts in enumerate(groups)
+    ]
+    splits: list[tuple[float, list[list[_Part]]]] = []
+    least = float("inf")
+    vain_splits = 0
+    while vain_splits <= _VAIN_SPLITS:
+        by_rank = _largest_first(parts, ranks)
+        work_by_rank = [sum(part.work for part in rank_parts) for rank_parts in by_rank]
+        slowest = max(work_by_rank)
+        splits.append((slowest, by_rank))
+        if slowest < least:
+            least = slowest
+            vain_splits = 0
+        if slowest <= good_work:
+            break
+        part = _costliest_divisible(
+            by_rank[work_by_rank.index(slowest)]
+        ) or _costliest_divisible(parts)
+        if part is None:
+            break
+        parts.remove(part)
+        middle = len(part.rollouts) // 2
+        for half in (part.rollouts[:middle], part.rollouts[middle:]):
+            parts.append(_Part(part.group, half, estimate.of(half)))
+        vain_splits += 1
+    splits.sort(key=lambda split: split[0])
+    return [by_rank for _, by_rank in splits]
+
+
+def _costliest_divisible(parts: Sequence[_Part]) -> _Part | None:
+    divisible = [part for part in parts if len(part.rollouts) > 1]
+    return max(divisible, key=lambda part: part.work, default=None)
+
+
+def _largest_first(parts: Sequence[_Part], ranks: int) -> list[list[_Part]]:
+    """Gives the costliest part left to the least loaded rank, until none is left."""
+    by_rank: list[list[_Part]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]
+    heapify(loads)
+    for part in sorted(parts, key=lambda part: -part.work):
+        load, rank = loads[0]
+        by_rank[rank].append(part)
+        heapreplace(loads, (load + part.work, rank))
+    return by_rank
+
+
+# ----------------------------------------------------------------- single rollouts
+
+
+@dataclass(slots=True)
+class _Load:
+    """What a rank computes."""
+
+    estimate: "_WorkEstimate"
+    rollouts_by_group: dict[int, Rollouts] = field(default_factory=dict)
+    work_by_group: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def work(self) -> float:
+        return sum(self.work_by_group.values())
+
+    def samples(self) -> list[int]:
+        """Ascending."""
+        rollouts = [
+            rollout
+            for rollouts in self.rollouts_by_group.values()
+            for rollout in rollouts
+        ]
+        return sorted(index for rollout in rollouts for index in rollout)
+
+    def rollouts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(group, rollout)."""
+        for group, rollouts in self.rollouts_by_group.items():
+            for rollout in rollouts:
+                yield group, rollout
+
+    def add(self, group: int, rollouts: Rollouts) -> None:
+        self._set(group, self.rollouts_by_group.get(group, ()) + rollouts)
+
+    def remove(self, group: int, rollout: tuple[int, ...]) -> None:
+        self._set(group, self._without(group, rollout))
+
+    def more_work(self, group: int, rollout: tuple[int, ...]) -> float:
+        """Work that the rollout would add."""
+        own = self.rollouts_by_group.get(group, ())
+        return self.estimate.of((*own, rollout)) - self.work_by_group.get(group, 0.0)
+
+    def less_work(self, group: int, rollout: tuple[int, ...]) -> float:
+        """Work that one of its own rollouts takes."""
+        return self.work_by_group[group] - self.estimate.of(
+            self._without(group, rollout)
+        )
+
+    def _without(self, group: int, rollout: tuple[int, ...]) -> Rollouts:
+        return tuple(own for own in self.rollouts_by_group[group] if own != rollout)
+
+    def _set(self, group: int, rollouts: Rollouts) -> None:
+        if rollouts:
+            self.rollouts_by_group[group] = rollouts
+            self.work_by_group[group] = self.estimate.of(rollouts)
+        else:
+            del self.rollouts_by_group[group]
+            del self.work_by_group[group]
+
+
+def _loads(
+    parts_by_rank: Sequence[Sequence[_Part]], estimate: "_WorkEstimate"
+) -> list[_Load]:
+    loads = [_Load(estimate) for _ in parts_by_rank]
+    for load, parts in zip(loads, parts_by_rank, strict=True):
+        for part in parts:
+            load.add(part.group, part.rollouts)
+    return loads
+
+
+def _exchange_rollouts(loads: list[_Load], good_work: float) -> None:
+    """The slowest rank gives a rollout to another one, and may take one for it, while
+    that makes it faster and the other one not slower than it was. Ends when the slowest
+    rank has `good_work`."""
+    for _ in range(_MOST_EXCHANGES):
+        loads.sort(key=lambda load: load.work)
+        slowest = loads[-1]
+        if slowest.work <= good_work:
+            return
+        if not any(_exchange(slowest, other) for other in loads[:-1]):
+            return
+
+
+def _exchange(slow: _Load, fast: _Load) -> bool:
+    """Makes the best exchange between the two ranks; False if none makes the slower one
+    of them faster."""
+    given = list(slow.rollouts())
+    taken = list(fast.rollouts())
+    work = max(slow.work, fast.work)
+    less_slow_I = np.array([slow.less_work(*rollout) for rollout in given])
+    more_fast_I = np.array([fast.more_work(*rollout) for rollout in given])
+    # The last row of J: nothing is taken.
+    less_fast_J = np.array([*(fast.less_work(*rollout) for rollout in taken), 0.0])
+    more_slow_J = np.array([*(slow.more_work(*rollout) for rollout in taken), 0.0])
+    slow_IJ = slow.work - less_slow_I[:, None] + more_slow_J[None, :]
+    fast_IJ = fast.work + more_fast_I[:, None] - less_fast_J[None, :]
+    slower_IJ = np.maximum(slow_IJ, fast_IJ)
+    i, j = np.unravel_index(int(slower_IJ.argmin()), slower_IJ.shape)
+    if slower_IJ[i, j] >= work:
+        return False
+    _move(given[i], slow, fast)
+    if j < len(taken):
+        _move(taken[j], fast, slow)
+    if max(slow.work, fast.work) < work:
+        return True
+    # Two rollouts of one group share their prompt, which the sums above leave out.
+    if j < len(taken):
+        _move(taken[j], slow, fast)
+    _move(given[i], fast, slow)
+    return False
+
+
+def _move(rollout: tuple[int, tuple[int, ...]], source: _Load, target: _Load) -> None:
+    group, samples = rollout
+    source.remove(group, samples)
+    target.add(group, (samples,))
+
+
+# ----------------------------------------------------------------- work
+
+
+class _WorkEstimate:
+    """The work of computing samples together: a prefix that they share counts once. A
+    prefix that all rows of the batch share is left out: every rank computes it, however
+    the rows are split."""
+
+    def __init__(self, batch: TrainBatch, cost: ComputeCost) -> None:
+        self._cost = cost
+        self._rows: list[Row] = rows_of(batch.samples)
+        keys = [token_order_key(row.tokens_T) for row in self._rows]
+        computed = [index for index, row in enumerate(self._rows) if row.num_computed]
+        computed.sort(key=keys.__getitem__)
+        self._order = {index: place for place, index in enumerate(computed)}
+        """Row -> its place among the rows that are computed, sorted by tokens."""
+        self._work: dict[tuple[int, ...], float] = {}
+        """By the computed rows in their order: the search asks for the same rows again
+        and again."""
+        self._num_common = 0
+        if computed:
+            self._num_common = common_prefix(
+                self._tokens(computed[0]), self._tokens(computed[-1])
+            )
+
+    def of(self, rollouts: Sequence[Sequence[int]]) -> float:
+        indices = [
+            index for rollout in rollouts for index in rollout if index in self._order
+        ]
+        indices.sort(key=self._order.__getitem__)
+        rows = tuple(indices)
+        work = self._work.get(rows)
+        if work is None:
+            work = self._of_rows(rows)
+            self._work[rows] = work
+        return work
+
+    def _of_rows(self, rows: Sequence[int]) -> float:
+        """`rows`: sorted by tokens."""
+        work = 0.0
+        previous_T = np.empty(0, np.int32)
+        for index in rows:
+            tokens_T = self._tokens(index)
+            start = max(self._num_common, common_prefix(previous_T, tokens_T))
+            num_projected = int(np.count_nonzero(self._rows[index].wanted_N > start))
+            work += (
+                self._cost.tokens(start, len(tokens_T))
+                + num_projected * self._cost.projection
+            )
+            previous_T = tokens_T
+        return work
+
+    def _tokens(self, index: int) -> np.ndarray:
+        """The row's computed tokens."""
+        row = self._rows[index]
+        return row.tokens_T[: row.num_computed]

@@ -1,0 +1,67 @@
+"""From a batch to each rank's shard: mini-batches first, then their samples over the
+ranks by cost.
+
+Invariant: what a mini-batch holds, and its loss denominator, do not depend on the
+number of ranks. A rank here is a data-parallel replica: all ranks that hold one copy of
+the model work on the same shard. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from invrl.train.batches.balance import balance
+from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
+from invrl.types import TrainBatch, TrainedCounts
+
+Shard = tuple[TrainBatch, ...]
+"""One rank's work: its share of each mini-batch, in order; each mini-batch is one
+optimizer step. The share's `counts` are those of the whole mini-batch over all ranks:
+the denominators of its loss."""
+
+
+def shard_batch(
+    batch: TrainBatch, *, ranks: int, steps: int, cost: ComputeCost = UNKNOWN_MODEL
+) -> list[Shard]:
+    """One shard per data-parallel rank, of at most `steps` mini-batches. `cost`: of the
+    model's forward pass."""
+    shares_by_step = [
+        _shares(mini_batch, ranks, cost) for mini_batch in mini_batches(batch, steps)
+    ]
+    return [tuple(shares[rank] for shares in shares_by_step) for rank in range(ranks)]
+
+
+def mini_batches(batch: TrainBatch, steps: int) -> list[TrainBatch]:
+    """Whole groups, in order, in at most `steps` parts of about equally many groups.
+
+    With fewer groups than steps there are fewer parts. Parts in which nothing is
+    trained are left out.
+    """
+    groups = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    num_parts = min(steps, len(groups))
+    part_of_group = {
+        group: index * num_parts // len(groups) for index, group in enumerate(groups)
+    }
+    indices_by_part: list[list[int]] = [[] for _ in range(num_parts)]
+    for index, sample in enumerate(batch.samples):
+        indices_by_part[part_of_group[sample.group_id]].append(index)
+    parts: list[TrainBatch] = []
+    for indices in indices_by_part:
+        part = _select(batch, indices)
+        counts = TrainedCounts.of(part.samples)
+        if counts.rows:
+            parts.append(replace(part, counts=counts))
+    return parts
+
+
+def _select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    """These samples; `counts` stay those of the whole batch."""
+    samples = tuple(batch.samples[index] for index in indices)
+    advantages = tuple(batch.advantages[index] for index in indices)
+    return replace(batch, samples=samples, advantages=advantages)
+
+
+def _shares(batch: TrainBatch, ranks: int, cost: ComputeCost) -> list[TrainBatch]:
+    """One per rank, of about equal work."""
+    if ranks == 1:
+        return [batch]
+    return [_select(batch, indices) for indices in balance(batch, ranks, cost)]

@@ -1,0 +1,425 @@
+"""What a trainer rank needs of memory, estimated before anything is loaded.
+
+Weights, gradients and optimizer follow from the number of parameters, activations from
+what the layers save for the backward pass (`activation_memory.py`). On a GPU the
+estimate is of its memory, on a CPU of the process. Imports neither torch nor Megatron.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from invrl.families.hf_config import read_hf_config
+from invrl.families.model_config import HuggingFaceConfig
+from invrl.train.config import TrainConfig
+from invrl.train.cost.activation_memory import LayerActivations, Recomputation
+from invrl.train.cost.model_size import ModelSize
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.train.runtime.logit_blocks import BLOCK_BYTES, KEPT_BYTES
+from invrl.user_code.model_folder import largest_item
+
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_PROCESS_BYTES = 0.5e9
+"""Python, torch, Megatron and what they allocate for themselves, in a process on a
+CPU."""
+_HEAP_SHARE = 0.55
+"""Of the memory of a step. Tensors of many sizes come and go, and malloc fills the gaps
+only in part."""
+_CUDA_CONTEXT_BYTES = 0.6e9
+"""The CUDA context and the workspaces of its libraries, which are not in torch's own
+count."""
+_BLOCK_COPIES = 3
+"""A block's logits, their softmax, and their gradient in the dtype of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank at its peak."""
+
+    weights: float
+    """Those of the critic too, and of the frozen reference, if they stay where the
+    model's are."""
+    gradients: float
+    """Float32 sums, and what is not yet added to them: the gradient of the vocabulary's
+    weight, or that of a layer's experts if that is more."""
+    optimizer: float
+    """Float32 master weights and two moments. Ranks with equal weights may hold a part
+    each."""
+    step: float
+    """What a step adds: activations and logits; or, if that is more, what the frozen
+    reference's pass or loading a checkpoint adds."""
+    heap: float
+    """On a CPU: free memory between the tensors of a step, which malloc has and cannot
+    use."""
+    staging: float
+    """Weights that are staged for engines in the same memory: both slots, on the rank
+    that sends."""
+    copy: float
+    """On a CPU: of a checkpoint that is written beside training, on the first of the
+    ranks with equal weights. The rank that collects the model has it for Hugging Face
+    too."""
+    process: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __str__(self) -> str:
+        parts = [
+            f"{field.name} {getattr(self, field.name) / 1e9:.2f}"
+            for field in fields(self)
+        ]
+        return f"{self.total / 1e9:.2f} GB a rank ({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What the estimate follows from. The model's folder is read once, by `of`."""
+
+    train: TrainConfig
+    config: HuggingFaceConfig
+    size: ModelSize
+    frozen_models: int
+    """The reference and the teacher, as far as the trainer computes them."""
+    reference_moves: bool
+    """Its weights are saved with a checkpoint."""
+    reference_is_averaged: bool
+    """It is kept in float32."""
+    has_critic: bool
+    """A second model of the same shape is trained, without a projection to the
+    vocabulary."""
+    compares_routers: bool
+    """With those of the old policy."""
+    served_dtype: str
+    file_item: int
+    """Bytes of a number in the folder's files."""
+    recomputation: Recomputation
+    copies_checkpoints: bool
+    """Whether checkpoints are written beside training, from a copy."""
+    on_cuda: bool
+    arena_on_gpu: bool
+    """Weights are staged in the memory of the first rank's GPU."""
+
+    @staticmethod
+    def of(
+        train: TrainConfig,
+        folder: Path,
+        *,
+        frozen_models: int,
+        reference_moves: bool = False,
+        reference_is_averaged: bool = False,
+        has_critic: bool = False,
+        compares_routers: bool = False,
+        served_dtype: str,
+        megatron: Mapping[str, object],
+        copies_checkpoints: bool,
+        on_cuda: bool,
+        arena_on_gpu: bool = False,
+    ) -> "MemoryBudget":
+        """`folder` has passed `check_model_folder`. `megatron`: the `--megatron-*`
+        options."""
+        config = read_hf_config(folder)
+        return MemoryBudget(
+            train=train,
+            config=config,
+            size=ModelSize.of(folder, config),
+            frozen_models=frozen_models,
+            reference_moves=reference_moves,
+            reference_is_averaged=reference_is_averaged,
+            has_critic=has_critic,
+            compares_routers=compares_routers,
+            served_dtype=served_dtype,
+            file_item=largest_item(folder),
+            recomputation=Recomputation.of(megatron),
+            copies_checkpoints=copies_checkpoints,
+            on_cuda=on_cuda,
+            arena_on_gpu=arena_on_gpu,
+        )
+
+    def largest(self, num_tokens: int | None = None) -> MemoryEstimate:
+        """Of the pipeline stage that needs most. `num_tokens`: of the largest
+        micro-batch; None: a full one, all of whose tokens are trained."""
+        return max(self.stages(num_tokens), key=lambda estimate: estimate.total)
+
+    def stages(self, num_tokens: int | None = None) -> list[MemoryEstimate]:
+        """Of a rank of each pipeline stage."""
+        num_tokens = num_tokens or self.train.microbatch_tokens
+        return [
+            self._stage(stage, num_tokens)
+            for stage in range(self.train.layout.pipeline)
+        ]
+
+    def _stage(self, stage: int, num_tokens: int) -> MemoryEstimate:
+        layout = self.train.layout
+        is_first = stage == 0
+        is_last = stage == layout.pipeline - 1
+        dense, experts = self._divided(self._parameters(stage), self._layers(stage))
+        if self.has_critic:
+            dense_of_critic, experts_of_critic = self._divided(
+                self._parameters_of_critic(stage), self._layers(stage)
+            )
+            dense += dense_of_critic
+            experts += experts_of_critic
+        parameters = dense + experts
+        # In float32 the weights are their own master weights.
+        state_bytes = 12 if self._item == 2 else 8
+        optimizer = parameters * state_bytes
+        loading = 0.0
+        copies = layout.data * layout.context
+        copies_of_experts = copies * layout.tensor / layout.expert
+        if self.train.use_distributed_optimizer and max(copies, copies_of_experts) > 1:
+            loading = optimizer  # held whole once while a checkpoint is loaded
+            optimizer = state_bytes * (dense / copies + experts / copies_of_experts)
+        logits = self._logits(num_tokens) if is_last else 0.0
+        activations = self._activations(stage, num_tokens)
+        step = activations + logits
+        step_of_critic = (
+            activations if self.has_critic else 0.0
+        )  # leaves gaps of its own
+        reference = self._reference(stage)
+        reference_pass = 0.0
+        if reference.in_pass:
+            reference_pass = (
+                reference.in_pass + self._forward_only(stage, num_tokens) + logits
+            )
+        of_vocabulary = (
+            (is_first + is_last) * self.size.vocabulary * self._item / layout.tensor
+        )
+        gradients = parameters * 4 + max(
+            of_vocabulary, self._gradient_of_experts(stage)
+        )
+        staging = 0.0
+        if is_first and self.arena_on_gpu == self.on_cuda:
+            staging = 2.0 * self.size.total * _ITEM_BYTES[self.served_dtype]
+        copy = 0.0
+        if self.copies_checkpoints and not self.on_cuda:
+            copy = parameters * self._saved_bytes
+            if self.reference_moves:
+                copy += (
+                    sum(self._divided(self._parameters(stage), self._layers(stage)))
+                    * self._kept_item
+                )
+            if is_first:  # the policy, for Hugging Face
+                copy += self.size.total * self._item
+        return MemoryEstimate(
+            weights=parameters * self._item + reference.kept,
+            gradients=gradients,
+            optimizer=optimizer,
+            # Nothing is written while a checkpoint is loaded.
+            step=max(step, reference_pass, loading - copy),
+            heap=0.0 if self.on_cuda else _HEAP_SHARE * (step + step_of_critic),
+            staging=staging,
+            copy=copy,
+            process=_CUDA_CONTEXT_BYTES if self.on_cuda else _PROCESS_BYTES,
+        )
+
+    def _gradient_of_experts(self, stage: int) -> float:
+        """Bytes of the gradient that one product gives for the first projection of all
+        experts of a layer. It has two of their three matrices."""
+        experts = max(
+            self.size.experts_by_layer[layer] for layer in self._layers(stage)
+        )
+        return 2 / 3 * experts * self._item / self.train.layout.expert
+
+    @property
+    def copy_bytes(self) -> float:
+        """Of the copies that all ranks hold together while a checkpoint is written
+        beside training. They are in the memory of the CPU, also where the trainer is on
+        a GPU."""
+        if not self.copies_checkpoints:
+            return 0.0
+        trained = self.size.total
+        if self.has_critic:
+            trained += sum(
+                self._parameters_of_critic(stage)
+                for stage in range(self.train.layout.pipeline)
+            )
+        of_reference = self.size.total * self._kept_item if self.reference_moves else 0
+        return (
+            trained * float(self._saved_bytes)
+            + self.size.total * self._item
+            + of_reference
+        )
+
+    @property
+    def _saved_bytes(self) -> int:
+        """Of a parameter in the trainer's state on disk: its weight, and in float32 its
+        master weight and two moments."""
+        return self._item + 12
+
+    @property
+    def _item(self) -> int:
+        """Bytes of a number in the dtype of the model."""
+        return _ITEM_BYTES[self.train.train_dtype]
+
+    @property
+    def _kept_item(self) -> int:
+        """Bytes of a number of the reference, where it is kept as a whole."""
+        return 4 if self.reference_is_averaged else self._item
+
+    def _parameters(self, stage: int) -> int:
+        """Of a pipeline stage. The last one has a copy of a tied embedding."""
+        layout = self.train.layout
+        parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
+        rest = self.size.total - sum(self.size.by_layer)
+        if layout.pipeline == 1:
+            return parameters + rest
+        if stage == 0:
+            return parameters + self.size.vocabulary
+        if stage < layout.pipeline - 1:
+            return parameters
+        if self.config.tie_word_embeddings:
+            return parameters + rest
+        return parameters + rest - self.size.vocabulary
+
+    def _parameters_of_critic(self, stage: int) -> int:
+        """Of a pipeline stage. Its value head is negligible."""
+        layout = self.train.layout
+        parameters = sum(self.size.by_layer[layer] for layer in self._layers(stage))
+        rest = self.size.total - sum(self.size.by_layer)
+        if not self.config.tie_word_embeddings:
+            rest -= self.size.vocabulary  # the projection
+        if stage == 0:
+            parameters += self.size.vocabulary
+        if stage == layout.pipeline - 1:
+            parameters += rest - self.size.vocabulary  # the final norm
+        return parameters
+
+    def _layers(self, stage: int) -> list[int]:
+        chunks = self.train.layout.layers_of(stage, self.config.num_hidden_layers)
+        return [layer for chunk in chunks for layer in chunk]
+
+    def _divided(self, parameters: float, layers: Sequence[int]) -> tuple[float, float]:
+        """The parameters that a rank has of those of its stage: others than experts',
+        and experts'. A tensor-parallel rank has its part of everything but the experts,
+        which it has whole; so are the norms, which are negligible."""
+        layout = self.train.layout
+        of_experts = sum(self.size.experts_by_layer[layer] for layer in layers)
+        return (parameters - of_experts) / layout.tensor, of_experts / layout.expert
+
+    def _reference(self, stage: int) -> "_Reference":
+        """The weights of the frozen models, as `FrozenReference` keeps them. One of
+        them is in a pass."""
+        if not self.frozen_models:
+            return _Reference(kept=0.0, in_pass=0.0)
+        one = self._one_reference(stage)
+        # Of the reference and a teacher only the reference can be an average.
+        kept = self.frozen_models * one.kept + one.kept * (
+            self._kept_item / self._item - 1
+        )
+        return _Reference(kept=kept, in_pass=one.in_pass)
+
+    def _one_reference(self, stage: int) -> "_Reference":
+        layers = self._layers(stage)
+        whole = sum(self._divided(self._parameters(stage), layers))
+        by_layer = [
+            sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers
+        ]
+        # By layer: what is in no layer is brought in whole, and one layer beside it.
+        largest_pass = whole - sum(by_layer) + max(by_layer)
+        placement = self.train.reference_placement
+        if self.on_cuda:
+            in_pass = {"device": 0.0, "cpu": whole, "cpu_by_layer": largest_pass}[
+                placement
+            ]
+            return _Reference(
+                kept=whole * self._item if placement == "device" else 0.0,
+                in_pass=in_pass * self._item,
+            )
+        if placement == "cpu_by_layer" and self.file_item < self._item:
+            return _Reference(
+                kept=whole * self.file_item, in_pass=largest_pass * self._item
+            )
+        return _Reference(kept=whole * self._item, in_pass=0.0)
+
+    def _saved(self, stage: int) -> list[list[LayerActivations]]:
+        """Of the layers of each chunk of a stage."""
+        layout = self.train.layout
+        return [
+            [
+                LayerActivations.of(
+                    self.config,
+                    layer,
+                    self._item,
+                    on_cuda=self.on_cuda,
+                    context_ranks=layout.context,
+                )
+                for layer in chunk
+            ]
+            for chunk in layout.layers_of(stage, self.config.num_hidden_layers)
+        ]
+
+    def _activations(self, stage: int, num_tokens: int) -> float:
+        """Bytes. The backward pass of a layer needs about as much again as the layer
+        saved."""
+        layout = self.train.layout
+        chunks = self._saved(stage)
+        kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(
+            stage
+        )
+        backward = max(self.recomputation.backward(chunk) for chunk in chunks)
+        a_token = kept * _in_flight(layout, stage) + backward
+        if stage == layout.pipeline - 1:
+            a_token += (8 + self._item) * self.config.hidden_size  # the final norm
+        return a_token * num_tokens / (layout.tensor * layout.context)
+
+    def _forward_only(self, stage: int, num_tokens: int) -> float:
+        """Bytes of a pass without gradient: one layer's."""
+        largest = max(layer.total for chunk in self._saved(stage) for layer in chunk)
+        return (
+            largest
+            * num_tokens
+            / (self.train.layout.tensor * self.train.layout.context)
+        )
+
+    def _routes(self, stage: int) -> float:
+        """Bytes of a token's replayed experts: int16 for all layers, and int64 for each
+        layer with experts once what is replayed and once what the router chose. The old
+        policy's, with which routers are compared, are the same with float32 scores."""
+        experts = self.config.experts
+        if experts is None:
+            return 0.0
+        num_layers = self.config.num_hidden_layers
+        with_experts = sum(
+            self.config.has_experts(layer) for layer in self._layers(stage)
+        )
+        an_expert = 0.0
+        if self.train.routing_replay != "none":
+            an_expert += 2.0 * num_layers + 16.0 * with_experts
+        if self.compares_routers:
+            an_expert += 6.0 * num_layers + 16.0 * with_experts
+        return experts.chosen * an_expert
+
+    def _logits(self, num_tokens: float) -> float:
+        """Of a micro-batch whose tokens are all projected: the logits that are kept,
+        the block of the moment, and the projected hidden states with their gradient in
+        float32."""
+        size = self.size
+        num_tokens /= self.train.layout.context
+        vocabulary = size.vocabulary_size / self.train.layout.tensor
+        kept = min(KEPT_BYTES, num_tokens * vocabulary * self._item / 2)
+        block = min(
+            BLOCK_BYTES["cuda" if self.on_cuda else "cpu"], num_tokens * vocabulary * 4
+        )
+        hidden = num_tokens * size.vocabulary / size.vocabulary_size * (self._item + 4)
+        return kept + _BLOCK_COPIES * block + hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """Bytes of the frozen reference's weights in the memory that the estimate is of."""
+
+    kept: float
+    in_pass: float
+    """What its pass brings there; 0: nothing that is not there already."""
+
+
+def _in_flight(layout: ParallelLayout, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at once, if there are enough of
+    them: those that it has sent on and that have not come back (1F1B, or Megatron's
+    interleaved schedule of chunks)."""
+    stages_after = layout.pipeline - stage - 1
+    if layout.virtual_pipeline == 1:
+        return stages_after + 1
+    chunks = 2 * stages_after + (layout.virtual_pipeline - 1) * layout.pipeline + 1
+    return chunks / layout.virtual_pipeline

@@ -1,0 +1,199 @@
+"""The critic of one rank: a second model with an optimizer of its own, on the policy's
+ranks or on others (`critic_rank.py`).
+
+It computes the values of a batch before the batch's first optimizer step, and learns
+the returns in one optimizer step per mini-batch, in the micro-batches of the policy.
+Imported after `device.prepare()`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from numpy.typing import NDArray
+
+from invrl.algorithms.config import CriticConfig
+from invrl.algorithms.value_loss import value_loss
+from invrl.families.model_config import HuggingFaceConfig
+from invrl.train.batches.micro_batch import MicroBatch
+from invrl.train.config import TrainConfig
+from invrl.train.critic.critic_model import CriticModel, build_critic, critic_shape
+from invrl.train.model.nonfinite_steps import nonfinite
+from invrl.train.model.optimizer import apply_gradients, distribute, make_schedule
+from invrl.train.model.pipeline_schedule import (
+    Packed,
+    SampleNumbers,
+    forward_pass,
+    run_schedule,
+)
+from invrl.train.parallel.process_group import any_rank
+from invrl.train.rank_settings import RankSettings
+from invrl.train.runtime import device
+from invrl.train.runtime.device import to_device
+from invrl.train.runtime.megatron_args import MegatronOptions
+from invrl.types.metrics import Mean, Metric, merge
+
+
+def critic_settings(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
+    """The policy's settings with the critic's learning rate, warm-up and bound in their
+    place."""
+    return train.model_copy(
+        update={
+            "lr": critic.lr,
+            "lr_min": 0.0,
+            "lr_warmup_steps": critic.lr_warmup_steps,
+            "lr_decay_style": "constant",
+            "lr_decay_steps": None,
+            "clip_grad": critic.clip_grad,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Targets:
+    """What the critic learns of a mini-batch: one array [T] per sample."""
+
+    old: Sequence[NDArray[np.float32]]
+    """Values before the batch's first optimizer step."""
+    returns: Sequence[NDArray[np.float32]]
+    tokens: float
+    """Trained tokens of the whole mini-batch, over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CriticStep:
+    """What an optimizer step of the critic did."""
+
+    grad_norm: float
+    """0: no step was made. Not finite: neither."""
+    bad_losses: list[float]
+    """Losses on this rank that are not finite."""
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A micro-batch, and what the loss of its values needs: float32 [N] each."""
+
+    micro_batch: MicroBatch
+    old_N: torch.Tensor
+    returns_N: torch.Tensor
+    tokens: float
+
+
+@dataclass(slots=True, eq=False)
+class Critic:
+    """Values and value steps of one rank."""
+
+    models: Sequence[CriticModel]
+    """Its chunks of this rank."""
+    chunks: Sequence[DistributedDataParallel]
+    """The same, behind Megatron's DDP."""
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+    _: KW_ONLY
+    value_clip: float
+    warmup_batches: int
+    """In so many of the first batches the critic alone learns."""
+    batches: int = 0
+    """Trained since the beginning of the run; saved with the weights."""
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether the next batch is one of the warm-up."""
+        return self.batches < self.warmup_batches
+
+    def values(self, packed: Sequence[Packed]) -> list[SampleNumbers]:
+        """Of the wanted tokens of each part, under the critic as it is now, 0
+        elsewhere. All 0 on a pipeline stage that is not the last."""
+        return forward_pass(self.chunks, packed)
+
+    def step(self, packed: Packed, targets: Targets) -> CriticStep:
+        """One optimizer step on a mini-batch. All ranks call it together. A loss that
+        is not finite, on any rank, or such a gradient changes nothing."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+
+        def forward_step(
+            work: Iterator[_Work], model: torch.nn.Module
+        ) -> tuple[Any, Any]:
+            item = next(work)
+            output = model(item.micro_batch)
+            if isinstance(output, torch.Tensor):
+                return output, None  # hidden states for the next chunk
+
+            def compute_loss(
+                values_N: torch.Tensor,
+            ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
+                outputs = value_loss(
+                    values_N,
+                    item.old_N,
+                    item.returns_N,
+                    clip=self.value_clip,
+                    tokens=item.tokens,
+                )
+                losses.append(outputs.loss.detach())
+                return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
+
+            return output[0], compute_loss
+
+        work = [_work(micro_batch, targets) for micro_batch in packed.micro_batches]
+        loss_metrics = run_schedule(self.chunks, forward_step, work, forward_only=False)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        bad_losses = nonfinite(losses)
+        grad_norm = math.nan
+        if not any_rank(bool(bad_losses)):
+            grad_norm = apply_gradients(self.optimizer)
+        if not math.isfinite(grad_norm):
+            return CriticStep(grad_norm=grad_norm, bad_losses=bad_losses, metrics={})
+        if grad_norm > 0.0:
+            self.schedule.step(1)
+        step_metrics = {
+            "critic_grad_norm": Mean(grad_norm),
+            "critic_lr": Mean(learning_rate),
+        }
+        return CriticStep(
+            grad_norm=grad_norm,
+            bad_losses=[],
+            metrics=merge([*loss_metrics, step_metrics]),
+        )
+
+
+def make_critic(
+    settings: RankSettings, config: HuggingFaceConfig, options: MegatronOptions
+) -> Critic:
+    """The critic over a rank's chunks of its own model, with their optimizer. `config`:
+    of the policy."""
+    critic = settings.algorithm.critic or CriticConfig.model_validate({})
+    train = critic_settings(settings.train, critic)
+    chunks = build_critic(
+        critic_shape(config),
+        settings.critic_path or settings.model_path,
+        getattr(torch, train.train_dtype),
+        settings.layout,
+        options.transformer,
+    )
+    distributed, optimizer = distribute(chunks, train, options)
+    return Critic(
+        chunks,
+        distributed,
+        optimizer,
+        make_schedule(optimizer, train),
+        value_clip=critic.value_clip or 0.0,
+        warmup_batches=critic.warmup_steps,
+    )
+
+
+def _work(micro_batch: MicroBatch, targets: Targets) -> _Work:
+    def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+        return to_device(micro_batch.pick(arrays), device.device())
+
+    return _Work(micro_batch, pick(targets.old), pick(targets.returns), targets.tokens)

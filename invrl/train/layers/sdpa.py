@@ -1,0 +1,185 @@
+"""The SDPA calls of a layer over a packed row, and their masks.
+
+SDPA on CPU has a kernel only for queries, keys and values of one size; otherwise it
+keeps all scores, which are quadratic in the row. Latent attention (MLA) has smaller
+values, which are padded. Queries that follow a prefix see all of it, and themselves
+causally. SDPA on CPU has no such mask of its own, so a call has an explicit one and
+takes `QUERY_CHUNK` queries at most. These masks differ in size alone: all of them are
+views of one, so that a long row needs the mask of one call, not one of its square.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from invrl.train.batches.micro_batch import AttentionBlock
+from invrl.train.runtime.device import to_device
+
+QUERY_CHUNK = 1024
+"""Queries of one call under an explicit causal mask."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """The next queries of a block, and the keys that they see."""
+
+    num_queries: int
+    num_keys: int
+    """Of the block's keys, the first so many."""
+    bias_QK: torch.Tensor | None
+    """0 where a query sees a key, else -inf. None: causal, with as many keys as
+    queries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCalls:
+    """The calls of one attention block."""
+
+    num_queries: int
+    num_keys: int
+    calls: tuple[AttentionCall, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCalls:
+    """The calls of all blocks.
+
+    The keys of all blocks are gathered at once and then split: if each block took its
+    own slice, each would cost a gradient as long as the whole row.
+    """
+
+    keys_K: torch.Tensor | None
+    """Places of the keys of all blocks among the keys that the rank has, block by
+    block; None: [0, P)."""
+    blocks: tuple[BlockCalls, ...]
+
+    @staticmethod
+    def of(
+        blocks: Sequence[AttentionBlock],
+        gathered_P: NDArray[np.int64] | None,
+        target: torch.device,
+        dtype: torch.dtype,
+    ) -> "AttentionCalls":
+        """`gathered_P`: as in `ContextShare`. `dtype`: the dtype in which attention is
+        computed; SDPA needs the bias in it."""
+        keys_by_block = [
+            np.concatenate([block.prefix_K, np.arange(block.start, block.end)])
+            for block in blocks
+        ]
+        keys_K = None
+        if gathered_P is not None:
+            keys_K = to_device(gathered_P[np.concatenate(keys_by_block)], target)
+        elif any(len(block.prefix_K) for block in blocks):
+            keys_K = to_device(np.concatenate(keys_by_block), target)
+        largest_QK = _largest_causal_bias(blocks, target, dtype)
+        block_calls: list[BlockCalls] = []
+        for block, block_keys_K in zip(blocks, keys_by_block, strict=True):
+            num_queries = block.end - block.start
+            num_keys = len(block_keys_K)
+            if block.mask_QK is not None:
+                bias_QK = _bias(block.mask_QK, target, dtype)
+                calls = (AttentionCall(num_queries, num_keys, bias_QK),)
+            elif len(block.prefix_K) == 0:
+                calls = (AttentionCall(num_queries, num_keys, None),)
+            else:
+                calls = _causal_calls(num_queries, len(block.prefix_K), largest_QK)
+            block_calls.append(BlockCalls(num_queries, num_keys, calls))
+        return AttentionCalls(keys_K=keys_K, blocks=tuple(block_calls))
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """The output [1, heads, Q, dim] for queries of that shape; keys and values [1,
+        heads, K, dim] have fewer heads. `scale`: of the products of queries and
+        keys."""
+        if self.keys_K is not None:
+            keys = keys.index_select(2, self.keys_K)
+            values = values.index_select(2, self.keys_K)
+        value_dim = values.shape[-1]
+        dim = max(queries.shape[-1], value_dim)
+        queries = _padded(queries, dim)
+        keys = _padded(keys, dim)
+        values = _padded(values, dim)
+        num_queries = [block.num_queries for block in self.blocks]
+        num_keys = [block.num_keys for block in self.blocks]
+        blocks = zip(
+            queries.split(num_queries, dim=2),
+            keys.split(num_keys, dim=2),
+            values.split(num_keys, dim=2),
+            self.blocks,
+            strict=True,
+        )
+        outputs: list[torch.Tensor] = []
+        for block_queries, block_keys, block_values, block in blocks:
+            queries_by_call = block_queries.split(
+                [call.num_queries for call in block.calls], dim=2
+            )
+            for call_queries, call in zip(queries_by_call, block.calls, strict=True):
+                output = scaled_dot_product_attention(
+                    call_queries,
+                    block_keys[:, :, : call.num_keys],
+                    block_values[:, :, : call.num_keys],
+                    attn_mask=call.bias_QK,
+                    is_causal=call.bias_QK is None,
+                    scale=scale,
+                    enable_gqa=True,
+                )
+                outputs.append(output)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return output[..., :value_dim]
+
+
+def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`tensor` with zeros up to `dim` numbers in each vector."""
+    missing = dim - tensor.shape[-1]
+    return pad(tensor, (0, missing)) if missing else tensor
+
+
+def _bias(
+    mask_QK: NDArray[np.bool_], target: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    hidden_QK = torch.from_numpy(~mask_QK)
+    bias_QK = torch.zeros(mask_QK.shape, dtype=dtype)
+    return bias_QK.masked_fill_(hidden_QK, float("-inf")).to(target)
+
+
+def _largest_causal_bias(
+    blocks: Sequence[AttentionBlock], target: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """That of as many queries and keys as any call has which follows a prefix."""
+    num_queries = 0
+    num_keys = 0
+    for block in blocks:
+        if block.mask_QK is None and len(block.prefix_K):
+            num_queries = max(num_queries, min(block.end - block.start, QUERY_CHUNK))
+            num_keys = max(num_keys, len(block.prefix_K) + block.end - block.start)
+    return _bias(
+        np.tri(num_queries, num_keys, num_keys - num_queries, dtype=np.bool_),
+        target,
+        dtype,
+    )
+
+
+def _causal_calls(
+    num_queries: int, num_prefix: int, largest_QK: torch.Tensor
+) -> tuple[AttentionCall, ...]:
+    """Of queries that follow a prefix. The last query of each call sees the last of its
+    keys: the mask is the lower right corner of the largest one."""
+    calls: list[AttentionCall] = []
+    for start in range(0, num_queries, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, num_queries)
+        num_keys = num_prefix + end
+        corner_QK = largest_QK[
+            len(largest_QK) - (end - start) :, largest_QK.shape[1] - num_keys :
+        ]
+        calls.append(AttentionCall(end - start, num_keys, corner_QK))
+    return tuple(calls)

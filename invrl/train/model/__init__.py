@@ -1,0 +1,4 @@
+"""The policy's model, the schedule that takes rows through it, and its optimizer.
+
+Start with `policy_model.py`.
+"""

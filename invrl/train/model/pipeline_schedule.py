@@ -1,0 +1,137 @@
+"""Packed rows through the chunks of a model, in Megatron's schedule, whatever the
+layout of ranks.
+
+Every rank of a replica has the same micro-batches; only the last pipeline stage has the
+model's outputs. Imported after `device.prepare()`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+
+from invrl.train.batches.micro_batch import EMPTY_MICRO_BATCH, MicroBatch, Row
+from invrl.train.batches.packing import pack
+from invrl.train.config import TrainConfig
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.model.step_progress import StepProgress
+from invrl.train.parallel.process_group import largest_of_expert_ranks
+from invrl.train.parallel_layout import ParallelLayout
+
+SampleNumbers = list[NDArray[np.float32]]
+"""One array [T] per sample of a mini-batch: a number for each of its trained tokens, 0
+elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Rows, and the micro-batches that they became."""
+
+    rows: Sequence[Row]
+    micro_batches: list[MicroBatch]
+
+
+def micro_batches_of(packed: Sequence[Packed]) -> list[MicroBatch]:
+    """Of all parts, one after the other."""
+    return [micro_batch for part in packed for micro_batch in part.micro_batches]
+
+
+def pack_rows(
+    rows: Sequence[Row],
+    *,
+    train: TrainConfig,
+    layout: ParallelLayout,
+    cost: ComputeCost,
+) -> Packed:
+    """Micro-batches of the rows, as many as the ranks of the layout need to meet in
+    each of them."""
+    micro_batches = pack(
+        rows,
+        max_tokens=train.microbatch_tokens,
+        share_prefixes=train.share_prefixes,
+        cost=cost,
+    )
+    number = len(micro_batches)
+    if layout.expert > 1:
+        # In each layer the ranks that divide its experts wait for each other's tokens.
+        number = int(largest_of_expert_ranks(number))
+    if layout.virtual_pipeline > 1:
+        # The interleaved schedule takes as many micro-batches at a time as there are
+        # stages.
+        number += -number % layout.pipeline
+    micro_batches += [EMPTY_MICRO_BATCH] * (number - len(micro_batches))
+    return Packed(rows, micro_batches)
+
+
+def run_schedule(
+    chunks: Sequence[DistributedDataParallel],
+    forward_step: Callable[..., Any],
+    items: Sequence[Any],
+    *,
+    forward_only: bool,
+    progress: StepProgress | None = None,
+) -> list[Any]:
+    """Megatron's schedule over one item per micro-batch. Returns what the forward
+    step's loss function gives for each of them; nothing on a pipeline stage that is not
+    the last. `progress`: counts the items that this rank's first chunk has begun
+    with."""
+    iterators = [iter(items) for _ in chunks]
+    if progress is not None:
+        iterators[0] = progress.counted(items, len(items))
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators,
+        model=list(chunks),
+        num_microbatches=len(items),
+        seq_length=0,  # the stages tell each other the shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def forward_pass(
+    chunks: Sequence[DistributedDataParallel],
+    packed: Sequence[Packed],
+    progress: StepProgress | None = None,
+) -> list[SampleNumbers]:
+    """One forward pass over all these rows, without gradient: the first of the model's
+    outputs, for each part. All 0 on a pipeline stage that is not the last."""
+    with torch.no_grad():
+        outputs: list[torch.Tensor] = run_schedule(
+            chunks,
+            _forward_only,
+            micro_batches_of(packed),
+            forward_only=True,
+            progress=progress,
+        )
+    outputs_by_micro_batch = iter(outputs)
+    by_part: list[SampleNumbers] = []
+    for part in packed:
+        arrays = [np.zeros(len(row.tokens_T), np.float32) for row in part.rows]
+        if outputs:  # the last pipeline stage has them
+            for micro_batch in part.micro_batches:
+                micro_batch.place(next(outputs_by_micro_batch).cpu().numpy(), arrays)
+        by_part.append(arrays)
+    return by_part
+
+
+def _forward_only(
+    micro_batches: Iterator[MicroBatch], model: torch.nn.Module
+) -> tuple[Any, Any]:
+    """Megatron's forward step where a number for each wanted token is all that is
+    wanted."""
+    output = model(next(micro_batches))
+    if isinstance(output, torch.Tensor):
+        return output, None  # hidden states for the next chunk
+    return output[0], _unchanged
+
+
+def _unchanged(output_N: torch.Tensor, *, non_loss_data: bool) -> torch.Tensor:
+    """What Megatron calls in the place of a loss function."""
+    return output_N

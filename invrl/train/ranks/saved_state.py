@@ -1,0 +1,209 @@
+"""One rank's share of a Megatron distributed checkpoint: what every state on disk has
+in common.
+
+A checkpoint that one layout of ranks wrote can be loaded by any other.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from invrl.errors import TrainError
+from invrl.store.checksummed_file import ChecksummedFile
+from invrl.train.model.policy_model import PolicyModel
+from invrl.train.ranks.checkpoint_writer import LateTensors, TensorByTensor, gather_late
+from invrl.train.runtime import device
+from invrl.train.runtime.adamw_repairs import complete_states, steps_made, write_steps
+from invrl.types.file_entry import FileEntries
+
+
+class SavedState:
+    """Saves one rank's share of models and their optimizers, and its random state."""
+
+    def __init__(self, optimizers: Sequence[ChainedOptimizer]) -> None:
+        self._late = LateTensors()
+        for optimizer in optimizers:
+            for part in optimizer.chained_optimizers:
+                if isinstance(part, DistributedOptimizer):
+                    gather_late(part, self._late)
+
+    def save(self, path: str) -> FileEntries:
+        """Called on all ranks together. Returns the entries of the files that this rank
+        has written. Raises TrainError if the folder is not empty or cannot be
+        written."""
+        saving = self._begin(path, copies=False)
+        saving.write()
+        torch.distributed.barrier()
+        return saving.finish()
+
+    def copy(self, path: str) -> "Saving":
+        """The same in three parts, of which the second may be done in another thread
+        while training goes on: `Saving.write`. A copy of all that this rank writes is
+        in memory until then. Called on all ranks together. Raises TrainError if the
+        folder is not empty."""
+        return self._begin(path, copies=True)
+
+    def _begin(self, path: str, *, copies: bool) -> "Saving":
+        folder = Path(path)
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        if any(folder.iterdir()):
+            raise TrainError(
+                f"{folder} is not empty: a checkpoint is not written over another"
+            )
+        torch.distributed.barrier()
+        self._late.clear()
+        state = self._sharded_state(is_loading=False)
+        tensors = TensorByTensor(self._late, copies=copies)
+        request = dist_checkpointing.save(
+            state, str(folder), tensors, async_sharded_save=True
+        )
+        assert request is not None
+        return Saving(folder, request, tensors, device.random_state())
+
+    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Trained:
+    """A model with its optimizer and schedule."""
+
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        optimizer: ChainedOptimizer,
+        schedule: OptimizerParamScheduler,
+    ) -> None:
+        self._chunks = {f"model{number}": chunk for number, chunk in enumerate(chunks)}
+        self._optimizer = optimizer
+        self._schedule = schedule
+
+    @property
+    def chunk_names(self) -> Sequence[str]:
+        """Their keys in `sharded_state`."""
+        return list(self._chunks)
+
+    def sharded_state(
+        self, metadata: dict[str, Any], *, is_loading: bool
+    ) -> dict[str, Any]:
+        model: dict[str, Any] = {
+            name: chunk.sharded_state_dict(metadata=metadata)
+            for name, chunk in self._chunks.items()
+        }
+        parts = self._optimizer.chained_optimizers
+        for part in parts:
+            if isinstance(part.optimizer, torch.optim.AdamW) and not isinstance(
+                part, DistributedOptimizer
+            ):
+                complete_states(part.optimizer)
+        optimizer: Any = self._optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        )
+        steps = _steps_of_all_ranks(parts)
+        for place, part in enumerate(parts):
+            of_part = optimizer if len(parts) == 1 else optimizer[place]
+            write_steps(
+                of_part, steps, is_distributed=isinstance(part, DistributedOptimizer)
+            )
+        return {
+            **model,
+            "optimizer": optimizer,
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """`state`: as `sharded_state` describes it, filled."""
+        for name, chunk in self._chunks.items():
+            chunk.load_state_dict(state[name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.num_steps = 0  # Megatron adds the saved number to it
+        self._schedule.load_state_dict(state["schedule"])
+
+
+def _steps_of_all_ranks(parts: Sequence[Any]) -> float:
+    """The steps of the rank that has made the most. Called on all ranks together."""
+    steps = torch.tensor(
+        [steps_made([part.optimizer for part in parts])], device=device.device()
+    )
+    torch.distributed.all_reduce(steps, torch.distributed.ReduceOp.MAX)
+    return steps.item()
+
+
+class Saving:
+    """A checkpoint that is being written by this rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        request: AsyncRequest,
+        tensors: TensorByTensor,
+        random_state: object,
+    ) -> None:
+        self._folder = folder
+        self._request = request
+        self._tensors = tensors
+        self._random_state = random_state
+
+    def write(self) -> None:
+        """Writes this rank's tensors. `finish` raises what fails here."""
+        assert self._request.async_fn is not None
+        self._request.async_fn(*self._request.async_fn_args)
+
+    def finish(self) -> FileEntries:
+        """Called on all ranks together, once all have written. Returns the entries of
+        the files that this rank has written. Raises TrainError if they could not be
+        written."""
+        try:
+            for finish in self._request.finalize_fns:
+                finish()
+        except (
+            CheckpointException
+        ) as error:  # a BaseException, and only rank 0's names the cause
+            causes = [str(cause) for cause, _ in error.failures.values()] or [
+                "another rank failed"
+            ]
+            raise TrainError(
+                f"the checkpoint {self._folder} could not be written: {causes[0]}"
+            ) from error
+        rng_file = _rng_file(self._folder)
+        rng_file.parent.mkdir(exist_ok=True)
+        with ChecksummedFile(rng_file) as file:
+            torch.save(self._random_state, cast(Any, file))
+        torch.distributed.barrier()
+        return {
+            **self._tensors.written,
+            rng_file.relative_to(self._folder).as_posix(): file.entry(),
+        }
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """What Megatron's models and optimizers are asked for: a state that any layout can
+    load."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(
+            with_context_parallel=True
+        ),
+    }
+
+
+def load_random_state(path: str) -> None:
+    """Of this rank; it stays as it is for a rank that the saving run did not have."""
+    rng_file = _rng_file(Path(path))
+    if rng_file.exists():
+        device.set_random_state(torch.load(rng_file, weights_only=True))
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / "rng" / f"rank-{torch.distributed.get_rank()}.pt"

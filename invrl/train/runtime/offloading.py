@@ -1,0 +1,90 @@
+"""The memory that a rank needs only while it trains: gradients, master weights and
+Adam's moments.
+
+Where engines share the GPU a rank gives it back between two training steps. Gradients
+are dropped, because every step begins with zeros. Master weights and moments go to
+pinned memory of the host and come back as they were, bit for bit. The weights that the
+model computes with stay: engines get them, and the canary is computed with them.
+
+While they are away, the tensors are those in the host's memory, so a checkpoint is
+saved from there. On a CPU the same copies are made from memory to memory. Imported
+after `device.prepare()`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from invrl.train.runtime import device
+
+
+class TrainingMemory:
+    """`chunks` and `optimizers`: all of the rank, also those of a critic that it
+    has."""
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizers: Sequence[ChainedOptimizer],
+    ) -> None:
+        self._chunks = chunks
+        self._optimizers = optimizers
+        self.is_offloaded = False
+
+    def offload(self) -> None:
+        """Gives the memory back to the device. Does nothing where that is done."""
+        if self.is_offloaded:
+            return
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()  # parts of the gradients' memory
+        states = list(self._states())
+        copies = [device.copy_to_host(state.data) for state in states]
+        device.wait()
+        for state, copy in zip(states, copies, strict=True):
+            state.data = copy
+        for buffer in self._buffers():
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
+        self.is_offloaded = True
+        del states, copies
+        device.free_unused_memory()
+
+    def restore(self) -> None:
+        """Takes the memory again; gradients are 0. Does nothing where nothing is
+        offloaded."""
+        if not self.is_offloaded:
+            return
+        for buffer in self._buffers():
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
+        states = list(self._states())
+        copies = [device.copy_to_device(state.data) for state in states]
+        device.wait()
+        for state, copy in zip(states, copies, strict=True):
+            state.data = copy
+        self.is_offloaded = False
+
+    def _buffers(self) -> Iterator[Any]:
+        """Megatron's, each of which has the gradients of many parameters."""
+        for chunk in self._chunks:
+            yield from cast(Any, chunk.buffers)
+            yield from cast(Any, chunk.expert_parallel_buffers)
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        """Master weights that are not the model's own memory, and moments. Not the step
+        counts, which are single numbers."""
+        model_storages = {
+            parameter.untyped_storage().data_ptr()
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+        }
+        for optimizer in self._optimizers:
+            for part in optimizer.chained_optimizers:
+                for group in part.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.untyped_storage().data_ptr() not in model_storages:
+                            yield parameter
+                        for state in part.optimizer.state.get(parameter, {}).values():
+                            if torch.is_tensor(state) and state.dim() > 0:
+                                yield state

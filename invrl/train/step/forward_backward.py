@@ -1,0 +1,122 @@
+"""The loss of a mini-batch in Megatron's schedule: its gradients, or its metrics alone.
+
+No number is read from the device before the last micro-batch has been given to it, so
+the host prepares the next micro-batches while a GPU computes.
+
+Imported after `device.prepare()`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from invrl.algorithms.loss_inputs import LossOutputs
+from invrl.algorithms.objectives import check_outputs
+from invrl.interfaces import Objective
+from invrl.train.model.nonfinite_steps import on_host
+from invrl.train.model.pipeline_schedule import run_schedule
+from invrl.train.model.step_progress import StepProgress
+from invrl.train.runtime import device
+from invrl.train.step.loss_tensors import LossWork
+from invrl.types.metrics import Metric, Sum
+
+
+@dataclass(slots=True, eq=False)
+class LossPass:
+    """One pass over the micro-batches of a mini-batch."""
+
+    chunks: Sequence[DistributedDataParallel]
+    name: str
+    """Of the objective."""
+    objective: Objective
+    records_logprobs: bool
+    progress: StepProgress | None = None
+    losses: list[float] = field(default_factory=list, init=False)
+    """Of each micro-batch on this rank, once all are computed: their sum over ranks is
+    what is minimized."""
+    stopwatch: device.Stopwatch = field(default_factory=device.Stopwatch, init=False)
+    """Runs while a loss is computed."""
+    _losses: list[torch.Tensor] = field(default_factory=list, init=False)
+    """A scalar for each micro-batch, on the device."""
+    current: list[torch.Tensor] = field(default_factory=list, init=False)
+    """The policy's log-probs [N] of each micro-batch, if they are recorded."""
+
+    @property
+    def bad_losses(self) -> list[float]:
+        """Those of the losses that are not finite."""
+        return [loss for loss in self.losses if not math.isfinite(loss)]
+
+    def gradients(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+        """Adds the gradients of a mini-batch, summed over its micro-batches and reduced
+        over ranks.
+
+        Returns the metrics of each micro-batch.
+        """
+        metrics = run_schedule(
+            self.chunks,
+            self._forward_step,
+            work,
+            forward_only=False,
+            progress=self.progress,
+        )
+        self.losses = on_host(self._losses)
+        return [dict(part) for part in metrics]
+
+    def metrics(self, work: Sequence[LossWork]) -> list[dict[str, Metric]]:
+        """Of each micro-batch, without gradient. `loss` is the objective's own metric
+        of that name, and its loss where it has none."""
+        with torch.no_grad():
+            outputs: list[LossOutputs] = run_schedule(
+                self.chunks,
+                self._evaluation_step,
+                work,
+                forward_only=True,
+                progress=self.progress,
+            )
+        return [{"loss": Sum(float(part.loss)), **part.metrics} for part in outputs]
+
+    def _forward_step(
+        self, work: Iterator[LossWork], model: torch.nn.Module
+    ) -> tuple[Any, Any]:
+        """Megatron's forward step: the model's output, and the function that makes a
+        loss of it."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None  # hidden states for the next chunk
+        logprobs_N, *others = output
+
+        def compute_loss(
+            current_N: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, Metric]]:
+            """Returns (loss to sum, Megatron's token count, which we do not use,
+            metrics)."""
+            if self.records_logprobs:
+                self.current.append(current_N.detach())
+            with self.stopwatch.running():
+                outputs = self.objective(item.inputs(current_N, *others))
+            check_outputs(self.name, outputs)
+            self._losses.append(outputs.loss.detach())
+            return outputs.loss, torch.tensor(1, dtype=torch.int), outputs.metrics
+
+        return logprobs_N, compute_loss
+
+    def _evaluation_step(
+        self, work: Iterator[LossWork], model: torch.nn.Module
+    ) -> tuple[Any, Any]:
+        """Megatron's forward step where the metrics of the loss are all that is
+        wanted."""
+        item = next(work)
+        output = model(item.micro_batch)
+        if isinstance(output, torch.Tensor):
+            return output, None
+        logprobs_N, *others = output
+
+        def measure(current_N: torch.Tensor, *, non_loss_data: bool) -> LossOutputs:
+            return self.objective(item.inputs(current_N, *others))
+
+        return logprobs_N, measure

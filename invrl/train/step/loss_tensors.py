@@ -1,0 +1,195 @@
+"""What the loss of each micro-batch is computed from, besides the current policy's
+numbers.
+
+The values of a micro-batch's wanted tokens are picked out of the arrays of the
+mini-batch's samples. Imported after `device.prepare()`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows, TopTokens
+from invrl.algorithms.objectives import TEACHER_COLUMN, needs_of
+from invrl.algorithms.old_policy import STALENESS
+from invrl.train.batches.micro_batch import MicroBatch
+from invrl.train.critic.critic import Targets
+from invrl.train.model.pipeline_schedule import Packed, SampleNumbers
+from invrl.train.runtime import device
+from invrl.train.runtime.device import to_device
+from invrl.train.step.mid_turn_updates import sampled_after_update
+from invrl.train.step.sample_columns import common_names
+from invrl.types import TrainBatch
+from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossWork:
+    """A micro-batch, and everything that its loss needs besides the current policy's
+    numbers."""
+
+    micro_batch: MicroBatch
+    loss_inputs: "partial[LossInputs]"
+    """Lacks `current_N`, `entropy_N`, `top` and `router_shift_N`."""
+    top: "partial[TopTokens] | None"
+    """Lacks `current_NK`. None: the objective does not need them."""
+
+    def inputs(
+        self,
+        current_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        current_NK: torch.Tensor | None,
+        router_shift_N: torch.Tensor | None,
+    ) -> LossInputs:
+        """The model's outputs; `current_NK` None: the micro-batch has no candidates."""
+        top = None
+        if self.top is not None:
+            if current_NK is None:
+                current_NK = self.top.keywords[
+                    "rollout_NK"
+                ]  # minus infinity, as under any policy
+            top = self.top(current_NK=current_NK)
+        return self.loss_inputs(
+            current_N=current_N,
+            entropy_N=entropy_N,
+            top=top,
+            router_shift_N=router_shift_N,
+        )
+
+
+def loss_work(
+    mini_batch: TrainBatch,
+    packed: Packed,
+    old: SampleNumbers | None,
+    reference: SampleNumbers | None,
+    numbers: Sequence[Mapping[str, float]],
+    *,
+    algorithm: AlgorithmConfig,
+    teacher: SampleNumbers | None = None,
+    targets: Targets | None = None,
+) -> list[LossWork]:
+    """One for each micro-batch."""
+    with_staleness = algorithm.old_logprobs == "interpolated"
+    with_top = needs_of(algorithm).top_logprobs
+    return [
+        _of_micro_batch(
+            mini_batch,
+            micro_batch,
+            old,
+            reference,
+            numbers,
+            teacher=teacher,
+            targets=targets,
+            with_staleness=with_staleness,
+            with_top=with_top,
+        )
+        for micro_batch in packed.micro_batches
+    ]
+
+
+def _of_micro_batch(
+    mini_batch: TrainBatch,
+    micro_batch: MicroBatch,
+    old: SampleNumbers | None,
+    reference: SampleNumbers | None,
+    numbers: Sequence[Mapping[str, float]],
+    *,
+    teacher: SampleNumbers | None,
+    targets: Targets | None,
+    with_staleness: bool,
+    with_top: bool,
+) -> LossWork:
+    """Picks the values of the micro-batch's wanted tokens out of the mini-batch's
+    arrays."""
+    samples = mini_batch.samples
+
+    def pick(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+        return to_device(micro_batch.pick(arrays), device.device())
+
+    def of_rows(values: Iterable[float]) -> torch.Tensor:
+        return to_device(np.array(list(values), np.float32), device.device())
+
+    trained = mini_batch.trained
+    row_indices = [index for index, wanted_N in micro_batch.rows if len(wanted_N)]
+    row_samples = [samples[index] for index in row_indices]
+    tokens_of_row = [len(wanted_N) for _, wanted_N in micro_batch.rows if len(wanted_N)]
+    rows = Rows(
+        row_N=to_device(
+            np.arange(len(row_indices)).repeat(tokens_of_row), device.device()
+        ),
+        tokens_R=of_rows(tokens_of_row),
+        rollout_tokens_R=of_rows(
+            trained.tokens_of_rollout[sample.rollout_id] for sample in row_samples
+        ),
+        group_tokens_R=of_rows(
+            trained.tokens_of_group[sample.group_id] for sample in row_samples
+        ),
+    )
+    columns: dict[str, torch.Tensor] = {}
+    for name in common_names([sample.columns for sample in samples]):
+        columns[name] = pick([sample.columns[name] for sample in samples])
+    if teacher is not None:
+        columns[TEACHER_COLUMN] = pick(teacher)
+    if with_staleness:
+        ages = [mini_batch.version - sample.versions_T for sample in samples]
+        columns[STALENESS] = pick([ages_T.astype(np.float32) for ages_T in ages])
+    row_numbers: dict[str, torch.Tensor] = {}
+    for name in common_names([numbers[index] for index in row_indices]):
+        row_numbers[name] = of_rows(numbers[index][name] for index in row_indices)
+    after_update = [
+        sampled_after_update(sample, mini_batch.version)
+        for sample in mini_batch.samples
+    ]
+    after_update_N = None
+    if any(after_update_T.any() for after_update_T in after_update):
+        after_update_N = (
+            pick([after_update_T.astype(np.float32) for after_update_T in after_update])
+            > 0
+        )
+    loss_inputs = partial(
+        LossInputs,
+        rollout_N=pick([sample.rollout_logprobs_T for sample in mini_batch.samples]),
+        advantages_N=pick(mini_batch.advantages),
+        old_N=None if old is None else pick(old),
+        reference_N=None if reference is None else pick(reference),
+        values_N=None if targets is None else pick(targets.old),
+        rows=rows,
+        denominators=Denominators.of(trained),
+        columns=columns,
+        numbers=row_numbers,
+        after_update_N=after_update_N,
+    )
+    top = _top_tokens(mini_batch, micro_batch) if with_top else None
+    return LossWork(micro_batch, loss_inputs, top)
+
+
+def _top_tokens(
+    mini_batch: TrainBatch, micro_batch: MicroBatch
+) -> "partial[TopTokens]":
+    """The candidates of the micro-batch's wanted tokens, without their current
+    log-probs. K is 1 where no row has candidates."""
+    candidates_NK = micro_batch.candidates_NK
+    if candidates_NK is None:
+        candidates_NK = np.full((len(micro_batch.targets_N), 1), NO_TOKEN, np.int64)
+    width = candidates_NK.shape[1]
+    rollout = [TopLogprobs.none(0, width)]
+    for index, wanted_N in micro_batch.rows:
+        top = mini_batch.samples[index].top_logprobs
+        if top is None:
+            rollout.append(TopLogprobs.none(len(wanted_N), width))
+        else:
+            rollout.append(top.at(wanted_N))
+    rollout_NK = TopLogprobs.joined(rollout).logprobs_TK[:, :width]
+    target = device.device()
+    ids_NK = to_device(candidates_NK, target)
+    return partial(
+        TopTokens,
+        rollout_NK=to_device(rollout_NK, target),
+        ids_NK=ids_NK,
+        is_sampled_NK=ids_NK == to_device(micro_batch.targets_N, target)[:, None],
+    )

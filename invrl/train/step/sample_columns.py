@@ -1,0 +1,109 @@
+"""Numbers of the rows of a mini-batch: their own, those that an objective gives a row
+because of others, and the weights of rollouts by their lengths.
+
+Imported after `device.prepare()`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.algorithms.length_weights import length_numbers
+from invrl.algorithms.objectives import coupling_of
+from invrl.algorithms.row_table import RowTable
+from invrl.errors import TrainError
+from invrl.interfaces import Objective
+from invrl.train.model.pipeline_schedule import SampleNumbers
+from invrl.train.parallel.process_group import gather_rows
+from invrl.types import TrainBatch
+
+
+def coupled_numbers(
+    name: str,
+    objective: Objective,
+    mini_batch: TrainBatch,
+    current: SampleNumbers,
+    reference: SampleNumbers | None,
+) -> list[Mapping[str, float]]:
+    """Those of each sample, its own included. `name`: of the objective, which compares
+    the rows of all ranks. `current`, `reference`: log-probs of the trained tokens.
+    Raises TrainError if the objective gives a name that a row has already."""
+    numbers: list[Mapping[str, float]] = [
+        sample.numbers for sample in mini_batch.samples
+    ]
+    indices = [
+        index
+        for index, sample in enumerate(mini_batch.samples)
+        if sample.loss_mask_T.any()
+    ]
+    table, first = gather_rows(_row_table(mini_batch, indices, current, reference))
+    coupled = coupling_of(name, objective)(table)
+    for place, index in enumerate(indices, start=first):
+        _check_names(name, coupled, numbers[index])
+        of_row = {key: float(values_M[place]) for key, values_M in coupled.items()}
+        numbers[index] = {**numbers[index], **of_row}
+    return numbers
+
+
+def weighted_by_length(
+    mini_batch: TrainBatch,
+    numbers: Sequence[Mapping[str, float]],
+    *,
+    exponent: float,
+    scale: float,
+) -> list[Mapping[str, float]]:
+    """The numbers of each sample, with those of its rollout's length
+    (`length_weights.py`) where it has a trained token. The same on every rank: lengths
+    are those of the whole mini-batch."""
+    of_rollout = length_numbers(mini_batch.trained, exponent=exponent, scale=scale)
+    return [
+        {**of_row, **of_rollout.get(sample.rollout_id, {})}
+        for sample, of_row in zip(mini_batch.samples, numbers, strict=True)
+    ]
+
+
+def _check_names(
+    name: str, coupled: Mapping[str, object], given: Mapping[str, float]
+) -> None:
+    taken = sorted(coupled.keys() & given.keys())
+    if taken:
+        raise TrainError(
+            f"the objective {name} gives rows the number {taken[0]!r}, which they "
+            "have already: name it otherwise in `couple`, or in --extra-columns"
+        )
+
+
+def _row_table(
+    mini_batch: TrainBatch,
+    indices: Sequence[int],
+    current: SampleNumbers,
+    reference: SampleNumbers | None,
+) -> RowTable:
+    """Of the samples with these indices, all of which have a trained token."""
+    samples = [mini_batch.samples[index] for index in indices]
+
+    def sums(arrays: SampleNumbers) -> NDArray[np.float64]:
+        """Over the trained tokens; the arrays are 0 elsewhere."""
+        return np.array(
+            [arrays[index].sum(dtype=np.float64) for index in indices], np.float64
+        )
+
+    return RowTable(
+        group_ids=tuple(sample.group_id for sample in samples),
+        tokens_M=np.array([sample.loss_mask_T.sum() for sample in samples], np.float64),
+        current_M=sums(current),
+        reference_M=None if reference is None else sums(reference),
+        numbers={
+            name: np.array([sample.numbers[name] for sample in samples], np.float64)
+            for name in common_names([sample.numbers for sample in samples])
+        },
+    )
+
+
+def common_names(mappings: Sequence[Mapping[str, object]]) -> list[str]:
+    """The names that are in all of them."""
+    if not mappings:
+        return []
+    first, *others = mappings
+    return [name for name in first if all(name in other for other in others)]

@@ -1,0 +1,38 @@
+"""How much a rank computed in a training step, as metrics.
+
+Imported after `device.prepare()`.
+"""
+
+from collections.abc import Sequence
+
+from invrl.train.batches.sharding import Shard
+from invrl.train.model.pipeline_schedule import Packed, micro_batches_of
+from invrl.types.metrics import Max, Metric, Sum
+
+
+def work_amounts(
+    shard: Shard, packed: Sequence[Packed], seconds: float
+) -> dict[str, Metric]:
+    """How much this rank computed. Merging the ranks' metrics adds these up."""
+    trained_tokens = 0
+    row_tokens = 0
+    for mini_batch in shard:
+        for sample in mini_batch.samples:
+            trained_tokens += int(sample.loss_mask_T.sum())
+            row_tokens += len(sample.tokens_T)
+    micro_batches = micro_batches_of(packed)
+    return {
+        "tokens": Sum(trained_tokens),
+        "computed_tokens": Sum(
+            sum(len(micro_batch.tokens_P) for micro_batch in micro_batches)
+        ),
+        "row_tokens": Sum(row_tokens),
+        "projected_tokens": Sum(
+            sum(len(micro_batch.project_U) for micro_batch in micro_batches)
+        ),
+        "micro_batches": Sum(len(micro_batches)),
+        "largest_micro_batch": Max(
+            max((len(micro_batch.tokens_P) for micro_batch in micro_batches), default=0)
+        ),
+        "tokens_per_s": Sum(row_tokens / seconds if seconds else 0.0),
+    }

@@ -1,0 +1,64 @@
+"""Records of trained tokens: what each was trained with, in the order of the batch's
+samples."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from invrl.interfaces import TokenRecord
+from invrl.train.batches.sharding import Shard
+from invrl.types import TrainBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from invrl.train.model.pipeline_schedule import Packed, SampleNumbers
+
+
+def records_of_mini_batch(
+    mini_batch: TrainBatch,
+    packed: "Packed",
+    old: "SampleNumbers | None",
+    current: "Sequence[torch.Tensor]",
+) -> list[TokenRecord]:
+    """One for each sample of a mini-batch whose gradient was computed. `current`: the
+    policy's log-probs [N] of each micro-batch; empty where nothing is to be recorded,
+    and on a pipeline stage that has no log-probs: then there are no records at all."""
+    if not current:
+        return []
+    logprobs = old
+    if logprobs is None:
+        logprobs = [np.zeros(len(row.tokens_T), np.float32) for row in packed.rows]
+        for micro_batch, current_N in zip(packed.micro_batches, current, strict=True):
+            micro_batch.place(current_N.float().cpu().numpy(), logprobs)
+    records: list[TokenRecord] = []
+    for sample, advantages_T, logprobs_T in zip(
+        mini_batch.samples, mini_batch.advantages, logprobs, strict=True
+    ):
+        is_trained_T = sample.loss_mask_T
+        records.append(
+            TokenRecord(
+                advantages_N=advantages_T[is_trained_T],
+                logprobs_N=logprobs_T[is_trained_T],
+            )
+        )
+    return records
+
+
+def records_of_batch(
+    batch: TrainBatch,
+    shards: Sequence[Shard],
+    records: Sequence[Sequence[TokenRecord | None]],
+) -> tuple[TokenRecord | None, ...]:
+    """The records in the order of the batch's samples. `records`: those of each
+    replica, in the order of its shard, or none at all."""
+    record_of: dict[int, TokenRecord | None] = {}
+    for shard, records_of_shard in zip(shards, records, strict=True):
+        if records_of_shard:
+            samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+            for sample, record in zip(samples, records_of_shard, strict=True):
+                record_of[id(sample)] = record
+    if not record_of:
+        return ()
+    return tuple(record_of.get(id(sample)) for sample in batch.samples)

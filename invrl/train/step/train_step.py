@@ -1,0 +1,511 @@
+"""One training step: values, old and reference log-probs, then one optimizer step per
+mini-batch.
+
+With a critic, its values of the whole batch come first, and the advantages are computed
+from them. Each mini-batch is then an optimizer step of the critic, and one of the
+policy unless the critic still learns alone.
+
+Micro-batches go through the chunks of the model in Megatron's schedule, whatever the
+layout. Every rank of a replica packs the same micro-batches; only the last pipeline
+stage has log-probs, losses and their metrics.
+
+There are three policies: *rollout* (the engine's log-probs, in the batch), *old* (this
+model before the batch's first optimizer step), and *current*. In the first optimizer
+step of a batch old and current are the same numbers, so no forward pass is spent on old
+there. Old and reference log-probs are computed if the objective needs them, in the
+micro-batches that are then trained, each in one pass over all mini-batches. An
+objective that compares rows costs one more forward pass per mini-batch
+(`row_table.py`). Imported after `device.prepare()`.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from invrl.algorithms.adaptive import Coefficients
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.length_weights import LAMBDA_GRADIENT
+from invrl.algorithms.objectives import needs_of, objective_of
+from invrl.errors import TrainError
+from invrl.interfaces import Objective, StepResult, TokenRecord
+from invrl.train.batches.grammar_masks import GrammarMasks
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.sharding import Shard
+from invrl.train.config import TrainConfig
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.critic.critic import Critic, Targets
+from invrl.train.layers.expert_load import ExpertRouters
+from invrl.train.layers.routing_replay import RoutingRecorder
+from invrl.train.model.nonfinite_steps import NonfiniteSteps
+from invrl.train.model.optimizer import apply_gradients, forget_moments
+from invrl.train.model.pipeline_schedule import Packed, SampleNumbers, micro_batches_of
+from invrl.train.model.reference import FrozenReference
+from invrl.train.model.step_progress import StepProgress
+from invrl.train.parallel.process_group import any_rank, means_of_ranks, sum_in_order
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.train.runtime import device
+from invrl.train.step.advantage_estimation import credit
+from invrl.train.step.forward_backward import LossPass
+from invrl.train.step.logprob_passes import Passes
+from invrl.train.step.loss_tensors import LossWork, loss_work
+from invrl.train.step.prepared_batch import Judged, Prepared
+from invrl.train.step.rollout_kl import with_rollout_kl
+from invrl.train.step.sample_columns import coupled_numbers, weighted_by_length
+from invrl.train.step.throughput import work_amounts
+from invrl.train.step.token_records import records_of_mini_batch
+from invrl.types import TrainBatch
+from invrl.types.metrics import Max, Mean, Metric, Sum, merge, timed
+
+_WITHOUT_CANDIDATES = (
+    "the objective reads the likeliest tokens in the place of each trained one, and no row of the batch has "
+    "them: sample it with --rollout-top-logprobs, or train with another --policy-loss"
+)
+
+
+@dataclass(slots=True, eq=False)
+class TrainStep:
+    """Trains a batch with the model, the optimizer and the frozen models of one
+    rank."""
+
+    chunks: Sequence[DistributedDataParallel]
+    """This rank's part of the model: one chunk, or several with virtual pipeline
+    stages."""
+    optimizer: ChainedOptimizer
+    schedule: OptimizerParamScheduler
+    reference: FrozenReference | None
+    teacher: FrozenReference | None
+    """None: the objective needs none, or the rows have the teacher's log-probs
+    already."""
+    _: KW_ONLY
+    layout: ParallelLayout
+    train: TrainConfig
+    algorithm: AlgorithmConfig
+    cost: ComputeCost
+    masks: GrammarMasks
+    critic: Critic | None = None
+    """None: the objective needs no values."""
+    routing: RoutingRecorder | None
+    """None: no routing is replayed or compared."""
+    expert_routers: ExpertRouters | None
+    """None: no layer has experts."""
+    coefficients: Coefficients = field(init=False)
+    """As the batches so far have adapted them."""
+    passes: Passes = field(init=False)
+    _objective: Objective = field(init=False)
+    _nonfinite: NonfiniteSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coefficients = Coefficients.of(self.algorithm)
+        self.passes = Passes(
+            self.chunks,
+            layout=self.layout,
+            train=self.train,
+            algorithm=self.algorithm,
+            cost=self.cost,
+            routing=self.routing,
+        )
+        self._objective = objective_of(self.algorithm)
+        self._nonfinite = NonfiniteSteps(self.train.max_nonfinite_steps)
+
+    def run(self, shard: Shard) -> StepResult:
+        """One optimizer step per mini-batch.
+
+        Raises TrainError where the objective reads the likeliest tokens and no row has
+        them.
+
+        A mini-batch whose gradient is exactly 0 (no advantage, no KL term) makes no
+        step: neither the weights nor Adam's moments nor the schedule change. Nor does
+        one whose loss, on any rank, or whose gradient is not finite; its numbers are
+        left out of the metrics. Raises TrainError at the last of `max_nonfinite_steps`
+        of these in a row.
+        """
+        prepared = self.prepare(shard)
+        values = None
+        if self.critic is not None and prepared.packed:
+            self.progress.begin("values of the critic")
+            with device.timed(prepared.seconds, "values"):
+                values = self.critic.values(prepared.packed)
+        judged = self.judge(prepared, values)
+        learns_alone = self.critic is not None and self.critic.learns_alone
+        return self.learn(prepared, judged, critic_learns_alone=learns_alone)
+
+    def prepare(self, shard: Shard) -> Prepared:
+        """The log-probs that the objective needs of a batch, before its first optimizer
+        step."""
+        started = time.monotonic()
+        seconds: dict[str, float] = {}
+        self._objective = objective_of(self.coefficients.within(self.algorithm))
+        self._check_candidates(shard)
+        with timed(seconds, "objective"):
+            packed = [
+                self.passes.pack(self.masks.rows(mini_batch.samples))
+                for mini_batch in shard
+            ]
+        reference = self.passes.frozen(self.reference, "reference", packed, seconds)
+        teacher = self.passes.frozen(self.teacher, "teacher", packed, seconds)
+        old_by_step = self.passes.old(shard, packed, seconds)
+        before: list[SampleNumbers] = []
+        algorithm = self.algorithm
+        if (
+            needs_of(algorithm).values
+            or algorithm.token_level
+            or algorithm.kl_in_rollout_rewards
+        ):
+            for mini_batch, part, old in zip(shard, packed, old_by_step, strict=True):
+                if old is None:
+                    old = self.passes.before(mini_batch, part, seconds)
+                before.append(old)
+        return Prepared(
+            shard=shard,
+            packed=packed,
+            reference=reference,
+            teacher=teacher,
+            old=old_by_step,
+            before=before,
+            started=started,
+            seconds=seconds,
+        )
+
+    def learn(
+        self, prepared: Prepared, judged: Judged, *, critic_learns_alone: bool
+    ) -> StepResult:
+        """The optimizer steps of `run`: of a critic on these ranks, and of the policy,
+        which makes none where the critic learns alone."""
+        algorithm = self.algorithm
+        seconds = prepared.seconds
+        packed = prepared.packed
+        metrics: dict[str, Metric] = dict(judged.metrics)
+        optimizer_steps = 0
+        critic_steps = 0
+        skipped_steps = 0
+        nonfinite_steps = 0
+        token_records: list[TokenRecord | None] = []
+        for mini_batch, packed_rows, old, reference, teacher, targets in zip(
+            judged.shard,
+            packed,
+            prepared.old,
+            prepared.reference,
+            prepared.teacher,
+            judged.targets,
+            strict=True,
+        ):
+            self.progress.next_mini_batch(len(packed))
+            if self.critic is not None:
+                assert targets is not None, "the critic has judged the batch"
+                self.progress.begin("gradients of the critic")
+                with device.timed(seconds, "critic"):
+                    critic_step = self.critic.step(packed_rows, targets)
+                if not math.isfinite(critic_step.grad_norm):
+                    nonfinite_steps += 1
+                    token_records += [None] * len(mini_batch.samples)
+                    self._nonfinite.count(
+                        mini_batch, critic_step.grad_norm, critic_step.bad_losses
+                    )
+                    continue
+                critic_steps += critic_step.grad_norm > 0.0
+                metrics = merge([metrics, critic_step.metrics])
+            if critic_learns_alone:
+                token_records += [None] * len(mini_batch.samples)
+                self._nonfinite.end()
+                continue
+            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
+            with timed(seconds, "objective"):
+                work = loss_work(
+                    mini_batch,
+                    packed_rows,
+                    old,
+                    reference,
+                    numbers,
+                    algorithm=algorithm,
+                    teacher=teacher,
+                    targets=targets,
+                )
+            learning_rate = float(self.optimizer.param_groups[0]["lr"])
+            loss_pass = self._loss_pass(
+                records_logprobs=self.train.record_trained_tokens
+            )
+            grad_norm, loss_metrics = self._update(loss_pass, work, seconds)
+            token_records += records_of_mini_batch(
+                mini_batch, packed_rows, old, loss_pass.current
+            )
+            if not math.isfinite(grad_norm):
+                nonfinite_steps += 1
+                self._nonfinite.count(mini_batch, grad_norm, loss_pass.bad_losses)
+                continue
+            self._nonfinite.end()
+            if grad_norm > 0.0:
+                self.schedule.step(1)
+                optimizer_steps += 1
+            else:
+                skipped_steps += 1
+            step_metrics: dict[str, Metric] = {
+                "grad_norm": Mean(grad_norm),
+                "lr": Mean(learning_rate),
+            }
+            if loss_pass.losses:
+                # The sum over replicas, the mean over optimizer steps.
+                step_metrics["minimized_loss"] = Mean(
+                    sum(loss_pass.losses), 1 / self.layout.data
+                )
+            step_metrics |= self._learn_lambda(loss_metrics, makes_step=grad_norm > 0.0)
+            expert_metrics = self._expert_metrics(balance=grad_norm > 0.0)
+            metrics = merge([metrics, *loss_metrics, step_metrics, expert_metrics])
+        self.progress.end()
+        metrics |= self._adapt(metrics)
+        self._move_reference(prepared.shard)
+        if self.critic is not None:
+            self.critic.batches += 1
+            metrics["critic_steps"] = Max(critic_steps)
+        metrics |= self._routing_metrics(packed)
+        metrics |= work_amounts(
+            prepared.shard, packed, time.monotonic() - prepared.started
+        )
+        # Max, because these are the same on every rank.
+        metrics["optimizer_steps"] = Max(optimizer_steps)
+        metrics["skipped_steps"] = Max(skipped_steps)
+        metrics["nonfinite_steps"] = Max(nonfinite_steps)
+        return StepResult(
+            optimizer_steps=optimizer_steps,
+            nonfinite_steps=nonfinite_steps,
+            metrics=metrics,
+            seconds=seconds,
+            token_records=tuple(token_records)
+            if self.train.record_trained_tokens
+            else (),
+        )
+
+    @property
+    def progress(self) -> StepProgress:
+        """What is computed now. Other threads may read it."""
+        return self.passes.progress
+
+    def logprobs(self, rows: Sequence[Row]) -> SampleNumbers:
+        """As `Passes.logprobs`."""
+        return self.passes.logprobs(rows)
+
+    def _loss_pass(self, *, records_logprobs: bool) -> LossPass:
+        return LossPass(
+            self.chunks,
+            self.algorithm.objective,
+            self._objective,
+            records_logprobs=records_logprobs,
+            progress=self.progress,
+        )
+
+    def _update(
+        self, loss_pass: LossPass, work: Sequence[LossWork], seconds: dict[str, float]
+    ) -> tuple[float, list[dict[str, Metric]]]:
+        """The optimizer's step on a mini-batch. Returns the norm of its gradient, and
+        the metrics of each micro-batch. With a norm of 0, or one that is not finite, no
+        weight has changed."""
+        self.progress.begin("gradients")
+        with device.timed(seconds, "forward_backward"):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            if self.expert_routers is not None:
+                self.expert_routers.clear()
+            loss_metrics = loss_pass.gradients(work)
+        loss_seconds = loss_pass.stopwatch.seconds()
+        seconds["forward_backward"] -= loss_seconds
+        seconds["objective"] += loss_seconds
+        grad_norm = math.nan
+        self.progress.begin("optimizer step")
+        with device.timed(seconds, "optimizer"):
+            if not any_rank(bool(loss_pass.bad_losses)):
+                grad_norm = apply_gradients(self.optimizer)
+        return grad_norm, loss_metrics
+
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        """The objective's metrics of rows that are not trained: no weight and no state
+        changes. `loss` is the objective's own metric of that name, and its loss where
+        it has none. Nothing on a pipeline stage that is not the last."""
+        seconds: dict[str, float] = {}
+        packed = [
+            self.passes.pack(self.masks.rows(mini_batch.samples))
+            for mini_batch in shard
+        ]
+        reference_by_part = self.passes.frozen(
+            self.reference, "reference", packed, seconds
+        )
+        measured: list[dict[str, Metric]] = []
+        for mini_batch, packed_rows, reference in zip(
+            shard, packed, reference_by_part, strict=True
+        ):
+            numbers = self._row_numbers(mini_batch, packed_rows, reference, seconds)
+            work = loss_work(
+                mini_batch,
+                packed_rows,
+                None,
+                reference,
+                numbers,
+                algorithm=self.algorithm,
+            )
+            self.progress.begin("held-out rows")
+            measured += self._loss_pass(records_logprobs=False).metrics(work)
+        self.progress.end()
+        return merge(measured)
+
+    def _adapt(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adapts the coefficients to the batch, on all ranks together. Returns those
+        that acted in it, where they are adapted at all."""
+        algorithm = self.algorithm
+        before = self.coefficients
+        acted: dict[str, Metric] = {}
+        if algorithm.kl is not None and algorithm.kl.target is not None:
+            acted["kl_coef"] = Max(before.kl)
+        if algorithm.entropy is not None and algorithm.entropy.is_adapted:
+            acted["entropy_coef"] = Max(before.acting_entropy)
+        if not acted:
+            return {}
+        nothing = Mean(0.0, 0)
+        measured = [metrics.get(name, nothing) for name in ("kl_reference", "entropy")]
+        means = [metric for metric in measured if isinstance(metric, Mean)]
+        divergence, entropy = means_of_ranks(
+            [mean.total for mean in means], [float(mean.weight) for mean in means]
+        )
+        if not math.isnan(entropy):  # no step of the batch was finite
+            self.coefficients = before.after(algorithm, divergence, entropy)
+        return acted
+
+    def _learn_lambda(
+        self, loss_metrics: Sequence[Mapping[str, Metric]], *, makes_step: bool
+    ) -> dict[str, Mean]:
+        """Where rollouts are weighted by their lengths: the exponent that acted in the
+        mini-batch. Where it is learned it then makes its step, on all ranks
+        together."""
+        weights = self.algorithm.length_weights
+        if weights is None:
+            return {}
+        acted = {"length_lambda": Mean(self.coefficients.length_lambda)}
+        if makes_step and weights.lr:
+            own = merge(loss_metrics).get(LAMBDA_GRADIENT, Sum(0.0)).value()
+            reporters = [self.layout.reporter(data) for data in range(self.layout.data)]
+            gradient = sum_in_order(own, reporters)
+            self.coefficients = self.coefficients.after_step(weights, gradient)
+        return acted
+
+    def _move_reference(self, shard: Shard) -> None:
+        """Lets the reference follow the policy, where the settings say so. A version is
+        a batch, and the batch's own is that of the weights before it."""
+        if self.reference is None or not shard:
+            return
+        interval = self.algorithm.reference_reset_steps
+        if interval and (shard[0].version + 1) % interval == 0:
+            self.reference.follow(1.0)
+            if self.algorithm.reference_reset_optimizer:
+                forget_moments(self.optimizer)
+        if self.algorithm.reference_ema:
+            self.reference.follow(1.0 - self.algorithm.reference_ema)
+
+    def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
+        """How the mini-batch's tokens were spread over the experts. `balance`: then the
+        routers' biases make their step, too."""
+        if self.expert_routers is None:
+            return {}
+        load = self.expert_routers.load()
+        if balance:
+            self.expert_routers.balance(load)
+        return load.metrics()
+
+    def _check_candidates(self, shard: Shard) -> None:
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        if not samples or not needs_of(self.algorithm).top_logprobs:
+            return
+        if all(sample.top_logprobs is None for sample in samples):
+            raise TrainError(_WITHOUT_CANDIDATES)
+
+    def judge(
+        self, prepared: Prepared, values: Sequence[SampleNumbers] | None
+    ) -> Judged:
+        """Advantages and the critic's targets, before the batch's first optimizer step.
+        `values`: the critic's, by mini-batch; None without a critic. The batch stays as
+        it is where its advantages were computed when it was taken."""
+        shard = prepared.shard
+        no_targets = [None] * len(shard)
+        algorithm = self.algorithm
+        is_given = (
+            values is None
+            and not algorithm.token_level
+            and not algorithm.kl_in_rollout_rewards
+        )
+        if is_given or not prepared.packed:
+            return Judged(shard=shard, targets=no_targets, metrics={})
+        if algorithm.kl_in_rollout_rewards:
+            with timed(prepared.seconds, "objective"):
+                with_kl, metrics = with_rollout_kl(
+                    shard,
+                    old=prepared.before,
+                    reference=prepared.reference,
+                    config=self.coefficients.within(algorithm),
+                )
+            return Judged(shard=with_kl, targets=no_targets, metrics=metrics)
+        with timed(prepared.seconds, "objective"):
+            judged = credit(
+                shard,
+                values,
+                old=prepared.before,
+                reference=prepared.reference,
+                config=self.algorithm,
+            )
+        if values is None:
+            return Judged(
+                shard=judged.shard, targets=no_targets, metrics=judged.metrics
+            )
+        targets = [
+            Targets(
+                old=values_of_step, returns=returns, tokens=mini_batch.trained.tokens
+            )
+            for mini_batch, values_of_step, returns in zip(
+                shard, values, judged.returns, strict=True
+            )
+        ]
+        return Judged(shard=judged.shard, targets=targets, metrics=judged.metrics)
+
+    def _row_numbers(
+        self,
+        mini_batch: TrainBatch,
+        packed: Packed,
+        reference: SampleNumbers | None,
+        seconds: dict[str, float],
+    ) -> list[Mapping[str, float]]:
+        """The numbers of each sample: its own, those that the objective gives a row
+        because of other rows, and those of its rollout's length."""
+        algorithm = self.algorithm
+        numbers = [sample.numbers for sample in mini_batch.samples]
+        if needs_of(algorithm).row_table:
+            with device.timed(seconds, "row_table"):
+                [current] = self.passes.forward([packed], "rows to compare")
+                numbers = coupled_numbers(
+                    algorithm.objective, self._objective, mini_batch, current, reference
+                )
+        if algorithm.length_weights is None:
+            return numbers
+        return weighted_by_length(
+            mini_batch,
+            numbers,
+            exponent=self.coefficients.length_lambda,
+            scale=algorithm.length_weights.scale,
+        )
+
+    def _routing_metrics(self, packed: Sequence[Packed]) -> dict[str, Metric]:
+        if self.routing is None:
+            return {}
+        metrics: dict[str, Metric] = {}
+        agreement = self.routing.agreement.take()
+        if agreement.weight:  # something was replayed
+            metrics["routing_agreement"] = agreement
+        if self.train.routing_replay == "engine":
+            num_tokens = 0
+            num_unknown = 0
+            for micro_batch in micro_batches_of(packed):
+                if micro_batch.rows:
+                    num_tokens += len(micro_batch.tokens_P)
+                    num_unknown += micro_batch.num_unrecorded
+            metrics["routing_unknown"] = Mean(num_unknown, num_tokens)
+        return metrics

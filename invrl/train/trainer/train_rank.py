@@ -1,0 +1,459 @@
+"""One trainer rank: the process group, the model, its optimizer and its weights.
+
+`TrainRank` is a plain class: tests run it without Ray, and `train_actor.py` wraps it as
+a Ray actor.
+
+Invariant: every rank makes the same calls in the same order, because the ranks meet in
+collectives. Only `layout`, `offer` and `batches_trained` run on one rank alone;
+`logprobs`, `stage` and `export_hugging_face` run on all ranks that hold the first copy
+of the model. `device.prepare()` must run before Megatron is imported, so modules that
+import Megatron are imported inside functions.
+"""
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from invrl.algorithms.objectives import needs_of
+from invrl.families.hf_config import read_hf_config
+from invrl.interfaces import StagedWeights, StepResult, WeightLayout
+from invrl.train.batches.grammar_masks import GrammarMasks
+from invrl.train.batches.micro_batch import Row
+from invrl.train.batches.sharding import Shard
+from invrl.train.cost.memory_budget import MemoryBudget
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.critic.critic_values import ValuesOfShard
+from invrl.train.model.step_progress import StepPlace
+from invrl.train.rank_settings import RankSettings
+from invrl.train.ranks.saving_rank import SavingRank
+from invrl.train.runtime import device
+from invrl.train.runtime.megatron_args import MegatronOptions, parse_megatron_options
+from invrl.train.weights.arena_staging import stage_first, stage_other
+from invrl.train.weights.delta_staging import DeltaFolders
+from invrl.train.weights.disk_staging import WeightFolders
+from invrl.types import WeightVersion
+from invrl.types.file_entry import FileEntries
+from invrl.types.metrics import Max, Metric
+from invrl.weights.arena import ArenaWriter
+from invrl.weights.broadcaster import Broadcaster
+from invrl.weights.buckets import BucketSender
+from invrl.weights.checksums import HashTensors, whole_hash
+from invrl.weights.file_server import WeightFileServer
+
+if TYPE_CHECKING:
+    from invrl.train.critic.critic import Critic
+    from invrl.train.model.policy_model import PolicyModel
+    from invrl.train.step.prepared_batch import Judged, Prepared
+    from invrl.train.step.train_step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+
+class TrainRank(SavingRank):
+    """Raises ConfigError, TrainError, or torch's error if the other ranks do not come
+    in time."""
+
+    def __init__(
+        self, settings: RankSettings, port: int, listener: socket.socket | None
+    ) -> None:
+        """`port` is the port on which rank 0 listens; `listener` is rank 0's socket
+        there, else None."""
+        self._config = read_hf_config(settings.model_path)
+        settings.layout.check(self._config)
+        settings.train.check_model(
+            self._config, needs_of(settings.algorithm), settings.algorithm.critic
+        )
+        device.prepare()
+        if settings.train.deterministic:
+            device.make_deterministic()
+        from invrl.train.model.policy_model import build_model
+        from invrl.train.parallel.process_group import join_process_group
+        from invrl.train.runtime.offloading import TrainingMemory
+        from invrl.train.trainer.trainer_state import TrainerState
+        from invrl.train.weights.conversion import ReplicaWeights, weight_specs
+
+        join_process_group(settings, port, listener)
+        train = settings.train
+        folder = settings.model_path
+        options = parse_megatron_options(settings.megatron)
+        self._settings = settings
+        self._train_dtype: torch.dtype = getattr(torch, train.train_dtype)
+        self._served_dtype: torch.dtype = getattr(torch, settings.weight_dtype)
+        chunks = build_model(
+            self._config,
+            folder,
+            self._train_dtype,
+            settings.layout,
+            options.transformer,
+        )
+        self._weights = ReplicaWeights(chunks, self._config, settings.layout)
+        # What is known of the folder is read now, because it may be gone later.
+        self._trained_specs = weight_specs(self._config, folder, self._train_dtype)
+        self._served_specs = weight_specs(self._config, folder, self._served_dtype)
+        self._masks = GrammarMasks(folder, self._config.vocab_size)
+        shares_critic = (
+            needs_of(settings.algorithm).values
+            and train.critic_layout(settings.algorithm.critic) is None
+        )
+        self._memory_budget = MemoryBudget.of(
+            train,
+            Path(folder),
+            frozen_models=needs_of(settings.algorithm).reference
+            + bool(settings.teacher_path),
+            reference_moves=settings.algorithm.reference_moves,
+            reference_is_averaged=settings.algorithm.reference_ema is not None,
+            has_critic=shares_critic,
+            compares_routers=needs_of(settings.algorithm).router_shift,
+            served_dtype=settings.weight_dtype,
+            megatron=settings.megatron,
+            copies_checkpoints=False,  # until the first copy
+            on_cuda=device.on_cuda(),
+            arena_on_gpu=settings.arena_on_gpu,
+        )
+        self._largest_micro_batch = 0
+        self._num_batches = 0
+        critic = None
+        if shares_critic:
+            from invrl.train.critic.critic import make_critic
+
+            critic = make_critic(settings, self._config, options)
+        self._step = self._build_step(chunks, critic, options)
+        state = TrainerState(
+            chunks, self._step.optimizer, self._step.schedule, self._step
+        )
+        super().__init__(state, state.load)
+        self._training_memory = TrainingMemory(
+            [*self._step.chunks, *(critic.chunks if critic else ())],
+            [self._step.optimizer, *([critic.optimizer] if critic else ())],
+        )
+        self._prepared: Prepared | None = None
+        self._judged: Judged | None = None
+        self.model_written: Future[FileEntries] = Future()
+        """Of the model that `copy_model` copied last."""
+
+    def _build_step(
+        self,
+        chunks: Sequence["PolicyModel"],
+        critic: "Critic | None",
+        options: MegatronOptions,
+    ) -> "TrainStep":
+        """The training step over this rank's chunks, with their optimizer, the frozen
+        models and what their experts need."""
+        from invrl.train.layers.expert_load import ExpertRouters
+        from invrl.train.layers.routing_replay import RoutingRecorder
+        from invrl.train.model.optimizer import distribute, make_schedule
+        from invrl.train.model.reference import FrozenReference
+        from invrl.train.step.train_step import TrainStep
+
+        settings = self._settings
+        train = settings.train
+        experts = self._config.experts
+        routing = None
+        compares_routers = needs_of(settings.algorithm).router_shift
+        if experts is not None and (train.routing_replay != "none" or compares_routers):
+            routing = RoutingRecorder(
+                self._config.num_hidden_layers,
+                experts,
+                replays=train.routing_replay == "trainer",
+                keeps_scores=compares_routers,
+            )
+            for chunk in chunks:
+                chunk.routing = routing
+        frozen = partial(
+            FrozenReference, chunks, self._config, placement=train.reference_placement
+        )
+        reference = None
+        if needs_of(settings.algorithm).reference:
+            reference = frozen(
+                settings.reference_path or settings.model_path,
+                is_averaged=settings.algorithm.reference_ema is not None,
+            )
+        teacher = None
+        if settings.teacher_path:
+            teacher = frozen(settings.teacher_path)
+        distributed, optimizer = distribute(chunks, train, options)
+        expert_routers = None
+        if experts is not None:
+            expert_routers = ExpertRouters(
+                chunks,
+                self._config,
+                bias_update_rate=train.moe_router_bias_update_rate or 0.0,
+            )
+        return TrainStep(
+            distributed,
+            optimizer,
+            make_schedule(optimizer, train),
+            reference,
+            teacher,
+            critic=critic,
+            layout=settings.layout,
+            train=train,
+            algorithm=settings.algorithm,
+            cost=ComputeCost.of_model(Path(settings.model_path)),
+            masks=self._masks,
+            routing=routing,
+            expert_routers=expert_routers,
+        )
+
+    def sleep(self) -> int:
+        """Gives the memory back that only training needs, until `wake`: engines on this
+        rank's device take it. What the rank keeps on a GPU is taken before that, the
+        arena too. Returns the bytes that are then free on the device."""
+        if self._settings.arena_on_gpu and self._weights.collects:
+            _ = self._transport
+        self._training_memory.offload()
+        return self._log_memory("sleeps")
+
+    def wake(self) -> int:
+        """Takes that memory again. Returns the bytes that were free on the device
+        before."""
+        free = self._log_memory("wakes")
+        self._training_memory.restore()
+        return free
+
+    def _log_memory(self, change: str) -> int:
+        free = device.free_memory()
+        used = device.used_memory()
+        logger.info(
+            "the rank %s: it holds %.2f GB, %.2f GB are free",
+            change,
+            used / 1e9,
+            free / 1e9,
+        )
+        return free
+
+    def train(self, shard: Shard) -> StepResult:
+        """Trains one batch. If it raises TrainError, no weight has changed since the
+        last mini-batch."""
+        result = self._step.run(shard)
+        self._num_batches += 1
+        return self._reported(result)
+
+    def prepare(self, shard: Shard) -> None:
+        """With a critic on ranks of its own, the first part of a batch; `judge` and
+        `learn` follow. What is computed stays on this rank."""
+        self._prepared = self._step.prepare(shard)
+
+    def judge(self, values: ValuesOfShard) -> ValuesOfShard:
+        """The second part: advantages from the critic's values, which stay on this
+        rank, and the returns that the critic is to learn."""
+        assert self._prepared is not None, "prepare comes first"
+        self._judged = self._step.judge(self._prepared, values)
+        return [
+            list(targets.returns)
+            for targets in self._judged.targets
+            if targets is not None
+        ]
+
+    def learn(self, *, critic_learns_alone: bool) -> StepResult:
+        """The third part. As `train`."""
+        assert self._prepared is not None, "prepare comes first"
+        assert self._judged is not None, "judge comes first"
+        result = self._step.learn(
+            self._prepared, self._judged, critic_learns_alone=critic_learns_alone
+        )
+        self._prepared = None
+        self._judged = None
+        self._num_batches += 1
+        return self._reported(result)
+
+    def _reported(self, result: StepResult) -> StepResult:
+        """With the memory that was used. The tokens' records are those of the rank that
+        answers for its replica; the others have the same ones."""
+        layout = self._settings.layout
+        rank = self._settings.rank
+        token_records = result.token_records
+        if rank != layout.reporter(layout.coordinates(rank).data):
+            token_records = ()
+        metrics = {**result.metrics, **self._memory_metrics(result)}
+        return replace(result, metrics=metrics, token_records=token_records)
+
+    def place(self) -> StepPlace:
+        """What is computed now. Any thread may ask."""
+        return self._step.progress.place
+
+    def evaluate(self, shard: Shard) -> dict[str, Metric]:
+        """As `TrainStep.evaluate`."""
+        return self._step.evaluate(shard)
+
+    def _memory_metrics(self, result: StepResult) -> dict[str, Metric]:
+        """Memory of the rank that has used most, beside the estimate for the largest
+        micro-batch so far."""
+        from invrl.train.parallel.process_group import largest_of_ranks
+
+        largest_micro_batch = int(
+            largest_of_ranks(result.metrics["largest_micro_batch"].value())
+        )
+        self._largest_micro_batch = max(self._largest_micro_batch, largest_micro_batch)
+        return {
+            "peak_memory_gb": Max(largest_of_ranks(device.peak_memory()) / 1e9),
+            "estimated_memory_gb": Max(
+                self._memory_budget.largest(self._largest_micro_batch).total / 1e9
+            ),
+        }
+
+    def batches_trained(self) -> int:
+        """Whole batches trained since the start. Calls run one at a time, so none is
+        under way."""
+        return self._num_batches
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Log-prob of each prompt's token t >= 1 given those before it, at temperature
+        1: [T-1] each."""
+        rows: list[Row] = []
+        for prompt in prompts:
+            tokens_T = np.asarray(prompt, np.int32)
+            rows.append(
+                Row(
+                    tokens_T=tokens_T,
+                    wanted_N=np.arange(1, len(tokens_T)),
+                    temperature=1.0,
+                )
+            )
+        return [logprobs_T[1:] for logprobs_T in self._step.logprobs(rows)]
+
+    def token_logprobs(self, shard: Shard) -> list[NDArray[np.float32]]:
+        """Log-probs of a shard's trained tokens under the current weights: one array
+        [T] per sample, in the shard's order."""
+        samples = [sample for mini_batch in shard for sample in mini_batch.samples]
+        return self._step.logprobs(self._masks.rows(samples))
+
+    def layout(self) -> WeightLayout:
+        return self._served_specs
+
+    def stage(self, version: WeightVersion) -> StagedWeights | None:
+        """Writes the current weights, under Hugging Face names, where the engines can
+        read them. The weights staged before stay whole until the next call. None on the
+        ranks that only give their parts."""
+        first, *others = self._weights.ranks
+        if others and self._settings.transport == "arena":
+            parts = self._weights.own_parts(self._served_dtype)
+            if not self._weights.collects:
+                stage_other(self.layout(), parts, first, self._slot_hash)
+                return None
+            assert isinstance(self._transport, ArenaWriter), (
+                "the transport is the arena"
+            )
+            return stage_first(self._transport, version, self.layout(), parts, others)
+        weights = self._weights.export(self._served_dtype)
+        if not self._weights.collects:
+            _exhaust(weights)
+            return None
+        staged = self._transport.stage(version, weights)
+        if self._file_server is not None:
+            staged = replace(staged, handle=self._file_server.served(staged.handle))
+        return staged
+
+    @property
+    def _slot_hash(self) -> HashTensors:
+        several_ranks = self._settings.engine_ranks > 1
+        return whole_hash(adds_up=several_ranks or self._settings.arena_on_gpu)
+
+    def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
+        """As `Broadcaster.offer`. Only with the transport `collective`, on the rank
+        that has staged."""
+        broadcaster = self._transport
+        assert isinstance(broadcaster, Broadcaster), (
+            "other transports need one end at a time"
+        )
+        return broadcaster.offer(version, engines)
+
+    @cached_property
+    def _file_server(self) -> WeightFileServer | None:
+        """Raises OSError if the address is none of this machine."""
+        host = self._settings.weight_host
+        if not host or self._settings.transport == "collective":
+            return None
+        return WeightFileServer(Path(self._settings.weight_folder), host)
+
+    @cached_property
+    def _transport(
+        self,
+    ) -> ArenaWriter | BucketSender | WeightFolders | DeltaFolders | Broadcaster:
+        """The trainer's end of the weight transport; the engines' ends are in
+        `engines/weight_receiver.py`. Created at the first use, so that only the rank
+        that sends allocates its memory."""
+        match self._settings.transport:
+            case "bucket":
+                return BucketSender(self.layout())
+            case "disk":
+                return WeightFolders(self.layout(), Path(self._settings.weight_folder))
+            case "delta":
+                folder = Path(self._settings.weight_folder)
+                return DeltaFolders(
+                    self.layout(), folder, full_every=self._settings.weight_full_every
+                )
+            case "collective":
+                timeout_s = self._settings.broadcast_timeout_s
+                host = self._settings.weight_host or self._settings.master_addr
+                return Broadcaster(self.layout(), host=host, timeout_s=timeout_s)
+            case _:
+                return ArenaWriter(
+                    self.layout(),
+                    checksums_add_up=self._settings.engine_ranks > 1,
+                    device=device.device() if self._settings.arena_on_gpu else None,
+                )
+
+    def copy_model(self, path: str) -> None:
+        """Copies the weights, and begins to write them as `export_hugging_face` does,
+        beside training. The result is that of `model_written`."""
+        from invrl.train.weights.hf_export import export_hugging_face
+
+        copies: deque[tuple[str, torch.Tensor]] = deque()
+        for name, tensor in self._weights.export(self._train_dtype):
+            copies.append((name, tensor.detach().to("cpu", copy=True)))
+        if not self._weights.collects:
+            self.model_written = Future()
+            self.model_written.set_result({})
+            return
+        self.model_written = self._writer.submit(
+            export_hugging_face,
+            (
+                copies.popleft() for _ in range(len(copies))
+            ),  # each is freed once it is written
+            self._trained_specs,
+            self._settings.model_path,
+            path,
+            chat_template=self._settings.chat_template,
+            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
+        )
+
+    def copy_checkpoint(self, path: str) -> None:
+        self._memory_budget = replace(self._memory_budget, copies_checkpoints=True)
+        super().copy_checkpoint(path)
+
+    def export_hugging_face(self, path: str) -> FileEntries:
+        """Writes a folder that plain transformers loads: weights in the training dtype,
+        the chat template that the run uses, and the other files as they came. One rank
+        writes; the others give their parts. Returns the entries of the files with
+        weights, on the rank that writes."""
+        from invrl.train.weights.hf_export import export_hugging_face
+
+        weights = self._weights.export(self._train_dtype)
+        if not self._weights.collects:
+            _exhaust(weights)
+            return {}
+        return export_hugging_face(
+            weights,
+            self._trained_specs,
+            self._settings.model_path,
+            path,
+            chat_template=self._settings.chat_template,
+            max_shard_bytes=self._settings.train.max_shard_gb * 1e9,
+        )
+
+
+def _exhaust(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Sends this rank's parts; the iterator yields nothing here."""
+    for name, _ in weights:
+        raise AssertionError(f"{name} was collected on a rank that only sends")

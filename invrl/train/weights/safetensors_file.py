@@ -1,0 +1,132 @@
+"""Writes safetensors files tensor by tensor: one, or several with an index.
+
+`safetensors.torch.save_file` takes all tensors at once and turns each of them into
+bytes before it writes the first, so that a second model is in memory. It also makes the
+file readable by its owner alone, whatever the umask says. Here one tensor at a time is
+copied, and the file has an ordinary mode.
+
+The format is eight bytes with the length of the header (little-endian), the header as
+JSON, and the tensors' bytes in the header's order (see the section "Format" of the
+safetensors package's documentation).
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from invrl.errors import TrainError
+from invrl.interfaces import WeightLayout
+from invrl.store.checksummed_file import ChecksummedFile
+from invrl.types import TensorSpec
+from invrl.types.file_entry import FileEntry
+from invrl.weights.tensor_spec import num_bytes, spec_of
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""Dtypes by torch's name -> the format's name."""
+INDEX_NAME = "model.safetensors.index.json"
+"""Names the file of each tensor, where there are several. transformers and SGLang read
+it."""
+_ALIGNMENT = 8
+"""Bytes. The first tensor begins at a multiple of it, as in the files of the reference
+implementation."""
+
+
+def write_weights(
+    folder: Path,
+    layout: WeightLayout,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: float,
+) -> dict[str, FileEntry]:
+    """Writes the tensors of the layout, in its order, into files of at most
+    `max_shard_bytes` (or of one tensor that is larger), under the names that
+    transformers gives them. Returns what was written, by file name; of the index
+    nothing. Raises as `write_safetensors`."""
+    shards = divide_into_shards(layout, max_shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        numbers = range(1, len(shards) + 1)
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers
+        ]
+        (folder / INDEX_NAME).write_text(_index(names, shards), encoding="utf-8")
+    remaining = iter(tensors)
+    entries: dict[str, FileEntry] = {}
+    for name, shard in zip(names, shards, strict=True):
+        entries[name] = write_safetensors(
+            folder / name, shard, islice(remaining, len(shard))
+        )
+    for name, _ in remaining:
+        raise TrainError(f"{name} is not in the layout that is written")
+    return entries
+
+
+def divide_into_shards(layout: WeightLayout, max_bytes: float) -> list[WeightLayout]:
+    """Consecutive parts of the layout of at most `max_bytes`, or of one tensor that is
+    larger."""
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in layout:
+        if shards[-1] and size + num_bytes(spec) > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += num_bytes(spec)
+    return [tuple(shard) for shard in shards]
+
+
+def _index(names: Sequence[str], shards: Sequence[WeightLayout]) -> str:
+    """As JSON, as transformers writes it."""
+    file_by_tensor: dict[str, str] = {}
+    total_size = 0
+    for name, shard in zip(names, shards, strict=True):
+        for spec in shard:
+            file_by_tensor[spec.name] = name
+            total_size += num_bytes(spec)
+    index = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(file_by_tensor.items())),
+    }
+    return json.dumps(index, indent=2) + "\n"
+
+
+def write_safetensors(
+    path: Path, layout: WeightLayout, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> FileEntry:
+    """Writes exactly the tensors of the layout, in its order, from any device. The file
+    is on disk on return. Returns what was written.
+
+    Raises OSError, and TrainError where a tensor is not the one that the layout names.
+    """
+    header = _header(layout)
+    with ChecksummedFile(path) as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for spec, (name, tensor) in zip(layout, tensors, strict=True):
+            if spec_of(name, tensor) != spec:
+                raise TrainError(
+                    f"{spec_of(name, tensor)} is written where the layout has {spec}"
+                )
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+        file.sync()
+        return file.entry()
+
+
+def _header(layout: WeightLayout) -> bytes:
+    """The header as JSON, padded with blanks."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in layout:
+        start = end
+        end += num_bytes(spec)
+        entries[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)
