@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 from checks_by_name import USER_CODE, run_check
+from invrl.section import present_type
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.presets import PRESETS
@@ -26,7 +27,6 @@ from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, reso
 from invrl.run.folder import make_run_folder
 from invrl.run.resolved_config import load_resolved
 from invrl.run.train import run_incarnation
-from invrl.section import present_type
 from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
