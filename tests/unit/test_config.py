@@ -12,7 +12,6 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 from checks_by_name import USER_CODE, run_check
-from invrl.section import present_type
 
 from invrl.algorithms.config import AlgorithmConfig, KlConfig
 from invrl.algorithms.presets import PRESETS
@@ -28,6 +27,7 @@ from invrl.run.folder import make_run_folder
 from invrl.run.resolved_config import load_resolved
 from invrl.run.train import run_incarnation
 from invrl.store.run_folder import RunFolder
+from invrl.types.section import present_type
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "invrl" / "presets").glob("*.toml"))
@@ -90,7 +90,7 @@ sys.meta_path.insert(0, Refuse())
 import invrl.cli.main, invrl.user_code.model_folder, invrl.run.folder
 import invrl.observe.sinks, invrl.observe.progress
 from invrl.run.config import resolve
-from invrl.section import present_type
+from invrl.types.section import present_type
 print(resolve().run.num_steps)
 """
     done = subprocess.run(
