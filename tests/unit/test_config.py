@@ -26,6 +26,7 @@ from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, reso
 from invrl.run.folder import make_run_folder
 from invrl.run.resolved_config import load_resolved
 from invrl.run.train import run_incarnation
+from invrl.section import present_type
 from invrl.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_setting_names_are_unique_across_sections() -> None:
-    counts = Counter(leaf.key for leaf in SETTING_FLAGS)
+    counts = Counter(leaf.name for leaf in SETTING_FLAGS)
     assert [key for key, count in counts.items() if count > 1] == []
 
 
@@ -57,15 +58,20 @@ def test_every_setting_has_a_flag_and_a_line_of_help() -> None:
     for leaf in SETTING_FLAGS:
         assert leaf.field.description, leaf.key
         assert leaf.flag in text
+        if leaf.is_table and not leaf.takes_value:
+            (source,) = parse_flags([leaf.flag])
+            assert source.tables == {leaf.table: {}}
+            continue
         if leaf.is_switch:
             arguments = [f"--no-{leaf.flag[2:]}"]
             value = False
         else:
-            literal = get_origin(leaf.field.annotation) is Literal
+            value_type = present_type(leaf.field)
+            literal = get_origin(value_type) is Literal
             shown_value = (
-                get_args(leaf.field.annotation)[-1]
+                get_args(value_type)[-1]
                 if literal
-                else other[getattr(leaf.field.annotation, "__name__", "str")]
+                else other[getattr(value_type, "__name__", "str")]
             )
             arguments = [leaf.flag, shown_value]
             value = shown_value
@@ -97,7 +103,8 @@ print(resolve().run.num_steps)
 def test_every_preset_file_loads_and_repeats_no_default(path: Path) -> None:
     config = resolve(read_toml(path))
     for table, entries in tomllib.loads(path.read_text()).items():
-        assert {key: getattr(getattr(config, table), key) for key in entries} == entries
+        settings = config.settings()[table]
+        assert {key: settings[key] for key in entries} == entries
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
