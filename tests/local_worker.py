@@ -12,7 +12,7 @@ from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
 
 def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
     """A worker as after `ready`, of this function."""
-    rollout = RolloutConfig(rollout_worker_memory_gb=0)
+    rollout = RolloutConfig(rollout_worker_memory_gb=None)
     worker = RolloutWorker(
         WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
     )
