@@ -26,7 +26,6 @@ from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, reso
 from invrl.run.folder import make_run_folder
 from invrl.run.resolved_config import load_resolved
 from invrl.run.train import run_incarnation
-from invrl.section import present_type
 from invrl.store.run_folder import RunFolder
 from invrl.types.section import present_type
 

@@ -1,6 +1,6 @@
 // Steps → groups → rollouts, and tasks: four tables of the same rollouts.
 "use strict";
-invrl.sections = (() => {
+invrl.types.sections = (() => {
   const { element } = invrl.element;
   const { link } = invrl.route;
 
