@@ -9,7 +9,7 @@ invrl.groups = (() => {
   const { setPageKeys } = invrl.keys;
   const { onNews } = invrl.events;
   const { empty, fillFrom, loading } = invrl.notice;
-  const { sections } = invrl.types.sections;
+  const { sections } = invrl.sections;
 
   async function showGroups(main, run, route, signal) {
     const place = element("div", { class: "table-place" }, loading());

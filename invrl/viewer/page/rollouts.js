@@ -10,7 +10,7 @@ invrl.rollouts = (() => {
   const { setPageKeys } = invrl.keys;
   const { onNews } = invrl.events;
   const { failure, loading, empty } = invrl.notice;
-  const { sections } = invrl.types.sections;
+  const { sections } = invrl.sections;
 
   const SORTS = [
     ["opened_at", "newest first"], ["best", "best first"], ["worst", "worst first"], ["surprising", "most surprising first"],

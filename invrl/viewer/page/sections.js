@@ -1,6 +1,6 @@
 // Steps → groups → rollouts, and tasks: four tables of the same rollouts.
 "use strict";
-invrl.types.sections = (() => {
+invrl.sections = (() => {
   const { element } = invrl.element;
   const { link } = invrl.route;
 

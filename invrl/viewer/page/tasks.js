@@ -9,7 +9,7 @@ invrl.tasks = (() => {
   const { number, short } = invrl.format;
   const { setPageKeys } = invrl.keys;
   const { empty, fillFrom, loading } = invrl.notice;
-  const { sections } = invrl.types.sections;
+  const { sections } = invrl.sections;
   const { endCell, rewardCell } = invrl.rollouts;
 
   const CARDS = 60;
