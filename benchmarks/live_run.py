@@ -124,7 +124,7 @@ class Family:
         }
         return {
             "peak_pss_mb": round(self._total / _MB),
-            "cpu_s": round(cpu.total(), 1),
+            "cpu_s": round(sum(cpu.values()), 1),
             "roles": roles,
         }
 

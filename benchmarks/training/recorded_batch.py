@@ -33,10 +33,11 @@ def measure_trainer(
     # One advantage for all: whatever the rewards were, every row has a gradient.
     ones = [sample.loss_mask_T.astype(np.float32) for sample in batch.samples]
     batch = replace(batch, advantages=tuple(ones))
-    rank = start_rank(config.model.model_path, config.train, config.algorithm)
+    model_path = str(config.model.folder)
+    rank = start_rank(model_path, config.train, config.algorithm)
     [shard] = shard_batch(batch, ranks=1, steps=1)
     unshared = config.train.model_copy(update={"share_prefixes": False})
-    plain = HuggingFaceStep(config.model.model_path, config.train, config.algorithm)
+    plain = HuggingFaceStep(model_path, config.train, config.algorithm)
     padded = pad_batch(
         batch, tokens=config.train.max_tokens_per_microbatch, sorted_by_length=True
     )
