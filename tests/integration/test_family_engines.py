@@ -86,7 +86,7 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
     train = TrainConfig(
         train_dtype="float32",
         lr=5e-3,
-        moe_router_bias_update_rate=0.05 if moves_bias else 0.0,
+        moe_router_bias_update_rate=0.05 if moves_bias else None,
         max_shard_gb=2e-4,
     )
     trainer = pool.build(model, train=train)

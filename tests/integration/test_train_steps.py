@@ -151,7 +151,7 @@ def test_the_learning_rate_follows_its_schedule(
         lr_min=1e-4,
         lr_warmup_steps=2,
         lr_decay_style=style,
-        lr_decay_steps=6 if style != "constant" else 0,
+        lr_decay_steps=6 if style != "constant" else None,
     )
     trainer = pool.build(model, train=train)
     rates = [resolve(trainer.train(BATCHES[2]))["lr"] for _ in range(8)]
