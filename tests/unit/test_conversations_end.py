@@ -106,7 +106,7 @@ async def close_meanwhile(gateway: Running, session: Session, stream: bool) -> N
 
 
 async def lose_the_engine(gateway: Running, session: Session, stream: bool) -> None:
-    gateway.engine.drop_connections = 2
+    gateway.engine.drop_connections = 3  # the gateway tries three times
     assert await ask(gateway, session, stream=stream) == 503
 
 

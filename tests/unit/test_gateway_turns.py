@@ -392,13 +392,13 @@ async def test_retry_of_the_openai_client_recovers_from_a_lost_engine(gateway: R
         model="tiny", messages=[ASK]
     )
     assert answer.choices[0].message.content is not None
-    gateway.engine.drop_connections = 2
+    gateway.engine.drop_connections = 3  # the gateway tries three times
     with pytest.raises(openai.InternalServerError) as caught:
         await gateway.client(session).chat.completions.create(
             model="tiny", messages=[MORE]
         )
     assert caught.value.status_code == 503
-    gateway.engine.drop_connections = 2
+    gateway.engine.drop_connections = 3
     healed = await gateway.client(session, max_retries=2).chat.completions.create(
         model="tiny", messages=[MORE]
     )

@@ -722,7 +722,7 @@ async def test_errors_and_models_have_the_shapes_of_anthropic_clients(gateway: R
     for (status, kind, *_), answer in refused.items():
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["type"] == kind, answer.text
-    gateway.engine.drop_connections = 2
+    gateway.engine.drop_connections = 3
     lost = await http.post(base + "/messages", json=body | {"max_tokens": 7})
     assert lost.status_code == 503
     assert lost.json()["error"]["type"] == "overloaded_error"
