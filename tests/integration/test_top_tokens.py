@@ -86,9 +86,10 @@ class ExactTopTokens(Reference):
             positions = np.flatnonzero(sample.loss_mask_T)
             rows = [logprobs_TV[position - 1] for position in positions]
             entropy_N = torch.stack([-(row.exp() * row).sum().detach() for row in rows])
-            bound = float(
-                np.quantile(entropy_N.numpy(), algorithm.simko.entropy_quantile)
-            )
+            bound = np.inf
+            if algorithm.simko is not None:
+                quantile = algorithm.simko.entropy_quantile
+                bound = float(np.quantile(entropy_N.numpy(), quantile))
             for n, position in enumerate(positions):
                 candidates = (
                     []

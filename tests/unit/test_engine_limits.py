@@ -76,9 +76,9 @@ def test_context_length_is_bounded_by_model_and_cache(
 @pytest.mark.parametrize(
     ("gpus", "setting", "expected"),
     [
-        (0, 0, 16384),
+        (0, None, 16384),
         (0, 900, 900),
-        (1, 0, None),
+        (1, None, None),
         (1, 900, 900),
     ],
 )
@@ -86,7 +86,7 @@ def test_cache_size_is_the_setting_or_sglangs_choice_on_a_gpu(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
-    setting: int,
+    setting: int | None,
     expected: int | None,
 ) -> None:
     monkeypatch.setattr(engine_server, "count_gpus", lambda: gpus)

@@ -458,7 +458,7 @@ def test_evaluation_sets_without_an_evaluation_are_refused_only_in_training(file
     ]
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
-    with pytest.raises(ConfigError, match="eval_tasks is 0"):
+    with pytest.raises(ConfigError, match="eval_tasks is not set"):
         run_check("held-out sets", config)
 
 

@@ -50,7 +50,7 @@ ROLLOUT = RolloutConfig(
 DEADLINES = Deadlines(rollout_timeout_s=300.0, filtered_out="end")
 
 
-def config(filtered_out: str = "end", batches: int = 3) -> BufferConfig:
+def config(filtered_out: str = "end", batches: int | None = 3) -> BufferConfig:
     return BufferConfig.model_validate(
         {"max_filtered_batches": batches, "filtered_out": filtered_out}
     )
@@ -118,7 +118,7 @@ def test_filtered_out_train_takes_all_groups_until_the_filter_keeps_a_group() ->
 
 
 def test_filtered_groups_never_end_a_run_without_a_limit() -> None:
-    buffer = buffer_of(config(batches=0))
+    buffer = buffer_of(config(batches=None))
     finish(buffer, *[(1.0, 1.0)] * 100)
     assert buffer.filtered_out == ""
 

@@ -58,7 +58,7 @@ def test_max_new_tokens_must_leave_room_for_the_prompt(model: Path) -> None:
 
 
 def test_saved_row_over_the_limit_is_refused() -> None:
-    config = configuration("", max_row_tokens=21)
+    config = configuration("model", max_row_tokens=21)
     batch = batch_of([sample(0, 0, 21, 5), sample(0, 1, 3, 1)])
     _refuse_long_rows(batch, config)
     longer = batch_of([sample(0, 0, 3, 1), sample(0, 1, 22, 5)])
@@ -68,8 +68,8 @@ def test_saved_row_over_the_limit_is_refused() -> None:
     assert error.value.value == 21
     assert "22 tokens" in error.value.reason
     assert error.value.fix == "set --max-row-tokens to 22 or more, or leave it out"
-    _refuse_long_rows(longer, configuration("", max_tokens_per_microbatch=5))
+    _refuse_long_rows(longer, configuration("model", max_tokens_per_microbatch=5))
 
 
 def test_batch_without_rows_is_accepted() -> None:
-    _refuse_long_rows(batch_of([]), configuration("", max_row_tokens=1))
+    _refuse_long_rows(batch_of([]), configuration("model", max_row_tokens=1))

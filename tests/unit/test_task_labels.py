@@ -102,7 +102,7 @@ def agent(
     return write
 
 
-def configuration(file: str, path: str, **rollout: Any) -> Config:
+def configuration(file: str | bool, path: str, **rollout: Any) -> Config:
     return resolve(
         Source(
             name="test",
@@ -155,7 +155,7 @@ def test_a_source_whose_tasks_have_no_label_is_doubted(agent: Any) -> None:
     )
     module = agent(source)
     config = configuration(
-        "", module, task_source_path=module.replace(":rollout", ":tasks")
+        False, module, task_source_path=module.replace(":rollout", ":tasks")
     )
     with pytest.raises(Doubt, match="the first 8 tasks of"):
         check_labels(config)
