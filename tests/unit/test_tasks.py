@@ -83,7 +83,7 @@ def test_a_task_keeps_its_row_and_label(task_file):
 
 
 def test_task_without_an_id_is_named_by_its_line_number(task_file):
-    config = from_file("", eval_task_file=task_file('{"q": 1}\n\n{"q": 2}\n'))
+    config = from_file(None, eval_task_file=task_file('{"q": 1}\n\n{"q": 2}\n'))
     assert [(t.id, t.label, t.split) for t in load_tasks(config, "eval", 0)] == [
         ("1", None, "eval"),
         ("3", None, "eval"),
