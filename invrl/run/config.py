@@ -411,7 +411,8 @@ def read_toml(path: Path) -> Source:
                 f"{table} in {path}", entries, "a table is expected", _table_fix(table)
             )
     if path.name == CONFIG_NAME:
-        return Source(name=str(path), tables=as_written_now(document))
+        section_of_table = {name: table.section for name, table in TABLES.items()}
+        document = as_written_now(document, section_of_table)
     return Source(name=str(path), tables=document)
 
 

@@ -181,10 +181,10 @@ def former_fix(name: str) -> str:
 
 
 def as_written_now(
-    tables: Mapping[str, Mapping[str, Any]],
+    tables: Mapping[str, Mapping[str, Any]], section_of_table: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """The configuration of a recorded run with the names of today, and `false` for what
-    was absent."""
+    was absent. `section_of_table`: the optional tables of today."""
     now = {table: dict(entries) for table, entries in tables.items()}
     for section, absent in _ABSENT.items():
         entries = now.get(section, {})
@@ -192,7 +192,7 @@ def as_written_now(
             if key in entries and entries[key] is not False and entries[key] == value:
                 entries[key] = False
     if "kl_coef" in now.get("algorithm", {}):
-        _move_tables(now)
+        _move_tables(now, section_of_table)
     return now
 
 
@@ -206,31 +206,11 @@ _CRITIC: dict[str, object] = {
     "value_clip": 0.2,
 }
 """What a critic had where nothing was set."""
-_SECTION_OF_TABLE = {
-    "kl": "algorithm",
-    "entropy": "algorithm",
-    "rejection": "algorithm",
-    "overlong": "algorithm",
-    "length_weights": "algorithm",
-    "critic": "algorithm",
-    "teacher": "algorithm",
-    "dpo": "algorithm",
-    "ipo": "algorithm",
-    "simpo": "algorithm",
-    "orpo": "algorithm",
-    "kto": "algorithm",
-    "sapo": "algorithm",
-    "rejection_gate": "algorithm",
-    "dppo": "algorithm",
-    "simko": "algorithm",
-    "vespo": "algorithm",
-    "curriculum": "rollout",
-    "difficulty": "buffer",
-    "wandb": "run",
-}
 
 
-def _move_tables(tables: dict[str, dict[str, Any]]) -> None:
+def _move_tables(
+    tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
+) -> None:
     """Moves the settings of what is a table today there. Where the feature was off, the
     settings say nothing."""
     algorithm = tables["algorithm"]
@@ -263,7 +243,7 @@ def _move_tables(tables: dict[str, dict[str, Any]]) -> None:
     for section in list(tables.values()):
         for old in list(section):
             table, _, key = FORMER_NAMES.get(old, "").partition(".")
-            if table not in _SECTION_OF_TABLE:
+            if table not in section_of_table:
                 continue
             value = section.pop(old)
             if key:
@@ -289,7 +269,7 @@ def _move_tables(tables: dict[str, dict[str, Any]]) -> None:
         is_on[table] = objective == table
     for table in ("sapo", "rejection_gate", "dppo", "simko", "vespo"):
         is_on[table] = policy_loss == table
-    for table, section in _SECTION_OF_TABLE.items():
+    for table, section in section_of_table.items():
         if not is_on.get(table, table in tables):
             tables.pop(table, None)
             if section in tables:

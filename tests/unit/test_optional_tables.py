@@ -7,7 +7,7 @@ import pytest
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.config import Config, resolve
+from invrl.run.config import TABLES, Config, resolve
 from invrl.run.former_settings import as_written_now
 from invrl.run.resolved_config import load_resolved, write_resolved
 
@@ -121,11 +121,12 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
             "rejection_high": 0.0,
         },
     }
-    now = as_written_now(recorded)
+    section_of_table = {name: table.section for name, table in TABLES.items()}
+    now = as_written_now(recorded, section_of_table)
     assert now["run"] == {"run_name": "r", "keep_checkpoints": False, "wandb": False}
     assert now["curriculum"] == {"kind": "thompson", "tasks": False}
     assert now["dpo"] == {"beta": 0.3, "label_smoothing": 0.0}
     assert now["train"] == {"clip_grad": 1.0}
     assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
     assert now["algorithm"]["kl"] is False
-    assert as_written_now(now) == now
+    assert as_written_now(now, section_of_table) == now
