@@ -523,9 +523,8 @@ class Fleet:
                     )
                 try:
                     return await self._restart(name)
-                except (
-                    Exception
-                ) as error:  # of this engine: the others go on without it
+                except Exception as error:
+                    # of this engine: the others go on without it
                     _LOG.exception("%s did not come back (%s)", name, count)
                     self._restarts.failed(name, error)
             if name in self._external_urls:

@@ -78,9 +78,8 @@ class RayWatch:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return self._report(f"{process.name} (process {process.pid}) has ended")
-        except (
-            OSError
-        ) as error:  # a kernel before 5.3: its silence is noticed all the same
+        except OSError as error:
+            # a kernel before 5.3: its silence is noticed all the same
             logger.warning("no pidfd of %s: %s", process.name, error)
             return None
         try:

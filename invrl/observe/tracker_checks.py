@@ -54,9 +54,8 @@ def _check_wandb_key() -> None:
     has_key = True
     try:
         has_key = wandb.login(prompt=False)
-    except (
-        Exception
-    ) as error:  # no network, or the key is refused: the sink will meet that too
+    except Exception as error:
+        # no network, or the key is refused: the sink will meet that too
         logger.warning("Weights & Biases: %s", error)
     if not has_key:
         reason = "there is no API key for Weights & Biases"

@@ -98,9 +98,8 @@ async def report_waits(
             try:
                 if phase.name == "rollout":
                     report = await buffer.waiting()
-            except (
-                DeadlineError
-            ) as error:  # the buffer is busy; the next question may be answered
+            except DeadlineError as error:
+                # the buffer is busy; the next question may be answered
                 logger.warning(
                     "the buffer did not say what the next batch waits for: %s", error
                 )

@@ -56,9 +56,8 @@ async def report_failures(
     while True:
         try:
             report = await buffer.failures()
-        except (
-            DeadlineError
-        ) as error:  # the buffer is busy; the next question may be answered
+        except DeadlineError as error:
+            # the buffer is busy; the next question may be answered
             logger.warning(
                 "the buffer did not say which rollouts have failed: %s", error
             )

@@ -132,9 +132,8 @@ class ServedMetrics:
         while True:
             try:
                 numbers.update(await buffer.counts())
-            except (
-                DeadlineError
-            ) as error:  # it is busy; the next question may be answered
+            except DeadlineError as error:
+                # it is busy; the next question may be answered
                 logger.warning("metrics: the buffer did not answer: %s", error)
             except ServerError as error:
                 logger.warning("metrics: the buffer is not asked any more: %s", error)

@@ -125,9 +125,8 @@ def token_reader(run: Path, model: Path | None = None) -> TokenReader | None:
             continue
         try:
             return TokenReader(Tokenizer.from_file(str(folder / _VOCABULARY)))
-        except (
-            Exception
-        ):  # the library raises a bare Exception for a file that it cannot read
+        except Exception:
+            # the library raises a bare Exception for a file that it cannot read
             continue
     return None
 

@@ -295,9 +295,8 @@ def _check_call(
     by_position = [None] * (len(parameters) - len(by_name))
     try:
         signature = inspect.signature(target)
-    except (
-        ValueError
-    ):  # a C function without a signature can only be checked by calling it
+    except ValueError:
+        # a C function without a signature can only be checked by calling it
         return
     try:
         signature.bind(*by_position, **by_name)

@@ -252,9 +252,8 @@ class WeightTransaction:
             await update.call_each(
                 "commit", lambda engine: engine.commit(staged.version)
             )
-        except (
-            BaseException
-        ) as error:  # cancellation too: no engine may stay paused or mixed
+        except BaseException as error:
+            # cancellation too: no engine may stay paused or mixed
             await self._roll_back_after(error, update, old)
             raise
         if self.committed is old:

@@ -207,9 +207,8 @@ def check_template(config: Config) -> None:
         from invrl.cli.checks.machine_checks import packages_missing
 
         raise packages_missing(error) from error
-    except (
-        Exception
-    ) as error:  # templates raise what they like, the tokenizer bare Exceptions
+    except Exception as error:
+        # templates raise what they like, the tokenizer bare Exceptions
         raise _template_error(folder, config.gateway, error) from error
     if not renders:
         reason = "the chat template renders a conversation to nothing"

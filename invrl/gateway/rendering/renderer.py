@@ -299,9 +299,8 @@ class Renderer:
         contents (`content_marks.py`). SessionError 400 if the template refuses it."""
         try:
             return self._template(prompt, add_generation_prompt=add_generation_prompt)
-        except (
-            ImportError
-        ):  # jinja2 is missing: neither the template nor the conversation is at fault
+        except ImportError:
+            # jinja2 is missing: neither the template nor the conversation is at fault
             raise
         except Exception as error:  # a template may raise any exception; most raise jinja2.TemplateError
             raise _refusal(error) from error

@@ -165,9 +165,8 @@ class Saving:
         try:
             for finish in self._request.finalize_fns:
                 finish()
-        except (
-            CheckpointException
-        ) as error:  # a BaseException, and only rank 0's names the cause
+        except CheckpointException as error:
+            # a BaseException, and only rank 0's names the cause
             causes = [str(cause) for cause, _ in error.failures.values()] or [
                 "another rank failed"
             ]

@@ -66,9 +66,8 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
                 check=True,
                 timeout=deadline_s,
             )
-    except (
-        BaseException
-    ) as error:  # the deadline of the stage too, which ends this process
+    except BaseException as error:
+        # the deadline of the stage too, which ends this process
         print_tails(run_folder / "logs")
         print(
             "--- the end of `invrl train`",
