@@ -271,9 +271,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.only) - agents(1).keys():
         parser.error(f"--only {sorted(unknown)}: the agents are {', '.join(agents(1))}")
-    logging.getLogger("aiohttp.server").setLevel(
-        logging.CRITICAL
-    )  # the router's question whether it is gRPC
+    # the router's question whether it is gRPC
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     install()
     load = round(os.getloadavg()[0], 2)
     begun = time.monotonic()

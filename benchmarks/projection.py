@@ -106,9 +106,8 @@ def _resident(name: str) -> int:
 def speed_ratios(arguments: argparse.Namespace) -> list[float]:
     """Seconds of the plain way over those of ours, once per repetition."""
     by_way = steps(arguments)
-    logprobs = {
-        way: step() for way, step in by_way.items()
-    }  # the first step of each is slower
+    # the first step of each is slower
+    logprobs = {way: step() for way, step in by_way.items()}
     torch.testing.assert_close(
         logprobs["blocks"], logprobs["plain"], rtol=1e-4, atol=1e-4
     )

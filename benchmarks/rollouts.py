@@ -76,9 +76,8 @@ class _Bench:
     async def run(self, repetitions: int) -> tuple[dict[str, Speeds], TrainBatch]:
         gateway = Speeds()
         fleet = Speeds()
-        taken = (
-            await self._cluster.buffer.take()
-        )  # what is slow once was slow in this one
+        # what is slow once was slow in this one
+        taken = await self._cluster.buffer.take()
         await self._through_gateway("warm-up")
         ids: list[str] = []
         for nth in range(repetitions):

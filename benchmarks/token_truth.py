@@ -132,9 +132,8 @@ def main() -> None:
     parser.add_argument("--tools", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    logging.getLogger("aiohttp.server").setLevel(
-        logging.CRITICAL
-    )  # the router's question whether it is gRPC
+    # the router's question whether it is gRPC
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         run = scripted if arguments.engine == "scripted" else real
         result = asyncio.run(run(arguments, Path(folder)))

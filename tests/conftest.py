@@ -52,9 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(
-            signal.SIGHUP, lambda *_: None
-        )  # no program that is started inherits a handler
+        # no program that is started inherits a handler
+        signal.signal(signal.SIGHUP, lambda *_: None)
     config.pluginmanager.register(LeftBehind())
     gc.disable()  # until everything is imported
 

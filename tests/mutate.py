@@ -168,10 +168,8 @@ def _run_pytest(tree: Path, arguments: Sequence[str], output: Path) -> NoReturn:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.path[:1] = [
-        str(tree),
-        str(tree / "tests"),
-    ]  # the first was the folder of this script
+    # the first was the folder of this script
+    sys.path[:1] = [str(tree), str(tree / "tests")]
     os.environ["PYTHONPATH"] = f"{tree}:{tree / 'tests'}"
     exit_code = 1
     try:
@@ -213,9 +211,8 @@ def find_catcher(tree: Path, mutation: Mutation, *, with_slow: bool) -> Finding:
             failure = first_failure(tree, mutation.tests, "slow")
     finally:
         path.write_text(whole)
-        os.utime(
-            path, ns=(times.st_atime_ns, times.st_mtime_ns)
-        )  # so its compiled file is not taken for this
+        # so its compiled file is not taken for this
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     if failure is None:
         caught_by = "nothing"
     seconds = round(time.monotonic() - started, 1)

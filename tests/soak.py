@@ -146,9 +146,8 @@ class Soak:
         at = time.strftime("%H:%M:%S", time.gmtime())
         stopped_s = 0.0
         logs = _Logs([self._console, self._folder.log_path("driver")])
-        incarnations = len(
-            read_incarnations(self._folder.store_path)
-        )  # the next one takes seconds to begin
+        # the next one takes seconds to begin
+        incarnations = len(read_incarnations(self._folder.store_path))
         if role == "supervisor" and kind == "kill":
             supervisor.wait(60)
             self.start(*repeated_with)

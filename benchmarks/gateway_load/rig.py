@@ -53,9 +53,8 @@ class Rig:
             "--port",
             str(self.engine_port),
         ]
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT / "tests"), str(ROOT)]
-        )  # of all that start here
+        # of all that start here
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
         self.engine = self._python("engine", [*command, "--reply", str(reply)])
         self.router = RouterServer(run_folder=folder, start_timeout_s=240.0)
         self.gateways: dict[str, GatewayServer] = {}

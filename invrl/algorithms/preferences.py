@@ -40,9 +40,8 @@ class PairObjective:
         if not inputs.numbers:
             return _loss_of_nothing(inputs)
         chosen_R = inputs.numbers[CHOSEN] > 0.5
-        margin_R = inputs.numbers["margin"][
-            chosen_R
-        ]  # that of a pair is with its chosen row, and so the loss
+        # that of a pair is with its chosen row, and so the loss
+        margin_R = inputs.numbers["margin"][chosen_R]
         means = {
             "loss": inputs.numbers["loss"][chosen_R],
             "reward_margin": margin_R,

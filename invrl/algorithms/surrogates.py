@@ -397,9 +397,8 @@ def simko(of: SurrogateInputs) -> TokenLosses:
     )
     is_token_NK = top.is_token_NK
     own_NK = top.current_NK.masked_fill(~is_token_NK, 0.0)
-    shared_NK = (
-        own_NK - own_NK.detach()
-    ).exp() * is_token_NK  # 1, with the gradient of log p_n
+    # 1, with the gradient of log p_n
+    shared_NK = (own_NK - own_NK.detach()).exp() * is_token_NK
     num_N = is_token_NK.sum(dim=1)
     shared_N = of.ratio_N.detach() * shared_NK.sum(dim=1) / num_N.clamp(min=1)
     mixed_N = (1.0 - settings.alpha) * of.ratio_N + settings.alpha * shared_N

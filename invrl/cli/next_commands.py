@@ -67,9 +67,8 @@ def _commands(
     run = str(folder.path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     latest = checkpoints.latest()
-    can_resume = (
-        latest is not None or not checkpoints.damaged()
-    )  # else a resume is refused
+    # else a resume is refused
+    can_resume = latest is not None or not checkpoints.damaged()
     if not finished and not config.run.debug_train_only and can_resume:
         purpose = "begin again: there is no checkpoint yet"
         if latest:

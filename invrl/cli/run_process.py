@@ -77,9 +77,8 @@ def failure_reported(folder: RunFolder) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, DamagedFileError | IdenticalFailuresError):
-            lifeline.tell(
-                NoteKind.FINAL
-            )  # another incarnation would fail in the same way
+            # another incarnation would fail in the same way
+            lifeline.tell(NoteKind.FINAL)
         lifeline.tell(NoteKind.REPORTED)
         logging.getLogger(__name__).exception("the run failed")
         reason, place = headline(error).lines(folder.log_path("driver"))

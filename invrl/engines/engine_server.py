@@ -299,9 +299,8 @@ def _post(
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     deadline = time.monotonic() + _FIRST_TOKEN_DEADLINE_S
     http.request("POST", path, body, headers)
-    poll = (
-        select.poll()
-    )  # select.select refuses descriptors above 1023, and a driver has many
+    # select.select refuses descriptors above 1023, and a driver has many
+    poll = select.poll()
     poll.register(http.sock, select.POLLIN)
     while not poll.poll(1000 * _POLL_INTERVAL_S):
         meanwhile()
@@ -375,7 +374,6 @@ def _command(
     if on_cpu:
         command.append("--sleep-on-idle")  # otherwise the scheduler spins on a core
     if config.seeded_sampling:
-        command.append(
-            "--enable-deterministic-inference"
-        )  # otherwise SGLang ignores seeds
+        # otherwise SGLang ignores seeds
+        command.append("--enable-deterministic-inference")
     return command

@@ -663,9 +663,8 @@ class Fleet:
             except BaseException:
                 await self._end(engine)
                 raise
-        engine.client.api_key = (
-            engine.server.api_key
-        )  # that of an external engine is known now
+        # that of an external engine is known now
+        engine.client.api_key = engine.server.api_key
         return engine
 
     async def _register(self, engine: Engine) -> None:

@@ -283,9 +283,8 @@ def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) ->
     import setproctitle
 
     command = [sys.executable, "-m", module, *start.arguments]
-    setproctitle.setproctitle(
-        " ".join(command)
-    )  # before the environment changes, beside which it is kept
+    # before the environment changes, beside which it is kept
+    setproctitle.setproctitle(" ".join(command))
     os.environ.clear()
     os.environ.update({**start.environment, **prepared})
     os.chdir(start.folder)

@@ -64,9 +64,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     finally:
         _State.task = None
         if _State.interrupted:
-            catch(
-                signal.SIG_IGN
-            )  # with a handler of ours, the interpreter's end puts the default back
+            # with a handler of ours, the interpreter's end puts the default back
+            catch(signal.SIG_IGN)
             raise KeyboardInterrupt
 
 

@@ -66,9 +66,8 @@ def hold() -> None:
         return
     _Pipe.descriptor = int(descriptor)
     os.set_inheritable(_Pipe.descriptor, False)
-    os.set_blocking(
-        _Pipe.descriptor, False
-    )  # a stopped supervisor reads nothing: beats are lost then
+    # a stopped supervisor reads nothing: beats are lost then
+    os.set_blocking(_Pipe.descriptor, False)
     tell(NoteKind.BEAT)
     threading.Thread(target=_beat, name="lifeline", daemon=True).start()
 

@@ -47,9 +47,8 @@ def prepare_ray() -> None:
         # What a rollout started ends with its worker, also when that is killed.
         RAY_process_group_cleanup_enabled="true",
     )
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # the end of a connection is no news for the console
+    # the end of a connection is no news for the console
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     hold_key(RAY_TOKEN, secrets.token_hex(32))
 
 

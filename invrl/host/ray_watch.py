@@ -166,9 +166,8 @@ def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
     from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 
     address = f"{node.node_ip_address}:{node.node_manager_port}"
-    channel = init_grpc_channel(
-        address, options=GLOBAL_GRPC_OPTIONS
-    )  # no proxy, as in Ray's own calls
+    # no proxy, as in Ray's own calls
+    channel = init_grpc_channel(address, options=GLOBAL_GRPC_OPTIONS)
     stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
     messages: Any = node_manager_pb2  # its classes exist only once it is imported
     return lambda: stub.GetSystemConfig(

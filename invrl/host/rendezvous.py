@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
-_DROP_EVERYTHING = struct.pack(
-    "HBBI", 0x06, 0, 0, 0
-)  # a BPF program: accept 0 bytes of every packet
+# a BPF program: accept 0 bytes of every packet
+_DROP_EVERYTHING = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def listen(host: str) -> socket.socket:

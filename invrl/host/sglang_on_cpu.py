@@ -52,12 +52,10 @@ def make_importable() -> None:
     is_done = isinstance(sys.modules.get("sgl_kernel"), _PlaceholderModule)
     if torch.cuda.is_available() or is_done:
         return
-    os.environ.setdefault(
-        "SGLANG_USE_CPU_ENGINE", "1"
-    )  # SGLang's own switch for its CPU paths
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # two threads on two busy cores were 7 times slower
+    # SGLang's own switch for its CPU paths
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # two threads on two busy cores were 7 times slower
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Imported first: it makes transformers replace its lazy module once, before we
     # change it.
     from transformers import ProcessorMixin

@@ -47,9 +47,8 @@ def outcome_line(
         ending = f"running, step {step}{of_steps}"
     if state == "failed":
         ending += f": {_raised(log_end) or 'see logs/driver.log'}"
-    gains = (
-        list(_gains(report)) if state == "ended" else []
-    )  # else they are of an earlier end
+    # else they are of an earlier end
+    gains = list(_gains(report)) if state == "ended" else []
     changes = gains or list(_accuracies(series)) or list(_other_change(series))
     return "; ".join([*changes, ending])
 

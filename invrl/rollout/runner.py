@@ -250,9 +250,8 @@ class Runner:
         thread = threading.Thread(target=work, name="rollout", daemon=True)
         thread.start()
         try:
-            await asyncio.wait(
-                {finished}
-            )  # a cancellation ends this wait and leaves the future as it is
+            # a cancellation ends this wait and leaves the future as it is
+            await asyncio.wait({finished})
         except asyncio.CancelledError:
             raise _ThreadGoesOn(_stack_of(thread)) from None
         value = finished.result()

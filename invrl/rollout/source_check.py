@@ -55,9 +55,8 @@ class _Check:
 
     def _check_methods(self, tasks: object) -> None:
         """The methods are there, in pairs, and take the calls that they will get."""
-        has_state = hasattr(
-            tasks, "state"
-        )  # with record() beside it, one without the other is a mistake
+        # with record() beside it, one without the other is a mistake
+        has_state = hasattr(tasks, "state")
         if has_state != hasattr(tasks, "restore"):
             missing = "restore" if has_state else "state"
             present = "state" if has_state else "restore"

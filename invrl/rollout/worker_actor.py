@@ -258,9 +258,8 @@ class _MemoryWatch:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self.over_limit.set)
             if held_gb > _HARD_LIMIT * self._limit_gb:
-                time.sleep(
-                    _MEASURE_INTERVAL_S
-                )  # An event loop that still runs has time to report.
+                # An event loop that still runs has time to report.
+                time.sleep(_MEASURE_INTERVAL_S)
                 print(f"ended on the spot: {self.detail}", file=sys.stderr, flush=True)
                 os._exit(1)
 

@@ -98,9 +98,8 @@ class HeldOutEvaluations:
             version, watch=self.tasks, planned=self.tasks.plan
         )
         self._note_failures(evaluation)
-        return await asyncio.to_thread(
-            evaluation.values
-        )  # its bootstrap intervals take a while
+        # its bootstrap intervals take a while
+        return await asyncio.to_thread(evaluation.values)
 
     async def evaluate(self, step: int) -> Evaluation:
         """Evaluates after `step`, and writes the result into the metrics."""

@@ -55,9 +55,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
     ray_private: Any = vars(ray)["_private"]
     ray_private.utils.set_sigterm_handler = lambda _: None
     _leave_unused_processes_out(ray_private.node.Node)
-    os.register_at_fork(
-        after_in_child=os.setpgrp
-    )  # a signal to our process group must not reach Ray's
+    # a signal to our process group must not reach Ray's
+    os.register_at_fork(after_in_child=os.setpgrp)
     with ExitStack() as stack:
         try:
             if ray_address:
@@ -193,9 +192,8 @@ def _init_ray(**options: Any) -> None:
         if ray_address:
             which = f"the one at RAY_ADDRESS={ray_address}"
         failure = f"Ray ({which}) did not start: {_first_line(error)}{overload()}"
-        _shut_ray_down(
-            earlier_failure=f"{failure}; and "
-        )  # a part of it may have started
+        # a part of it may have started
+        _shut_ray_down(earlier_failure=f"{failure}; and ")
         raise ServerError(failure) from error
 
 

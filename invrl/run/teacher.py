@@ -70,9 +70,8 @@ class Teacher:
         texts = tokenizer.decode_batch(
             [[token_id] for token_id in ids], skip_special_tokens=False
         )
-        whole = sorted(
-            {text for text in texts if text and "\ufffd" not in text}
-        )  # no parts of characters
+        # no parts of characters
+        whole = sorted({text for text in texts if text and "\ufffd" not in text})
         for start in range(0, len(whole), _TEXTS_PER_REQUEST):
             part = whole[start : start + _TEXTS_PER_REQUEST]
             body: dict[str, Json] = {"prompt": list(part), "add_special_tokens": False}

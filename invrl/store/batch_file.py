@@ -51,9 +51,8 @@ def _encode_array(array: np.ndarray) -> tuple[str, bytes, *tuple[int, ...]]:
 
 def _decode_array(_: type, encoded: tuple[str, bytes, *tuple[int, ...]]) -> np.ndarray:
     dtype, content, *later_axes = encoded
-    flat = np.frombuffer(
-        bytearray(content), dtype
-    )  # a copy: torch needs arrays that can be written
+    # a copy: torch needs arrays that can be written
+    flat = np.frombuffer(bytearray(content), dtype)
     return flat.reshape(-1, *later_axes)
 
 

@@ -150,9 +150,8 @@ class IndexFiller:
     def fill(self) -> bool:
         """One batch of whatever is new, in one transaction. Returns whether anything
         was."""
-        self._store.execute(
-            "BEGIN"
-        )  # one moment: a turn is not seen without its session
+        # one moment: a turn is not seen without its session
+        self._store.execute("BEGIN")
         self._index.execute("BEGIN IMMEDIATE")
         try:
             # What a person sees first comes first: all rollouts and what became of

@@ -152,9 +152,8 @@ class BroadcastLoads:
                     broken.append(calls[call])
                 else:
                     calls[call].fail(error)
-        return [
-            load for load in loads if load in broken
-        ]  # in their order, by which a group is known
+        # in their order, by which a group is known
+        return [load for load in loads if load in broken]
 
     def _give_up(self, silent: dict[asyncio.Task[None], _Load]) -> None:
         for call, load in silent.items():

@@ -115,9 +115,8 @@ def open_memory(handle: CudaHandle) -> torch.Tensor:
             ctypes.c_uint(_ENABLE_PEER_ACCESS),
         )
     memory = _DeviceBytes(address.value + handle.offset, handle.num_bytes)
-    weakref.finalize(
-        memory, _close, address.value, index
-    ).atexit = False  # the driver closes it then
+    # the driver closes it then
+    weakref.finalize(memory, _close, address.value, index).atexit = False
     return _tensor_over(memory, index)
 
 

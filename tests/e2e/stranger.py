@@ -161,9 +161,8 @@ class Stranger:
                     answer = client.post(path, json=self._filled(body))
                 except httpx.HTTPError:
                     return  # it does not speak HTTP
-                is_metrics = answer.text.startswith(
-                    "# TYPE"
-                )  # the router's, whatever it is asked
+                # the router's, whatever it is asked
+                is_metrics = answer.text.startswith("# TYPE")
                 if answer.is_success and not is_metrics:
                     yield f"port {port} answered POST {path} with {answer.status_code}: {answer.text[:200]}"
 

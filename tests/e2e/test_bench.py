@@ -38,9 +38,8 @@ def test_the_bench_measures_every_ratio_and_every_process(tmp_path: Path) -> Non
         "ray",
     }
     assert ours <= roles.keys()
-    assert all(
-        roles[role]["peak_pss_mb"] > 0 for role in ours
-    )  # others may be seen when they have just begun
+    # others may be seen when they have just begun
+    assert all(roles[role]["peak_pss_mb"] > 0 for role in ours)
 
 
 @pytest.mark.timeout(DEADLINE_S)

@@ -118,9 +118,8 @@ def test_outside_environment_leases_tasks_and_trains_the_model(
     assert {
         one["attempt"] for one in finished.values() if one["group_id"] == let_go
     } == {1}
-    invrl(
-        tmp_path, "ledger", str(outside.folder)
-    )  # checks that every rollout ended once
+    # checks that every rollout ended once
+    invrl(tmp_path, "ledger", str(outside.folder))
 
 
 @pytest.mark.parametrize("step", [1, 2])

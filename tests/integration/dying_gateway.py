@@ -32,9 +32,8 @@ def die_after_the_first_turn() -> None:
             done.touch()
             if os.environ.get("INSTEAD_OF_DYING") == "hang":
                 time.sleep(3600)
-            os.kill(
-                os.getpid(), signal.SIGKILL
-            )  # whoever waits for the future has not run since
+            # whoever waits for the future has not run since
+            os.kill(os.getpid(), signal.SIGKILL)
         return committed
 
     RunStoreWriter._commit = commit_and_die  # type: ignore[method-assign]

@@ -718,9 +718,8 @@ class RankProcess:
         def record(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
-                storages[storage.data_ptr()] = (
-                    storage  # kept, so that no other takes its address
-                )
+                # kept, so that no other takes its address
+                storages[storage.data_ptr()] = storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
@@ -735,9 +734,8 @@ class RankProcess:
         """Bytes by which this process and its children were larger than before, at
         most, during a call."""
         method, argument = given
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # or a call would grow into memory that was freed before
+        # or a call would grow into memory that was freed before
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         before = resident("VmRSS")
         children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

@@ -327,9 +327,8 @@ def test_policy_losses_and_gradients_equal_trls(trl: Path, tmp_path: Path) -> No
     for case in CASES.values():
         for drawn in draws:
             columns = drawn.columns
-            row_advantages = drawn.padded(columns["advantages"])[
-                :, 0
-            ]  # every row has a first token
+            # every row has a first token
+            row_advantages = drawn.padded(columns["advantages"])[:, 0]
             arguments = {
                 "settings": case.settings,
                 "args": case.args,

@@ -97,9 +97,8 @@ async def test_silent_buffer_actor_is_a_deadline_error(handle: BufferHandle) -> 
 async def test_dead_buffer_actor_is_a_server_error(handle: BufferHandle) -> None:
     process = psutil.Process((await handle.actor.beat()).pid)
     handle.actor.kill()
-    await asyncio.to_thread(
-        process.wait, timeout=60
-    )  # on a busy machine it may answer for a while
+    # on a busy machine it may answer for a while
+    await asyncio.to_thread(process.wait, timeout=60)
     with pytest.raises(ServerError, match="the buffer died"):
         await handle.lease()
 

@@ -192,9 +192,8 @@ async def test_openai_responses_are_recorded_as_the_wire_had_them(
         assert_calculated(played)
         assert played.printed["status"] == "completed"
         is_streamed = "--stream" in played.mode
-        assert (
-            played.printed["deltas"] >= 5
-        ) is is_streamed  # one in each turn at least
+        # one in each turn at least
+        assert (played.printed["deltas"] >= 5) is is_streamed
 
 
 async def test_openai_completions_are_recorded_as_the_wire_had_them(
@@ -435,9 +434,8 @@ async def test_codex_continues_one_conversation_of_a_real_engine(
             text = Reference(real.model).tokenizer.decode(
                 reply.ids, skip_special_tokens=False
             )
-            held = (
-                (folder / "last.txt").read_bytes().decode()
-            )  # read_text would translate its newlines
+            # read_text would translate its newlines
+            held = (folder / "last.txt").read_bytes().decode()
             assert held.strip() == text.removesuffix("<|im_end|>").strip()
         else:
             await end_session(real, session, min_turns=2)

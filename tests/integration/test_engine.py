@@ -83,9 +83,8 @@ async def test_stop_token_ends_the_reply_and_is_reported(engine: Engine) -> None
             found = result
             break
     assert found is not None
-    assert (
-        found.matched_stop == found.ids_T[-1]
-    )  # the stop token is among the sampled ones
+    # the stop token is among the sampled ones
+    assert found.matched_stop == found.ids_T[-1]
 
 
 async def test_longer_prompt_reuses_the_cached_prefix(engine: Engine) -> None:

@@ -247,9 +247,8 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
         )
         assert registered[1] == (command.url, "5")
         assert await held(fleet, "external-0") == sender.checksums()
-        await fleet.engines[
-            "external-0"
-        ].client.pause()  # as an interrupt within an update leaves it
+        # as an interrupt within an update leaves it
+        await fleet.engines["external-0"].client.pause()
     finally:
         await fleet.stop()
     assert psutil.pid_exists(command.process.pid)

@@ -24,9 +24,8 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     held_out = tmp_path / "held out.jsonl"
-    held_out.write_text(
-        '{"id": "a", "prompt": "say fox"}\n{"id": "b"}\n'
-    )  # b: the function raises KeyError
+    # b: the function raises KeyError
+    held_out.write_text('{"id": "a", "prompt": "say fox"}\n{"id": "b"}\n')
     run = tmp_path / "measured"
     flags = [
         "--model-path",

@@ -208,9 +208,8 @@ async def test_top_tokens_of_a_greedy_reply_begin_with_the_sampled_tokens(
             (one.logprob for one in top), reverse=True
         )
         assert len(top) == 20
-        assert (
-            0.03 < sum(math.exp(one.logprob) for one in top) <= 1
-        )  # 20 of 512 alike would have 0.04
+        # 20 of 512 alike would have 0.04
+        assert 0.03 < sum(math.exp(one.logprob) for one in top) <= 1
 
 
 async def test_parameter_that_the_router_would_drop_is_refused(http: httpx.AsyncClient):

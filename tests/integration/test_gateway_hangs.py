@@ -67,9 +67,8 @@ async def test_stopped_gateway_worker_is_replaced_and_its_sessions_continue(
             httpx.AsyncClient(timeout=120) as http,
         ):
             await until(lambda: len(workers(server)) == 2)
-            before = sorted(
-                workers(server), key=lambda process: process.pid
-            )  # in the order of their forks
+            # in the order of their forks
+            before = sorted(workers(server), key=lambda process: process.pid)
             sessions = await open_sessions(server, 2 * GROUP)
             owned = [
                 session

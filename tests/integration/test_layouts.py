@@ -305,9 +305,8 @@ def test_each_layout_takes_the_same_steps_as_one_process(
     assert replica("staged", 1) == {
         name: checksum(tensor) for name, tensor in exported.items()
     }
-    trained = found.steps[
-        -1
-    ].weights  # all that is exported but a router's bias, which no optimizer trains
+    # all that is exported but a router's bias, which no optimizer trains
+    trained = found.steps[-1].weights
     gap, name = worst({name: exported[name].numpy() for name in trained}, trained)
     assert gap == 0.0, name
 

@@ -57,9 +57,8 @@ def test_each_template_continues_the_listed_conversations_exactly(keep: bool):
     assert others("llama3.2", keep=keep) == {
         "refused": {"parallel calls", "parallel calls in turn"}
     }
-    respelled = {
-        "consecutive replies"
-    }  # the last reply of a conversation gets an empty block of thinking
+    # the last reply of a conversation gets an empty block of thinking
+    respelled = {"consecutive replies"}
     if keep:
         assert others("qwen3") == {"kept": THINKING | respelled}
     else:

@@ -285,9 +285,8 @@ async def test_worker_that_exits_is_replaced_and_the_run_continues(
         await batches(stack, handle, buffer, range(2, 4))
         # Two rounds of two: those of a round may have died together or one by one.
         assert 2 <= handle._pool.replaced <= 4
-        ended = stack.outcomes()[
-            "exit"
-        ]  # what still waits for its worker at the end is aborted by it
+        # what still waits for its worker at the end is aborted by it
+        ended = stack.outcomes()["exit"]
     assert {outcome.reason for outcome in own_ends(ended)} == {
         FailureReason.WORKER_DIED
     }
@@ -348,9 +347,8 @@ async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(
     async with rollouts(stack, cancels) as (handle, buffer):
         await until_ended(stack, cancels, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
-        ended = stack.outcomes()[
-            "cancel all"
-        ]  # what still runs at the end is aborted by it
+        # what still runs at the end is aborted by it
+        ended = stack.outcomes()["cancel all"]
     reasons = {outcome.reason for outcome in own_ends(ended)}
     assert reasons <= {FailureReason.WORKER_DIED, FailureReason.EXCEPTION}
 

@@ -126,11 +126,8 @@ class RoutingReference(Reference):
                 chosen = self.old.routed[self._row][number].chosen_TK
             shares = logits.detach().exp() / logits.detach().exp().sum(-1, keepdim=True)
             self.routed[self._row][number] = Routed(chosen, shares)
-            return (
-                logits,
-                logits.gather(1, chosen).softmax(-1),
-                chosen,
-            )  # normalised over the chosen
+            # normalised over the chosen
+            return logits, logits.gather(1, chosen).softmax(-1), chosen
 
         gate.forward = route
 
@@ -193,9 +190,8 @@ def test_sigmoid_router_scores_count_as_shares_of_their_sum(
 
 def check_update(pool: RankPool, model: Path, replay: str, *, lr: float = 5e-3) -> None:
     batch = random_batch(1)
-    shares = (
-        replay == "none"
-    )  # replay sends a shared prefix to the experts of its first row
+    # replay sends a shared prefix to the experts of its first row
+    shares = replay == "none"
     trainer = pool.build(
         model,
         train=settings(lr=lr, replay=replay, share_prefixes=shares),
@@ -310,8 +306,7 @@ def test_every_layout_computes_the_router_weights_of_one_process(
         for tensor, values in expected_step.items():
             assert relative(found_step[tensor], values) < BOUND, tensor
     assert alone.weight_mean < 0.97
-    assert (
-        0.05 < alone.floored_fraction < 0.45
-    )  # about half of the tokens are of the second mini-batch
+    # about half of the tokens are of the second mini-batch
+    assert 0.05 < alone.floored_fraction < 0.45
     assert found.weight_mean == pytest.approx(alone.weight_mean, rel=1e-5)
     assert found.floored_fraction == alone.floored_fraction

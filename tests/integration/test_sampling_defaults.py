@@ -47,9 +47,8 @@ async def test_sampling_preferences_of_the_server_do_not_change_training_request
     try:
         await fleet.admit()
         bare = [await ask_barely(fleet) for _ in range(TRIES)]
-        assert (
-            len({tuple(ids) for ids in bare}) == 1
-        )  # the preferences are at work: it is greedy
+        # the preferences are at work: it is greedy
+        assert len({tuple(ids) for ids in bare}) == 1
         assert len(bare[0]) < 24  # and stops at its own tokens
         ours = await asyncio.gather(
             *(ask_as_the_gateway_does(fleet) for _ in range(TRIES))

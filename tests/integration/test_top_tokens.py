@@ -56,9 +56,8 @@ def batch_with_top(seed: int) -> TrainBatch:
         for place in range(0, num_tokens, 2):
             if sample.tokens_T[place] not in ids_TK[place]:
                 ids_TK[place, 0] = sample.tokens_T[place]
-        is_sampled_TK = (
-            ids_TK == sample.tokens_T[:, None]
-        )  # an engine reports one log-prob of a token
+        # an engine reports one log-prob of a token
+        is_sampled_TK = ids_TK == sample.tokens_T[:, None]
         logprobs_TK = np.where(
             is_sampled_TK, sample.rollout_logprobs_T[:, None], logprobs_TK
         )

@@ -286,9 +286,8 @@ def test_saving_needs_the_memory_of_a_few_tensors(
     model = make_tiny_model(
         tmp_path / "model", layers=12, hidden=256, heads=4, kv_heads=4
     )
-    state = (
-        3 * (model / "model.safetensors").stat().st_size
-    )  # float32, as master weights and moments are
+    # float32, as master weights and moments are
+    state = 3 * (model / "model.safetensors").stat().st_size
     trainer = pool.build(model, ranks=ranks, train=settings(train_dtype="bfloat16"))
     trainer.train(BATCHES[0])
     for method in ("export", "save"):

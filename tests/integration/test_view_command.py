@@ -202,9 +202,8 @@ def test_export_of_a_run_opens_from_disk(
 def test_live_run_updates_the_page(view: View, recorded: RecordedRun) -> None:
     page = view.open("rollouts")
     view.wait_for_count(6)
-    page.wait_for_timeout(
-        1600
-    )  # The table leaves its reader that long between two changes.
+    # The table leaves its reader that long between two changes.
+    page.wait_for_timeout(1600)
     recorded.add("late", "just now", 1.0, step=3)
     view.wait_for_count(7)
     page = view.open("overview")

@@ -176,9 +176,8 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
         sizes.append(done.num_bytes)
     assert max(sizes[1:4] + sizes[5:]) < 0.5 * min(sizes[0], sizes[4])
 
-    await Update(
-        TorchSender(tiny_model), [receiver]
-    ).run()  # another trainer, another base
+    # another trainer, another base
+    await Update(TorchSender(tiny_model), [receiver]).run()
     sender.train(6, size=1e-7)
     await update.run()
     held_before = await held(follower)
@@ -227,9 +226,8 @@ async def test_engine_fetches_deltas_from_the_trainer(
         done = await update.run()
         assert done.canary_max_gap <= 1e-3
         assert await held(follower) == sender.checksums()
-    await Update(
-        TorchSender(tiny_model), [receiver]
-    ).run()  # another trainer, another base
+    # another trainer, another base
+    await Update(TorchSender(tiny_model), [receiver]).run()
     sender.train(3, size=1e-7)
     await update.run()
     held_before = await held(follower)

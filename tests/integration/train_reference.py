@@ -32,9 +32,8 @@ class Reference:
             attn_implementation="eager",
             experts_implementation="eager",
         )
-        self.model.get_input_embeddings().padding_idx = (
-            None  # it would take the padding's row out of the gradient
-        )
+        # it would take the padding's row out of the gradient
+        self.model.get_input_embeddings().padding_idx = None
         parts = {
             part_name: part
             for name, parameter in self.model.named_parameters()

@@ -323,9 +323,8 @@ def _save(
     if template_text:
         tokenizer.chat_template = template_text
     _set_end_of_turn(tokenizer)
-    tokenizer.clean_up_tokenization_spaces = (
-        False  # it would remove spaces of a BPE vocabulary
-    )
+    # it would remove spaces of a BPE vocabulary
+    tokenizer.clean_up_tokenization_spaces = False
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id

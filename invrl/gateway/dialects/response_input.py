@@ -211,9 +211,8 @@ def _tool_call(item: InputItem, param: str) -> ToolCall:
 def _tool_result(item: InputItem, param: str, references: _References) -> Message:
     call_id = item.call_id
     if not call_id and item.id:
-        call_id = references.call_id(
-            item.id
-        )  # the result of a local shell names the item
+        # the result of a local shell names the item
+        call_id = references.call_id(item.id)
     output = item.output
     is_patch = item.type == CLIENT_TOOLS["apply_patch"].result_type
     if output is None and is_patch:

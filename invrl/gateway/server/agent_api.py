@@ -146,10 +146,8 @@ class AgentEndpoint:
             sources.append(source)
             attachments.enter_context(source.attached())
             overridden.extend(newly_overridden)
-        headers = {
-            "x-request-id": sources[0].turn_id,
-            "request-id": sources[0].turn_id,
-        }  # OpenAI, Anthropic
+        # OpenAI, Anthropic
+        headers = {"x-request-id": sources[0].turn_id, "request-id": sources[0].turn_id}
         if overridden:
             names = ",".join(overridden)
             headers["x-invrl-overridden"] = names

@@ -147,9 +147,8 @@ class GatewayServer:
         )
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
-        self._watch.start_over(
-            SUPERVISOR
-        )  # kill it once; the kernel reports when it is gone
+        # kill it once; the kernel reports when it is gone
+        self._watch.start_over(SUPERVISOR)
 
     def _report_workers(self) -> None:
         """One line for each that hung or ended."""

@@ -110,9 +110,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self.parser = _OneProtocolParser(self)
-        self.parser.set_dangerous_leniencies(
-            lenient_data_after_close=True
-        )  # as uvicorn's own
+        # as uvicorn's own
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         coalescing = _CoalescingTransport(transport, self.write_timeout_s)
         super().connection_made(coalescing)  # type: ignore[arg-type]
         self._start_head_timer()

@@ -47,9 +47,8 @@ def add_error_handlers(
 
     async def refuse(request: Request, error: Exception) -> Response:
         refusal = _as_session_error(request, error)
-        refusal.message = refusal.message.encode(
-            errors="replace"
-        ).decode()  # JSON has no lone surrogates
+        # JSON has no lone surrogates
+        refusal.message = refusal.message.encode(errors="replace").decode()
         note_refusal(request, refusal)
         headers = retry_after(refusal)
         if isinstance(error, HTTPException) and error.headers:
@@ -86,9 +85,8 @@ def _as_session_error(request: Request, error: Exception) -> SessionError:
             message, status=400, code="invalid_request", param=field or None
         )
     if isinstance(error, HTTPException):
-        path = (
-            request.url.path.partition("/s/")[0] or "/s/…"
-        )  # no session key in an error
+        # no session key in an error
+        path = request.url.path.partition("/s/")[0] or "/s/…"
         message = f"{request.method} {path}: {error.detail}"
         meant = hint(request.url.path)
         if error.status_code == 404 and meant:

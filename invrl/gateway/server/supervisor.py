@@ -67,9 +67,8 @@ def supervise(
         renderer,
     )
     parsers.preload()
-    connect(
-        Path(settings.store_path)
-    ).close()  # creates the file before several workers open it at once
+    # creates the file before several workers open it at once
+    connect(Path(settings.store_path)).close()
     workers = _Workers(settings, renderer, parsers, listener, own_sockets, heartbeats)
     gc.freeze()  # keeps the objects that all workers share in shared pages
     while True:
@@ -190,9 +189,8 @@ class _Workers:
                 self._settings.heartbeat_timeout_s,
             )
             self._heartbeats.count_hung(worker_place(number))
-            self._watch.start_over(
-                worker_place(number)
-            )  # kill it once; the kernel reports when it is gone
+            # kill it once; the kernel reports when it is gone
+            self._watch.start_over(worker_place(number))
             self._killed.add(pid)
             os.kill(pid, signal.SIGKILL)
 
@@ -215,9 +213,8 @@ def _fork(work: Callable[[], None]) -> int:
     code = 1
     try:
         die_with_parent()
-        parent_is_alive = (
-            os.getppid() == parent
-        )  # it may have died before the line above took effect
+        # it may have died before the line above took effect
+        parent_is_alive = os.getppid() == parent
         if parent_is_alive:
             work()
             code = 0

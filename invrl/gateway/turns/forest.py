@@ -354,9 +354,8 @@ class Forest:
     ) -> int:
         """The size of the node's whole text, or ids, if the prompt begins with it; 0 if
         not."""
-        text = self._text_of(
-            node, decode
-        )  # of each node, because those of its children begin with it
+        # of each node, because those of its children begin with it
+        text = self._text_of(node, decode)
         if isinstance(prompt, str):
             return len(text) if prompt.startswith(text) else 0
         sampled = tuple(node.turn.sampled_ids_T.tolist())

@@ -171,9 +171,8 @@ class Turns:
     def _prepare(self, conversation: Conversation, request: TurnRequest) -> Prepared:
         self._check_tool_choice(request)
         placement = self.placer.place(conversation, request)
-        constraint = self._constraint(
-            request
-        )  # last: of tools that fit into the context
+        # last: of tools that fit into the context
+        constraint = self._constraint(request)
         return Prepared(placement=placement, constraint=constraint)
 
     def begin(

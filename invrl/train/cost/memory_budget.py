@@ -173,9 +173,8 @@ class MemoryBudget:
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
         step = activations + logits
-        step_of_critic = (
-            activations if self.has_critic else 0.0
-        )  # leaves gaps of its own
+        # leaves gaps of its own
+        step_of_critic = activations if self.has_critic else 0.0
         reference = self._reference(stage)
         reference_pass = 0.0
         if reference.in_pass:

@@ -91,9 +91,8 @@ def _specify_latent_attention(
         "scale": config.attention_scale,
     }
     submodules = cast(MLASelfAttentionSubmodules, spec.submodules)
-    submodules.core_attention = (
-        torch.nn.Identity
-    )  # Megatron builds it twice; the module sets its own
+    # Megatron builds it twice; the module sets its own
+    submodules.core_attention = torch.nn.Identity
 
 
 class NormedResidual(RmsNorm):

@@ -205,9 +205,8 @@ class PolicyModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         weight = self.output_layer.weight
-        assert (
-            weight is not None
-        )  # only a projection that is given its weight in each call has none
+        # only a projection that is given its weight in each call has none
+        assert weight is not None
         return weight
 
 

@@ -110,9 +110,8 @@ def check_megatron_options(
     if not options:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Megatron's warnings about libraries belong into the log of a rank
+        # Megatron's warnings about libraries belong into the log of a rank
+        warnings.simplefilter("ignore")
         parsed = parse_megatron_options(options)
         parsed.transformer.update(
             num_layers=num_layers, hidden_size=64, num_attention_heads=1

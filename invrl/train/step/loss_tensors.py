@@ -50,9 +50,8 @@ class LossWork:
         top = None
         if self.top is not None:
             if current_NK is None:
-                current_NK = self.top.keywords[
-                    "rollout_NK"
-                ]  # minus infinity, as under any policy
+                # minus infinity, as under any policy
+                current_NK = self.top.keywords["rollout_NK"]
             top = self.top(current_NK=current_NK)
         return self.loss_inputs(
             current_N=current_N,

@@ -21,9 +21,8 @@ def sampled_after_update(
     """[T]: the tokens that `version` sampled in a turn that an older version began."""
     sampled_T = sample.loss_mask_T
     starts_T = sampled_T & ~np.concatenate([[False], sampled_T[:-1]])
-    first_versions = sample.versions_T[
-        starts_T
-    ]  # of each run of sampled tokens, which is a turn
+    # of each run of sampled tokens, which is a turn
+    first_versions = sample.versions_T[starts_T]
     turn_T = np.cumsum(starts_T) - 1
     after_update_T = np.zeros(len(sampled_T), np.bool_)
     by_version_T = sampled_T & (sample.versions_T == version)

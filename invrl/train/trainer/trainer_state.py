@@ -63,9 +63,8 @@ class TrainerState(SavedState):
                 "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
             )
         sharded = self._of_policy(is_loading=True)
-        of_reference: dict[
-            str, dict[str, torch.Tensor]
-        ] = {}  # loading takes the parameters out of `sharded`
+        # loading takes the parameters out of `sharded`
+        of_reference: dict[str, dict[str, torch.Tensor]] = {}
         if self._moving_reference is not None:
             for name in self._policy.chunk_names:
                 of_reference[name] = self._moving_reference.saved(sharded[name])
