@@ -255,8 +255,7 @@ async def test_engine_loading_for_longer_than_a_heartbeat_is_not_dead(
     receiver = engine.receiver
 
     async def load() -> None:
-        async with receiver._update():
-            await receiver._send([base64.b64encode(named).decode()], WEIGHT_LOADER)
+        await receiver._send([base64.b64encode(named).decode()], WEIGHT_LOADER)
 
     def death(client: CountingClient, updated: Updated) -> asyncio.Task[str]:
         processes = engine.server.processes()
