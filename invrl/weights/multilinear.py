@@ -16,7 +16,7 @@ the CPU's memory, xxh3 (`tensor_spec.checksum`) takes less time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -26,6 +26,8 @@ from invrl.weights.tensor_slice import TensorSlice
 
 if TYPE_CHECKING:
     import torch
+
+    from invrl.weights.gpu_sums import Tiles
 
 _WORD = 8
 _WRAP = (1 << 64) - 1
@@ -78,11 +80,68 @@ def checksums_of_slices(
         _matrix_of(part, places[name], tuple(whole_shapes[name]))
         for name, part in parts.items()
     ]
+    return _texts_of_slices(parts, places, _sums(matrices))
+
+
+def _texts_of_slices(
+    names: Iterable[str], places: Mapping[str, TensorSlice], sums: Iterable[int]
+) -> dict[str, str]:
     checksums: dict[str, str] = {}
-    for name, total in zip(parts, _sums(matrices), strict=True):
+    for name, total in zip(names, sums, strict=True):
         place = places[name]
         checksums[name] = f"{place.index}/{place.count}:{total:016x}"
     return checksums
+
+
+class ChecksumsOfSlices:
+    """`checksums_of_slices` of the same tensors again and again. Where their words lie
+    is worked out once if they are on a GPU: that takes longer than their sums."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        places: Mapping[str, TensorSlice],
+        whole_shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._parts = dict(parts)
+        self._places = places
+        self._whole_shapes = whole_shapes
+        self._tiles: Tiles | None = None
+        """Of all parts, from the first call that hashes all of them on a GPU."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """`tensors`: those of `parts`, or any others with their names. Raises
+        LayoutError."""
+        are_the_parts = len(tensors) == len(self._parts) and all(
+            tensors.get(name) is part for name, part in self._parts.items()
+        )
+        if are_the_parts and _are_on_gpu(tensors):
+            if self._tiles is None:
+                self._tiles = self._tiles_in_place()
+            if self._tiles is not None:
+                from invrl.weights.gpu_sums import sums_on_gpu
+
+                sums = [total & _WRAP for total in sums_on_gpu(self._tiles)]
+                return _texts_of_slices(self._parts, self._places, sums)
+        return checksums_of_slices(tensors, self._places, self._whole_shapes)
+
+    def _tiles_in_place(self) -> Tiles | None:
+        """None if a part is read from a copy, which would not follow its changes."""
+        from invrl.weights.gpu_sums import tiles_of
+
+        matrices: list[WordMatrix] = []
+        for name, part in self._parts.items():
+            matrix = _matrix_of(
+                part, self._places[name], tuple(self._whole_shapes[name])
+            )
+            if matrix.part.data_ptr() != part.data_ptr():
+                return None
+            matrices.append(matrix)
+        return tiles_of(matrices)
+
+
+def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors.values())
 
 
 def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -146,11 +205,10 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
     on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
-        from invrl.weights.gpu_sums import sums_on_gpu
+        from invrl.weights.gpu_sums import sums_on_gpu, tiles_of
 
-        sums = dict(
-            zip(on_gpu, sums_on_gpu([matrices[index] for index in on_gpu]), strict=True)
-        )
+        tiles = tiles_of([matrices[index] for index in on_gpu])
+        sums = dict(zip(on_gpu, sums_on_gpu(tiles), strict=True))
     for index, matrix in enumerate(matrices):
         if index not in sums:
             sums[index] = _sum_on_cpu(matrix)
