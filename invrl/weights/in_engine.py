@@ -40,7 +40,7 @@ from invrl.weights.engine_parameters import (
     tensors_of,
     tensors_of_expert,
 )
-from invrl.weights.multilinear import ChecksumsOfSlices
+from invrl.weights.multilinear import SumsInPlace
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_slice import EngineRank, TensorSlice, slices_of_rank
@@ -355,7 +355,7 @@ def _hash_of(
     if not request.checksums_add_up:
         return xxh3_checksums
     whole_shapes = {spec.name: spec.shape for spec in request.tensors}
-    return ChecksumsOfSlices(places, slices, whole_shapes)
+    return SumsInPlace(places, slices, whole_shapes).checksums_of_slices
 
 
 def _compute_derived(model: torch.nn.Module) -> None:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from invrl.errors import LayoutError
 from invrl.weights.tensor_slice import TensorSlice
@@ -52,10 +52,11 @@ def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
         for tensor in tensors.values()
     ]
-    return {
-        name: f"{total:016x}"
-        for name, total in zip(tensors, _sums(matrices), strict=True)
-    }
+    return _texts_of_wholes(tensors, _sums(matrices))
+
+
+def _texts_of_wholes(names: Iterable[str], sums: Iterable[int]) -> dict[str, str]:
+    return {name: f"{total:016x}" for name, total in zip(names, sums, strict=True)}
 
 
 def checksum_of_slice(
@@ -93,9 +94,9 @@ def _texts_of_slices(
     return checksums
 
 
-class ChecksumsOfSlices:
-    """`checksums_of_slices` of the same tensors again and again. Where their words lie
-    is worked out once if they are on a GPU: that takes longer than their sums."""
+class SumsInPlace:
+    """Checksums of the same tensors again and again. Where their words lie is worked
+    out once if they are on a GPU: that takes longer than their sums."""
 
     def __init__(
         self,
@@ -109,9 +110,26 @@ class ChecksumsOfSlices:
         self._tiles: Tiles | None = None
         """Of all parts, from the first call that hashes all of them on a GPU."""
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """`tensors`: those of `parts`, or any others with their names. Raises
-        LayoutError."""
+    @classmethod
+    def of_wholes(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
+        return cls(tensors, places, shapes)
+
+    def checksums_of_wholes(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """As the function of this name. `tensors`: those that are known, or any others
+        with their names."""
+        return _texts_of_wholes(tensors, self._sums(tensors))
+
+    def checksums_of_slices(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, str]:
+        """Likewise. Raises LayoutError."""
+        return _texts_of_slices(tensors, self._places, self._sums(tensors))
+
+    def _sums(self, tensors: Mapping[str, torch.Tensor]) -> list[int]:
         are_the_parts = len(tensors) == len(self._parts) and all(
             tensors.get(name) is part for name, part in self._parts.items()
         )
@@ -121,9 +139,12 @@ class ChecksumsOfSlices:
             if self._tiles is not None:
                 from invrl.weights.gpu_sums import sums_on_gpu
 
-                sums = [total & _WRAP for total in sums_on_gpu(self._tiles)]
-                return _texts_of_slices(self._parts, self._places, sums)
-        return checksums_of_slices(tensors, self._places, self._whole_shapes)
+                sums = dict(zip(self._parts, sums_on_gpu(self._tiles), strict=True))
+                return [sums[name] & _WRAP for name in tensors]
+        return _sums([self._matrix(name, tensor) for name, tensor in tensors.items()])
+
+    def _matrix(self, name: str, tensor: torch.Tensor) -> WordMatrix:
+        return _matrix_of(tensor, self._places[name], tuple(self._whole_shapes[name]))
 
     def _tiles_in_place(self) -> Tiles | None:
         """None if a part is read from a copy, which would not follow its changes."""
@@ -131,9 +152,7 @@ class ChecksumsOfSlices:
 
         matrices: list[WordMatrix] = []
         for name, part in self._parts.items():
-            matrix = _matrix_of(
-                part, self._places[name], tuple(self._whole_shapes[name])
-            )
+            matrix = self._matrix(name, part)
             if matrix.part.data_ptr() != part.data_ptr():
                 return None
             matrices.append(matrix)

@@ -56,12 +56,15 @@ def test_tensors_hashed_again_are_read_again() -> None:
     program = """
         import torch
         from invrl.weights import gpu_sums, multilinear
-        from invrl.weights.multilinear import ChecksumsOfSlices, checksums_of_slices
+        from invrl.weights.multilinear import SumsInPlace, checksums_of_slices, checksums_of_wholes
         from invrl.weights.tensor_slice import TensorSlice
 
         def check(tensors, *, times):
             calls.clear()
-            assert hashed(tensors) == checksums_of_slices(tensors, places, shapes)
+            slices = checksums_of_slices(tensors, places, shapes)
+            assert known.checksums_of_slices(tensors) == slices
+            assert len(calls) == times, calls
+            assert known.checksums_of_wholes(tensors) == checksums_of_wholes(tensors)
             assert len(calls) == times, calls
 
         calls = []
@@ -72,7 +75,7 @@ def test_tensors_hashed_again_are_read_again() -> None:
         tensors = {f"{n}": torch.randn(n, 8, generator=generator) for n in (3, 5, 40)}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         places = {name: TensorSlice.whole(shape) for name, shape in shapes.items()}
-        hashed = ChecksumsOfSlices(tensors, places, shapes)
+        known = SumsInPlace(tensors, places, shapes)
         check(tensors, times=1)
         tensors["5"][2, 3] += 1
         check(tensors, times=0)
@@ -80,7 +83,7 @@ def test_tensors_hashed_again_are_read_again() -> None:
         check({"5": tensors["5"]}, times=0)
         check({**tensors, "5": tensors["5"] + 1}, times=0)
         tensors["5"] = torch.randn(8, 5, generator=generator).T
-        hashed = ChecksumsOfSlices(tensors, places, shapes)
+        known = SumsInPlace.of_wholes(tensors)
         for _ in range(2):
             check(tensors, times=0)
             tensors["5"][2, 3] += 1
