@@ -129,8 +129,7 @@ class EngineReceiver(ABC):
                 self.name,
                 timeout_s,
             )
-        await self._client.pause()
-        await self._client.flush_cache()
+        await self._client.pause_and_flush()
 
     async def sleep(self) -> None:
         """The engine is paused and its cache flushed, as `retract` and `drain` leave
@@ -188,8 +187,7 @@ class EngineReceiver(ABC):
         )
 
     async def commit(self, version: WeightVersion) -> None:
-        await self._client.set_weight_version(version)
-        reported = await self._client.weight_version()
+        reported = await self._client.name_weights(version)
         if reported != str(version):
             raise WeightSyncError(
                 f"calls itself version {reported}, not {version}", engine=self.name
