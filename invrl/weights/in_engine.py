@@ -179,7 +179,7 @@ class _Preparation:
     rank: EngineRank
     checksums_add_up: bool
     memory: _Memory
-    """Where the parameters were."""
+    """Of the parameters, as it was."""
     slices: Mapping[str, TensorSlice]
     own_tensors: Sequence[TensorSpec]
     places: Mapping[str, torch.Tensor]
@@ -195,7 +195,7 @@ class _Preparation:
 
 
 _preparations: dict[int, _Preparation] = {}
-"""Of the last request, by the model's id."""
+"""The last one, by the model's id. Each keeps its model, so no other has that id."""
 
 
 def _prepared(
@@ -203,8 +203,9 @@ def _prepared(
     parameters: Mapping[str, torch.Tensor],
     request: LoaderRequest,
 ) -> _Preparation:
-    """Raises LayoutError. It is kept for the next request: what was worked out when the
-    layout was checked is not worked out again while generation is paused."""
+    """Raises LayoutError. The preparation is kept for the next request, so that what
+    the layout's check has worked out is not worked out again while generation is
+    paused."""
     memory = _memory_of(parameters)
     kept = _preparations.pop(id(model), None)
     if kept is not None and kept.fits(request, memory):
