@@ -155,7 +155,7 @@ async def rename(fleet: Fleet | str, engine: FakeEngine | None, version: int) ->
     """The engine's weights are called `version` from here on; what runs goes on."""
     if isinstance(fleet, Fleet):
         [real] = fleet.engines.values()
-        await real.client.set_weight_version(WeightVersion(version))
+        await real.client.name_weights(WeightVersion(version))
     else:
         assert engine is not None
         engine.version = version
