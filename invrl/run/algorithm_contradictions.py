@@ -112,14 +112,14 @@ def _advantages(config: Config) -> Contradictions:
     if algorithm.reward_columns and not algorithm.token_level:
         reason = f"the advantage {name} has no rewards of tokens"
         yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
-    declared = config.gateway.declared_columns
+    declared = config.gateway.session.declared_columns
     for column in algorithm.reward_columns:
         if column not in declared or declared[column].level == "rollout":
             reason = f"extra_columns declares no column {column!r} of tokens or turns"
             yield (
                 "algorithm.reward_columns",
                 reason,
-                f"add --extra-columns {column}:token, or leave it out",
+                f"add --session.extra-columns {column}:token, or leave it out",
             )
     yield from _overlong(config)
 

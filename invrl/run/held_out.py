@@ -1,5 +1,5 @@
 """The held-out evaluations of a training run: before the first step, every
-`eval_interval` steps, and after the last step; and what training gained. `invrl eval`
+`eval.interval` steps, and after the last step; and what training gained. `invrl eval`
 is `evaluate.py`."""
 
 import asyncio

@@ -33,7 +33,7 @@ class FailureReason(StrEnum):
     MEMORY = "memory"
     """Its worker held more than `rollout_worker_memory_gb`."""
     ENVIRONMENT_GONE = "environment_gone"
-    """Its environment was silent for `session_idle_timeout_s`."""
+    """Its environment was silent for `session.idle_timeout_s`."""
     GROUP_DROPPED = "group_dropped"
     """Its group was dropped while it ran, so it was cancelled."""
     RUN_ENDED = "run_ended"

@@ -27,7 +27,7 @@ EXACT = (
         "2",
         "--n-samples-per-prompt",
         "4",
-        "--eval-tasks",
+        "--eval.tasks",
         "2",
         "--deterministic",
     ),

@@ -52,7 +52,7 @@ def killed(folder: Path, name: str) -> None:
         "train",
         *flags(folder, name),
         *EXACT,
-        "--async-checkpoints",
+        "--checkpoints.background",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     driver = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
 ) -> None:
     whole = train(folder, "whole", *EXACT)
     killed(folder, "resumed")
-    resumed = train(folder, "resumed", *EXACT, "--async-checkpoints")
+    resumed = train(folder, "resumed", *EXACT, "--checkpoints.background")
     incarnations = read_incarnations(RunFolder(path=resumed).store_path)
     assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [
         (0, 0),

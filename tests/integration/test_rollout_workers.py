@@ -91,7 +91,7 @@ async def stack(
     async with FakeEngine(random_reply()) as engine:
         settings = GatewaySettings.model_validate(
             {
-                "gateway_port": free_port(),
+                "port": free_port(),
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -114,9 +114,7 @@ async def stack(
             on_shutdown=client.close,
         )
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(
-            app, port=settings.gateway_port, log_level="warning", **served
-        )
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = PromptServer(config)
         serving = asyncio.create_task(server.serve())
         try:
@@ -480,9 +478,7 @@ async def test_evaluation_runs_during_rollouts_and_does_not_touch_the_buffer(
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
     changes = {
-        "eval_task_file": str(held_out),
-        "eval_tasks": 2,
-        "eval_samples_per_task": 3,
+        "eval": {"task_file": str(held_out), "tasks": 2, "samples_per_task": 3},
     }
     async with rollouts(stack, [], **changes) as (handle, _):
         result = await handle.evaluate(0)

@@ -7,7 +7,7 @@ import pytest
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.config import TABLES, Config, resolve
+from invrl.run.config import Config, resolve, section_of_optional_table
 from invrl.run.former_settings import as_written_now
 from invrl.run.resolved_config import load_resolved, write_resolved
 
@@ -59,7 +59,7 @@ def test_false_in_a_file_turns_off_what_a_default_turns_on(tmp_path: Path) -> No
     [
         ("--algorithm-preset", "ppo", "--no-kl", "--no-dual-clip"),
         ("--algorithm-preset", "sapo", "--policy-loss", "clip"),
-        ("--group-filter", "medium_difficulty", "--no-keep-checkpoints"),
+        ("--group-filter", "medium_difficulty", "--no-checkpoints.keep"),
         ("--rejection", "token", "--rejection.high", "2", "--wandb.project", "p"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (("--keep-checkpoints", "0"), "--no-keep-checkpoints"),
+        (("--checkpoints.keep", "0"), "--no-checkpoints.keep"),
         (("--run-name", ""), "leave it out"),
         (("--kl-coef", "0.1"), "write --kl.coefficient"),
         (("--simpo-gamma", "1"), "write --simpo.gamma"),
@@ -121,9 +121,10 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
             "rejection_high": 0.0,
         },
     }
-    section_of_table = {name: table.section for name, table in TABLES.items()}
+    section_of_table = section_of_optional_table()
     now = as_written_now(recorded, section_of_table)
-    assert now["run"] == {"run_name": "r", "keep_checkpoints": False, "wandb": False}
+    assert now["run"] == {"run_name": "r", "wandb": False}
+    assert now["checkpoints"] == {"keep": False}
     assert now["curriculum"] == {"kind": "thompson", "tasks": False}
     assert now["dpo"] == {"beta": 0.3, "label_smoothing": 0.0}
     assert now["train"] == {"clip_grad": 1.0}

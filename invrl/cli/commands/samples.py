@@ -243,7 +243,7 @@ def _purpose(
     if query.held_out:
         if "eval" in purposes:
             return "eval"
-        fix = "leave it out; runs with --eval-tasks have some"
+        fix = "leave it out; runs with --eval.tasks have some"
         raise ConfigError("--eval", "", "no held-out rollout has ended", fix)
     if "train" not in purposes:
         if "eval" in purposes:
