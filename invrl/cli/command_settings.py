@@ -89,9 +89,9 @@ _SERVE = CommandSettings(
     neutral={
         "rollout": {
             "rollout_concurrency": 1,
-            "rollout_workers": 1,
             "rollout_timeout_s": 1e-3,
         },
+        "workers": {"count": 1},
         "eval": {"samples_per_task": 1},
         **_NO_TRAINER,
     },
@@ -102,6 +102,7 @@ _EVAL = CommandSettings(
         "log": _LOG,
         "model": _all_keys("model"),
         "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
+        "workers": _all_keys("workers"),
         "eval": _all_keys("eval") - {"interval"},
         "engine": _all_keys("engine"),
         "gateway": _all_keys("gateway"),

@@ -59,6 +59,16 @@ class EvalConfig(Section):
     )
 
 
+class WorkersConfig(Section):
+    """The processes that run rollout functions."""
+
+    count: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    memory_gb: PositiveFloat | None = Field(
+        16.0,
+        description="memory of a worker with its child processes, above which it is replaced",
+    )
+
+
 class RolloutConfig(Section):
     """User code, tasks, sampling, and the workers that run rollouts."""
 
@@ -88,6 +98,7 @@ class RolloutConfig(Section):
         description="field that holds the task's label; where no row has `label`: `answer`, `solution` or "
         "`target`, the first that all rows have",
     )
+    workers: WorkersConfig = WorkersConfig.model_validate({})
     eval: EvalConfig = EvalConfig.model_validate({})
     curriculum: CurriculumConfig | None = Field(
         None, description="what picks the next training task"
@@ -96,13 +107,6 @@ class RolloutConfig(Section):
         4, description="groups in one training batch"
     )
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
-    rollout_workers: PositiveInt = Field(
-        1, description="Ray actors that run rollout functions"
-    )
-    rollout_worker_memory_gb: PositiveFloat | None = Field(
-        16.0,
-        description="memory of a worker with its child processes, above which it is replaced",
-    )
     rollout_concurrency: PositiveInt = Field(
         32, description="rollouts that run at a time, over all workers"
     )

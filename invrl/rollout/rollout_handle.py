@@ -71,7 +71,7 @@ class RolloutHandle:
         self._pool = WorkerPool(
             make_worker,
             self._sessions,
-            size=config.rollout_workers,
+            size=config.workers.count,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
         )
         self._has_workers = external_dispatcher is None or config.eval.tasks is not None

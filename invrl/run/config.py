@@ -514,7 +514,7 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
             kind = location.pop(1)
         elif finding["type"] == "union_tag_invalid":
             location.append("transport")
-            value = finding["ctx"]["tag"]
+            value = finding.get("ctx", {}).get("tag")
     table = location[0]
     key = location[1] if len(location) > 1 else ""
     known = Config.model_fields

@@ -174,11 +174,14 @@ def _of_rollouts(config: Config) -> Contradictions:
     """Settings of what a run on a file does not start."""
     used = {
         "rollout": (),
+        "workers": (),
         "eval": ("interval",),
         "engine": ("dtype",),
         "gateway": ("chat_template_path", "keep_thinking", "special_tokens_in_content"),
         "session": (),
         "buffer": (),
+        "turn_rewards": (),
+        "failures": (),
         "weights": (),
     }
     for table, section in _tables(config):
@@ -438,12 +441,12 @@ def _engines(config: Config) -> Contradictions:
         reason = f"the gateway admits {gateway.session.max_open} open sessions at most"
         fix = "lower --rollout-concurrency or raise --session.max-open"
         yield "rollout.rollout_concurrency", reason, fix
-    if rollout.rollout_workers > rollout.rollout_concurrency:
+    if rollout.workers.count > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
         yield (
-            "rollout.rollout_workers",
+            "workers.count",
             reason,
-            "lower --rollout-workers or raise --rollout-concurrency",
+            "lower --workers.count or raise --rollout-concurrency",
         )
     if config.engine.smg_environment and config.engine.router != "smg":
         yield (
@@ -612,7 +615,7 @@ def _determinism(config: Config) -> Contradictions:
         "no --external-engines": not config.engine.external_engines,
         "--max-staleness 0": config.buffer.max_staleness == 0,
         "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
-        "--rollout-workers 1": rollout.rollout_workers == 1,
+        "--workers.count 1": rollout.workers.count == 1,
         "--sglang-max-running-requests 1": str(sglang.get("max_running_requests"))
         == "1",
         "--sglang-disable-radix-cache": bool(sglang.get("disable_radix_cache")),

@@ -136,8 +136,8 @@ _MAY_CHANGE = frozenset(
         "train.max_shard_gb",
         "engine.external_engines",
         "run.ray_start_attempts",
-        "buffer.max_identical_failures",
-        "buffer.max_failures_at_start",
+        "failures.max_identical",
+        "failures.max_at_start",
         "buffer.max_filtered_batches",
         "buffer.filtered_out",
     }

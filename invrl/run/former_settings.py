@@ -140,6 +140,16 @@ FORMER_NAMES: dict[str, str] = {
     "weight_arena_device": "weights.arena_device",
     "weight_sync_timeout_s": "weights.timeout_s",
     "weight_readback_every": "weights.readback_every",
+    "failure_reward": "failures.reward",
+    "max_identical_failures": "failures.max_identical",
+    "max_failures_at_start": "failures.max_at_start",
+    "turn_reward_baseline": "turn_rewards.baseline",
+    "turn_reward_use": "turn_rewards.use",
+    "rollout_workers": "workers.count",
+    "rollout_worker_memory_gb": "workers.memory_gb",
+    "reference_reset_steps": "reference.reset_steps",
+    "reference_reset_optimizer": "reference.reset_optimizer",
+    "reference_ema": "reference.ema",
 }
 """The name of a setting by the one that it had; one that has its table
 before it as table.key."""

@@ -394,7 +394,7 @@ class _TrainingRun:
             ).record,
         )
         reporter = FailureReporter(
-            config.buffer.failure_limits(), show_all=command_for_failures(self.folder)
+            config.buffer.failures.limits(), show_all=command_for_failures(self.folder)
         )
         async with in_background(
             report_failures(cluster.buffer, reporter, self.observer)
@@ -429,8 +429,8 @@ class _TrainingRun:
             rollouts,
             advantage,
             self.config.algorithm.advantage_eps,
-            baseline=self.config.buffer.turn_reward_baseline,
-            use=self.config.buffer.turn_reward_use,
+            baseline=self.config.buffer.turn_rewards.baseline,
+            use=self.config.buffer.turn_rewards.use,
             extra_columns=self.config.gateway.session.declared_columns.values(),
             rules=credit_rules(
                 self.config.algorithm,

@@ -31,7 +31,7 @@ class FailureReason(StrEnum):
     ENGINE = "engine"
     """Our own endpoint could not answer: a 5xx, or no connection."""
     MEMORY = "memory"
-    """Its worker held more than `rollout_worker_memory_gb`."""
+    """Its worker held more than `workers.memory_gb`."""
     ENVIRONMENT_GONE = "environment_gone"
     """Its environment was silent for `session.idle_timeout_s`."""
     GROUP_DROPPED = "group_dropped"

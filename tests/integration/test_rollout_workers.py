@@ -23,7 +23,7 @@ from tiny_model import make_tiny_model
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import BufferConfig, FailuresConfig
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import PluginError
 from invrl.gateway.rendering.loading import load_renderer
@@ -167,7 +167,7 @@ async def rollouts(
             max_staleness=max_staleness,
             over_sampling_groups=4,
             group_filter="none",
-            failure_reward=(),
+            failures=FailuresConfig(reward=()),
         ),
         config,
         tasks_factory=tasks,
@@ -275,7 +275,7 @@ async def test_worker_that_exits_is_replaced_and_the_run_continues(
     stack: Stack,
 ) -> None:
     exits = tasks_that("exit")
-    async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
+    async with rollouts(stack, exits, workers={"count": 2}) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
         # The second place's last try is not made if the first place's has already cost
         # the group.
@@ -324,7 +324,7 @@ async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     stack: Stack, does: str, gigabytes: float, reason: FailureReason
 ) -> None:
     leaks = [Task(id="leaks", payload={"does": does, "bytes": gigabytes * 1e9})]
-    changes = {"rollout_worker_memory_gb": 1.0, "rollout_max_attempts": 1}
+    changes = {"workers": {"memory_gb": 1.0}, "rollout_max_attempts": 1}
     async with rollouts(stack, leaks, **changes) as (handle, buffer):
         await until_ended(stack, leaks, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
@@ -333,9 +333,9 @@ async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
         assert {"the worker held 1." in outcome.detail for outcome in ended} == {True}
-        assert {
-            "rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended
-        } == {True}
+        assert {"workers.memory_gb is 1" in outcome.detail for outcome in ended} == {
+            True
+        }
 
 
 async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(

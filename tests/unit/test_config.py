@@ -407,7 +407,7 @@ def test_configuration_is_frozen() -> None:
             ["--discount", "0.9"],
             "algorithm.discount",
             "added up",
-            "--turn-reward-use add",
+            "--turn-rewards.use add",
         ),
         (
             ["--reward-columns", "progress"],
@@ -527,8 +527,8 @@ def test_configuration_is_frozen() -> None:
             "--session.max-open",
         ),
         (
-            ["--rollout-workers", "64"],
-            "rollout.rollout_workers",
+            ["--workers.count", "64"],
+            "workers.count",
             "at a time",
             "--rollout-conc",
         ),
@@ -736,7 +736,7 @@ def test_seeded_sampling_needs_its_attention_backends() -> None:
 
 DETERMINISTIC = (
     "--deterministic --seeded-sampling --engine.dtype float32 --max-staleness 0 --rollout-concurrency 1 "
-    "--rollout-workers 1 --sglang-max-running-requests 1 --sglang-disable-radix-cache"
+    "--workers.count 1 --sglang-max-running-requests 1 --sglang-disable-radix-cache"
 ).split()
 
 

@@ -290,7 +290,7 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             frozen_models=needs_of(config.algorithm).reference
             + (config.teacher_folder is not None),
             reference_moves=config.algorithm.reference_moves,
-            reference_is_averaged=config.algorithm.reference_ema is not None,
+            reference_is_averaged=config.algorithm.reference.ema is not None,
             has_critic=needs_of(config.algorithm).values
             and config.critic_layout is None,
             compares_routers=needs_of(config.algorithm).router_shift,

@@ -119,7 +119,7 @@ class TrainRank(SavingRank):
             frozen_models=needs_of(settings.algorithm).reference
             + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
-            reference_is_averaged=settings.algorithm.reference_ema is not None,
+            reference_is_averaged=settings.algorithm.reference.ema is not None,
             has_critic=shares_critic,
             compares_routers=needs_of(settings.algorithm).router_shift,
             served_dtype=settings.weight_dtype,
@@ -184,7 +184,7 @@ class TrainRank(SavingRank):
         if needs_of(settings.algorithm).reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
-                is_averaged=settings.algorithm.reference_ema is not None,
+                is_averaged=settings.algorithm.reference.ema is not None,
             )
         teacher = None
         if settings.teacher_path:
