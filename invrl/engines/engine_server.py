@@ -335,7 +335,7 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
 
 def _log_level(command: Sequence[str]) -> str:
     """The last one counts, as for SGLang."""
-    last = len(command) - 1 - list(reversed(command)).index("--log.level")
+    last = len(command) - 1 - list(reversed(command)).index("--log-level")
     return command[last + 1]
 
 

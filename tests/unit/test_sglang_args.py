@@ -45,7 +45,7 @@ def test_sglang_values_become_flags() -> None:
         "--disable-radix-cache",
     ]
     assert router_flags({"log-level": "info", "max_payload_size": "10"}) == [
-        "--log.level",
+        "--log-level",
         "info",
         "--max-payload-size",
         "10",
