@@ -358,7 +358,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "host:port",
         "unset it",
     ),
-    ("taken port", bound_port, "gateway port", FAILED, "in use", "0 for a free one"),
+    ("taken port", bound_port, "gateway port", FAILED, "in use", "or leave it out"),
     (
         "foreign host",
         flag(**{"gateway.host": "192.0.2.1"}),

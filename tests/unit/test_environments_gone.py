@@ -211,7 +211,7 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
     "changes",
     [
         {"leases": False},
-        {"leases": True, "session": {"idle_timeout_s": None}},
+        {"leases": True, "session": {"idle_timeout_s": None, "ttl_s": 1e6}},
     ],
 )
 async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off(

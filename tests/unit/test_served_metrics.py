@@ -33,7 +33,7 @@ def free_port() -> int:
 
 def settings(port: int) -> Config:
     config = resolve()
-    run = config.run.model_copy(update={"metrics": MetricsConfig(port=port)})
+    run = config.run.model_copy(update={"metrics": MetricsConfig(port=port or None)})
     return config.model_copy(update={"run": run})
 
 
