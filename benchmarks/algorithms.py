@@ -113,9 +113,9 @@ def run(
         str(root),
         "--run-name",
         name,
-        "--progress",
+        "--log.progress",
         "plain",
-        "--no-log-samples",
+        "--no-log.samples",
     ]
     started = time.monotonic()
     done = subprocess.run(
@@ -164,7 +164,7 @@ def main() -> int:
     shared += (
         "--eval-tasks",
         str(options.eval_tasks),
-        "--eval-modes",
+        "--eval.modes",
         "sampled",
         "--seed",
         str(options.seed),

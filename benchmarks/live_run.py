@@ -30,7 +30,7 @@ def measure_run(flags: Sequence[str], folder: Path) -> dict[str, Any]:
         "invrl.cli",
         "train",
         *flags,
-        "--progress",
+        "--log.progress",
         "plain",
     ]
     started = time.monotonic()

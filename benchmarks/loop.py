@@ -96,9 +96,9 @@ def _measure(
         str(ROOT / preset),
         "--model-path",
         str(options.model_path),
-        "--no-eval-tasks",
+        "--no-eval.tasks",
     ]
-    shared += ["--run-root", str(work), "--no-tensorboard"]
+    shared += ["--run-root", str(work), "--no-metrics.tensorboard"]
     if "rollouts" in parts or "trainer" in parts:
         speeds = _measure_halves(options, work, shared, trainer="trainer" in parts)
         details["speeds"] = {name: speed.summary() for name, speed in speeds.items()}

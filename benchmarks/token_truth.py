@@ -50,9 +50,7 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
 
     model = make_tiny_model(folder / "model", kv_heads=4)
     fleet = Fleet(
-        EngineConfig.model_validate(
-            {"engine_dtype": "float32", "engine_start_timeout_s": 500}
-        ),
+        EngineConfig.model_validate({"dtype": "float32", "start_timeout_s": 500}),
         model,
         folder / "fleet",
     )

@@ -11,8 +11,8 @@ is measured. Adds all of them to RESULTS/history.jsonl. A part that fails costs 
 the others. Exit code 1 if a part failed, or if a ratio is worse than the median of the
 history by 25 %: ratios are of wall time.
 
---engine-dtype D                bfloat16 (default) or float32
---weight-arena copy|alias       as in a run (default: copy)
+--engine.dtype D                bfloat16 (default) or float32
+--weights.arena-mode copy|alias as in a run (default: copy)
 --device cpu|cuda               where the weights are (default: cpu). cuda: in one GPU, for trainer
                                 and loader, by CUDA IPC; only with --no-engine
 --updates N                     with 8 requests in flight (default: 100)
@@ -44,8 +44,8 @@ from invrl.run.weight_updater import canary_prompts
 
 _DEFAULTS = {
     "--model-path": "",
-    "--engine-dtype": "bfloat16",
-    "--weight-arena": "copy",
+    "--engine.dtype": "bfloat16",
+    "--weights.arena-mode": "copy",
     "--device": "cpu",
     "--updates": "100",
     "--repetitions": "5",
@@ -67,8 +67,8 @@ def benchmark_weights(arguments: Sequence[str]) -> None:
     folder = model_folder(options)
     fields = {
         "model_path": str(folder),
-        "engine_dtype": options["--engine-dtype"],
-        "weight_arena": options["--weight-arena"],
+        "engine_dtype": options["--engine.dtype"],
+        "weight_arena": options["--weights.arena-mode"],
         "device": options["--device"],
         "updates": options["--updates"],
         "repetitions": options["--repetitions"],

@@ -87,7 +87,7 @@ class Endpoint(Protocol):
 class RolloutResult:
     """What a rollout function may return instead of a bare float.
 
-    Numbers are of columns that `--extra-columns` declares. A turn is named by the `id`
+    Numbers are of columns that `--session.extra-columns` declares. A turn is named by the `id`
     of its answer, of any client.
 
     Raises ValueError for components that the gateway would refuse: too many, or with

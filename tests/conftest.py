@@ -141,9 +141,9 @@ async def tiny_fleet(
     tests the event loop stands still, and an answer that nobody could read in time is
     not the engine's fault."""
     config = EngineConfig(
-        engine_dtype="float32",
-        engine_start_timeout_s=500.0,
-        engine_health_interval_s=86_400.0,
+        dtype="float32",
+        start_timeout_s=500.0,
+        health_interval_s=86_400.0,
     )
     fleet = Fleet(
         config, tiny_model, tmp_path_factory.mktemp("fleet"), parent=engine_parent

@@ -47,7 +47,7 @@ class Workers:
     ) -> None:
         url = self.at[number].url = self.urls[number]
         values = {
-            "gateway_port": int(url.rpartition(":")[2]),
+            "port": int(url.rpartition(":")[2]),
             "router_url": self.engine.url,
             "env_key": ENV_KEY,
             "model_path": str(model),
@@ -76,9 +76,7 @@ class Workers:
             "timeout_graceful_shutdown": 1,
             "timeout_keep_alive": 600,
         }
-        config = uvicorn.Config(
-            app, port=settings.gateway_port, log_level="critical", **served
-        )
+        config = uvicorn.Config(app, port=settings.port, log_level="critical", **served)
         server = self._servers[number] = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[self.listeners[number]]))
         self._ends.callback(store.close)

@@ -15,7 +15,7 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.types import TensorSpec
 from invrl.weights import in_engine
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 
 LAYOUT = (
     TensorSpec(name="model.norm.weight", shape=(64,), dtype="float32"),
@@ -56,9 +56,7 @@ class LoaderEngine:
 def receiver_of(
     engine: LoaderEngine, readback_every: int, arena: Literal["copy", "alias"] = "copy"
 ) -> ArenaReceiver:
-    settings = WeightSyncConfig(
-        weight_readback_every=readback_every, weight_arena=arena
-    )
+    settings = ArenaWeights(readback_every=readback_every, arena_mode=arena)
     return ArenaReceiver("engine-0", cast("SglangClient", engine), settings)
 
 

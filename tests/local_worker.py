@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import RolloutConfig, WorkersConfig
 from invrl.rollout.runner import Runner
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings
 
 
 def worker_at(url: str, function: Callable[..., Any]) -> RolloutWorker:
     """A worker as after `ready`, of this function."""
-    rollout = RolloutConfig(rollout_worker_memory_gb=None)
+    rollout = RolloutConfig(workers=WorkersConfig(memory_gb=None))
     worker = RolloutWorker(
         WorkerSettings(gateway_url=url, model="tiny", rollout=rollout)
     )

@@ -20,7 +20,7 @@ from invrl.engines.fleet import Fleet
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import TensorSpec, WeightVersion
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights, WeightsConfig
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")
 
@@ -186,10 +186,10 @@ class FakeReceiver:
     made: ClassVar[list[FakeReceiver]] = []
 
     def __init__(
-        self, name: str, client: object, settings: WeightSyncConfig, *, num_ranks: int
+        self, name: str, client: object, settings: WeightsConfig, *, num_ranks: int
     ) -> None:
         self.name = name
-        self.deadline_s = settings.weight_sync_timeout_s
+        self.deadline_s = settings.timeout_s
         self.is_paused = False
         self.weights = ""
         self.version = 0
@@ -262,12 +262,12 @@ async def mortal_fleet(
     monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})
     monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
     monkeypatch.setattr(fleet_module, "router_death", deaths.router)
-    config = EngineConfig(num_engines=3, engine_max_restarts=2)
+    config = EngineConfig(num_engines=3, max_restarts=2)
     fleet = Fleet(
         config,
         tiny_model,
         tmp_path,
-        weight_sync=WeightSyncConfig(weight_sync_timeout_s=900.0),
+        weights=ArenaWeights(timeout_s=900.0),
     )
     FakeServer.may_be_ready.set()
     await fleet.start()

@@ -110,7 +110,7 @@ async def running(
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
-                "gateway_port": listener.getsockname()[1],
+                "port": listener.getsockname()[1],
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -119,7 +119,7 @@ async def running(
                 "max_new_tokens": 64,
                 "context_length": 1024,
                 "vocab_size": 512,
-                "generate_timeout_s": 120.0,
+                "session": {"generate_timeout_s": 120.0},
                 **changes,
             }
         )
@@ -128,7 +128,7 @@ async def running(
         client = SglangClient(
             settings.router_url,
             limits=limits,
-            generate_deadline_s=settings.generate_timeout_s,
+            generate_deadline_s=settings.session.generate_timeout_s,
             experts=experts,
         )
         app = make_app(
@@ -146,9 +146,7 @@ async def running(
             "timeout_graceful_shutdown": 1,
             "timeout_keep_alive": 600,
         }
-        config = uvicorn.Config(
-            app, port=settings.gateway_port, log_level="warning", **served
-        )
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = PromptServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:

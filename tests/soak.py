@@ -419,9 +419,7 @@ def main(arguments: Sequence[str]) -> None:
         "--run-name",
         folder.path.name,
     ]
-    flags += (
-        "--progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
-    )
+    flags += "--log.progress none --num-steps 1000000 --max-restarts 3 --save-interval 2".split()
     out = (
         Path(options.get("--out") or folder.path / "soak.json").expanduser().absolute()
     )

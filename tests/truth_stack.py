@@ -157,7 +157,7 @@ async def _gateway(
 ) -> AsyncIterator[GatewaySettings]:
     values = {
         "run_id": "truth",
-        "gateway_port": free_port(),
+        "port": free_port(),
         "router_url": router.url,
         "router_api_key": router.api_key,
         "env_key": ENV_KEY,

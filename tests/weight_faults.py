@@ -43,7 +43,7 @@ from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.canary import CanaryBound
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.tensor_spec import checksum
 from invrl.weights.transaction import WeightTransaction, load_alone
@@ -205,7 +205,7 @@ WEIGHTS_ROWS = [
     *refused(ChecksumError, "of", "differences are swapped", "delta"),
     *refused(
         WeightSyncError,
-        "--weight-folder",
+        "--weights.folder",
         "the trainer's disk is full",
         "disk",
         "delta",
@@ -314,9 +314,9 @@ RECEIVERS: Mapping[Transport, type[EngineReceiver]] = {
 }
 
 
-def settings_of(transport: Transport) -> WeightSyncConfig:
+def settings_of(transport: Transport) -> ArenaWeights:
     arena = "alias" if transport == "arena alias" else "copy"
-    return WeightSyncConfig.model_validate({"weight_arena": arena})
+    return ArenaWeights.model_validate({"arena_mode": arena})
 
 
 def random_weights(layout: WeightLayout, seed: int) -> dict[str, torch.Tensor]:

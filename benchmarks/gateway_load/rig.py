@@ -115,7 +115,7 @@ class Rig:
                 "run_id": "bench",
                 "tool_call_parser": "none",
                 "reasoning_parser": "none",
-                "gateway_port": free_port(),
+                "port": free_port(),
                 "router_url": self.router.url,
                 "router_api_key": self.router.api_key,
                 "env_key": self.env_key,
@@ -125,7 +125,7 @@ class Rig:
                 "max_new_tokens": 1024,
                 "context_length": 8192,
                 "vocab_size": self.vocab_size,
-                "max_open_sessions": 1_000_000,
+                "session": {"max_open": 1_000_000},
             }
         )
         made = GatewayServer if name == "on" else _UncapturedGateway

@@ -45,7 +45,7 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import InvrlError
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 
 _MEMORY_RESERVE = 1 << 30
 """Bytes that the loader alone needs besides weights: torch, twice, and the buffers of
@@ -118,7 +118,7 @@ async def _measure_on_loader(
                     ArenaReceiver(
                         "loader",
                         client,
-                        _weight_sync(settings),
+                        _weights(settings),
                     ),
                     canary_prompts=(),
                     dtype=settings.engine_dtype,
@@ -198,14 +198,14 @@ async def _start_engine(
 ) -> tuple[UpdatedEngine, SglangClient]:
     """One engine behind a router, which `stack` ends, and a client of the router."""
     config = EngineConfig.model_validate(
-        {"engine_dtype": settings.engine_dtype, "engine_max_total_tokens": _KV_TOKENS}
+        {"dtype": settings.engine_dtype, "max_total_tokens": _KV_TOKENS}
     )
     fleet = Fleet(
         config,
         Path(settings.model_path),
         folder,
         sglang={"max-running-requests": str(MANY_REQUESTS + FEW_REQUESTS)},
-        weight_sync=_weight_sync(settings),
+        weights=_weights(settings),
     )
     stack.push_async_callback(fleet.stop)
     await fleet.start()
@@ -229,11 +229,11 @@ async def _start_engine(
     return engine, client
 
 
-def _weight_sync(settings: WeightBenchSettings) -> WeightSyncConfig:
-    return WeightSyncConfig.model_validate(
+def _weights(settings: WeightBenchSettings) -> ArenaWeights:
+    return ArenaWeights.model_validate(
         {
-            "weight_arena": settings.weight_arena,
-            "weight_update_inflight": IN_FLIGHT_MODE,
-            "weight_sync_timeout_s": settings.deadline_s,
+            "arena_mode": settings.weight_arena,
+            "inflight": IN_FLIGHT_MODE,
+            "timeout_s": settings.deadline_s,
         }
     )

@@ -26,7 +26,7 @@ from benchmarks.weight_updates.weight_settings import BROADCAST, WeightBenchSett
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, summary_of
 from invrl.engines.weight_receiver import BroadcastReceiver
 from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import CollectiveWeights
 
 _START_S = 300.0
 
@@ -36,10 +36,8 @@ async def measure_broadcasts(
 ) -> Part:
     """The ratio: seconds of an update's load, in which the engine receives the weights
     and reads them back, over seconds of a plain broadcast. Raises InvrlError."""
-    weight_sync = WeightSyncConfig.model_validate(
-        {"weight_sync_timeout_s": settings.deadline_s}
-    )
-    timeout_s = weight_sync.broadcast_timeout_s
+    collective = CollectiveWeights.model_validate({"timeout_s": settings.deadline_s})
+    timeout_s = collective.broadcast_timeout_s
     dtype: torch.dtype = getattr(torch, settings.engine_dtype)
     tensors = random_tensors(empty_tensors(config, dtype))
     weights = BroadcastWeights(tensors, timeout_s=timeout_s)
@@ -61,7 +59,7 @@ async def measure_broadcasts(
             client = await stack.enter_async_context(loader.client())
             engine = UpdatedEngine(
                 weights,
-                BroadcastReceiver("loader", client, weight_sync),
+                BroadcastReceiver("loader", client, collective),
                 canary_prompts=(),
                 dtype=settings.engine_dtype,
                 deadline_s=settings.deadline_s,

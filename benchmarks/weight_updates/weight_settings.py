@@ -8,7 +8,7 @@ from pydantic import PositiveFloat, PositiveInt
 
 IN_FLIGHT_MODE = "in_place"
 """What happens to requests in flight: they keep their keys and values
-(`weight_update_inflight`)."""
+(`weights.inflight`)."""
 FEW_REQUESTS = 8
 MANY_REQUESTS = 64
 BROADCAST = "broadcast"

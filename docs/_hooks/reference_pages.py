@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args, get_origin
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from invrl.algorithms.presets import PRESETS
-from invrl.run.config import SECTIONS
-from invrl.types.section import Section
+from invrl.run.config import SECTIONS, TABLES, setting_name
+from invrl.types.section import Section, fields_of, present_type, tables_of
 
 ROOT = Path(__file__).parents[2]
 FILES_INTRODUCTION = """\
@@ -31,8 +32,9 @@ SETTINGS_INTRODUCTION = """\
 # Settings
 
 This page is generated from the code. Each table below is a table of the TOML file, and each setting is also
-a flag of `invrl train`: `lr` in `[train]` is `--lr`. A boolean has two flags, `--share-prefixes` and
-`--no-share-prefixes`. A list is an array in TOML, and `a,b` or `a b` on the command line.
+a flag of `invrl train`. What most runs set has a short flag, `lr` in `[train]` is `--lr`; in any other the
+table comes first, `keep` in `[checkpoints]` is `--checkpoints.keep`. A boolean has two flags,
+`--share-prefixes` and `--no-share-prefixes`. A list is an array in TOML, and `a,b` or `a b` on the command line.
 
 Values come from four places. Later ones win: the defaults, an algorithm preset, a TOML file (`--config`),
 the flags. A name that does not exist, and a value that contradicts another one, is refused before any
@@ -89,6 +91,8 @@ def settings_page() -> str:
     parts = [SETTINGS_INTRODUCTION]
     for table, section in SECTIONS.items():
         parts.append(section_table(table, section))
+    for table, (_, model) in TABLES.items():
+        parts.append(section_table(table, model))
     parts.append(preset_table())
     return "\n".join(parts)
 
@@ -100,16 +104,20 @@ def section_table(table: str, section: type[Section]) -> str:
         "",
         summary,
         "",
-        "| setting | type | default | meaning |",
-        "|---|---|---|---|",
+        "| setting | flag | type | default | meaning |",
+        "|---|---|---|---|---|",
     ]
-    for name, field in section.model_fields.items():
+    tables = tables_of(section)
+    for name, field in fields_of(section).items():
+        if name in tables:
+            continue
         cells = [
             f"`{name}`",
+            f"`--{setting_name(table, name).replace('_', '-')}`",
             escaped(type_name(field)),
-            f"`{default_text(field.default)}`",
+            default_text(field.default),
+            escaped(field.description or ""),
         ]
-        cells.append(escaped(field.description or ""))
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join([*rows, ""])
 
@@ -131,7 +139,7 @@ def preset_table() -> str:
 
 def type_name(field: FieldInfo) -> str:
     """What a reader may write: the choices of a Literal, or the kind of value."""
-    annotation = field.annotation
+    annotation = present_type(field)
     if get_origin(annotation) is Literal:
         return " or ".join(
             f"`{choice}`" if choice else "empty" for choice in get_args(annotation)
@@ -145,14 +153,20 @@ def type_name(field: FieldInfo) -> str:
 
 
 def default_text(default: Any) -> str:
-    """The default as TOML writes it."""
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, str):
-        return f'"{default}"'
-    if isinstance(default, tuple):
-        return "[" + ", ".join(default_text(item) for item in default) + "]"
-    return str(default)
+    """The default as TOML writes it; empty if there is none."""
+    if default is None or default is PydanticUndefined:
+        return ""
+    return f"`{toml_text(default)}`"
+
+
+def toml_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_text(item) for item in value) + "]"
+    return str(value)
 
 
 def escaped(text: str) -> str:

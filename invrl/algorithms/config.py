@@ -129,6 +129,24 @@ class OverlongConfig(Section):
     )
 
 
+class ReferenceConfig(Section):
+    """How the reference moves. It is frozen unless something is set here."""
+
+    reset_steps: PositiveInt | None = Field(
+        None,
+        description="batches after which the current policy becomes the reference, again and again",
+    )
+    reset_optimizer: bool = Field(
+        False,
+        description="the optimizer's moments are reset whenever the reference is (ProRL)",
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="the reference is a moving average: after each batch this share of it stays and the rest "
+        "is the current policy; left out: it stays frozen",
+    )
+
+
 class LengthWeightsConfig(Section):
     """A factor of the losses of a rollout's tokens by its length within its group: a
     softmax of (1 + r z)^lambda with the standardized length z, times the group's size
@@ -436,7 +454,7 @@ class AlgorithmConfig(Section):
         1.0,
         ge=0.0,
         le=1.0,
-        description="factor of a reward per turn that lies between (turn_reward_use add), or per trained "
+        description="factor of a reward per turn that lies between (turn_rewards.use add), or per trained "
         "token (gae)",
     )
     length_penalty: NonNegativeFloat = Field(
@@ -535,19 +553,7 @@ class AlgorithmConfig(Section):
     kl: KlConfig | None = Field(
         None, description="a KL to a frozen reference, in the loss or in the rewards"
     )
-    reference_reset_steps: PositiveInt | None = Field(
-        None,
-        description="batches after which the current policy becomes the reference, again and again",
-    )
-    reference_reset_optimizer: bool = Field(
-        False,
-        description="the optimizer's moments are reset whenever the reference is (ProRL)",
-    )
-    reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None,
-        description="the reference is a moving average: after each batch this share of it stays and the rest "
-        "is the current policy; left out: it stays frozen",
-    )
+    reference: ReferenceConfig = ReferenceConfig.model_validate({})
     length_weights: LengthWeightsConfig | None = Field(
         None, description="rollouts count by their length within their group"
     )
@@ -575,7 +581,7 @@ class AlgorithmConfig(Section):
     @property
     def reference_moves(self) -> bool:
         """Whether the reference's weights change in the run."""
-        return bool(self.reference_reset_steps or self.reference_ema)
+        return bool(self.reference.reset_steps or self.reference.ema)
 
     @property
     def current_is_old(self) -> bool:

@@ -173,8 +173,7 @@ PRESETS: dict[str, dict[str, Value | dict[str, Value]]] = {
         "dual_clip": False,
         "aggregation": "token_mean",
         "kl": {"coefficient": 0.001, "estimator": "k3"},
-        "reference_reset_steps": 200,
-        "reference_reset_optimizer": True,
+        "reference": {"reset_steps": 200, "reset_optimizer": True},
         "num_minibatches": 4,
     },
     # arXiv 2510.06870, section 2.3. The paper's text could not be read whole: r is that

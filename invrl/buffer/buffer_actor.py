@@ -97,7 +97,7 @@ class BufferActor:
             emit=lambda entry: self._entries.append(entry),
         )
         self._log_settings = log
-        self._failure_limits = config.failure_limits()
+        self._failure_limits = config.failures.limits()
         self._entries: list[LedgerEntry] = []
         self._writing = asyncio.Lock()
         self._incarnation = 0

@@ -53,98 +53,19 @@ class DifficultyConfig(Section):
     )
 
 
-class BufferConfig(Section):
-    """How stale a trained token may be, which groups are trained on, and what failures
-    count as.
+class TurnRewardsConfig(Section):
+    """Rewards of turns, branches and child sessions of their own."""
 
-    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
-    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
-
-    chosen_by: ClassVar[Mapping[str, Choice]] = {
-        "difficulty": Choice("group_filter", (MEDIUM_DIFFICULTY,))
-    }
-    max_staleness: NonNegativeInt = Field(
-        0,
-        description="versions that a trained token may be older than the trainer's weights",
-    )
-    over_sampling_groups: NonNegativeInt = Field(
-        0,
-        description="groups that are sampled in addition, in place of those that are filtered out",
-    )
-    group_filter: str = Field(
-        "nonzero_variance",
-        description="nonzero_variance, medium_difficulty, 'none', or your own filter as module:name",
-    )
-    difficulty: DifficultyConfig | None = Field(
-        None, description="only groups of tasks of medium difficulty are kept"
-    )
-    success_reward: float = Field(
-        1.0,
-        ge=-MAX_REWARD,
-        le=MAX_REWARD,
-        description="reward from which a rollout counts as solved, for success rates: of the filter "
-        "medium_difficulty, of a task's history, and of what a task source or curriculum is told",
-    )
-    max_filtered_batches: PositiveInt | None = Field(
-        16,
-        description="batches' worth of groups in a row that the group filter may drop (as it does once a "
-        "task is solved) before --filtered-out applies",
-    )
-    filtered_out: FilteredOut = Field(
-        "end",
-        description="what happens after --max-filtered-batches: end: the run saves its model and ends; "
-        "train: unfiltered groups are trained on until the filter keeps one again",
-    )
-    turn_reward_baseline: RewardBaseline = Field(
+    baseline: RewardBaseline = Field(
         "depth",
         description="a turn's or branch's own reward is compared with the group's rewards at the same depth "
         "(depth), or with all of them (group)",
     )
-    turn_reward_use: RewardUse = Field(
+    use: RewardUse = Field(
         "replace",
         description="own rewards of turns, branches and child sessions replace the final reward, or are "
         "added to it",
     )
-    batch_timeout_s: PositiveFloat = Field(
-        7200.0, description="deadline for a batch to be complete"
-    )
-    failure_reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
-        ("timeout=0", "context=0", "limit=0"),
-        description="REASON=REWARD: failures for this reason count with the reward; REASON=drop: they drop "
-        "their group; REASON=retry: the rollout is tried again, as for every reason not named",
-    )
-    max_identical_failures: PositiveInt | None = Field(
-        128,
-        description="identical failures in a row, with no rollout finished in between, that end the run; "
-        "deaths of workers, engines and environments do not count",
-    )
-    max_failures_at_start: PositiveInt | None = Field(
-        32,
-        description="failures, all for the same reason, that end the run while no rollout has finished; "
-        "failures that count with a reward and deaths of processes are not counted",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _choose_filter(cls, values: Any) -> Any:
-        """Puts the filter beside its bounds, and the bounds beside the filter."""
-        return with_choices(cls, values, values) if isinstance(values, dict) else values
-
-    @field_validator("failure_reward")
-    @classmethod
-    def _check_failure_reward(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
-        parse_failure_rules(entries)
-        return entries
-
-    def failure_limits(self) -> FailureLimits:
-        return FailureLimits(
-            identical=self.max_identical_failures or 0,
-            at_start=self.max_failures_at_start or 0,
-        )
-
-    def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
-        """The rule of each reason that is named. All other failures are tried again."""
-        return parse_failure_rules(self.failure_reward)
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
@@ -178,3 +99,93 @@ def _parse_rule(entry: str, value: str) -> FailureRule:
             f"{entry!r}: not a number within ±{MAX_REWARD:g}, drop or retry"
         )
     return reward
+
+
+class FailuresConfig(Section):
+    """What failed rollouts count as, and how many of them end a run."""
+
+    reward: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        ("timeout=0", "context=0", "limit=0"),
+        description="REASON=REWARD: failures for this reason count with the reward; REASON=drop: they drop "
+        "their group; REASON=retry: the rollout is tried again, as for every reason not named",
+    )
+    max_identical: PositiveInt | None = Field(
+        128,
+        description="identical failures in a row, with no rollout finished in between, that end the run; "
+        "deaths of workers, engines and environments do not count",
+    )
+    max_at_start: PositiveInt | None = Field(
+        32,
+        description="failures, all for the same reason, that end the run while no rollout has finished; "
+        "failures that count with a reward and deaths of processes are not counted",
+    )
+
+    @field_validator("reward")
+    @classmethod
+    def _check_reward(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        parse_failure_rules(entries)
+        return entries
+
+    def limits(self) -> FailureLimits:
+        return FailureLimits(
+            identical=self.max_identical or 0,
+            at_start=self.max_at_start or 0,
+        )
+
+    def rules(self) -> Mapping[FailureReason, FailureRule]:
+        """The rule of each reason that is named. All other failures are tried again."""
+        return parse_failure_rules(self.reward)
+
+
+class BufferConfig(Section):
+    """How stale a trained token may be, and which groups are trained on.
+
+    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
+    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
+
+    chosen_by: ClassVar[Mapping[str, Choice]] = {
+        "difficulty": Choice("group_filter", (MEDIUM_DIFFICULTY,))
+    }
+    max_staleness: NonNegativeInt = Field(
+        0,
+        description="versions that a trained token may be older than the trainer's weights",
+    )
+    over_sampling_groups: NonNegativeInt = Field(
+        0,
+        description="groups that are sampled in addition, in place of those that are filtered out",
+    )
+    group_filter: str = Field(
+        "nonzero_variance",
+        description="nonzero_variance, medium_difficulty, 'none', or your own filter as module:name",
+    )
+    difficulty: DifficultyConfig | None = Field(
+        None, description="only groups of tasks of medium difficulty are kept"
+    )
+    turn_rewards: TurnRewardsConfig = TurnRewardsConfig.model_validate({})
+    failures: FailuresConfig = FailuresConfig.model_validate({})
+    success_reward: float = Field(
+        1.0,
+        ge=-MAX_REWARD,
+        le=MAX_REWARD,
+        description="reward from which a rollout counts as solved, for success rates: of the filter "
+        "medium_difficulty, of a task's history, and of what a task source or curriculum is told",
+    )
+    max_filtered_batches: PositiveInt | None = Field(
+        16,
+        description="batches' worth of groups in a row that the group filter may drop (as it does once a "
+        "task is solved) before --filtered-out applies",
+    )
+    filtered_out: FilteredOut = Field(
+        "end",
+        description="what happens after --max-filtered-batches: end: the run saves its model and ends; "
+        "train: unfiltered groups are trained on until the filter keeps one again",
+    )
+    batch_timeout_s: PositiveFloat = Field(
+        7200.0, description="deadline for a batch to be complete"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_filter(cls, values: Any) -> Any:
+        """Puts the filter beside its bounds, and the bounds beside the filter."""
+        return with_choices(cls, values, values) if isinstance(values, dict) else values

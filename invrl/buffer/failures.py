@@ -138,9 +138,9 @@ class FailureLimits:
             return
         first_failure = _in_one_line(report.firsts[reason])
         text = f"all {count} rollouts so far failed ({reason}). The first one: {first_failure}"
-        fix = "correct what it names, or raise --max-failures-at-start (0: no limit)"
+        fix = "correct what it names, or raise --failures.max-at-start (0: no limit)"
         if reason == FailureReason.EXCEPTION:
-            fix += "; if the model's replies cause it, let it count: --failure-reward exception=0"
+            fix += "; if the model's replies cause it, let it count: --failures.reward exception=0"
         raise IdenticalFailuresError(text, fix=fix)
 
     def _check_identical(self, report: FailureReport) -> None:
@@ -150,7 +150,7 @@ class FailureLimits:
             return
         last_failure = _in_one_line(report.detail)
         text = f"the last {report.alike} rollouts all failed alike ({report.reason}): {last_failure}"
-        fix = "correct what it names, or raise --max-identical-failures (0: no limit)"
+        fix = "correct what it names, or raise --failures.max-identical (0: no limit)"
         raise IdenticalFailuresError(text, fix=fix)
 
 
@@ -272,9 +272,9 @@ class FailureReporter:
         """At how many such failures the run ends."""
         counts_at_start = not report.finished and report.attempts.get(report.reason)
         if counts_at_start and self._limits.at_start:
-            return f"the run ends at {self._limits.at_start}, --max-failures-at-start"
+            return f"the run ends at {self._limits.at_start}, --failures.max-at-start"
         if self._limits.identical and report.may_end_run:
-            return f"the run ends at {self._limits.identical}, --max-identical-failures"
+            return f"the run ends at {self._limits.identical}, --failures.max-identical"
         return "the run goes on"
 
 

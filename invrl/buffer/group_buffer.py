@@ -114,7 +114,7 @@ class GroupBuffer:
         self.events = EventCounts()
         self._first_places: set[Place] = set()
         """Leased in this incarnation before the first rollout failed or finished."""
-        self._failure_rules = config.failure_rules()
+        self._failure_rules = config.failures.rules()
         self._closed = False
 
     # ----------------------------------------------------------- work out, outcomes in

@@ -84,7 +84,7 @@ def group_filter_function(
 
 def configured_group_filter(config: BufferConfig) -> GroupFilter | HistoryGroupFilter:
     """The filter that the settings name, with their bounds. Raises PluginError."""
-    function = group_filter_function(config.group_filter, config.turn_reward_baseline)
+    function = group_filter_function(config.group_filter, config.turn_rewards.baseline)
     if function is medium_difficulty:
         bounds = config.difficulty or DifficultyConfig.model_validate({})
         return partial(
@@ -93,6 +93,6 @@ def configured_group_filter(config: BufferConfig) -> GroupFilter | HistoryGroupF
             high=bounds.high,
             num_groups=bounds.groups,
             success_reward=config.success_reward,
-            baseline=config.turn_reward_baseline,
+            baseline=config.turn_rewards.baseline,
         )
     return function

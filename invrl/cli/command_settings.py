@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from invrl.rollout.config import RolloutConfig
 from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Source, Tables
+from invrl.types.section import fields_of
 
 _RUN = frozenset(
     {
@@ -17,21 +18,13 @@ _RUN = frozenset(
         "run_root",
         "seed",
         "heartbeat_timeout_s",
-        "log_format",
-        "log_level",
-        "otel_endpoint",
     }
 )
-_TRAINING_GATEWAY = frozenset(
-    {
-        "train_auxiliary_roots",
-        "lease_timeout_s",
-        "reward_deadline_s",
-        "late_reward",
-        "end_grace_s",
-    }
+_LOG = frozenset({"format", "level", "otel_endpoint"})
+_TRAINING_SESSIONS = frozenset(
+    {"train_auxiliary_roots", "lease_timeout_s", "end_grace_s"}
 )
-"""Settings of [gateway] for rewards, for leases, and for environments that still lease
+"""Settings of [session] for rewards, for leases, and for environments that still lease
 when the run ends."""
 _TRAINING_ROLLOUTS = frozenset(
     {
@@ -40,10 +33,9 @@ _TRAINING_ROLLOUTS = frozenset(
         "n_samples_per_prompt",
         "rollout_max_attempts",
         "temperature",
-        "eval_interval",
     }
 )
-"""Settings of [rollout] for making batches. `eval_modes` sets the temperatures of
+"""Settings of [rollout] for making batches. `eval.modes` sets the temperatures of
 held-out tasks."""
 
 
@@ -72,7 +64,7 @@ def _all_keys(table: str) -> frozenset[str]:
     """The settings of a section or of an optional table, and "" for the table."""
     if table in TABLES:
         return frozenset({"", *TABLES[table].model.model_fields})
-    return frozenset(SECTIONS[table].model_fields)
+    return frozenset(fields_of(SECTIONS[table]))
 
 
 _NO_TRAINER: Tables = {"run": {"debug_rollout_only": True}}
@@ -83,11 +75,13 @@ _EVERYTHING = CommandSettings(
 _SERVE = CommandSettings(
     keys={
         "run": _RUN,
+        "log": _LOG,
         "model": _all_keys("model"),
         "rollout": frozenset({"temperature", "max_new_tokens"}),
         "engine": _all_keys("engine"),
         # `serve` always applies the grammar that a client's request asks for.
-        "gateway": _all_keys("gateway") - _TRAINING_GATEWAY - {"constrained"},
+        "gateway": _all_keys("gateway") - {"constrained"},
+        "session": _all_keys("session") - _TRAINING_SESSIONS,
     },
     packages=("sglang", "router"),
     # One rollout at a time, which is so short that no limit of a session is below its
@@ -95,25 +89,29 @@ _SERVE = CommandSettings(
     neutral={
         "rollout": {
             "rollout_concurrency": 1,
-            "rollout_workers": 1,
-            "eval_samples_per_task": 1,
             "rollout_timeout_s": 1e-3,
         },
+        "workers": {"count": 1},
+        "eval": {"samples_per_task": 1},
         **_NO_TRAINER,
     },
 )
 _EVAL = CommandSettings(
     keys={
         "run": _RUN,
+        "log": _LOG,
         "model": _all_keys("model"),
         "rollout": frozenset(RolloutConfig.model_fields) - _TRAINING_ROLLOUTS,
+        "workers": _all_keys("workers"),
+        "eval": _all_keys("eval") - {"interval"},
         "engine": _all_keys("engine"),
-        "gateway": _all_keys("gateway") - _TRAINING_GATEWAY,
+        "gateway": _all_keys("gateway"),
+        "session": _all_keys("session") - _TRAINING_SESSIONS,
     },
     packages=("sglang", "router"),
     # An evaluation has no steps and no batches.
     neutral={
-        "rollout": {"eval_interval": False},
+        "eval": {"interval": False},
         "buffer": {"batch_timeout_s": 1e9},
         **_NO_TRAINER,
     },
@@ -123,16 +121,16 @@ _ENGINE = CommandSettings(
         "model": frozenset({"model_path"}),
         "engine": frozenset(
             {
-                "engine_dtype",
-                "engine_tp_size",
-                "engine_max_total_tokens",
-                "engine_start_timeout_s",
+                "dtype",
+                "tp_size",
+                "max_total_tokens",
+                "start_timeout_s",
                 "seeded_sampling",
             }
         ),
-        "weight_sync": frozenset({"weight_update_inflight"}),
+        "weights": frozenset({"inflight"}),
         "train": frozenset({"routing_replay"}),
-        "run": frozenset({"otel_endpoint"}),
+        "log": frozenset({"otel_endpoint"}),
     },
     packages=("sglang",),
     neutral={

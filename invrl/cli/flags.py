@@ -1,9 +1,8 @@
 """The command line as a source of configuration: one flag per setting.
 
-Names of settings are unique across the sections, so a flag needs no prefix: `lr` of
-[train] is `--lr`. A setting of an optional table has the table's name before it:
-`--kl.coefficient`. It turns the table on; `--critic` does so with the defaults, and
-`--no-critic` turns it off. A boolean is `--x` or `--no-x`, and `--no-x` is the absence
+What most runs set needs no prefix: `lr` of [train] is `--lr`. Any other setting has the
+table's name before it: `--kl.coefficient`. It turns an optional table on; `--critic`
+does so with the defaults, and `--no-critic` turns it off. A boolean is `--x` or `--no-x`, and `--no-x` is the absence
 of any other optional setting. Options of other packages pass through as `--sglang-*`,
 `--router-*` and `--megatron-*`. `flag_help.py` prints them."""
 
@@ -19,9 +18,17 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
-from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Scalar, Source, read_toml
+from invrl.run.config import (
+    SECTIONS,
+    TABLES,
+    UPSTREAM,
+    Scalar,
+    Source,
+    read_toml,
+    setting_name,
+)
 from invrl.run.name_suggestions import nearest_setting
-from invrl.types.section import is_optional, present_type
+from invrl.types.section import fields_of, is_optional, present_type, tables_of
 
 CONFIG_FLAG = "--config"
 
@@ -71,13 +78,19 @@ class SettingFlag:
 
 def _setting_flags() -> Iterator[SettingFlag]:
     for section, model in SECTIONS.items():
-        for key, field in model.model_fields.items():
-            if key not in TABLES:
+        tables = tables_of(model)
+        for key, field in fields_of(model).items():
+            if key not in tables:
                 yield SettingFlag(
-                    table=section, key=key, field=field, section=section, name=key
+                    table=section,
+                    key=key,
+                    field=field,
+                    section=section,
+                    name=setting_name(section, key),
                 )
     for table, (section, model) in TABLES.items():
-        if "kind" not in model.model_fields:
+        may_be_absent = is_optional(SECTIONS[section].model_fields[table])
+        if may_be_absent and "kind" not in model.model_fields:
             yield SettingFlag(
                 table=table,
                 key="",

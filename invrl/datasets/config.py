@@ -24,34 +24,35 @@ class DataConfig(Section):
     """Training on a file, without rollouts: conversations (sft), pairs (dpo and its
     family), labels (kto)."""
 
+    plain_flags = ("data_path",)
     data_path: Text | None = Field(
         None,
         description="JSONL or Parquet (*.parquet) file to train on, without rollouts",
     )
-    data_eval_path: Text | None = Field(
+    eval_path: Text | None = Field(
         None, description="file of held-out rows, for the held-out loss"
     )
-    data_eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description="share of data_path's rows that is held out instead; at least one row",
     )
-    data_kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
+    kind: Literal["auto", "conversations", "pairs", "labels"] = Field(
         "auto",
         description="what a row is; auto: by the objective, for one of your own by the first row's fields",
     )
-    data_batch_size: PositiveInt = Field(
+    batch_size: PositiveInt = Field(
         32,
         description="rows in one training batch: conversations, pairs or labelled replies",
     )
-    data_epochs: PositiveInt | None = Field(
+    epochs: PositiveInt | None = Field(
         None,
         description="passes over the file after which the run ends, instead of num_steps",
     )
-    data_shuffle: bool = Field(
+    shuffle: bool = Field(
         True,
         description="each pass has an order of its own, by the seed; off: the order of the file",
     )
-    data_overlong: Literal["skip", "truncate", "refuse"] = Field(
+    overlong: Literal["skip", "truncate", "refuse"] = Field(
         "skip",
         description="a row over max_row_tokens or the model's positions: left out and counted, cut at its "
         "end, or an error",

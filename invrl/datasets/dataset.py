@@ -21,7 +21,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.types import TrainBatch, TrainSample
 
 _DATA_PATH = "data.data_path"
-_EVAL_PATH = "data.data_eval_path"
+_EVAL_PATH = "data.eval_path"
 _ROWS_TOKENISED_AT_START = 1000
 
 
@@ -104,7 +104,7 @@ class Dataset:
         )
         if not samples:
             reason = f"all {len(self.held_out)} held-out rows are longer than {self.tokenizer.max_tokens} tokens"
-            fix = "raise --max-row-tokens, hold out shorter rows, or set --data-overlong truncate"
+            fix = "raise --max-row-tokens, hold out shorter rows, or set --data.overlong truncate"
             raise ConfigError(_EVAL_PATH, self.held_out_file, reason, fix)
         if self._lacks_another(samples):
             reason = "one labelled row is held out, and its loss needs another one to compare with"
@@ -127,7 +127,7 @@ class Dataset:
         samples = list(self._samples_of_all(_DATA_PATH, self.file, rows))
         if not samples:
             reason = f"none of {len(rows)} rows has {self.tokenizer.max_tokens} tokens or fewer"
-            fix = "raise --max-row-tokens, shorten the rows, or set --data-overlong truncate"
+            fix = "raise --max-row-tokens, shorten the rows, or set --data.overlong truncate"
             raise ConfigError(_DATA_PATH, self.file, reason, fix)
         longest = max(len(sample.tokens_T) for sample in samples)
         text = f"{len(self.rows):,} rows ({self.tokenizer.kind}), rows of up to {longest:,} tokens"
@@ -153,8 +153,8 @@ class Dataset:
 def kind_of(config: DataConfig, objective: str) -> Kind:
     """What a row of the data is. Raises ConfigError if the first row is needed and
     cannot be read."""
-    if config.data_kind != "auto":
-        return config.data_kind
+    if config.kind != "auto":
+        return config.kind
     if objective in KIND_OF_OBJECTIVE:
         return KIND_OF_OBJECTIVE[objective]
     return kind_of_file(_DATA_PATH, str(_absolute(config.data_path or "")))
@@ -169,17 +169,15 @@ def load_dataset(
     rows = load_rows(_DATA_PATH, file, kind)
     held_out: list[DataRow] = []
     held_out_file = file
-    if config.data_eval_path:
-        held_out_file = str(_absolute(config.data_eval_path))
+    if config.eval_path:
+        held_out_file = str(_absolute(config.eval_path))
         held_out = load_rows(_EVAL_PATH, held_out_file, kind)
-    elif config.data_eval_fraction:
+    elif config.eval_fraction:
         if len(rows) == 1:
             reason = f"{file} has one row, and nothing would be left to train on"
-            fix = "leave it out, or give --data-eval-path"
-            raise ConfigError(
-                "data.data_eval_fraction", config.data_eval_fraction, reason, fix
-            )
-        kept, held = split_off(len(rows), config.data_eval_fraction, seed)
+            fix = "leave it out, or give --data.eval-path"
+            raise ConfigError("data.eval_fraction", config.eval_fraction, reason, fix)
+        kept, held = split_off(len(rows), config.eval_fraction, seed)
         held_out = [rows[index] for index in held]
         rows = [rows[index] for index in kept]
     renderer = load_renderer(
@@ -198,13 +196,13 @@ def load_dataset(
             renderer=renderer,
             kind=kind,
             max_tokens=model.max_tokens,
-            overlong=config.data_overlong,
+            overlong=config.overlong,
         ),
         order=RowOrder(
             num_rows=len(rows),
-            batch_size=config.data_batch_size,
-            epochs=config.data_epochs or 0,
-            shuffle=config.data_shuffle,
+            batch_size=config.batch_size,
+            epochs=config.epochs or 0,
+            shuffle=config.shuffle,
             seed=seed,
         ),
     )

@@ -2,7 +2,7 @@
 that a run that resumes needs nothing but its step. Pure.
 
 The passes over the file follow each other without a gap, and batches are cut from that
-sequence. So every batch is full, except the last one of `data_epochs` passes, and a
+sequence. So every batch is full, except the last one of `data.epochs` passes, and a
 batch may hold the end of one pass and the beginning of the next."""
 
 import random

@@ -80,7 +80,7 @@ class RowTokenizer:
                 reason = (
                     f"it has {num_tokens} tokens, and {self.max_tokens} are the most"
                 )
-                fix = "shorten it, raise --max-row-tokens, or set --data-overlong skip or truncate"
+                fix = "shorten it, raise --max-row-tokens, or set --data.overlong skip or truncate"
                 raise UnusableRowError(reason, fix)
             elif (
                 self.overlong == "truncate"

@@ -10,6 +10,7 @@ from invrl.types.section import COMMA_SEPARATED, Section, Text
 class EngineConfig(Section):
     """The fleet of SGLang servers, and the router in front of it."""
 
+    plain_flags = ("num_engines", "external_engines", "router", "seeded_sampling")
     num_engines: NonNegativeInt = Field(
         1,
         description="SGLang servers that the run starts (0: only with external_engines)",
@@ -18,28 +19,28 @@ class EngineConfig(Section):
         (),
         description="URLs of engines that `invrl engine` has started; they have the key INVRL_ENGINE_KEY",
     )
-    engine_tp_size: PositiveInt = Field(
+    tp_size: PositiveInt = Field(
         1,
         description="processes of an engine, each with a slice of every weight matrix",
     )
-    engine_dtype: Literal["bfloat16", "float32"] = Field(
+    dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of weights and compute"
     )
     seeded_sampling: bool = Field(
         False,
         description="sample each generation with its own seed, derived from the run's seed",
     )
-    engine_max_total_tokens: PositiveInt | None = Field(
+    max_total_tokens: PositiveInt | None = Field(
         None,
         description="KV-cache tokens per engine (left out: 16384 on CPU, what SGLang finds room for on a GPU)",
     )
-    engine_start_timeout_s: PositiveFloat = Field(
+    start_timeout_s: PositiveFloat = Field(
         300.0, description="deadline for an engine to be healthy"
     )
-    engine_health_interval_s: PositiveFloat = Field(
+    health_interval_s: PositiveFloat = Field(
         5.0, description="seconds between our own health checks"
     )
-    engine_max_restarts: NonNegativeInt = Field(
+    max_restarts: NonNegativeInt = Field(
         3,
         description="restarts of one engine that left the fleet, in any hour of one incarnation of a run",
     )

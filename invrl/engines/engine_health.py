@@ -15,7 +15,7 @@ generation is paused, so an engine is asked during a weight update too. The exce
 one call of an update in which the engine copies or hashes all its weights: the
 scheduler answers nothing until that is done, and a large model takes longer than
 `run.heartbeat_timeout_s`. Silence during such a call proves nothing; the call has a
-deadline of its own (`weight_sync.weight_sync_timeout_s`), after which the update drops
+deadline of its own (`weights.timeout_s`), after which the update drops
 the engine. A process that has ended, or is stopped, is noticed all the same.
 
 An engine that answers but makes no token while it may generate counts as dead after

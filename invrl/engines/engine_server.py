@@ -179,7 +179,7 @@ class EngineServer(ServerProcess):
         """Wait until the engine has made its first token.
 
         Raises ServerError with the log's last lines if one of its processes died,
-        DeadlineError after `engine_start_timeout_s`.
+        DeadlineError after `engine.start_timeout_s`.
         """
         processes = _StartingProcesses(self)
 
@@ -187,7 +187,7 @@ class EngineServer(ServerProcess):
             processes.check_alive()
             return self._makes_a_token(processes)
 
-        self.wait_until(makes_a_token, deadline_s=self._config.engine_start_timeout_s)
+        self.wait_until(makes_a_token, deadline_s=self._config.start_timeout_s)
 
     def lost_its_port(self) -> bool:
         """It has ended, and a stranger's program listens on its port: another try may
@@ -314,8 +314,8 @@ def _post(
 def max_total_tokens(config: EngineConfig) -> int | None:
     """How many tokens an engine's KV cache holds. None: as many as SGLang finds room
     for on a GPU."""
-    if config.engine_max_total_tokens:
-        return config.engine_max_total_tokens
+    if config.max_total_tokens:
+        return config.max_total_tokens
     return None if count_gpus() else _CPU_TOTAL_TOKENS
 
 
@@ -323,15 +323,13 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
     """For an engine of several ranks. They send one another requests by their process
     group: SGLang's queue would be a file in /dev/shm that stays there. On a CPU SGLang
     wants to know the cores of each rank."""
-    if config.engine_tp_size == 1:
+    if config.tp_size == 1:
         return {}
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     if count_gpus():
         return no_queue
     cores = sorted(os.sched_getaffinity(0))
-    core_of_rank = [
-        str(cores[rank % len(cores)]) for rank in range(config.engine_tp_size)
-    ]
+    core_of_rank = [str(cores[rank % len(cores)]) for rank in range(config.tp_size)]
     return {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(core_of_rank)}
 
 
@@ -349,14 +347,14 @@ def _command(
         "model-path": str(model_path),
         "host": host,
         "port": str(port),
-        "dtype": config.engine_dtype,
+        "dtype": config.dtype,
         "weight-version": "0",
         "custom-weight-loader": WEIGHT_LOADER,
         # info prints the server's arguments, keys included, and a line per prefill
         "log-level": "warning",
     }
-    if config.engine_tp_size > 1:
-        flags["tp-size"] = str(config.engine_tp_size)
+    if config.tp_size > 1:
+        flags["tp-size"] = str(config.tp_size)
     if on_cpu:
         flags |= _CPU_FLAGS
     total_tokens = max_total_tokens(config)

@@ -43,12 +43,12 @@ _FIXES: Mapping[str, str] = {
     "vocab_size": _SAME_MODEL,
     "num_layers": _SAME_MODEL,
     "hidden_size": _SAME_MODEL,
-    "dtype": "give the engine and the run the same --engine-dtype",
-    "tp_size": "give the engine and the run the same --engine-tp-size",
+    "dtype": "give the engine and the run the same --engine.dtype",
+    "tp_size": "give the engine and the run the same --engine.tp-size",
     "weight_loaders": f"{_OUR_LAUNCHER}: its weight loader is {WEIGHT_LOADER}",
     "streams_new_tokens": _OUR_LAUNCHER,
     "shared_experts_fusion": _OUR_LAUNCHER,
-    "overlap_schedule": "give the engine --weight-update-inflight in_place, as the run has it",
+    "overlap_schedule": "give the engine --weights.inflight in_place, as the run has it",
     "routed_experts": "give the engine --routing-replay engine, as the run has it",
     "seeded_sampling": "give the engine and the run the same --seeded-sampling",
 }
@@ -62,8 +62,8 @@ def wanted_traits(
     return EngineTraits(
         invrl=__version__,
         **model_traits(model_path),
-        dtype=config.engine_dtype,
-        tp_size=config.engine_tp_size,
+        dtype=config.dtype,
+        tp_size=config.tp_size,
         weight_loaders=[WEIGHT_LOADER],
         streams_new_tokens=True,
         shared_experts_fusion=False,
@@ -224,7 +224,7 @@ def _check(
             )
     if identity.total_tokens < total_tokens:
         reason = f"its KV cache holds {identity.total_tokens} tokens, and the run counts on {total_tokens}"
-        fix = f"give the engine --engine-max-total-tokens {total_tokens}, or the run fewer"
+        fix = f"give the engine --engine.max-total-tokens {total_tokens}, or the run fewer"
         raise ConfigError(_FIELD, url, reason, fix)
     if not identity.start:
         raise ConfigError(

@@ -56,7 +56,7 @@ from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
 from invrl.types import WeightVersion
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import AnyWeights, ArenaWeights
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Fleet:
         run_folder: Path,
         sglang: Mapping[str, object] | None = None,
         router: Mapping[str, object] | None = None,
-        weight_sync: WeightSyncConfig | None = None,
+        weights: AnyWeights | None = None,
         heartbeat_timeout_s: float = 30.0,
         record_experts: bool = False,
         external_key: str = "",
@@ -109,10 +109,10 @@ class Fleet:
         """Starts the router's process, and one that forks engines. Raises ConfigError.
 
         `sglang` and `router` are passed through, by upstream's field names.
-        `weight_sync`: None for the defaults. An engine or a router that is silent for
+        `weights`: None for the defaults. An engine or a router that is silent for
         longer than `heartbeat_timeout_s` is dead. The exception is one call of an
         update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed
+        `weights.timeout_s`. `record_experts`: engines keep which experts computed
         each token. `external_key`: that of external engines. `traces_endpoint`: where
         the engines that start here send their spans to; "": nowhere. `log`: how engines
         that start here log; None for the defaults. `shares_gpus`: with the trainer, by
@@ -124,8 +124,8 @@ class Fleet:
         self._model_path = model_path
         self._run_folder = run_folder
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._weight_sync = weight_sync or WeightSyncConfig.model_validate({})
-        in_place = self._weight_sync.weight_update_inflight == "in_place"
+        self._weights = weights or ArenaWeights.model_validate({})
+        in_place = self._weights.inflight == "in_place"
         self._sglang_flags = flags_of_run(
             sglang or {},
             in_place=in_place,
@@ -154,7 +154,7 @@ class Fleet:
         )
         self.engines: dict[str, Engine] = {}
         self._restarts = EngineRestarts(
-            engine.engine_max_restarts, external=self._external_urls
+            engine.max_restarts, external=self._external_urls
         )
         self._leaving: list[Engine] = []
         """Engines that left and are not being ended yet: `stop` may come before
@@ -368,7 +368,7 @@ class Fleet:
     def restart_evicted(self, bring_up: BringUp | None = None) -> None:
         """From now on start engines that left again, also those that have left already.
 
-        Each is started at most `engine_max_restarts` times an hour, in the background;
+        Each is started at most `engine.max_restarts` times an hour, in the background;
         an external one is waited for as long as the fleet lives. `bring_up` gives it
         the fleet's version; None where nobody sends weights, and it serves those of its
         model folder.
@@ -446,7 +446,7 @@ class Fleet:
             engine.client,
             engine.receiver,
             timeout_s=self._heartbeat_timeout_s,
-            interval_s=self._config.engine_health_interval_s,
+            interval_s=self._config.health_interval_s,
         )
 
     async def _watch_router(self) -> None:
@@ -462,7 +462,7 @@ class Fleet:
                 family_of(router.pid)[:1],
                 answers,
                 timeout_s=self._heartbeat_timeout_s,
-                interval_s=self._config.engine_health_interval_s,
+                interval_s=self._config.health_interval_s,
             )
             if not self._router_restarts.allows():
                 raise ServerError(
@@ -528,9 +528,9 @@ class Fleet:
                     _LOG.exception("%s did not come back (%s)", name, count)
                     self._restarts.failed(name, error)
             if name in self._external_urls:
-                await asyncio.sleep(self._config.engine_health_interval_s)
+                await asyncio.sleep(self._config.health_interval_s)
         if self._restarts_engines:
-            most = self._config.engine_max_restarts
+            most = self._config.max_restarts
             incidents.error(
                 "%s stays away: it left more than %d times in an hour", name, most
             )
@@ -605,7 +605,7 @@ class Fleet:
                 key=self._external_key,
                 traits=self._traits,
                 total_tokens=max_total_tokens(self._config),
-                start_timeout_s=self._config.engine_start_timeout_s,
+                start_timeout_s=self._config.start_timeout_s,
             )
         else:
             server = EngineServer(
@@ -625,8 +625,8 @@ class Fleet:
             admin_key=server.admin_key,
             name=name,
         )
-        receiver = RECEIVERS[self._weight_sync.weight_transport](
-            name, client, self._weight_sync, num_ranks=self._config.engine_tp_size
+        receiver = RECEIVERS[self._weights.transport](
+            name, client, self._weights, num_ranks=self._config.tp_size
         )
         receiver.replies_over_http = name in self._external_urls
         return Engine(server=server, client=client, receiver=receiver)

@@ -28,7 +28,7 @@ _KEYS = "leave it out: random keys are made"
 _LOOPBACK = "leave it out: it listens on loopback, without TLS"
 _OWN_WEIGHTS = "leave it out: the engine must hold the trainer's own weights"
 _ONE_DIVISION = (
-    "leave it out: weight updates know engines that --engine-tp-size divides, or none"
+    "leave it out: weight updates know engines that --engine.tp-size divides, or none"
 )
 _BOTH = "leave it out: every engine both prefills and decodes"
 _HTTP = "leave it out: an engine is a process of its own, called over HTTP at its root"
@@ -44,7 +44,7 @@ SGLANG_OWNED = {
     **dict.fromkeys(("api_key", "admin_api_key"), _KEYS),
     "port": "leave it out: a free port is taken",
     "model_path": "use --model-path",
-    "dtype": "use --engine-dtype",
+    "dtype": "use --engine.dtype",
     "device": "leave it out: it is found",
     "config": "give its options one by one: a file could set what invrl owns",
     "json_model_override_args": "leave it out: the model folder's config.json decides what is computed",
@@ -60,8 +60,10 @@ SGLANG_OWNED = {
     ),
     "sleep_on_idle": "leave it out: it is on where a waiting scheduler would spin on a core",
     "enable_memory_saver": "use --colocate",
-    "max_total_tokens": "use --engine-max-total-tokens",
-    **dict.fromkeys(("enable_trace", "otlp_traces_endpoint"), "use --otel-endpoint"),
+    "max_total_tokens": "use --engine.max-total-tokens",
+    **dict.fromkeys(
+        ("enable_trace", "otlp_traces_endpoint"), "use --log.otel-endpoint"
+    ),
     "dp_size": "use --num-engines",
     "skip_tokenizer_init": "leave it out: stop strings need the tokenizer",
     **dict.fromkeys(
@@ -69,7 +71,7 @@ SGLANG_OWNED = {
     ),
     "enable_deterministic_inference": "use --seeded-sampling: alone it gives every request the same seed",
     "rl_on_policy_target": "leave it out: it gives every request the same seed",
-    "tp_size": "use --engine-tp-size",
+    "tp_size": "use --engine.tp-size",
     **dict.fromkeys(
         ("pp_size", "ep_size", "dcp_size", "attn_cp_size", "moe_dp_size"), _ONE_DIVISION
     ),

@@ -143,7 +143,7 @@ def find_smg(folder: str | None) -> Smg:
     python = environment / "bin" / "python"
 
     def refusal(reason: str) -> ConfigError:
-        fix = "run: invrl install --router smg; or name an environment that has it: --smg-environment FOLDER"
+        fix = "run: invrl install --router smg; or name an environment that has it: --engine.smg-environment FOLDER"
         return ConfigError("engine.router", "smg", reason, fix)
 
     if not python.is_file():

@@ -44,7 +44,7 @@ from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle, hash_slot
 from invrl.weights.broadcast import GroupInvitation
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights, FileWeights, WeightsConfig
 from invrl.weights.delta_folder import DeltaHandle
 from invrl.weights.in_engine import LoaderReply, LoaderRequest, read_reply
 from invrl.weights.multilinear import checksums_of_ranks
@@ -71,20 +71,20 @@ class EngineReceiver(ABC):
         self,
         name: str,
         client: SglangClient,
-        settings: WeightSyncConfig,
+        settings: WeightsConfig,
         *,
         num_ranks: int = 1,
     ) -> None:
-        """`weight_sync_timeout_s` is the deadline of one call that moves or hashes
+        """`settings.timeout_s` is the deadline of one call that moves or hashes
         weights. `num_ranks`: the processes of the engine, each of which has a slice of
         the weights."""
         self.name = name
         self._client = client
         self._settings = settings
-        self._deadline_s = settings.weight_sync_timeout_s
+        self._deadline_s = settings.timeout_s
         self._num_ranks = num_ranks
         self._checksums_add_up = num_ranks > 1
-        self._aliases = settings.weight_arena == "alias"
+        self._aliases = False
         self._approved_layout: WeightLayout = ()
         self._answered: tuple[WeightVersion, Mapping[str, str]] | None = None
         """What was loaded last, and the checksums that the load answered with, until
@@ -116,13 +116,13 @@ class EngineReceiver(ABC):
             self._approved_layout = layout
 
     async def pause(self) -> None:
-        """What becomes of running requests is the setting `weight_update_inflight`."""
+        """What becomes of running requests is the setting `weights.inflight`."""
         self.is_paused = True
-        inflight = self._settings.weight_update_inflight
+        inflight = self._settings.inflight
         if inflight == "in_place":
             await self._client.pause("in_place")
             return
-        timeout_s = self._settings.weight_drain_timeout_s
+        timeout_s = self._settings.drain_timeout_s
         if inflight == "drain" and not await self._client.drain(timeout_s):
             logger.warning(
                 "%s retracts requests that did not end within %g s",
@@ -202,7 +202,7 @@ class EngineReceiver(ABC):
     ) -> list[NDArray[np.float32]]:
         """Before what waits in the engine's queue. Requests that went on in place may
         leave no room for more: then they are retracted, and go on after this."""
-        if self._settings.weight_update_inflight == "in_place":
+        if self._settings.inflight == "in_place":
             with contextlib.suppress(DeadlineError):
                 return await self._client.prompt_logprobs(
                     prompts, deadline_s=_ROOM_DEADLINE_S
@@ -262,7 +262,8 @@ class EngineReceiver(ABC):
     def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
         """What is staged, by files, and where the engine fetches these; None: it opens
         them."""
-        if not self._settings.weight_host:
+        settings = self._settings
+        if not isinstance(settings, FileWeights) or not settings.host:
             return staged.handle, None
         served = msgspec.json.decode(staged.handle, type=ServedHandle)
         return served.handle, served.source
@@ -310,7 +311,7 @@ class ArenaReceiver(EngineReceiver):
     - aliased: `check` has hashed the slot, outside of the engine and before the pause,
       and the engine says which of its parameters lie there.
 
-    With the first load, every n-th after it (`weight_readback_every`), and one that
+    With the first load, every n-th after it (`readback_every`), and one that
     follows a load which was not proved, the engine reads all its parameters back
     instead. So it does where `check` was not called for what an alias loads.
     """
@@ -319,11 +320,13 @@ class ArenaReceiver(EngineReceiver):
         self,
         name: str,
         client: SglangClient,
-        settings: WeightSyncConfig,
+        settings: ArenaWeights,
         *,
         num_ranks: int = 1,
     ) -> None:
         super().__init__(name, client, settings, num_ranks=num_ranks)
+        self._aliases = settings.arena_mode == "alias"
+        self._readback_every = settings.readback_every
         self._must_read_back = True
         self._loads_since_readback = 0
         self._hashed: StagedWeights | None = None
@@ -347,7 +350,7 @@ class ArenaReceiver(EngineReceiver):
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         self._loads_since_readback += 1
-        is_due = self._loads_since_readback == self._settings.weight_readback_every
+        is_due = self._loads_since_readback == self._readback_every
         is_unhashed = self._aliases and self._hashed is not staged
         reads_back = self._must_read_back or is_due or is_unhashed
         self._must_read_back = True  # unless this load is proved

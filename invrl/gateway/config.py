@@ -31,31 +31,21 @@ class SessionPolicy(Section):
     """The limits of a session, and how its reward and its other numbers are handled. A
     caller may ask for lower limits."""
 
-    max_open_sessions: PositiveInt = Field(
+    max_open: PositiveInt = Field(
         1024, description="open sessions before new ones get 429"
     )
-    session_ttl_s: PositiveFloat = Field(
+    ttl_s: PositiveFloat = Field(
         3600.0, description="seconds until an open session is ended"
     )
-    session_idle_timeout_s: PositiveFloat | None = Field(
+    idle_timeout_s: PositiveFloat | None = Field(
         900.0,
         description="seconds without a call of an environment's group until its sessions fail",
     )
-    session_max_turns: PositiveInt = Field(10_000, description="turns of one session")
-    session_max_tokens: PositiveInt = Field(
+    max_turns: PositiveInt = Field(10_000, description="turns of one session")
+    max_tokens: PositiveInt = Field(
         1_000_000, description="tokens one session may sample"
     )
-    session_max_calls: PositiveInt = Field(
-        256, description="requests of one session at a time"
-    )
-    reward_deadline_s: PositiveFloat | None = Field(
-        None,
-        description="a session finished without a reward waits for it so long; left out: it has failed",
-    )
-    late_reward: Literal["drop", "accept"] = Field(
-        "drop",
-        description="a session past its time: drop: failed; accept: awaits its reward as if finished",
-    )
+    max_calls: PositiveInt = Field(256, description="requests of one session at a time")
     extra_columns: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
         description="numbers that rollouts are given beside their rewards, each NAME:LEVEL, or "
@@ -88,25 +78,48 @@ class SessionPolicy(Section):
         return parse_extra_columns(self.extra_columns)
 
 
-class GatewayConfig(SessionPolicy):
+class LateConfig(Section):
+    """Rewards that come after their session has finished, which waits for them."""
+
+    deadline_s: PositiveFloat = Field(
+        description="a session finished without a reward waits for it so long"
+    )
+    expired: Literal["drop", "accept"] = Field(
+        "drop",
+        description="a session past its time: drop: failed; accept: awaits its reward as if finished",
+    )
+
+
+class GatewayConfig(Section):
     """The address of the gateway, its processes, and how it handles conversations."""
 
-    gateway_host: str = Field(
+    plain_flags = (
+        "chat_template_path",
+        "special_tokens_in_content",
+        "tool_call_parser",
+        "reasoning_parser",
+        "keep_thinking",
+    )
+    session: SessionPolicy = SessionPolicy.model_validate({})
+    late: LateConfig | None = Field(
+        None, description="rewards may come late; left out: without one it has failed"
+    )
+    host: str = Field(
         "127.0.0.1", description="address the gateway listens on; the only public one"
     )
-    gateway_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="the gateway's port; left out: a free one"
     )
-    gateway_workers: PositiveInt = Field(
+    workers: PositiveInt = Field(
         1,
         le=256,
         description="processes that share the gateway's port; each session stays with one",
     )
-    gateway_cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+    cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
         (),
         description="origins whose pages in a browser may call the gateway (CORS), or *; empty: none",
     )
-    gateway_public_url: Text | None = Field(
+    public_url: Text | None = Field(
         None, description="URL that agents reach it at, if not http://host:port"
     )
     chat_template_path: Text | None = Field(

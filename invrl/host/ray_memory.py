@@ -44,7 +44,7 @@ def killed_for_memory(error: BaseException | None, who: str) -> str:
     return (
         f"Ray's memory monitor killed {who}, because the machine's memory was more than {threshold():.0%} "
         f"full, whoever filled it; {left}. End other programs, or let the run use less (--num-engines, "
-        f"--data-parallel-size, --rollout-worker-memory-gb), or raise {_THRESHOLD} in the environment "
+        f"--data-parallel-size, --workers.memory-gb), or raise {_THRESHOLD} in the environment "
         "(0.98, say); `invrl doctor` checks the margin"
     )
 

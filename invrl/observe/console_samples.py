@@ -1,5 +1,5 @@
 """The rollouts of each step that the console shows while a run trains
-(`run.log_samples`), and those of the table at an experiment tracker
+(`log.samples`), and those of the table at an experiment tracker
 (`wandb.rollouts`): a glance at what the model says. `invrl samples` shows all
 rollouts.
 

@@ -230,7 +230,7 @@ class MlflowSink(Sink):
         import mlflow
 
         self._mlflow = mlflow  # the active run belongs to this thread
-        mlflow.set_tracking_uri(run.mlflow_tracking_uri or "")
+        mlflow.set_tracking_uri(run.metrics.mlflow_tracking_uri or "")
         mlflow.start_run(run_name=folder.name)
         mlflow.log_params(dict(parameters))
 
@@ -367,13 +367,13 @@ def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink
         JsonlSink(folder.metrics_path),
         TimelineSink(folder.path, done),
     ]
-    if run.tensorboard:
+    if run.metrics.tensorboard:
         open_sink = partial(TensorBoardSink, folder.tensorboard_path, done)
         sinks.append(ThreadedSink("TensorBoardSink", open_sink))
     if run.wandb is not None:
         open_sink = partial(WandbSink, run.wandb, folder.path, parameters)
         sinks.append(ThreadedSink("WandbSink", open_sink))
-    if run.mlflow_tracking_uri:
+    if run.metrics.mlflow_tracking_uri:
         open_sink = partial(MlflowSink, run, folder.path, parameters)
         sinks.append(ThreadedSink("MlflowSink", open_sink))
     return sinks

@@ -22,10 +22,10 @@ _PROTOCOL_VARIABLES = (
 
 def check_traces(config: Config) -> None:
     """Raises ConfigError."""
-    setting = config.run.otel_endpoint
+    setting = config.run.log.otel_endpoint
     endpoint = traces_endpoint(setting)
     if setting:
-        _check_address("run.otel_endpoint", setting)
+        _check_address("log.otel_endpoint", setting)
     elif endpoint:
         _check_address("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     if not endpoint:
@@ -34,7 +34,7 @@ def check_traces(config: Config) -> None:
     if lacks_sdk():
         reason = "opentelemetry-sdk or opentelemetry-exporter-otlp-proto-http is not installed"
         fix = "pip install 'invrl[otel]', or turn traces off (OTEL_SDK_DISABLED=true)"
-        raise ConfigError("run.otel_endpoint", setting or endpoint, reason, fix)
+        raise ConfigError("log.otel_endpoint", setting or endpoint, reason, fix)
     if config.router.get("enable_trace"):
         reason = "the router would replace the trace of the agent's call by its own"
         raise ConfigError(

@@ -20,17 +20,19 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")
 def check_trackers(run: RunConfig) -> None:
     """Raises ConfigError."""
     if _PASSWORD_IN_URL.search(
-        run.mlflow_tracking_uri or ""
+        run.metrics.mlflow_tracking_uri or ""
     ):  # settings are written into the run folder
         fix = "leave it out; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
         raise ConfigError(
-            "run.mlflow_tracking_uri", "(not shown)", "it holds a password", fix
+            "metrics.mlflow_tracking_uri", "(not shown)", "it holds a password", fix
         )
     if run.wandb is not None:
         _check_installed("wandb", "wandb.project", run.wandb.project)
-    if run.mlflow_tracking_uri:
-        _check_installed("mlflow", "run.mlflow_tracking_uri", run.mlflow_tracking_uri)
-        _check_mlflow(run.mlflow_tracking_uri)
+    if run.metrics.mlflow_tracking_uri:
+        _check_installed(
+            "mlflow", "metrics.mlflow_tracking_uri", run.metrics.mlflow_tracking_uri
+        )
+        _check_mlflow(run.metrics.mlflow_tracking_uri)
     if run.wandb is not None and run.wandb.mode == "online":
         _check_wandb_key()
 
@@ -80,4 +82,4 @@ def _check_mlflow(uri: str) -> None:
             "sqlite:///FILE, which needs the package mlflow too (mlflow-skinny has no databases); or set "
             "MLFLOW_ALLOW_FILE_STORE=true for a folder"
         )
-        raise ConfigError("run.mlflow_tracking_uri", uri, reason, fix) from error
+        raise ConfigError("metrics.mlflow_tracking_uri", uri, reason, fix) from error

@@ -207,7 +207,7 @@ def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
         )
     if outside.leased:
         parts.append(
-            f"{outside.leased} are leased and have no session; such a lease is void after --lease-timeout-s "
+            f"{outside.leased} are leased and have no session; such a lease is void after --session.lease-timeout-s "
             f"{deadlines.lease_timeout_s:g}"
         )
     if outside.sessions:
@@ -230,7 +230,7 @@ def _describe_silent_sessions(outside: WaitsOutside, deadlines: Deadlines) -> st
         limit = "an environment may be silent for as long as its session lasts"
     return (
         f"environments that have not ended their sessions, with the time since their last turn: {silent}; "
-        f"{limit} (--session-idle-timeout-s)"
+        f"{limit} (--session.idle-timeout-s)"
     )
 
 

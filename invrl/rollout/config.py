@@ -31,8 +31,46 @@ class CurriculumConfig(Section):
     )
 
 
+class EvalConfig(Section):
+    """Evaluation on held-out tasks."""
+
+    interval: PositiveInt | None = Field(
+        None, description="steps between evaluations; left out: only before and after"
+    )
+    tasks: PositiveInt | None = Field(
+        None,
+        description="held-out tasks of each set; left out: no evaluation (`invrl eval`: all of them)",
+    )
+    samples_per_task: PositiveInt = Field(
+        1, description="samples per held-out task at temperature 1.0"
+    )
+    sets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        (),
+        description="held-out sets, each NAME=FILE or NAME=module:source (the source's split 'eval')",
+    )
+    modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
+        ("sampled", "greedy"),
+        min_length=1,
+        description="'sampled' (temperature 1.0), 'greedy' (once per task), or both",
+    )
+    task_file: Text | None = Field(
+        None,
+        description="file of held-out tasks (a task source has its split 'eval' instead)",
+    )
+
+
+class WorkersConfig(Section):
+    """The processes that run rollout functions."""
+
+    count: PositiveInt = Field(1, description="Ray actors that run rollout functions")
+    memory_gb: PositiveFloat | None = Field(
+        16.0,
+        description="memory of a worker with its child processes, above which it is replaced",
+    )
+
+
 class RolloutConfig(Section):
-    """User code, tasks, sampling, evaluation, and the workers that run rollouts."""
+    """User code, tasks, sampling, and the workers that run rollouts."""
 
     rollout_function_path: Text | None = Field(
         None,
@@ -60,10 +98,8 @@ class RolloutConfig(Section):
         description="field that holds the task's label; where no row has `label`: `answer`, `solution` or "
         "`target`, the first that all rows have",
     )
-    eval_task_file: Text | None = Field(
-        None,
-        description="file of held-out tasks (a task source has its split 'eval' instead)",
-    )
+    workers: WorkersConfig = WorkersConfig.model_validate({})
+    eval: EvalConfig = EvalConfig.model_validate({})
     curriculum: CurriculumConfig | None = Field(
         None, description="what picks the next training task"
     )
@@ -71,13 +107,6 @@ class RolloutConfig(Section):
         4, description="groups in one training batch"
     )
     n_samples_per_prompt: PositiveInt = Field(8, description="rollouts in one group")
-    rollout_workers: PositiveInt = Field(
-        1, description="Ray actors that run rollout functions"
-    )
-    rollout_worker_memory_gb: PositiveFloat | None = Field(
-        16.0,
-        description="memory of a worker with its child processes, above which it is replaced",
-    )
     rollout_concurrency: PositiveInt = Field(
         32, description="rollouts that run at a time, over all workers"
     )
@@ -100,28 +129,9 @@ class RolloutConfig(Section):
             "training rollouts (policy_loss dppo_tv_topk, dppo_kl_topk, simko)",
         )
     )
-    eval_interval: PositiveInt | None = Field(
-        None, description="steps between evaluations; left out: only before and after"
-    )
-    eval_tasks: PositiveInt | None = Field(
-        None,
-        description="held-out tasks of each set; left out: no evaluation (`invrl eval`: all of them)",
-    )
-    eval_samples_per_task: PositiveInt = Field(
-        1, description="samples per held-out task at temperature 1.0"
-    )
-    eval_sets: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
-        (),
-        description="held-out sets, each NAME=FILE or NAME=module:source (the source's split 'eval')",
-    )
-    eval_modes: Annotated[tuple[EvalMode, ...], COMMA_SEPARATED] = Field(
-        ("sampled", "greedy"),
-        min_length=1,
-        description="'sampled' (temperature 1.0), 'greedy' (once per task), or both",
-    )
 
     @property
     def runs_rollouts(self) -> bool:
         """Whether our own workers run rollouts. External environments run those of
         training only, never those of an evaluation."""
-        return not self.external_environments or self.eval_tasks is not None
+        return not self.external_environments or self.eval.tasks is not None

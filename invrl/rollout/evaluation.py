@@ -149,14 +149,14 @@ async def evaluate(
     set_name: str = "",
     watch: Watch | None = None,
 ) -> EvalScore:
-    """Runs every task `eval_samples_per_task` times (greedy: once). `label` makes the
+    """Runs every task `eval.samples_per_task` times (greedy: once). `label` makes the
     group ids of this evaluation unique. Raises the exceptions of the pool, the gateway
     and `watch`; a rollout that fails raises nothing."""
     if mode == "greedy":
         samples = 1
         temperature = 0.0
     else:
-        samples = config.eval_samples_per_task
+        samples = config.eval.samples_per_task
         temperature = 1.0
     sampling = Sampling(temperature=temperature, max_new_tokens=config.max_new_tokens)
     task_slots = asyncio.Semaphore(max(1, config.rollout_concurrency // samples))

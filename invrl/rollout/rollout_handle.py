@@ -71,10 +71,10 @@ class RolloutHandle:
         self._pool = WorkerPool(
             make_worker,
             self._sessions,
-            size=config.rollout_workers,
+            size=config.workers.count,
             run_timeout_s=config.rollout_timeout_s + DEADLINE_S + _STUCK_MARGIN_S,
         )
-        self._has_workers = external_dispatcher is None or config.eval_tasks is not None
+        self._has_workers = external_dispatcher is None or config.eval.tasks is not None
         self._dispatcher: Scheduler | None = external_dispatcher
         if buffer is not None and external_dispatcher is None:
             self._dispatcher = Dispatcher(
@@ -115,7 +115,7 @@ class RolloutHandle:
         watch: Watch | None = None,
         planned: Callable[[int], None] = lambda _: None,
     ) -> Evaluation:
-        """Runs each mode on the first `eval_tasks` tasks of each set, the same tasks
+        """Runs each mode on the first `eval.tasks` tasks of each set, the same tasks
         each time. `ended` is called with each score as soon as it is known; `watch` is
         informed of each task's rollouts, and `planned` of how many times that will be.
         The step is part of the group ids, and so of the seeds."""
@@ -123,7 +123,7 @@ class RolloutHandle:
         scores: dict[str, EvalScore] = {}
         # In a thread, because the task files may be large.
         sets = await asyncio.to_thread(load_eval_sets, config, self._seed)
-        modes = list(dict.fromkeys(config.eval_modes))
+        modes = list(dict.fromkeys(config.eval.modes))
         planned(len(modes) * sum(len(tasks) for tasks in sets.values()))
         for name, tasks in sets.items():
             for mode in modes:

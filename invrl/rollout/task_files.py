@@ -1,4 +1,4 @@
-"""The files that a run reads tasks from, and how an entry of `eval_sets` names a file
+"""The files that a run reads tasks from, and how an entry of `eval.sets` names a file
 or a source."""
 
 import re
@@ -13,11 +13,11 @@ _SOURCE_PATH = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
 
 
 def split_eval_set(entry: str) -> tuple[str, str]:
-    """The name and the location of an entry of `eval_sets`. Raises ConfigError."""
+    """The name and the location of an entry of `eval.sets`. Raises ConfigError."""
     match = _EVAL_SET.fullmatch(entry)
     if match is None:
         reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
-        raise ConfigError("eval_sets", entry, reason, EVAL_SET_FIX)
+        raise ConfigError("eval.sets", entry, reason, EVAL_SET_FIX)
     return match[1], match[2]
 
 
@@ -29,16 +29,16 @@ def is_source(location: str) -> bool:
 
 def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
     """The files of held-out tasks that the run reads, each with the setting that names
-    it. Raises ConfigError for an entry of `eval_sets` that is none."""
+    it. Raises ConfigError for an entry of `eval.sets` that is none."""
     trains = bool(config.task_file or config.task_source_path)
-    if config.eval_sets:
-        locations = [split_eval_set(entry)[1] for entry in config.eval_sets]
+    if config.eval.sets:
+        locations = [split_eval_set(entry)[1] for entry in config.eval.sets]
         return [
-            ("eval_sets", location) for location in locations if not is_source(location)
+            ("eval.sets", location) for location in locations if not is_source(location)
         ]
-    if not config.eval_task_file or (trains and not config.eval_tasks):
+    if not config.eval.task_file or (trains and not config.eval.tasks):
         return []
-    return [("eval_task_file", config.eval_task_file)]
+    return [("eval.task_file", config.eval.task_file)]
 
 
 def task_files(config: RolloutConfig) -> list[tuple[str, str]]:

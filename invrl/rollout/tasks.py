@@ -1,5 +1,5 @@
 """Where tasks come from: a source function by import path, or a JSONL or Parquet file;
-for an evaluation the held-out sets that `eval_sets` names, or the one unnamed set.
+for an evaluation the held-out sets that `eval.sets` names, or the one unnamed set.
 
 Invariants: the same split and seed give the same tasks in the same order; a source or
 curriculum that is told outcomes does so for the same outcomes; "eval" is finite and its
@@ -119,13 +119,13 @@ def _listed_tasks(
 
 
 def load_eval_tasks(config: RolloutConfig, seed: int) -> tuple[Task, ...]:
-    """The first `eval_tasks` held-out tasks, or all. Every run with the same seed gets
+    """The first `eval.tasks` held-out tasks, or all. Every run with the same seed gets
     the same ones. Raises ConfigError if there are fewer."""
-    tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval_tasks or None))
-    if config.eval_tasks is not None and len(tasks) < config.eval_tasks:
+    tasks = tuple(islice(load_tasks(config, "eval", seed), config.eval.tasks or None))
+    if config.eval.tasks is not None and len(tasks) < config.eval.tasks:
         reason = f"the split 'eval' has {len(tasks)} tasks"
         fix = f"ask for at most {len(tasks)}, or add held-out tasks"
-        raise ConfigError("eval_tasks", config.eval_tasks, reason, fix)
+        raise ConfigError("eval.tasks", config.eval.tasks, reason, fix)
     return tasks
 
 
@@ -135,11 +135,11 @@ def check_tasks(config: RolloutConfig, seed: int) -> None:
     PluginError."""
     _check_one_place(config, config.task_file)
     # `load_eval_sets` checks sets that have a name.
-    has_unnamed_set = config.eval_tasks is not None and not config.eval_sets
-    if has_unnamed_set and config.task_file and not config.eval_task_file:
-        reason = f"{config.eval_tasks} held-out tasks are asked for and training tasks come from a file"
+    has_unnamed_set = config.eval.tasks is not None and not config.eval.sets
+    if has_unnamed_set and config.task_file and not config.eval.task_file:
+        reason = f"{config.eval.tasks} held-out tasks are asked for and training tasks come from a file"
         raise ConfigError(
-            "eval_task_file", "", reason, "give --eval-task-file, or --no-eval-tasks"
+            "eval.task_file", "", reason, "give --eval.task-file, or --no-eval.tasks"
         )
     if config.external_environments:
         _check_sendable(config, seed)
@@ -187,7 +187,7 @@ def _check_sendable(config: RolloutConfig, seed: int) -> None:
 
 _TRAINING_FIX = "give one of --task-source-path and --task-file"
 _HELD_OUT_FIX = (
-    "give one of --task-file FILE, --eval-sets NAME=FILE and --task-source-path module:source (its split "
+    "give one of --task-file FILE, --eval.sets NAME=FILE and --task-source-path module:source (its split "
     "'eval'), or a --config that names tasks"
 )
 
@@ -272,8 +272,8 @@ def read_task_file(config: RolloutConfig, split: str) -> list[Task]:
         field = "task_file"
         file = config.task_file or ""
     else:
-        field = "eval_task_file"
-        file = config.eval_task_file or ""
+        field = "eval.task_file"
+        file = config.eval.task_file or ""
     rows = _read_rows(field, file)
     ids = _column(rows, field, file, "task_id_key", config.task_id_key)
     labels = _column(
@@ -337,26 +337,30 @@ def _id_text(value: Json, field: str, file: str, number: int) -> str:
 
 
 def load_eval_sets(config: RolloutConfig, seed: int) -> dict[str, tuple[Task, ...]]:
-    """The first `eval_tasks` tasks, or all, of each set, by the set's name. Without
-    `eval_sets` there is one set, whose name is empty. Raises ConfigError,
+    """The first `eval.tasks` tasks, or all, of each set, by the set's name. Without
+    `eval.sets` there is one set, whose name is empty. Raises ConfigError,
     PluginError."""
-    if not config.eval_sets:
+    if not config.eval.sets:
         return {"": load_eval_tasks(config, seed)}
     sets: dict[str, tuple[Task, ...]] = {}
-    for entry in config.eval_sets:
+    for entry in config.eval.sets:
         name, location = split_eval_set(entry)
         if name in sets:
             raise ConfigError(
-                "eval_sets", entry, f"another set is called {name!r}", EVAL_SET_FIX
+                "eval.sets", entry, f"another set is called {name!r}", EVAL_SET_FIX
             )
         if is_source(location):
-            place = {"task_source_path": location, "eval_task_file": None}
+            place = {"task_source_path": location}
+            file = None
         else:
-            place = {"task_source_path": None, "eval_task_file": location}
+            place = {"task_source_path": None}
+            file = location
         try:
-            sets[name] = load_eval_tasks(config.model_copy(update=place), seed)
+            held_out = config.eval.model_copy(update={"task_file": file})
+            alone = config.model_copy(update={**place, "eval": held_out})
+            sets[name] = load_eval_tasks(alone, seed)
         except ConfigError as error:
-            raise type(error)("eval_sets", entry, error.reason, error.fix) from error
+            raise type(error)("eval.sets", entry, error.reason, error.fix) from error
     return sets
 
 
@@ -365,8 +369,9 @@ def held_out_only(config: RolloutConfig) -> RolloutConfig:
     and our own workers run the rollouts. Raises ConfigError unless tasks come from
     exactly one place."""
     eval_config = config.model_copy(update={"external_environments": False})
-    if eval_config.eval_sets:
+    if eval_config.eval.sets:
         return eval_config
-    file = eval_config.eval_task_file or eval_config.task_file
+    file = eval_config.eval.task_file or eval_config.task_file
     _check_one_place(eval_config, file, fix=_HELD_OUT_FIX)
-    return eval_config.model_copy(update={"task_file": None, "eval_task_file": file})
+    held_out = eval_config.eval.model_copy(update={"task_file": file})
+    return eval_config.model_copy(update={"task_file": None, "eval": held_out})

@@ -6,8 +6,8 @@ Invariant: when `run` returns, every session of the assignment has been finished
 aborted at the gateway, even if `drop` has cancelled it.
 
 The rollouts of one worker share its process. `os._exit` in one of them ends the others
-too: they fail as WORKER_DIED and are replaced. More `rollout_workers` limit how many.
-Memory is counted for the whole worker: over `rollout_worker_memory_gb` all its rollouts
+too: they fail as WORKER_DIED and are replaced. More `workers.count` limit how many.
+Memory is counted for the whole worker: over `workers.memory_gb` all its rollouts
 end as MEMORY, and the worker asks to be replaced. Processes that rollouts start end
 with their worker at the latest, even those that called setsid (`host/guardian.py`)."""
 
@@ -102,9 +102,7 @@ class RolloutWorker:
         bypass_proxies(*THIS_MACHINE, httpx.URL(settings.gateway_url).host)
         self._settings = settings
         self._client = SessionClient(settings.gateway_url)
-        self._memory_watch = _MemoryWatch(
-            settings.rollout.rollout_worker_memory_gb or 0.0
-        )
+        self._memory_watch = _MemoryWatch(settings.rollout.workers.memory_gb or 0.0)
         self._dropped: dict[str, asyncio.Event] = {}
         """For each assignment that runs, by the id of its first session: set when it is
         dropped."""
@@ -253,7 +251,7 @@ class _MemoryWatch:
                 continue
             self.detail = (
                 f"the worker held {held_gb:.1f} GB, with its {len(children)} child processes; "
-                f"rollout_worker_memory_gb is {self._limit_gb:g}"
+                f"workers.memory_gb is {self._limit_gb:g}"
             )
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(self.over_limit.set)

@@ -252,7 +252,7 @@ class WorkerPool:
     def _consider_replacing(self, pooled: _PooledWorker, reply: WorkerReply) -> None:
         """Replaces a worker that says of itself that it should be replaced."""
         if reply.over_memory:
-            reason = "it is over rollout_worker_memory_gb"
+            reason = "it is over workers.memory_gb"
             if self._replace(pooled, reason):
                 self._count_death(f"{pooled.worker.name}: {reason}")
         else:

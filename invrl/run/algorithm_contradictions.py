@@ -104,22 +104,26 @@ def _advantages(config: Config) -> Contradictions:
         )
     if (
         algorithm.discount < 1
-        and config.buffer.turn_reward_use == "replace"
+        and config.buffer.turn_rewards.use == "replace"
         and not algorithm.token_level
     ):
         reason = "no rewards are added up over turns: each token has one reward"
-        yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"
+        yield (
+            "algorithm.discount",
+            reason,
+            "add --turn-rewards.use add, or leave it out",
+        )
     if algorithm.reward_columns and not algorithm.token_level:
         reason = f"the advantage {name} has no rewards of tokens"
         yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
-    declared = config.gateway.declared_columns
+    declared = config.gateway.session.declared_columns
     for column in algorithm.reward_columns:
         if column not in declared or declared[column].level == "rollout":
             reason = f"extra_columns declares no column {column!r} of tokens or turns"
             yield (
                 "algorithm.reward_columns",
                 reason,
-                f"add --extra-columns {column}:token, or leave it out",
+                f"add --session.extra-columns {column}:token, or leave it out",
             )
     yield from _overlong(config)
 
@@ -267,29 +271,29 @@ def _bounds_of_corrections(config: Config) -> Contradictions:
 
 def _kl(config: Config) -> Contradictions:
     algorithm = config.algorithm
-    if algorithm.reference_reset_optimizer and not algorithm.reference_reset_steps:
-        reason = "reference_reset_steps is not set, so nothing is reset"
+    if algorithm.reference.reset_optimizer and not algorithm.reference.reset_steps:
+        reason = "reference.reset_steps is not set, so nothing is reset"
         yield (
-            "algorithm.reference_reset_optimizer",
+            "reference.reset_optimizer",
             reason,
-            "set --reference-reset-steps, or leave it out",
+            "set --reference.reset-steps, or leave it out",
         )
     kl = algorithm.kl
     if kl is None:
-        for name in ("reference_reset_steps", "reference_ema"):
-            if getattr(algorithm, name) and is_built_in(algorithm.objective):
+        for name in ("reset_steps", "ema"):
+            if getattr(algorithm.reference, name) and is_built_in(algorithm.objective):
                 yield (
-                    f"algorithm.{name}",
+                    f"reference.{name}",
                     "there is no KL, so there is no reference",
                     "set --kl.coefficient",
                 )
         return
-    if algorithm.reference_reset_steps and algorithm.reference_ema:
+    if algorithm.reference.reset_steps and algorithm.reference.ema:
         reason = "a reference that is reset would lose its average; the two exclude each other"
         yield (
-            "algorithm.reference_ema",
+            "reference.ema",
             reason,
-            "give one of --reference-ema and --reference-reset-steps",
+            "give one of --reference.ema and --reference.reset-steps",
         )
     if algorithm.reference_moves and config.train.reference_placement == "cpu_by_layer":
         reason = "by layer the reference is kept in the dtype of its folder, which the trained weights are not"

@@ -63,6 +63,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.trainer.train_actor import TrainActor
 from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
+from invrl.weights.config import FileWeights
 
 T = TypeVar("T")
 _GATEWAY_START_TIMEOUT_S = 120.0
@@ -126,11 +127,11 @@ async def start_serving(
             run_folder=folder.path,
             sglang=config.sglang,
             router=config.router,
-            weight_sync=config.weight_sync,
+            weights=config.weights,
             heartbeat_timeout_s=config.run.heartbeat_timeout_s,
             record_experts=config.train.records_experts,
             external_key=engine_key,
-            traces_endpoint=traces_endpoint(config.run.otel_endpoint),
+            traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
             log=config.run.log_settings(folder.path.name),
             shares_gpus=config.run.colocate,
         )
@@ -195,13 +196,12 @@ def _gateway_settings(
         **asdict(fleet.limits),
         "context_length": context_length,
         "run_id": folder.path.name,
-        "otel_endpoint": config.run.otel_endpoint or "",
+        "otel_endpoint": config.run.log.otel_endpoint or "",
         "log": config.run.log_settings(folder.path.name),
         "incarnation": secrets.token_hex(8),
         "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
-        "engine_return_s": config.engine.engine_start_timeout_s
-        + config.weight_sync.weight_sync_timeout_s,
-        "gateway_port": config.gateway.gateway_port or free_port,
+        "engine_return_s": config.engine.start_timeout_s + config.weights.timeout_s,
+        "port": config.gateway.port or free_port,
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
         "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
@@ -348,10 +348,10 @@ async def all_started(*starts: Awaitable[None]) -> None:
 
 def _weight_folder(config: Config, folder: RunFolder) -> Path:
     """Of this run alone, for the weight transports `disk` and `delta`."""
-    parent = config.weight_sync.weight_folder
-    if not parent:
+    weights = config.weights
+    if not isinstance(weights, FileWeights) or not weights.folder:
         return folder.weights_path
-    return Path(parent).absolute() / f"weights-of-{folder.path.name}"
+    return Path(weights.folder).absolute() / f"weights-of-{folder.path.name}"
 
 
 def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
@@ -404,16 +404,13 @@ def _rank_settings(
         chat_template=chat_template_override(config),
         train=config.train,
         algorithm=config.algorithm,
-        weight_dtype=config.engine.engine_dtype,
-        transport=config.weight_sync.weight_transport,
+        weight_dtype=config.engine.dtype,
+        weights=config.weights,
         arena_on_gpu=arena_on_gpu(
             config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()
         ),
-        engine_ranks=config.engine.engine_tp_size,
+        engine_ranks=config.engine.tp_size,
         weight_folder=str(_weight_folder(config, folder)),
-        weight_full_every=config.weight_sync.weight_full_every,
-        weight_host=config.weight_sync.weight_host or "",
-        broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
         megatron=dict(config.megatron),
         seed=config.run.seed,
         log=config.run.log_settings(folder.path.name),
@@ -442,7 +439,7 @@ def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
         config.rollout,
         tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
         run_store_path=folder.store_path,
-        trains_all_roots=config.gateway.train_auxiliary_roots,
+        trains_all_roots=config.gateway.session.train_auxiliary_roots,
         heartbeat_timeout_s=config.run.heartbeat_timeout_s,
         log=config.run.log_settings(folder.path.name),
     )
@@ -470,7 +467,7 @@ def create_rollouts(
             LeaseStore(store_path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
             RunStore(store_path),
             SessionClient(serving.gateway.url, env_key=serving.env_key),
-            timeout_s=config.gateway.lease_timeout_s,
+            timeout_s=config.gateway.session.lease_timeout_s,
         )
     return RolloutHandle(
         config.rollout,

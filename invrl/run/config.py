@@ -23,6 +23,7 @@ from pydantic import (
     StrictInt,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.presets import PRESETS
@@ -46,8 +47,16 @@ from invrl.run.value_suggestions import value_fix
 from invrl.store.run_folder import CONFIG_NAME, RunFolder
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types.section import COMMA_SEPARATED, Section, Text, merged, tables_of
-from invrl.weights.config import WeightSyncConfig
+from invrl.types.section import (
+    COMMA_SEPARATED,
+    Section,
+    Text,
+    fields_of,
+    is_optional,
+    merged,
+    tables_of,
+)
+from invrl.weights.config import Weights, WeightsConfig
 
 Scalar = StrictBool | StrictInt | StrictFloat | str
 """What a pass-through option or a flag can be."""
@@ -66,6 +75,80 @@ class WandbConfig(Section):
     )
 
 
+class CheckpointsConfig(Section):
+    """When a run writes checkpoints, and which of them stay."""
+
+    interval_s: PositiveFloat | None = Field(
+        300.0,
+        description="seconds between checkpoints, more where saving would take over 5 % of the time; "
+        "--no-checkpoints.interval-s: none before the last step",
+    )
+    background: bool = Field(
+        False,
+        description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
+        "a parameter (float32: 20), on the first rank of each data-parallel group",
+    )
+    keep: PositiveInt | None = Field(
+        2, description="newest checkpoints that stay; --no-checkpoints.keep: all"
+    )
+    keep_best: PositiveInt | None = Field(
+        None,
+        description="best checkpoints that stay beside the newest, by --checkpoints.keep-best-by",
+    )
+    keep_best_by: Literal["auto", "held_out", "reward"] = Field(
+        "auto",
+        description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
+        "held_out where eval.interval is set, else reward. On --data-path: by the held-out loss",
+    )
+
+
+class LogConfig(Section):
+    """What a run shows on the console and logs."""
+
+    format: LogFormat = Field(
+        "text", description="lines of logs/: text, or a JSON object each"
+    )
+    level: LogLevel = Field(
+        "info", description="the least level that logs/ has of our own processes"
+    )
+    samples: PositiveInt | None = Field(
+        1,
+        description="rollouts of each step whose prompt, reply and reward the console shows",
+    )
+    progress: Literal["auto", "plain", "none"] = Field(
+        "auto", description="auto: live display on a terminal"
+    )
+    otel_endpoint: Text | None = Field(
+        None,
+        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "left out: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
+    )
+
+
+class MetricsConfig(Section):
+    """Where the metrics of a run are shown and written."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="port at which the run shows its metrics for Prometheus",
+    )
+    host: str = Field(
+        "127.0.0.1",
+        description="address at which metrics are shown, without a key; another than loopback shows them to "
+        "everybody who reaches it",
+    )
+    sample_interval_s: PositiveFloat | None = Field(
+        5.0,
+        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl",
+    )
+    tensorboard: bool = Field(
+        True, description="write TensorBoard events into the run folder"
+    )
+    mlflow_tracking_uri: Text | None = Field(
+        None, description="MLflow server or store to log to"
+    )
+
+
 class RunConfig(Section):
     """The run as a whole: its name, length and what it shows."""
 
@@ -80,29 +163,8 @@ class RunConfig(Section):
         0, description="seed of task order, shuffles and initial values"
     )
     save_interval: PositiveInt | None = Field(
-        None, description="steps between checkpoints; left out: by save_interval_s"
-    )
-    save_interval_s: PositiveFloat | None = Field(
-        300.0,
-        description="seconds between checkpoints, more where saving would take over 5 % of the time; "
-        "--no-save-interval-s: none before the last step",
-    )
-    async_checkpoints: bool = Field(
-        False,
-        description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
-        "a parameter (float32: 20), on the first rank of each data-parallel group",
-    )
-    keep_checkpoints: PositiveInt | None = Field(
-        2, description="newest checkpoints that stay; --no-keep-checkpoints: all"
-    )
-    keep_best: PositiveInt | None = Field(
         None,
-        description="best checkpoints that stay beside the newest, by --keep-best-by",
-    )
-    keep_best_by: Literal["auto", "held_out", "reward"] = Field(
-        "auto",
-        description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
-        "held_out where eval_interval is set, else reward. On --data-path: by the held-out loss",
+        description="steps between checkpoints; left out: by checkpoints.interval_s",
     )
     max_restarts: NonNegativeInt = Field(
         0, description="times in a row that a failed run resumes by itself"
@@ -135,48 +197,14 @@ class RunConfig(Section):
     load_checkpoint: Text | None = Field(
         None, description="RUN/checkpoints/step-N that --debug-train-only begins with"
     )
-    sample_interval_s: PositiveFloat | None = Field(
-        5.0,
-        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl",
-    )
-    progress: Literal["auto", "plain", "none"] = Field(
-        "auto", description="auto: live display on a terminal"
-    )
-    log_samples: PositiveInt | None = Field(
-        1,
-        description="rollouts of each step whose prompt, reply and reward the console shows",
-    )
-    log_format: LogFormat = Field(
-        "text", description="lines of logs/: text, or a JSON object each"
-    )
-    log_level: LogLevel = Field(
-        "info", description="the least level that logs/ has of our own processes"
-    )
-    otel_endpoint: Text | None = Field(
-        None,
-        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
-        "left out: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
-    )
-    tensorboard: bool = Field(
-        True, description="write TensorBoard events into the run folder"
-    )
-    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None,
-        description="port at which the run shows its metrics for Prometheus",
-    )
-    metrics_host: str = Field(
-        "127.0.0.1",
-        description="address at which metrics are shown, without a key; another than loopback shows them to "
-        "everybody who reaches it",
-    )
+    checkpoints: CheckpointsConfig = CheckpointsConfig.model_validate({})
+    log: LogConfig = LogConfig.model_validate({})
+    metrics: MetricsConfig = MetricsConfig.model_validate({})
     wandb: WandbConfig | None = Field(None, description="metrics at Weights & Biases")
-    mlflow_tracking_uri: Text | None = Field(
-        None, description="MLflow server or store to log to"
-    )
 
     def log_settings(self, run: str) -> LogSettings:
         """What the processes of the run of this name log, and how."""
-        return LogSettings(run=run, format=self.log_format, level=self.log_level)
+        return LogSettings(run=run, format=self.log.format, level=self.log.level)
 
 
 class ModelConfig(Section):
@@ -263,7 +291,7 @@ class Config(Section):
     buffer: BufferConfig
     algorithm: AlgorithmConfig
     train: TrainConfig
-    weight_sync: WeightSyncConfig
+    weights: Weights
     sglang: UpstreamOptions = Field(default_factory=dict)
     router: UpstreamOptions = Field(default_factory=dict)
     megatron: UpstreamOptions = Field(default_factory=dict)
@@ -308,27 +336,27 @@ class Config(Section):
 
     @property
     def best_checkpoints_by(self) -> ScoreKind:
-        """What `keep_best_by` stands for in this run."""
+        """What `checkpoints.keep_best_by` stands for in this run."""
         if self.trains_on_data:
             return "held_out_loss"
-        if self.run.keep_best_by != "auto":
-            return self.run.keep_best_by
-        return "held_out" if self.rollout.eval_interval else "reward"
+        if self.run.checkpoints.keep_best_by != "auto":
+            return self.run.checkpoints.keep_best_by
+        return "held_out" if self.rollout.eval.interval else "reward"
 
     def settings(self) -> dict[str, dict[str, object]]:
         """Every present setting by table and key, in the form that a TOML file has.
-        An optional table stands beside the sections; `false` is what turns off a
+        A table of a section stands beside the sections; `false` is what turns off a
         setting or a table that a default would turn on."""
         tables: dict[str, dict[str, object]] = self.model_dump(mode="json")
         for name, section in SECTIONS.items():
-            tables[name] = _without_absent(section, tables[name])
+            tables[name] = _without_absent(fields_of(section), tables[name])
         for name in PRESETS.get(self.algorithm.algorithm_preset or "", {}):
             tables["algorithm"].setdefault(name, False)
         for name, table in TABLES.items():
             entries = tables[table.section].get(name)
             if isinstance(entries, dict):
                 del tables[table.section][name]
-                tables[name] = _without_absent(table.model, entries)
+                tables[name] = _without_absent(table.model.model_fields, entries)
         return tables
 
     def to_toml(self) -> str:
@@ -337,13 +365,13 @@ class Config(Section):
 
 
 def _without_absent(
-    model: type[Section], entries: Mapping[str, object]
+    fields: Mapping[str, FieldInfo], entries: Mapping[str, object]
 ) -> dict[str, object]:
     present: dict[str, object] = {}
     for key, value in entries.items():
         if value is not None:
             present[key] = value
-        elif model.model_fields[key].default is not None:
+        elif fields[key].default is not None:
             present[key] = False
     return present
 
@@ -352,20 +380,20 @@ SECTIONS: dict[str, type[Section]] = {
     name: info.annotation
     for name, info in Config.model_fields.items()
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
-}
+} | {"weights": WeightsConfig}
 UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
 
 
-class OptionalTable(NamedTuple):
-    """A table that may be absent. In a file it stands beside the sections."""
+class Table(NamedTuple):
+    """A table of a section. In a file it stands beside the sections."""
 
     section: str
     """The section that has it as a field."""
     model: type[Section]
 
 
-TABLES: dict[str, OptionalTable] = {
-    name: OptionalTable(section=section_name, model=model)
+TABLES: dict[str, Table] = {
+    name: Table(section=section_name, model=model)
     for section_name, section in SECTIONS.items()
     for name, model in tables_of(section).items()
 }
@@ -373,16 +401,25 @@ Tables = Mapping[str, Mapping[str, Scalar]]
 
 
 def model_of_table(table: str) -> type[Section] | None:
-    """The model of a section or of an optional table; None for any other name."""
+    """The model of a section or of a table; None for any other name."""
     if table in TABLES:
         return TABLES[table].model
     return SECTIONS.get(table)
 
 
+def setting_name(table: str, key: str) -> str:
+    """The name of a setting as flags have it: with its table, or without."""
+    section = SECTIONS.get(table)
+    if section is None:
+        return f"{table}.{key}"
+    plain = section.plain_flags
+    return key if plain is None or key in plain else f"{table}.{key}"
+
+
 def default_settings(table: str) -> dict[str, object]:
     """What the settings of a table are where it has no entry."""
     model = model_of_table(table)
-    fields = model.model_fields if model is not None else {}
+    fields = fields_of(model) if model is not None else {}
     return {
         key: field.default for key, field in fields.items() if not field.is_required()
     }
@@ -411,9 +448,17 @@ def read_toml(path: Path) -> Source:
                 f"{table} in {path}", entries, "a table is expected", _table_fix(table)
             )
     if path.name == CONFIG_NAME:
-        section_of_table = {name: table.section for name, table in TABLES.items()}
-        document = as_written_now(document, section_of_table)
+        document = as_written_now(document, section_of_optional_table())
     return Source(name=str(path), tables=document)
+
+
+def section_of_optional_table() -> dict[str, str]:
+    """The sections of the tables that may be absent."""
+    return {
+        name: section
+        for name, (section, _) in TABLES.items()
+        if is_optional(SECTIONS[section].model_fields[name])
+    }
 
 
 def _table_fix(key: str) -> str:
@@ -421,7 +466,7 @@ def _table_fix(key: str) -> str:
     former = former_fix(key)
     if former:
         return former
-    table = _table_of(key)
+    table, _ = _place_of(key)
     if table:
         return f"move it to table [{table}]"
     setting = meant_setting(key)
@@ -429,7 +474,8 @@ def _table_fix(key: str) -> str:
     if answer:
         return answer
     if setting:
-        return f"write it as {setting}, in table [{_table_of(setting)}]"
+        table, key = _place_of(setting)
+        return f"write it as {key}, in table [{table}]"
     return f"write [{key}] and its keys below"
 
 
@@ -458,32 +504,45 @@ def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
     """Raises the first of pydantic's findings as a ConfigError."""
     finding = error.errors()[0]
     location = [str(part) for part in finding["loc"]]
-    if len(location) > 2 and location[1] in TABLES:
+    of_table = TABLES.get(location[1]) if len(location) > 2 else None
+    if of_table is not None and of_table.section == location[0]:
         location = location[1:]
+    value = finding["input"]
+    kind = ""
+    if location[0] in SECTIONS and SECTIONS[location[0]].kinds:
+        if len(location) > 2:
+            kind = location.pop(1)
+        elif finding["type"] == "union_tag_invalid":
+            location.append("transport")
+            value = finding.get("ctx", {}).get("tag")
     table = location[0]
     key = location[1] if len(location) > 1 else ""
     known = Config.model_fields
     model = model_of_table(table)
     if model is not None:
-        known = model.model_fields
+        known = fields_of(model)
 
     reason = finding["msg"]
     fix = "give a string, a number or a boolean"
     if finding["type"] == "extra_forbidden" and key:
         reason = "no such key"
+        if kind and key in known:
+            reason = f"the transport {kind!r} has no such setting"
         fix = _key_fix(key, table)
     elif finding["type"] == "extra_forbidden":
         reason = "no such table"
         fix = former_fix(table) or nearest(table, [*SECTIONS, *TABLES, *UPSTREAM])
     elif key in known:
-        fix = value_fix(key, finding["input"], known[key])
+        fix = value_fix(setting_name(table, key), value, known[key])
+        if finding["type"] == "union_tag_invalid":
+            reason = "no such transport"
         if finding["type"] == "missing":
             fix = f"give {table}.{key} too: {known[key].description}"
     reason += f" (from {_origin_of(table, key, sources)})"
     if error.error_count() > 1:
         reason += f" ({error.error_count() - 1} more)"
     field = f"{table}.{key}" if key else table
-    raise ConfigError(field, finding["input"], reason, fix) from error
+    raise ConfigError(field, value, reason, fix) from error
 
 
 def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
@@ -501,19 +560,27 @@ def _key_fix(key: str, table: str) -> str:
     former = former_fix(key)
     if former:
         return former
-    right_table = _table_of(key)
+    model = model_of_table(table)
+    if model is not None and model.kinds:
+        kinds = [name for name, kind in model.kinds.items() if key in kind.model_fields]
+        if kinds:
+            return f"add --{table}.transport {' or '.join(kinds)}, or leave it out"
+    right_table, _ = _place_of(key)
     if right_table:
         return f"move it to table [{right_table}]"
-    setting = meant_setting(key)
-    if setting and _table_of(setting) != table:
-        return f"did you mean {setting}, in table [{_table_of(setting)}]?"
-    model = model_of_table(table)
-    return nearest_setting(key, model.model_fields if model else ())
+    meant_table, meant_key = _place_of(meant_setting(key))
+    if meant_table not in ("", table):
+        return f"did you mean {meant_key}, in table [{meant_table}]?"
+    return nearest_setting(key, fields_of(model) if model else ())
 
 
-def _table_of(key: str) -> str:
-    """The table of a setting; "" if there is no such setting."""
+def _place_of(name: str) -> tuple[str, str]:
+    """The table and the key of a setting by the name that flags have; "" if there is no
+    such setting."""
+    if "." in name:
+        table, _, key = name.partition(".")
+        return table, key
     for table, section in SECTIONS.items():
-        if key in section.model_fields:
-            return table
-    return ""
+        if name in section.model_fields and setting_name(table, name) == name:
+            return table, name
+    return "", name

@@ -17,7 +17,12 @@ from invrl.run.algorithm_contradictions import ON_DATA, WITH_ROLLOUTS, Contradic
 from invrl.run.value_suggestions import wrong_name
 from invrl.train.cost.activation_memory import recomputed_modules
 from invrl.types.section import Section
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import (
+    ArenaWeights,
+    CollectiveWeights,
+    FileWeights,
+    WeightsConfig,
+)
 
 if TYPE_CHECKING:
     from invrl.run.config import Config
@@ -38,9 +43,9 @@ def check(config: Config) -> None:
     for table, section in config:
         for name, value in dict(section).items():
             values[f"{table}.{name}"] = value
-            if isinstance(value, Section):
-                for key, part in dict(value).items():
-                    values[f"{name}.{key}"] = part
+    for table, section in _tables(config):
+        for name, value in section:
+            values[f"{table}.{name}"] = value
     for subject in _ON_DATA if config.trains_on_data else _WITH_ROLLOUTS:
         for field, reason, fix in subject(config):
             raise ConfigError(field, values[field], reason, fix)
@@ -95,32 +100,32 @@ def _data(config: Config) -> Contradictions:
         reason = "it trains on rollouts, and data_path is given, which makes none"
         fix = f"add --objective {', '.join(KIND_OF_OBJECTIVE)} or one of your own; or leave --data-path out"
         yield "algorithm.objective", reason, fix
-    if data.data_kind not in ("auto", KIND_OF_OBJECTIVE.get(objective, data.data_kind)):
+    if data.kind not in ("auto", KIND_OF_OBJECTIVE.get(objective, data.kind)):
         reason = f"the objective {objective} trains on {KIND_OF_OBJECTIVE[objective]}"
-        yield "data.data_kind", reason, "leave it out, or choose another --objective"
-    if data.data_eval_path and data.data_eval_fraction:
-        reason = f"held-out rows come from the file {data.data_eval_path}"
+        yield "data.kind", reason, "leave it out, or choose another --objective"
+    if data.eval_path and data.eval_fraction:
+        reason = f"held-out rows come from the file {data.eval_path}"
         yield (
-            "data.data_eval_fraction",
+            "data.eval_fraction",
             reason,
-            "give one of --data-eval-path and --data-eval-fraction",
+            "give one of --data.eval-path and --data.eval-fraction",
         )
-    if config.algorithm.num_minibatches > data.data_batch_size:
-        reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
+    if config.algorithm.num_minibatches > data.batch_size:
+        reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.batch_size}"
         yield (
             "algorithm.num_minibatches",
             reason,
-            "lower --num-minibatches or raise --data-batch-size",
+            "lower --num-minibatches or raise --data.batch-size",
         )
-    if objective == "kto" and data.data_batch_size == 1:
+    if objective == "kto" and data.batch_size == 1:
         reason = "kto compares each row of a batch with another one"
-        yield "data.data_batch_size", reason, "set it to 2 or more"
-    if data.data_batch_size < config.train.data_parallel_size:
-        reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
+        yield "data.batch_size", reason, "set it to 2 or more"
+    if data.batch_size < config.train.data_parallel_size:
+        reason = f"a batch has {data.batch_size} rows, fewer than there are copies of the model"
         yield (
             "train.data_parallel_size",
             reason,
-            "lower --data-parallel-size or raise --data-batch-size",
+            "lower --data-parallel-size or raise --data.batch-size",
         )
     if config.run.wandb is not None and config.run.wandb.rollouts is not None:
         yield (
@@ -128,15 +133,15 @@ def _data(config: Config) -> Contradictions:
             "with data_path there are no rollouts",
             "leave it out",
         )
-    holds_out = bool(data.data_eval_path or data.data_eval_fraction)
-    if config.rollout.eval_interval and not holds_out:
+    holds_out = bool(data.eval_path or data.eval_fraction)
+    if config.rollout.eval.interval and not holds_out:
         reason = "no rows are held out that it could evaluate on"
-        fix = "give --data-eval-path or --data-eval-fraction, or leave --eval-interval out"
-        yield "rollout.eval_interval", reason, fix
-    if config.run.keep_best and not holds_out:
+        fix = "give --data.eval-path or --data.eval-fraction, or leave --eval.interval out"
+        yield "eval.interval", reason, fix
+    if config.run.checkpoints.keep_best and not holds_out:
         reason = "the best checkpoints are those of the lowest held-out loss, and no rows are held out"
-        fix = "give --data-eval-path or --data-eval-fraction, or leave --keep-best out"
-        yield "run.keep_best", reason, fix
+        fix = "give --data.eval-path or --data.eval-fraction, or leave --checkpoints.keep-best out"
+        yield "checkpoints.keep_best", reason, fix
     for name in ("debug_train_only", "debug_rollout_only", "colocate"):
         if getattr(config.run, name):
             yield (
@@ -168,15 +173,21 @@ def _without_data(config: Config) -> Contradictions:
 def _of_rollouts(config: Config) -> Contradictions:
     """Settings of what a run on a file does not start."""
     used = {
-        "rollout": ("eval_interval",),
-        "engine": ("engine_dtype",),
+        "rollout": (),
+        "workers": (),
+        "eval": ("interval",),
+        "engine": ("dtype",),
         "gateway": ("chat_template_path", "keep_thinking", "special_tokens_in_content"),
+        "session": (),
         "buffer": (),
-        "weight_sync": (),
+        "turn_rewards": (),
+        "failures": (),
+        "weights": (),
     }
-    for table, section in config:
+    for table, section in _tables(config):
         for name, default in _defaults(section) if table in used else ():
-            if name not in used[table] and getattr(section, name) != default:
+            value = getattr(section, name)
+            if name not in used and name not in used[table] and value != default:
                 reason = f"with data_path = {config.data.data_path!r} there are no rollouts and no engine"
                 yield (
                     f"{table}.{name}",
@@ -190,6 +201,16 @@ def _of_rollouts(config: Config) -> Contradictions:
                 "with data_path there is neither engine nor router",
                 "leave it out",
             )
+
+
+def _tables(config: Config) -> Iterator[tuple[str, Section]]:
+    """The sections, and the tables that they have."""
+    for name, section in config:
+        if isinstance(section, Section):
+            yield name, section
+            for key, part in section:
+                if isinstance(part, Section):
+                    yield key, part
 
 
 def _defaults(section: Section) -> Iterator[tuple[str, object]]:
@@ -220,82 +241,37 @@ def _modes(config: Config) -> Contradictions:
             yield f"run.{name}", "only --debug-train-only reads it", fix
 
 
-def _weight_sync(config: Config) -> Contradictions:
-    weight_sync = config.weight_sync
-    if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
+def _weights(config: Config) -> Contradictions:
+    weights = config.weights
+    is_divided = config.engine.tp_size > 1
+    slices = "the processes of an engine take their slices of the weights from the arena, and copy them"
+    if is_divided and not isinstance(weights, ArenaWeights):
+        yield "weights.transport", slices, "leave it out, or --engine.tp-size"
+    if isinstance(weights, ArenaWeights):
+        if is_divided and weights.arena_mode != "copy":
+            yield "weights.arena_mode", slices, "leave it out, or --engine.tp-size"
+        if weights.arena_device == "cuda":
+            yield from _arena_on_gpu(config, weights)
+    default_s = WeightsConfig.model_fields["drain_timeout_s"].default
+    if weights.drain_timeout_s != default_s and weights.inflight != "drain":
+        reason = f"with weights.inflight = {weights.inflight!r} nothing drains"
+        fix = "add --weights.inflight drain, or leave it out"
+        yield "weights.drain_timeout_s", reason, fix
+
+
+def _arena_on_gpu(config: Config, weights: ArenaWeights) -> Contradictions:
+    if weights.arena_mode == "alias":
         reason = (
-            f"with the transport {weight_sync.weight_transport!r} there is no arena"
+            "SGLang's CUDA graphs compute with the memory that they were captured with"
         )
-        yield (
-            "weight_sync.weight_arena",
-            reason,
-            "leave --weight-transport or --weight-arena out",
+        fix = "leave it out: engines copy within the GPU"
+        yield "weights.arena_mode", reason, fix
+    if len(config.train.layout.model_copy(0)) > 1:
+        reason = (
+            "several trainer ranks write the arena, and each sees its own GPU alone"
         )
-    if weight_sync.weight_arena_device == "cuda":
-        if weight_sync.weight_transport != "arena":
-            reason = (
-                f"with the transport {weight_sync.weight_transport!r} there is no arena"
-            )
-            yield (
-                "weight_sync.weight_arena_device",
-                reason,
-                "leave --weight-transport or this out",
-            )
-        if weight_sync.weight_arena == "alias":
-            reason = "SGLang's CUDA graphs compute with the memory that they were captured with"
-            yield (
-                "weight_sync.weight_arena",
-                reason,
-                "leave it out: engines copy within the GPU",
-            )
-        if len(config.train.layout.model_copy(0)) > 1:
-            reason = (
-                "several trainer ranks write the arena, and each sees its own GPU alone"
-            )
-            yield (
-                "weight_sync.weight_arena_device",
-                reason,
-                "leave it out, or do not divide the model",
-            )
-    if weight_sync.weight_folder and weight_sync.weight_transport not in (
-        "disk",
-        "delta",
-    ):
-        reason = f"the transport {weight_sync.weight_transport!r} writes no files"
-        yield (
-            "weight_sync.weight_folder",
-            reason,
-            "add --weight-transport disk, or leave it out",
-        )
-    if weight_sync.weight_host and weight_sync.weight_transport in ("arena", "bucket"):
-        reason = f"the transport {weight_sync.weight_transport!r} uses no network"
-        yield (
-            "weight_sync.weight_host",
-            reason,
-            "add --weight-transport delta, or leave it out",
-        )
-    if config.engine.engine_tp_size > 1:
-        reason = "the processes of an engine take their slices of the weights from the arena, and copy them"
-        if weight_sync.weight_transport != "arena":
-            yield (
-                "weight_sync.weight_transport",
-                reason,
-                "leave it out, or --engine-tp-size",
-            )
-        if weight_sync.weight_arena != "copy":
-            yield (
-                "weight_sync.weight_arena",
-                reason,
-                "leave it out, or --engine-tp-size",
-            )
-    default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default
-    if (
-        weight_sync.weight_drain_timeout_s != default_s
-        and weight_sync.weight_update_inflight != "drain"
-    ):
-        reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"
-        fix = "add --weight-update-inflight drain, or leave it out"
-        yield "weight_sync.weight_drain_timeout_s", reason, fix
+        fix = "leave it out, or do not divide the model"
+        yield "weights.arena_device", reason, fix
 
 
 def _colocate(config: Config) -> Contradictions:
@@ -317,16 +293,16 @@ def _colocate(config: Config) -> Contradictions:
     if config.critic_layout is not None:
         reason = "a critic with ranks of its own gives no memory back"
         yield "critic.data_parallel_size", reason, "leave it out, or --colocate"
-    weight_sync = config.weight_sync
-    if weight_sync.weight_update == "rolling":
+    weights = config.weights
+    if weights.update == "rolling":
         reason = (
             "all engines give their caches' memory back before the trainer makes a step"
         )
-        yield "weight_sync.weight_update", reason, "leave it out, or --colocate"
-    if weight_sync.weight_update_inflight == "in_place":
+        yield "weights.update", reason, "leave it out, or --colocate"
+    if weights.inflight == "in_place":
         reason = "engines give their caches' memory back, so running requests cannot keep their cache"
         yield (
-            "weight_sync.weight_update_inflight",
+            "weights.inflight",
             reason,
             "use retract or drain, or leave --colocate out",
         )
@@ -335,7 +311,7 @@ def _colocate(config: Config) -> Contradictions:
         yield (
             "gateway.constrained",
             reason,
-            "use --constrained free, or leave --colocate out",
+            "use --gateway.constrained free, or leave --colocate out",
         )
 
 
@@ -418,59 +394,59 @@ def _routing_replay(config: Config) -> Contradictions:
 
 def _evaluation(config: Config) -> Contradictions:
     rollout = config.rollout
-    if rollout.eval_interval and not rollout.eval_tasks:
-        reason = "there are no held-out tasks to evaluate on (eval_tasks is not set)"
+    if rollout.eval.interval and not rollout.eval.tasks:
+        reason = "there are no held-out tasks to evaluate on (eval.tasks is not set)"
         yield (
-            "rollout.eval_interval",
+            "eval.interval",
             reason,
-            "set --eval-tasks, or leave --eval-interval out",
+            "set --eval.tasks, or leave --eval.interval out",
         )
-    if config.run.keep_best_by == "held_out" and not rollout.eval_interval:
+    if config.run.checkpoints.keep_best_by == "held_out" and not rollout.eval.interval:
         reason = (
-            "no checkpoint is evaluated on held-out tasks (eval_interval is not set)"
+            "no checkpoint is evaluated on held-out tasks (eval.interval is not set)"
         )
         yield (
-            "run.keep_best_by",
+            "checkpoints.keep_best_by",
             reason,
-            "set --eval-interval and --eval-tasks, or --keep-best-by reward",
+            "set --eval.interval and --eval.tasks, or --checkpoints.keep-best-by reward",
         )
-    if rollout.eval_sets and rollout.eval_task_file:
-        reason = "eval_sets is given, so eval_task_file would be ignored"
+    if rollout.eval.sets and rollout.eval.task_file:
+        reason = "eval.sets is given, so eval.task_file would be ignored"
         yield (
-            "rollout.eval_task_file",
+            "eval.task_file",
             reason,
-            f"add it to --eval-sets as NAME={rollout.eval_task_file}",
+            f"add it to --eval.sets as NAME={rollout.eval.task_file}",
         )
-    if rollout.eval_samples_per_task > rollout.rollout_concurrency:
+    if rollout.eval.samples_per_task > rollout.rollout_concurrency:
         limit = rollout.rollout_concurrency
         reason = (
             f"all samples of a task run at the same time, but only {limit} rollouts may"
         )
-        fix = "lower --eval-samples-per-task or raise --rollout-concurrency"
-        yield "rollout.eval_samples_per_task", reason, fix
+        fix = "lower --eval.samples-per-task or raise --rollout-concurrency"
+        yield "eval.samples_per_task", reason, fix
 
 
 def _engines(config: Config) -> Contradictions:
     rollout = config.rollout
     gateway = config.gateway
-    capacity = config.engine.engine_max_total_tokens
+    capacity = config.engine.max_total_tokens
     if capacity and rollout.max_new_tokens >= capacity:
         reason = f"an engine's KV cache holds {capacity} tokens, prompt included"
         yield (
             "rollout.max_new_tokens",
             reason,
-            "lower --max-new-tokens or raise --engine-max-total-tokens",
+            "lower --max-new-tokens or raise --engine.max-total-tokens",
         )
-    if rollout.rollout_concurrency > gateway.max_open_sessions:
-        reason = f"the gateway admits {gateway.max_open_sessions} open sessions at most"
-        fix = "lower --rollout-concurrency or raise --max-open-sessions"
+    if rollout.rollout_concurrency > gateway.session.max_open:
+        reason = f"the gateway admits {gateway.session.max_open} open sessions at most"
+        fix = "lower --rollout-concurrency or raise --session.max-open"
         yield "rollout.rollout_concurrency", reason, fix
-    if rollout.rollout_workers > rollout.rollout_concurrency:
+    if rollout.workers.count > rollout.rollout_concurrency:
         reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
         yield (
-            "rollout.rollout_workers",
+            "workers.count",
             reason,
-            "lower --rollout-workers or raise --rollout-concurrency",
+            "lower --workers.count or raise --rollout-concurrency",
         )
     if config.engine.smg_environment and config.engine.router != "smg":
         yield (
@@ -511,19 +487,19 @@ def _external_engines(config: Config) -> Contradictions:
     if engine.router == "smg":
         reason = "smg sends all engines one key, and an external engine has a new one with each start"
         yield "engine.router", reason, "leave --router out, or --external-engines"
-    transport = config.weight_sync.weight_transport
+    weights = config.weights
     means = "the memory of the trainer's machine"
-    if transport == "collective":
-        means = "" if config.weight_sync.weight_host else "an address of loopback"
-    if transport in ("disk", "delta"):
+    if isinstance(weights, CollectiveWeights):
+        means = "" if weights.host else "an address of loopback"
+    if isinstance(weights, FileWeights):
         means = ""
     if means and not config.run.debug_rollout_only:
         reason = f"its weights go by {means}, which an engine that the run does not start may not reach"
         fix = (
-            "add --weight-transport disk (or delta), with a --weight-folder that all engines see or with "
-            "--weight-host; or --weight-transport collective with --weight-host"
+            "add --weights.transport disk (or delta), with a --weights.folder that all engines see or with "
+            "--weights.host; or --weights.transport collective with --weights.host"
         )
-        yield "weight_sync.weight_transport", reason, fix
+        yield "weights.transport", reason, fix
 
 
 def _fault_of_url(url: str) -> str:
@@ -564,10 +540,14 @@ def _grammar_masks(config: Config) -> Contradictions:
             option == "grammar_backend" and value != "xgrammar"
         ):
             reason = (
-                "--constrained masked needs the default grammar options: with this one the engines allow "
+                "--gateway.constrained masked needs the default grammar options: with this one the engines allow "
                 "other tokens than the trainer assumes"
             )
-            yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
+            yield (
+                f"sglang.{name}",
+                reason,
+                "leave it out, or use --gateway.constrained free",
+            )
 
 
 def _deadlines(config: Config) -> Contradictions:
@@ -576,25 +556,18 @@ def _deadlines(config: Config) -> Contradictions:
     gateway = config.gateway
     buffer = config.buffer
     reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
-    if gateway.session_ttl_s < limit:
+    if gateway.session.ttl_s < limit:
         yield (
-            "gateway.session_ttl_s",
+            "session.ttl_s",
             reason,
-            "raise --session-ttl-s or lower --rollout-timeout-s",
+            "raise --session.ttl-s or lower --rollout-timeout-s",
         )
-    if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
-        why = "--late-reward accept lets a session wait for its reward, and no reward_deadline_s is given"
-        yield (
-            "gateway.late_reward",
-            why,
-            "set --reward-deadline-s, or --late-reward drop",
-        )
-    if buffer.batch_timeout_s < (gateway.reward_deadline_s or 0):
+    if gateway.late is not None and buffer.batch_timeout_s < gateway.late.deadline_s:
         why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
         yield (
-            "gateway.reward_deadline_s",
+            "late.deadline_s",
             why,
-            "lower --reward-deadline-s or raise --batch-timeout-s",
+            "lower --late.deadline-s or raise --batch-timeout-s",
         )
     if config.rollout.external_environments:
         yield from _external_deadlines(config)
@@ -612,20 +585,20 @@ def _external_deadlines(config: Config) -> Contradictions:
     waits for them."""
     gateway = config.gateway
     batch_timeout_s = config.buffer.batch_timeout_s
-    held_s = gateway.lease_timeout_s + gateway.session_ttl_s
-    parts = "lease_timeout_s + session_ttl_s"
-    if gateway.late_reward == "accept":
-        held_s += gateway.reward_deadline_s or 0
-        parts += " + reward_deadline_s"
+    held_s = gateway.session.lease_timeout_s + gateway.session.ttl_s
+    parts = "session.lease_timeout_s + session.ttl_s"
+    if gateway.late is not None and gateway.late.expired == "accept":
+        held_s += gateway.late.deadline_s
+        parts += " + late.deadline_s"
     if held_s >= batch_timeout_s:
         reason = (
             f"an environment that hangs may hold a task for {parts} = {held_s:g} s, but the run waits at "
             f"most batch_timeout_s = {batch_timeout_s:g} s for a batch"
         )
         yield (
-            "gateway.session_ttl_s",
+            "session.ttl_s",
             reason,
-            "lower --session-ttl-s or raise --batch-timeout-s",
+            "lower --session.ttl-s or raise --batch-timeout-s",
         )
 
 
@@ -637,12 +610,12 @@ def _determinism(config: Config) -> Contradictions:
     sglang = {name.replace("-", "_"): value for name, value in config.sglang.items()}
     needed = {
         "--seeded-sampling": config.engine.seeded_sampling,
-        "--engine-dtype float32": config.engine.engine_dtype == "float32",
+        "--engine.dtype float32": config.engine.dtype == "float32",
         "--num-engines 1": config.engine.num_engines == 1,
         "no --external-engines": not config.engine.external_engines,
         "--max-staleness 0": config.buffer.max_staleness == 0,
         "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
-        "--rollout-workers 1": rollout.rollout_workers == 1,
+        "--workers.count 1": rollout.workers.count == 1,
         "--sglang-max-running-requests 1": str(sglang.get("max_running_requests"))
         == "1",
         "--sglang-disable-radix-cache": bool(sglang.get("disable_radix_cache")),
@@ -677,7 +650,7 @@ _WITH_ROLLOUTS = (
     _external_engines,
     _deadlines,
     _determinism,
-    _weight_sync,
+    _weights,
     _colocate,
 )
 

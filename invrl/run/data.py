@@ -42,19 +42,19 @@ def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> No
     """Writes down the checksums of the run's files; in a run that resumes, compares
     with them. Raises ConfigError for a file that has changed."""
     digests: dict[str, str] = {}
-    for name in ("data_path", "data_eval_path"):
-        path = getattr(config.data, name)
+    paths = {"data_path": config.data.data_path, "eval_path": config.data.eval_path}
+    for name, path in paths.items():
         if path:
             digests[name] = _digest(Path(path).expanduser())
     if first_step and folder.data_digests_path.exists():
         recorded = json.loads(folder.data_digests_path.read_text(encoding="utf-8"))
+        if "data_eval_path" in recorded:  # of an earlier version
+            recorded["eval_path"] = recorded["data_eval_path"]
         for name, digest in digests.items():
             if recorded.get(name) != digest:
                 reason = "it has changed since the run began, and the run chooses rows by their place"
                 fix = "put the old content back, or begin a new run under another --run-name"
-                raise ConfigError(
-                    f"data.{name}", getattr(config.data, name), reason, fix
-                )
+                raise ConfigError(f"data.{name}", paths[name], reason, fix)
     write_atomically(folder.data_digests_path, json.dumps(digests))
 
 

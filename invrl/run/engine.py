@@ -25,12 +25,12 @@ async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None
     port that is in use, ServerError or DeadlineError if the engine does not start, and
     ServerError when it dies."""
     remove_abandoned()
-    in_place = config.weight_sync.weight_update_inflight == "in_place"
+    in_place = config.weights.inflight == "in_place"
     flags = flags_of_run(
         config.sglang,
         in_place=in_place,
         record_experts=config.train.records_experts,
-        traces_endpoint=traces_endpoint(config.run.otel_endpoint),
+        traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
     )
     async with CleanUp() as stack:
         start_guardian()

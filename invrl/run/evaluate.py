@@ -66,8 +66,8 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
             f"{folder.printed_by_agents}"
         )
         failures = EvaluationFailures(
-            at_start=config.buffer.max_failures_at_start or 0,
-            rules=config.buffer.failure_rules(),
+            at_start=config.buffer.failures.max_at_start or 0,
+            rules=config.buffer.failures.rules(),
             warn=note,
             show_all=command_for_failures(folder),
         )

@@ -54,7 +54,7 @@ def export_model(
         _copy_model(models[step], target, max_shard_bytes=max_shard_gb * 1e9)
     except (DamagedFileError, OSError) as error:
         if not models[step].exists():
-            reason = "the run removed its checkpoint meanwhile (--keep-checkpoints)"
+            reason = "the run removed its checkpoint meanwhile (--checkpoints.keep)"
             raise ConfigError("--step", step, reason, "give a later step") from error
         if isinstance(error, DamagedFileError):
             raise

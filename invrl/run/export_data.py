@@ -109,7 +109,7 @@ def export_data(
     _check_target(options)
     check_store(folder.store_path)
     config = load_resolved(folder.config_path)
-    samples = read_samples(folder.store_path, config.buffer.failure_rules())
+    samples = read_samples(folder.store_path, config.buffer.failures.rules())
     if options.pairs:
         candidates = candidates_for_pairs(samples, options.wanted)
     else:

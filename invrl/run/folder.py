@@ -114,50 +114,50 @@ def _check_configuration(folder: RunFolder, config: Config) -> None:
 
 _MAY_CHANGE = frozenset(
     {
-        "run_root",
-        "run_name",
-        "num_steps",
-        "data_epochs",
-        "progress",
-        "log_samples",
+        "run.run_root",
+        "run.run_name",
+        "run.num_steps",
+        "data.epochs",
+        "log.progress",
+        "log.samples",
         "wandb.rollouts",
-        "metrics_port",
-        "metrics_host",
-        "tensorboard",
-        "record_trained_tokens",
-        "sample_interval_s",
-        "max_restarts",
-        "save_interval",
-        "async_checkpoints",
-        "save_interval_s",
-        "keep_checkpoints",
-        "keep_best",
-        "keep_best_by",
-        "max_shard_gb",
-        "external_engines",
-        "ray_start_attempts",
-        "max_identical_failures",
-        "max_failures_at_start",
-        "max_filtered_batches",
-        "filtered_out",
+        "metrics.port",
+        "metrics.host",
+        "metrics.tensorboard",
+        "train.record_trained_tokens",
+        "metrics.sample_interval_s",
+        "run.max_restarts",
+        "run.save_interval",
+        "checkpoints.background",
+        "checkpoints.interval_s",
+        "checkpoints.keep",
+        "checkpoints.keep_best",
+        "checkpoints.keep_best_by",
+        "train.max_shard_gb",
+        "engine.external_engines",
+        "run.ray_start_attempts",
+        "failures.max_identical",
+        "failures.max_at_start",
+        "buffer.max_filtered_batches",
+        "buffer.filtered_out",
     }
 )
 """Settings of a run that may differ when it resumes: none changes what a step
 computes."""
 _MAY_CHANGE_ROUNDING = frozenset(
     {
-        "data_parallel_size",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
+        "train.data_parallel_size",
+        "train.tensor_model_parallel_size",
+        "train.context_parallel_size",
         "critic.data_parallel_size",
-        "pipeline_model_parallel_size",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "virtual_pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-        "max_tokens_per_microbatch",
-        "share_prefixes",
-        "reference_placement",
+        "train.pipeline_model_parallel_size",
+        "train.num_layers_in_first_pipeline_stage",
+        "train.num_layers_in_last_pipeline_stage",
+        "train.virtual_pipeline_model_parallel_size",
+        "train.expert_model_parallel_size",
+        "train.max_tokens_per_microbatch",
+        "train.share_prefixes",
+        "train.reference_placement",
     }
 )
 """Settings that may differ too, so that a run can go on with other ranks or less
@@ -174,6 +174,7 @@ def _fixed_settings(config: Config) -> dict[str, object]:
             fixed[table] = entries
             continue
         for key, value in entries.items():
-            if not {key, f"{table}.{key}"} & (_MAY_CHANGE | _MAY_CHANGE_ROUNDING):
-                fixed[f"{table}.{key}"] = value
+            name = f"{table}.{key}"
+            if name not in _MAY_CHANGE | _MAY_CHANGE_ROUNDING:
+                fixed[name] = value
     return fixed

@@ -9,8 +9,8 @@ FOREIGN_NAMES: dict[str, str] = {
         "dataset datasets dataset_name dataset_path data data_file train_data train_file"
         " train_files prompt_data prompts tasks"
     ),
-    "eval_task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
-    "eval_sets": "eval_datasets eval_prompt_data",
+    "eval.task_file": "eval_dataset eval_data eval_file val_data val_file val_files test_data test_file",
+    "eval.sets": "eval_datasets eval_prompt_data",
     "rollout_function_path": (
         "agent agent_path env environment rollout rollout_fn rollout_function workflow"
         " custom_generate_function_path"
@@ -51,7 +51,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "num_steps": (
         "max_steps steps total_steps train_steps total_training_steps num_rollout iterations num_episodes"
     ),
-    "data_epochs": (
+    "data.epochs": (
         "epochs epoch n_epochs num_epochs num_train_epochs total_epochs max_epochs sft_epochs"
     ),
     "dpo.beta": "dpo_beta",
@@ -60,13 +60,13 @@ FOREIGN_NAMES: dict[str, str] = {
         " max_output_tokens max_length generate_max_len response_length rollout_max_response_len"
         " eval_max_response_len"
     ),
-    "engine_max_total_tokens": "context_length max_context_length max_model_len max_seq_len max_seq_length",
+    "engine.max_total_tokens": "context_length max_context_length max_model_len max_seq_len max_seq_length",
     "kl.estimator": "kl_loss_type kl_type",
     "group_filter": "dynamic_sampling dynamic_sampling_filter_path filter_groups",
     "over_sampling_groups": "over_sampling_batch_size gen_batch_size",
     "task_label_key": "label_key answer_key target_key reference_key solution_key label_column",
     "task_id_key": "id_key index_key",
-    "eval_samples_per_task": "n_samples_per_eval_prompt eval_n_samples eval_num_samples val_kwargs_n",
+    "eval.samples_per_task": "n_samples_per_eval_prompt eval_n_samples eval_num_samples val_kwargs_n",
     "colocate": "colocate_all colocate_all_models colocated colocate_mode share_gpus",
     "temperature": "temp sampling_temperature rollout_temperature",
     "algorithm_preset": "algorithm algo preset trainer",
@@ -78,7 +78,7 @@ FOREIGN_NAMES: dict[str, str] = {
     "eps_clip_high": "epsilon_high clip_ratio_high clip_higher",
     "max_staleness": "off_policy off_policy_steps max_off_policy_steps async_level staleness",
     "num_engines": "num_gpus n_gpus gpus num_replicas replicas rollout_num_gpus rollout_num_engines",
-    "engine_tp_size": (
+    "engine.tp_size": (
         "tensor_parallel_size vllm_tensor_parallel_size rollout_tensor_model_parallel_size"
         " rollout_num_gpus_per_engine rollout_tp inference_tp"
     ),
@@ -103,18 +103,18 @@ FOREIGN_NAMES: dict[str, str] = {
         " checkpoint_dir"
     ),
     "save_interval": "save_steps save_freq save_every save_strategy checkpoint_interval ckpt_interval",
-    "keep_checkpoints": "save_total_limit max_ckpt_num max_checkpoints",
+    "checkpoints.keep": "save_total_limit max_ckpt_num max_checkpoints",
     "max_shard_gb": "max_shard_size shard_size",
-    "keep_best": "load_best_model_at_end save_best save_top_k",
-    "keep_best_by": "metric_for_best_model best_metric monitor",
-    "eval_interval": "eval_steps eval_freq eval_every eval_strategy test_freq val_interval",
-    "eval_tasks": "eval_size num_eval eval_batch_size num_eval_examples",
+    "checkpoints.keep_best": "load_best_model_at_end save_best save_top_k",
+    "checkpoints.keep_best_by": "metric_for_best_model best_metric monitor",
+    "eval.interval": "eval_steps eval_freq eval_every eval_strategy test_freq val_interval",
+    "eval.tasks": "eval_size num_eval eval_batch_size num_eval_examples",
     "rollout_concurrency": "concurrency max_concurrency max_concurrent num_workers parallelism",
     "rollout_timeout_s": "timeout rollout_timeout",
-    "gateway_port": "port",
-    "gateway_host": "host address",
+    "gateway.port": "port",
+    "gateway.host": "host address",
     "wandb.project": "report_to use_wandb wandb_name project project_name",
-    "mlflow_tracking_uri": "mlflow tracking_uri",
+    "metrics.mlflow_tracking_uri": "mlflow tracking_uri",
     "chat_template_path": "chat_template template",
     "seed": "random_seed rng_seed",
     "max_restarts": "retries max_retries auto_resume",
@@ -123,16 +123,16 @@ FOREIGN_NAMES: dict[str, str] = {
 purpose."""
 ON_FILES = {
     "task_file": "data_path",
-    "eval_task_file": "data_eval_path",
-    "eval_sets": "data_eval_path",
-    "eval_tasks": "data_eval_fraction",
-    "rollout_batch_size": "data_batch_size",
+    "eval.task_file": "data.eval_path",
+    "eval.sets": "data.eval_path",
+    "eval.tasks": "data.eval_fraction",
+    "rollout_batch_size": "data.batch_size",
     "max_new_tokens": "max_row_tokens",
-    "engine_max_total_tokens": "max_row_tokens",
+    "engine.max_total_tokens": "max_row_tokens",
     "kl.coefficient": "dpo.beta",
 }
 """Settings of rollouts, and what takes their place in a run that trains on a file."""
-ON_ROLLOUTS = {"data_epochs": "num_steps"}
+ON_ROLLOUTS = {"data.epochs": "num_steps"}
 """Settings of files, and what takes their place in a run that trains on rollouts."""
 _ANSWERS = {
     "`invrl resume RUN`, or the same `invrl train` command again, continues a run from its last checkpoint": (

@@ -7,9 +7,11 @@ other place an old name is refused with the new one. Pure data and functions.
 from collections.abc import Mapping
 from typing import Any
 
+from invrl.weights.config import WeightsConfig
+
 FORMER_NAMES: dict[str, str] = {
     "steps_per_batch": "num_minibatches",
-    "weight_carrier": "weight_transport",
+    "weight_carrier": "weights.transport",
     "kl_coef": "kl.coefficient",
     "kl_estimator": "kl.estimator",
     "kl_in": "kl.added_to",
@@ -71,9 +73,87 @@ FORMER_NAMES: dict[str, str] = {
     "wandb_project": "wandb.project",
     "wandb_mode": "wandb.mode",
     "wandb_rollouts": "wandb.rollouts",
+    "save_interval_s": "checkpoints.interval_s",
+    "async_checkpoints": "checkpoints.background",
+    "keep_checkpoints": "checkpoints.keep",
+    "keep_best": "checkpoints.keep_best",
+    "keep_best_by": "checkpoints.keep_best_by",
+    "log_format": "log.format",
+    "log_level": "log.level",
+    "log_samples": "log.samples",
+    "progress": "log.progress",
+    "otel_endpoint": "log.otel_endpoint",
+    "tensorboard": "metrics.tensorboard",
+    "metrics_port": "metrics.port",
+    "metrics_host": "metrics.host",
+    "mlflow_tracking_uri": "metrics.mlflow_tracking_uri",
+    "sample_interval_s": "metrics.sample_interval_s",
+    "eval_interval": "eval.interval",
+    "eval_tasks": "eval.tasks",
+    "eval_samples_per_task": "eval.samples_per_task",
+    "eval_sets": "eval.sets",
+    "eval_modes": "eval.modes",
+    "eval_task_file": "eval.task_file",
+    "max_open_sessions": "session.max_open",
+    "session_ttl_s": "session.ttl_s",
+    "session_idle_timeout_s": "session.idle_timeout_s",
+    "session_max_turns": "session.max_turns",
+    "session_max_tokens": "session.max_tokens",
+    "session_max_calls": "session.max_calls",
+    "extra_columns": "session.extra_columns",
+    "train_auxiliary_roots": "session.train_auxiliary_roots",
+    "end_grace_s": "session.end_grace_s",
+    "lease_timeout_s": "session.lease_timeout_s",
+    "generate_timeout_s": "session.generate_timeout_s",
+    "reward_deadline_s": "late.deadline_s",
+    "late_reward": "late.expired",
+    "gateway_host": "gateway.host",
+    "gateway_port": "gateway.port",
+    "gateway_workers": "gateway.workers",
+    "gateway_cors_origins": "gateway.cors_origins",
+    "gateway_public_url": "gateway.public_url",
+    "constrained": "gateway.constrained",
+    "match_level": "gateway.match_level",
+    "engine_tp_size": "engine.tp_size",
+    "engine_dtype": "engine.dtype",
+    "engine_max_total_tokens": "engine.max_total_tokens",
+    "engine_start_timeout_s": "engine.start_timeout_s",
+    "engine_health_interval_s": "engine.health_interval_s",
+    "engine_max_restarts": "engine.max_restarts",
+    "router_start_timeout_s": "engine.router_start_timeout_s",
+    "smg_environment": "engine.smg_environment",
+    "data_eval_path": "data.eval_path",
+    "data_eval_fraction": "data.eval_fraction",
+    "data_kind": "data.kind",
+    "data_batch_size": "data.batch_size",
+    "data_epochs": "data.epochs",
+    "data_shuffle": "data.shuffle",
+    "data_overlong": "data.overlong",
+    "weight_transport": "weights.transport",
+    "weight_folder": "weights.folder",
+    "weight_host": "weights.host",
+    "weight_full_every": "weights.full_every",
+    "weight_update": "weights.update",
+    "weight_update_inflight": "weights.inflight",
+    "weight_drain_timeout_s": "weights.drain_timeout_s",
+    "weight_arena": "weights.arena_mode",
+    "weight_arena_device": "weights.arena_device",
+    "weight_sync_timeout_s": "weights.timeout_s",
+    "weight_readback_every": "weights.readback_every",
+    "failure_reward": "failures.reward",
+    "max_identical_failures": "failures.max_identical",
+    "max_failures_at_start": "failures.max_at_start",
+    "turn_reward_baseline": "turn_rewards.baseline",
+    "turn_reward_use": "turn_rewards.use",
+    "rollout_workers": "workers.count",
+    "rollout_worker_memory_gb": "workers.memory_gb",
+    "reference_reset_steps": "reference.reset_steps",
+    "reference_reset_optimizer": "reference.reset_optimizer",
+    "reference_ema": "reference.ema",
 }
-"""The name of a setting by the one that it had; one of an optional table as
-table.key."""
+"""The name of a setting by the one that it had; one that has its table
+before it as table.key."""
+_OF_OTHER_PACKAGES = {"sglang", "router", "megatron"}
 _ABSENT: dict[str, dict[str, object]] = {
     "run": {
         "run_name": "",
@@ -170,6 +250,8 @@ _ABSENT: dict[str, dict[str, object]] = {
 
 def former_fix(name: str) -> str:
     """Where a setting of an earlier version is now; "" for any other name."""
+    if name == "weight_sync":
+        return "it was renamed: write [weights]"
     new = FORMER_NAMES.get(name.lower().removeprefix("--").replace("-", "_"))
     if new is None:
         return ""
@@ -193,7 +275,25 @@ def as_written_now(
                 entries[key] = False
     if "kl_coef" in now.get("algorithm", {}):
         _move_tables(now, section_of_table)
+    _move_settings(now)
     return now
+
+
+def _move_settings(tables: dict[str, dict[str, Any]]) -> None:
+    """Moves settings to the tables that they have now."""
+    for section in set(tables) - _OF_OTHER_PACKAGES:
+        for old in list(tables[section]):
+            table, _, key = FORMER_NAMES.get(old, "").partition(".")
+            if key:
+                tables.setdefault(table, {})[key] = tables[section].pop(old)
+    if not tables.get("late", {}).get("deadline_s"):
+        tables.pop("late", None)
+    if "weight_sync" in tables:  # it had the settings of all transports
+        del tables["weight_sync"]
+        weights = tables.get("weights", {})
+        kind = WeightsConfig.kinds[weights.get("transport", "arena")]
+        for key in set(weights) - set(kind.model_fields):
+            del weights[key]
 
 
 _CRITIC: dict[str, object] = {

@@ -1,5 +1,5 @@
 """The held-out evaluations of a training run: before the first step, every
-`eval_interval` steps, and after the last step; and what training gained. `invrl eval`
+`eval.interval` steps, and after the last step; and what training gained. `invrl eval`
 is `evaluate.py`."""
 
 import asyncio
@@ -65,8 +65,8 @@ class HeldOutEvaluations:
         self._observer = observer
         self.tasks = CountedTasks(
             EvaluationFailures(
-                at_start=config.buffer.max_failures_at_start or 0,
-                rules=config.buffer.failure_rules(),
+                at_start=config.buffer.failures.max_at_start or 0,
+                rules=config.buffer.failures.rules(),
                 warn=observer.note,
                 show_all=command_for_failures(folder, held_out=True),
             )

@@ -2,6 +2,7 @@
 trainers call it. Pure."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
@@ -119,7 +120,7 @@ def _spellings(name: str) -> list[str]:
 def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
     """The names that share most words with it, the most similar first."""
     words = {word for word in wanted.split("_") if len(word) >= _SHORTEST_WORD}
-    shared = {plain: len(words & set(plain.split("_"))) for plain in valid}
+    shared = {plain: len(words & set(re.split("[._]", plain))) for plain in valid}
     most = max(shared.values(), default=0)
     num_words = sum(len(word) > 2 for word in wanted.split("_"))
     if not most or 2 * most < num_words:  # one word of many says little

@@ -4,7 +4,7 @@ rollouts trains of it.
 Which branches and turns these are is decided where batches are made
 (`buffer/training_samples.py`), so that a file of conversations trains what the run
 would have trained, with one exception: auxiliary conversations (titles, summaries) are
-always left out, whatever `gateway.train_auxiliary_roots` says."""
+always left out, whatever `session.train_auxiliary_roots` says."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -88,7 +88,7 @@ def _checkpoint_before(step: int, checkpoints: Checkpoints) -> Checkpoint | None
     checkpoint = by_step.get(step - 1)
     if step > 1 and checkpoint is None:
         reason = f"it begins from the checkpoint of step {step - 1}, and the run has {list(by_step)}"
-        fix = "choose a step after one of these, or train with --save-interval 1 --no-keep-checkpoints"
+        fix = "choose a step after one of these, or train with --save-interval 1 --no-checkpoints.keep"
         raise ConfigError("--step", step, reason, fix)
     return checkpoint
 

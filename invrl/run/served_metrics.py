@@ -1,5 +1,5 @@
 """The metrics of a run for Prometheus, from the start of its driver to its end
-(`run.metrics_port`).
+(`metrics.port`).
 
 Invariant: metrics end no run. What is wrong with the settings is found before the start
 (`cli/checks`); a port that is taken later is reported, and the run goes on without
@@ -57,7 +57,7 @@ class ServedMetrics:
         self._serving: Serving | None = None
         self._trainer: TrainHandle | None = None
         run = config.run
-        if not run.metrics_port:
+        if not run.metrics.port:
             return
         fixed: dict[str, Mapping[tuple[str, ...], float]] = {
             "invrl_run_info": {(folder.path.name, command, __version__): 1.0},
@@ -78,20 +78,20 @@ class ServedMetrics:
         try:
             self._server = MetricsServer(
                 exporter,
-                host=run.metrics_host,
-                port=run.metrics_port,
+                host=run.metrics.host,
+                port=run.metrics.port,
                 upstreams=self._upstreams,
             )
         except OSError as error:
             logger.warning("metrics are not served: %r", error)
-            place = f"{run.metrics_host}:{run.metrics_port}"
+            place = f"{run.metrics.host}:{run.metrics.port}"
             self.message = (
                 f"warning: metrics are not served at {place}: {error.strerror or error}"
             )
             return
         self._exporter = exporter
-        host = f"[{run.metrics_host}]" if ":" in run.metrics_host else run.metrics_host
-        self.message = f"metrics: http://{host}:{run.metrics_port}{PATH}"
+        host = f"[{run.metrics.host}]" if ":" in run.metrics.host else run.metrics.host
+        self.message = f"metrics: http://{host}:{run.metrics.port}{PATH}"
 
     def sinks(self) -> list[Sink]:
         """What the run's observer reports to."""

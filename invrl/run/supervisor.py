@@ -119,7 +119,7 @@ def supervise(config: Config, folder: RunFolder) -> int:
 
 def _forks_engines(config: Config) -> bool:
     """Whether the driver will have engines forked (`engines/fleet.py`)."""
-    traces = traces_endpoint(config.run.otel_endpoint)
+    traces = traces_endpoint(config.run.log.otel_endpoint)
     return config.engine.num_engines > 0 and not (
         config.trains_alone or count_gpus() or traces
     )

@@ -92,8 +92,8 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     the next incarnation."""
     checkpoints = Checkpoints(
         folder.checkpoints_path,
-        keep=config.run.keep_checkpoints or 0,
-        keep_best=config.run.keep_best or 0,
+        keep=config.run.checkpoints.keep or 0,
+        keep_best=config.run.checkpoints.keep_best or 0,
         read_scores=partial(
             read_scores, folder.metrics_path, config.best_checkpoints_by
         ),
@@ -110,7 +110,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     phase = CurrentPhase()
     metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
     traces = open_traces(
-        config.run.otel_endpoint or "", service="invrl-driver", run=folder.path.name
+        config.run.log.otel_endpoint or "", service="invrl-driver", run=folder.path.name
     )
     sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
     if traces is not None:
@@ -121,7 +121,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         if (row["step"] or 0) <= start.step
     ]
     observer = RunObserver(
-        [*sinks, open_progress(config.run.progress, num_steps, rows)]
+        [*sinks, open_progress(config.run.log.progress, num_steps, rows)]
     )
     awaited = AwaitedWork(observer, phase)
     shown = ExitStack()
@@ -290,7 +290,7 @@ class _TrainingRun:
         saves = CheckpointSaves(
             self.checkpoints,
             trainer,
-            beside_training=run.async_checkpoints,
+            beside_training=run.checkpoints.background,
             note=self.observer.note,
         )
         return Learner(
@@ -299,7 +299,9 @@ class _TrainingRun:
             take_gpu=take_gpu,
             save=saves.save,
             finish_saves=saves.finish,
-            schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
+            schedule=SaveSchedule(
+                steps=run.save_interval, seconds=run.checkpoints.interval_s
+            ),
         )
 
     def _ask_of(self, cluster: Cluster) -> None:
@@ -329,13 +331,13 @@ class _TrainingRun:
         waits = report_waits(
             cluster.buffer, self.phase, self.observer, _deadlines(self.config)
         )
-        interval_s = self.config.run.sample_interval_s
+        interval_s = self.config.run.metrics.sample_interval_s
         samples = sample_processes(cluster, self.folder, self.observer, interval_s)
         counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
         async with in_background(waits), in_background(samples), in_background(counts):
             held_out = None
             accuracy_before = None
-            if self.config.rollout.eval_tasks:
+            if self.config.rollout.eval.tasks:
                 held_out = HeldOutEvaluations(
                     self.config, self.folder, cluster.rollouts, self.observer
                 )
@@ -392,7 +394,7 @@ class _TrainingRun:
             ).record,
         )
         reporter = FailureReporter(
-            config.buffer.failure_limits(), show_all=command_for_failures(self.folder)
+            config.buffer.failures.limits(), show_all=command_for_failures(self.folder)
         )
         async with in_background(
             report_failures(cluster.buffer, reporter, self.observer)
@@ -401,7 +403,7 @@ class _TrainingRun:
                 parts,
                 done=self.start.step,
                 num_steps=config.run.num_steps,
-                eval_interval=config.rollout.eval_interval,
+                eval_interval=config.rollout.eval.interval,
             )
 
     def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
@@ -412,7 +414,7 @@ class _TrainingRun:
                 self.folder.store_path, run.wandb.rollouts, step, taken
             )
             self.observer.rollouts(step, rows)
-        return show_samples(self.folder.store_path, run.log_samples, step, taken)
+        return show_samples(self.folder.store_path, run.log.samples, step, taken)
 
     def _assemble(
         self, advantage: AdvantageFn, step: int, taken: TakenBatch
@@ -427,9 +429,9 @@ class _TrainingRun:
             rollouts,
             advantage,
             self.config.algorithm.advantage_eps,
-            baseline=self.config.buffer.turn_reward_baseline,
-            use=self.config.buffer.turn_reward_use,
-            extra_columns=self.config.gateway.declared_columns.values(),
+            baseline=self.config.buffer.turn_rewards.baseline,
+            use=self.config.buffer.turn_rewards.use,
+            extra_columns=self.config.gateway.session.declared_columns.values(),
             rules=credit_rules(
                 self.config.algorithm,
                 self.config.rollout.max_new_tokens,
@@ -483,6 +485,6 @@ def _deadlines(config: Config) -> Deadlines:
     return Deadlines(
         rollout_timeout_s=config.rollout.rollout_timeout_s,
         filtered_out=config.buffer.filtered_out,
-        lease_timeout_s=config.gateway.lease_timeout_s,
-        session_idle_timeout_s=config.gateway.session_idle_timeout_s or 0.0,
+        lease_timeout_s=config.gateway.session.lease_timeout_s,
+        session_idle_timeout_s=config.gateway.session.idle_timeout_s or 0.0,
     )

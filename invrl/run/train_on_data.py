@@ -81,7 +81,7 @@ async def train_on_data(
         saves = CheckpointSaves(
             checkpoints,
             trainer,
-            beside_training=config.run.async_checkpoints,
+            beside_training=config.run.checkpoints.background,
             note=observer.note,
         )
         run = _DataRun(
@@ -97,7 +97,7 @@ async def train_on_data(
         )
         try:
             async with in_background(
-                sample_memory(trainer, observer, config.run.sample_interval_s)
+                sample_memory(trainer, observer, config.run.metrics.sample_interval_s)
             ):
                 training = first_to_fail(run.train(), checkpoints.watch())
                 await first_to_fail(training, trainer.watch())
@@ -142,7 +142,8 @@ class _DataRun:
 
     async def _make_steps(self, held_out: TrainBatch | None) -> None:
         schedule = SaveSchedule(
-            steps=self.config.run.save_interval, seconds=self.config.run.save_interval_s
+            steps=self.config.run.save_interval,
+            seconds=self.config.run.checkpoints.interval_s,
         )
         schedule.begin()
         num_unusable = 0
@@ -203,7 +204,7 @@ class _DataRun:
         return seconds["save"]
 
     def _is_evaluated(self, step: int) -> bool:
-        interval = self.config.rollout.eval_interval
+        interval = self.config.rollout.eval.interval
         is_due = interval is not None and step % interval == 0
         return is_due or step == self.last_step
 
@@ -228,7 +229,7 @@ class _DataRun:
 
     def _show_example(self, step_data: StepData) -> None:
         samples = step_data.batch.samples
-        if samples and self.config.run.log_samples:
+        if samples and self.config.run.log.samples:
             text = self.data.tokenizer.shown(samples[0])
             self.observer.note(
                 f"the first row, what is trained of it in [[ ]]:\n{text}"

@@ -98,7 +98,7 @@ def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
 def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
     """Raises ConfigError for a row that lacks an extra column which this run declares.
     The batches of a run that declared it have it in every row."""
-    for name in config.gateway.declared_columns:
+    for name in config.gateway.session.declared_columns:
         for sample in batch.samples:
             if name in sample.columns or name in sample.numbers:
                 continue
@@ -106,7 +106,10 @@ def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
             reason = f"rows of batch {batch.batch_id} in the saved batches have no column {name!r} ({present})"
             fix = "declare the columns of the run that saved them, or give batches of a run with this column"
             raise ConfigError(
-                "gateway.extra_columns", list(config.gateway.extra_columns), reason, fix
+                "session.extra_columns",
+                list(config.gateway.session.extra_columns),
+                reason,
+                fix,
             )
 
 

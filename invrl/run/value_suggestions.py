@@ -22,19 +22,19 @@ _NAMES: dict[str, tuple[str, ...]] = {
 """The built-in names of settings of [algorithm] that also take an import path."""
 
 
-def value_fix(key: str, value: object, field: FieldInfo) -> str:
-    """A fix for a wrong value of the setting `key`: the nearest value, or the setting
-    that the value belongs to, or what the setting is."""
-    fix = f"set {key}: {field.description}"
+def value_fix(name: str, value: object, field: FieldInfo) -> str:
+    """A fix for a wrong value of the setting of this name: the nearest value, or the
+    setting that the value belongs to, or what the setting is."""
+    fix = f"set {name}: {field.description}"
     if field.default is not None and not field.is_required():
         fix += f" (default: {field.default!r})"
     if is_optional(field) and value in (0, "0", "", "none"):
-        return f"leave it out, or write --no-{key.replace('_', '-')}; or {fix}"
+        return f"leave it out, or write --no-{name.replace('_', '-')}; or {fix}"
     choices = choices_of(present_type(field))
     if not choices or not isinstance(value, str):
         return fix
-    if key in AlgorithmConfig.model_fields:
-        misplaced = misplaced_value(key, value)
+    if name in AlgorithmConfig.model_fields:
+        misplaced = misplaced_value(name, value)
         if misplaced:
             return misplaced
     return f"{nearest_value(value, choices)} {fix}".strip()

@@ -28,6 +28,7 @@ from invrl.types import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import read_tokenizer
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.canary import CanaryBound
+from invrl.weights.config import CollectiveWeights, FileWeights
 from invrl.weights.transaction import Committed, WeightTransaction, load_alone
 from invrl.weights.verification import EngineVerification, Verification, compare
 
@@ -49,26 +50,26 @@ def create_weight_updater(
 ) -> "WeightUpdater":
     """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in
     `WeightUpdater`."""
-    settings = config.weight_sync
+    settings = config.weights
     stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
-    if settings.weight_transport == "collective":
+    if isinstance(settings, CollectiveWeights):
         load = BroadcastLoads(sender, timeout_s=settings.broadcast_timeout_s).load
-    drains = settings.weight_update_inflight == "drain"
+    drains = settings.inflight == "drain"
     transaction = WeightTransaction(
         stages,
         fleet.receivers,
         canary_prompts=canary_prompts(config.model.folder),
-        bound=CanaryBound.for_dtypes(
-            config.engine.engine_dtype, config.train.train_dtype
-        ),
+        bound=CanaryBound.for_dtypes(config.engine.dtype, config.train.train_dtype),
         until_engine=fleet.until_engine,
-        deadline_s=settings.weight_sync_timeout_s,
-        drain_timeout_s=settings.weight_drain_timeout_s if drains else 0.0,
-        is_rolling=settings.weight_update == "rolling",
+        deadline_s=settings.timeout_s,
+        drain_timeout_s=settings.drain_timeout_s if drains else 0.0,
+        is_rolling=settings.update == "rolling",
         load=load,
     )
-    folder = Path(settings.weight_folder or run_folder)
+    folder = run_folder
+    if isinstance(settings, FileWeights) and settings.folder:
+        folder = Path(settings.folder)
     return WeightUpdater(transaction, fleet, announce, folder=folder)
 
 

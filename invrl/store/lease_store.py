@@ -97,7 +97,7 @@ class LeaseStore:
                 index=index,
                 attempt=attempt,
                 reason=FailureReason.TIMEOUT,
-                detail="the lease ran out: no session was opened within lease_timeout_s",
+                detail="the lease ran out: no session was opened within session.lease_timeout_s",
             )
             for group_id, index, attempt, task in rows
         ]

@@ -7,6 +7,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.host.log_lines import LogSettings
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
+from invrl.weights.config import AnyWeights, ArenaWeights
 
 Scalar = bool | int | float | str
 """A value of `--megatron-*` as it was given."""
@@ -44,22 +45,15 @@ class RankSettings:
     algorithm: AlgorithmConfig
     weight_dtype: str
     """The dtype in which the engines hold the weights, by torch's name."""
-    transport: str = "arena"
+    weights: AnyWeights = field(default_factory=lambda: ArenaWeights.model_validate({}))
+    """How the weights reach the engines. Where they join a broadcast, the host is
+    `master_addr` if the settings have none."""
     engine_ranks: int = 1
     """Processes of each engine that share its weights out."""
     arena_on_gpu: bool = False
     """The transport `arena` takes memory of this rank's GPU, not of the host."""
     weight_folder: str = ""
     """Where the transports `disk` and `delta` write: a folder for them alone."""
-    weight_full_every: int = 1
-    """With the transport `delta`: how many versions there are from one that is whole to
-    the next."""
-    weight_host: str = ""
-    """The address on which engines fetch their files; "": they open them. With the
-    transport `collective`: where engines join; "": at `master_addr`."""
-    broadcast_timeout_s: float = 10.0
-    """With the transport `collective`: for the engines to join, and then for each
-    bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

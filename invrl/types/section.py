@@ -43,6 +43,11 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     chosen_by: ClassVar[Mapping[str, Choice]] = {}
     """The optional tables that hold the settings of a choice."""
+    kinds: ClassVar[Mapping[str, "type[Section]"]] = {}
+    """The models of a section that has one of several, by the name of each."""
+    plain_flags: ClassVar[Collection[str] | None] = None
+    """The settings of a section whose flags have no table before them. None: all of
+    them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -57,6 +62,15 @@ class Section(BaseModel):
             else value
             for key, value in values.items()
         }
+
+
+def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The settings of a section; where it has kinds, those of all of them."""
+    fields = dict(section.model_fields)
+    for kind in section.kinds.values():
+        for name, field in kind.model_fields.items():
+            fields.setdefault(name, field)
+    return fields
 
 
 def is_optional(field: FieldInfo) -> bool:
@@ -75,11 +89,9 @@ def present_type(field: FieldInfo) -> Any:
 
 
 def tables_of(section: type[Section]) -> Mapping[str, type[Section]]:
-    """The optional tables of a section, by the names of their fields."""
+    """The tables of a section, by the names of their fields."""
     tables: dict[str, type[Section]] = {}
     for name, field in section.model_fields.items():
-        if not is_optional(field):
-            continue
         present = present_type(field)
         if isinstance(present, type) and issubclass(present, Section):
             tables[name] = present

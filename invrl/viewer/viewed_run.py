@@ -238,7 +238,9 @@ class ViewedRun(RunFiles):
         """What failures count with. A configuration of another version counts as one
         without rules."""
         if self._rules is None:
-            entries = self.settings().get("buffer", {}).get("failure_reward", [])
+            settings = self.settings()
+            former = settings.get("buffer", {}).get("failure_reward", [])
+            entries = settings.get("failures", {}).get("reward", former)
             if not entries:
                 self._rules = {}
                 return self._rules
@@ -249,7 +251,7 @@ class ViewedRun(RunFiles):
                     tuple(str(entry) for entry in entries)
                 )
             except (TypeError, ValueError) as error:
-                self._rules_error = f"buffer.failure_reward cannot be read: {error}"
+                self._rules_error = f"failures.reward cannot be read: {error}"
                 self._rules = {}
         return self._rules
 

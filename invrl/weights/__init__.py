@@ -3,7 +3,7 @@ runs inside SGLang.
 
 May import `host`. Start with `transaction.py`.
 
-A transport has two ends, chosen by `--weight-transport`:
+A transport has two ends, chosen by `--weights.transport`:
 
 ============  =========================  =====================================================================
 transport     the trainer's end          the engine's end (`engines/weight_receiver.py`)

@@ -1,71 +1,137 @@
 """Settings of weight updates: the transport, the order of the engines, and how long an
 update may take."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from invrl.types.section import Section, Text
 
 _WAITS_OF_A_BROADCAST = 30
 """That fit into the deadline of a phase."""
 
+_HOST: Any = Field(
+    None,
+    description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'",
+)
 
-class WeightSyncConfig(Section):
-    """How new weights reach the engines, and what proves that they are there."""
 
-    weight_transport: Literal["arena", "bucket", "disk", "delta", "collective"] = Field(
+class WeightsConfig(Section):
+    """How new weights reach the engines, and what proves that they are there. Each
+    transport adds settings of its own."""
+
+    plain_flags = ()
+    transport: Literal["arena", "bucket", "collective", "disk", "delta"] = Field(
         "arena",
         description="'arena': shared memory; 'bucket': SGLang's; 'disk', 'delta': files; 'collective': gloo",
     )
-    weight_folder: Text | None = Field(
-        None,
-        description="'disk', 'delta': where engines find the weights; left out: in the run folder",
-    )
-    weight_host: Text | None = Field(
-        None,
-        description="the trainer's address for engines: they fetch 'disk', 'delta'; join 'collective'",
-    )
-    weight_full_every: int = Field(
-        16,
-        ge=1,
-        description="'delta': every n-th version is written whole; 1: each of them",
-    )
-    weight_update: Literal["together", "rolling"] = Field(
+    update: Literal["together", "rolling"] = Field(
         "together",
         description="'together': engines pause at once; 'rolling': one by one, the others serve",
     )
-    weight_update_inflight: Literal["retract", "in_place", "drain"] = Field(
+    inflight: Literal["retract", "in_place", "drain"] = Field(
         "retract",
         description="running requests: compute their cache again, keep it, or end before an update",
     )
-    weight_drain_timeout_s: float = Field(
+    drain_timeout_s: float = Field(
         60.0,
         gt=0,
         description="'drain': how long requests may take to end; the rest is retracted",
     )
-    weight_arena: Literal["copy", "alias"] = Field(
-        "copy",
-        description="'arena': engines copy the weights, or compute with the shared memory itself",
-    )
-    weight_arena_device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto",
-        description="'arena': in the host's memory, or in a GPU's, opened by CUDA IPC; "
-        "'auto': in the GPU's if trainer and engines share one that has room",
-    )
-    weight_sync_timeout_s: float = Field(
+    timeout_s: float = Field(
         300.0,
         gt=0,
         description="deadline of each phase of an update; pause, commit, resume: 60 s at most",
     )
-    weight_readback_every: int = Field(
+
+
+class ArenaWeights(WeightsConfig):
+    """Through shared memory of one machine."""
+
+    transport: Literal["arena"] = "arena"  # pyright: ignore[reportIncompatibleVariableOverride]
+    arena_mode: Literal["copy", "alias"] = Field(
+        "copy",
+        description="'arena': engines copy the weights, or compute with the shared memory itself",
+    )
+    arena_device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="'arena': in the host's memory, or in a GPU's, opened by CUDA IPC; "
+        "'auto': in the GPU's if trainer and engines share one that has room",
+    )
+    readback_every: int = Field(
         10,
         ge=0,
         description="'arena': read an engine's weights back at every n-th update; 0: the first",
     )
 
+
+class BucketWeights(WeightsConfig):
+    """By SGLang's own way: buckets in shared memory."""
+
+    transport: Literal["bucket"] = "bucket"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class CollectiveWeights(WeightsConfig):
+    """By a broadcast to all engines."""
+
+    transport: Literal["collective"] = "collective"  # pyright: ignore[reportIncompatibleVariableOverride]
+    host: Text | None = _HOST
+
     @property
     def broadcast_timeout_s(self) -> float:
-        """'collective': for the engines to join, and then for each bucket. An engine
-        that hangs leaves time for a second broadcast, to the others."""
-        return self.weight_sync_timeout_s / _WAITS_OF_A_BROADCAST
+        """For the engines to join, and then for each bucket. An engine that hangs
+        leaves time for a second broadcast, to the others."""
+        return self.timeout_s / _WAITS_OF_A_BROADCAST
+
+
+class _FileWeights(WeightsConfig):
+    folder: Text | None = Field(
+        None,
+        description="'disk', 'delta': where engines find the weights; left out: in the run folder",
+    )
+    host: Text | None = _HOST
+
+
+class DiskWeights(_FileWeights):
+    """By files: each version whole."""
+
+    transport: Literal["disk"] = "disk"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class DeltaWeights(_FileWeights):
+    """By files: what changed since the version before."""
+
+    transport: Literal["delta"] = "delta"  # pyright: ignore[reportIncompatibleVariableOverride]
+    full_every: int = Field(
+        16,
+        ge=1,
+        description="'delta': every n-th version is written whole; 1: each of them",
+    )
+
+
+WeightsConfig.kinds = {
+    "arena": ArenaWeights,
+    "bucket": BucketWeights,
+    "collective": CollectiveWeights,
+    "disk": DiskWeights,
+    "delta": DeltaWeights,
+}
+FileWeights = DiskWeights | DeltaWeights
+AnyWeights = ArenaWeights | BucketWeights | CollectiveWeights | FileWeights
+
+
+def _transport_of(weights: Any) -> str:
+    if isinstance(weights, WeightsConfig):
+        return weights.transport
+    return str(weights.get("transport", "arena"))
+
+
+Weights = Annotated[
+    Annotated[ArenaWeights, Tag("arena")]
+    | Annotated[BucketWeights, Tag("bucket")]
+    | Annotated[CollectiveWeights, Tag("collective")]
+    | Annotated[DiskWeights, Tag("disk")]
+    | Annotated[DeltaWeights, Tag("delta")],
+    Discriminator(_transport_of),
+]
+"""The settings of one transport."""

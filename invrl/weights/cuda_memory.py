@@ -70,7 +70,7 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHa
         try:
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         except WeightSyncError as error:
-            fix = "use --weight-arena-device cpu, or leave engines less of the GPU's memory"
+            fix = "use --weights.arena-device cpu, or leave engines less of the GPU's memory"
             reason = f"GPU {index} gives no {num_bytes / 1e9:.2f} GB to the weight arena: {error}; {fix}"
             raise WeightSyncError(reason) from error
         ipc_handle = _IpcHandle()

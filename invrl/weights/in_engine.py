@@ -412,7 +412,7 @@ def _check_alias(
 
 def _not_aliased(reason: str) -> LayoutError:
     return LayoutError(
-        f"the engine cannot alias the arena: {reason}. Use --weight-arena copy"
+        f"the engine cannot alias the arena: {reason}. Use --weights.arena-mode copy"
     )
 
 

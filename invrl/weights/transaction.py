@@ -4,7 +4,7 @@
       └────────┴─ nothing touched   └───────┴────────────┴─ old weights back, old version, resume
 
 What becomes of requests in flight at the pause is the receiver's: they are retracted,
-keep their cache, or have ended before (`weight_update_inflight`). With all three, no
+keep their cache, or have ended before (`weights.inflight`). With all three, no
 token is sampled between pause and resume.
 
 Invariant: when an update has ended, all engines that stay in the fleet hold the new

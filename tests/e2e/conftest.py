@@ -31,8 +31,8 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learned(folder: Path, temporary: Path, scrapes: Scrapes) -> Path:
     """All its steps, all checkpoints and batches kept, and scraped; with a proxy that
     is dead, which nothing of ours may ask, in a locale that has ASCII only."""
-    kept = ("--save-interval", "4", "--no-keep-checkpoints", "--save-rollout-data")
-    shown = ("--metrics-port", str(scrapes.port), "--sglang-enable-metrics")
+    kept = ("--save-interval", "4", "--no-checkpoints.keep", "--save-rollout-data")
+    shown = ("--metrics.port", str(scrapes.port), "--sglang-enable-metrics")
     with scrapes.running(), pytest.MonkeyPatch.context() as environment:
         environment.setenv("TMPDIR", str(temporary))
         for name in ("http_proxy", "https_proxy", "all_proxy"):

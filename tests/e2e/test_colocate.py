@@ -14,7 +14,7 @@ from e2e.runs import DEADLINE_S, steps_of, train
 pytestmark = pytest.mark.slow
 
 EXACT = (
-    *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
+    *("--seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
     *(
         "--sglang-max-running-requests",
         "1",
@@ -27,7 +27,7 @@ EXACT = (
         "2",
         "--n-samples-per-prompt",
         "4",
-        "--eval-tasks",
+        "--eval.tasks",
         "2",
         "--deterministic",
     ),

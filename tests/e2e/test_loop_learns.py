@@ -71,17 +71,17 @@ def test_off_policy_run_clips_and_learns(folder: Path) -> None:
         ),
         *("--num-engines", "2", "--eps-clip-low", "0.02", "--eps-clip-high", "0.02"),
         *(
-            "--eval-sets",
+            "--eval.sets",
             "a=tests.e2e.trivial:tasks,b=tests.e2e.trivial:tasks",
-            "--eval-tasks",
+            "--eval.tasks",
             "4",
         ),
         *(
-            "--eval-interval",
+            "--eval.interval",
             str(STEPS // 2),
-            "--eval-samples-per-task",
+            "--eval.samples-per-task",
             "2",
-            "--eval-modes",
+            "--eval.modes",
             "sampled",
         ),
     )

@@ -60,7 +60,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
             more = [
                 "--external-environments",
                 "--no-rollout-function-path",  # the environment is the agent: no function of ours runs
-                "--gateway-port",
+                "--gateway.port",
                 str(port),
                 "--num-steps",
                 "2",
@@ -71,15 +71,15 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outside]:
                 "2",
                 "--n-samples-per-prompt",
                 "2",
-                "--lease-timeout-s",
+                "--session.lease-timeout-s",
                 "10",
             ]
             more += [
-                "--otel-endpoint",
+                "--log.otel-endpoint",
                 collector.url,
-                "--log-format",
+                "--log.format",
                 "json",
-                "--log-level",
+                "--log.level",
                 "debug",
             ]
             printed = invrl(folder, "train", *flags(folder, "run"), *more)

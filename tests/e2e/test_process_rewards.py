@@ -19,7 +19,7 @@ def test_an_objective_learns_from_process_rewards_of_tokens(folder: Path) -> Non
     run = train(
         folder,
         "process-rewards",
-        *("--num-steps", "16", "--extra-columns", "process_reward:token"),
+        *("--num-steps", "16", "--session.extra-columns", "process_reward:token"),
         *("--rollout-function-path", "tests.e2e.process_rewards:rollout"),
         *("--objective", "tests.e2e.process_rewards:reinforced"),
         *("--curriculum", "thompson", "--curriculum.tasks", "8"),

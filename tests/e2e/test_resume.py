@@ -19,7 +19,7 @@ from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder
 
 EXACT = (
-    *("--seeded-sampling", "--rollout-concurrency", "1", "--rollout-workers", "1"),
+    *("--seeded-sampling", "--rollout-concurrency", "1", "--workers.count", "1"),
     *(
         "--sglang-max-running-requests",
         "1",
@@ -52,7 +52,7 @@ def killed(folder: Path, name: str) -> None:
         "train",
         *flags(folder, name),
         *EXACT,
-        "--async-checkpoints",
+        "--checkpoints.background",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     driver = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def test_the_steps_after_a_resume_are_those_of_an_uninterrupted_run(
 ) -> None:
     whole = train(folder, "whole", *EXACT)
     killed(folder, "resumed")
-    resumed = train(folder, "resumed", *EXACT, "--async-checkpoints")
+    resumed = train(folder, "resumed", *EXACT, "--checkpoints.background")
     incarnations = read_incarnations(RunFolder(path=resumed).store_path)
     assert [(incarnation.parent, incarnation.step) for incarnation in incarnations] == [
         (0, 0),

@@ -92,9 +92,9 @@ def test_new_project_trains_with_the_installed_wheel(
         "first",
         "--num-steps",
         "2",
-        "--eval-tasks",
+        "--eval.tasks",
         "2",
-        "--eval-samples-per-task",
+        "--eval.samples-per-task",
         "1",
     ]
     installed.invrl(project, "train", *flags, *short)

@@ -36,7 +36,7 @@ def settings_for(
     values = {
         "tool_call_parser": "none",
         "reasoning_parser": "none",
-        "gateway_port": free_port(),
+        "port": free_port(),
         "router_url": engine.url,
         "env_key": ENV_KEY,
         "model_path": str(model),

@@ -126,7 +126,7 @@ def evaluation(start: Start, tmp_path: Path, tiny_model: Path) -> Callable[[], C
             *("--model-path", str(tiny_model)),
             *("--rollout-function-path", "hung:rollout"),
             *("--task-file", str(tmp_path / "tasks.jsonl")),
-            *("--engine-dtype", "float32"),
+            *("--engine.dtype", "float32"),
             *("--rollout-timeout-s", "3000"),
         )
 
@@ -148,7 +148,7 @@ def test_killed_or_interrupted_serve_leaves_no_process(
     start: Start, tiny_model: Path, moment: str, kind: signal.Signals
 ) -> None:
     command = start(
-        "serve", "--model-path", str(tiny_model), "--engine-dtype", "float32"
+        "serve", "--model-path", str(tiny_model), "--engine.dtype", "float32"
     )
     command.read_until("starting 1 engine")
     if moment == "while it serves":

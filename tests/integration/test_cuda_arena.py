@@ -15,7 +15,7 @@ from benchmarks.weight_updates.changing_weights import ChangingWeights
 from benchmarks.weight_updates.loader_server import LoaderServer
 from benchmarks.weight_updates.weight_updates import UpdatedEngine, measure_idle
 from invrl.engines.weight_receiver import ArenaReceiver
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.multilinear import checksum_of_slice, checksums_of_wholes
 from invrl.weights.tensor_slice import TensorSlice
 
@@ -51,9 +51,7 @@ async def updated(
     try:
         server.wait_ready(deadline_s=300.0)
         async with server.client() as client:
-            receiver = ArenaReceiver(
-                "loader", client, WeightSyncConfig(weight_arena=mode)
-            )
+            receiver = ArenaReceiver("loader", client, ArenaWeights(arena_mode=mode))
             engine = UpdatedEngine(
                 weights,
                 receiver,

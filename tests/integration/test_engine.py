@@ -335,7 +335,7 @@ def test_death_of_a_process_ends_the_engines_start(
 ) -> None:
     """At once: SGLang's HTTP process, which lives on, took more than a minute to miss
     its detokenizer."""
-    config = EngineConfig(engine_dtype="float32", engine_start_timeout_s=86_400.0)
+    config = EngineConfig(dtype="float32", start_timeout_s=86_400.0)
     server = EngineServer(
         "engine-y",
         config,

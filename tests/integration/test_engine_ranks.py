@@ -29,10 +29,10 @@ async def test_two_engine_ranks_load_their_slices_and_one_wrong_bit_rolls_both_b
     """515 tokens, so that the vocabulary is padded."""
     model = make_tiny_model(tmp_path / "model", kv_heads=2, vocab_size=515)
     config = EngineConfig(
-        engine_dtype="float32",
-        engine_tp_size=2,
-        engine_start_timeout_s=500.0,
-        engine_health_interval_s=86_400.0,
+        dtype="float32",
+        tp_size=2,
+        start_timeout_s=500.0,
+        health_interval_s=86_400.0,
     )
     shared_memory = set(Path("/dev/shm").glob("sgl_shm_*"))
     fleet = Fleet(config, model, tmp_path, parent=engine_parent)

@@ -29,7 +29,7 @@ from invrl.host.process import family_of, still_running
 from invrl.interfaces import StagedWeights
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import Sampling, WeightVersion
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import DiskWeights
 from invrl.weights.transaction import WeightTransaction
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ class EngineCommand:
         arguments = [
             "--model-path",
             str(model),
-            "--engine-dtype",
+            "--engine.dtype",
             "float32",
             "--port",
             str(port),
@@ -155,15 +155,15 @@ async def test_external_engine_that_died_returns_with_the_newest_version(
     config = EngineConfig(
         num_engines=1,
         external_engines=(command.url,),
-        engine_dtype="float32",
-        engine_health_interval_s=0.5,
-        engine_start_timeout_s=500.0,
+        dtype="float32",
+        health_interval_s=0.5,
+        start_timeout_s=500.0,
     )
     fleet = Fleet(
         config,
         tiny_model,
         tmp_path / "run",
-        weight_sync=WeightSyncConfig(weight_transport="disk"),
+        weights=DiskWeights(),
         heartbeat_timeout_s=6.0,
         external_key=KEY,
         parent=engine_parent,

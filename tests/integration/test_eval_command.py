@@ -38,13 +38,13 @@ def test_eval_command_measures_two_sets_and_leaves_no_process(
         str(tmp_path),
         "--run-name",
         run.name,
-        "--eval-samples-per-task",
+        "--eval.samples-per-task",
         "4",
     ]
     flags += [
-        "--eval-sets",
+        "--eval.sets",
         f"words=tests.e2e.trivial:tasks,file={held_out}",
-        "--eval-tasks",
+        "--eval.tasks",
         "2",
     ]
     done = subprocess.run(

@@ -97,9 +97,9 @@ async def test_engine_of_each_family_computes_the_trainers_logprobs(
     assert trainer.each("staged", 0)[0] == folder_checksums(exported)
     expected = trainer.logprobs(PROMPTS)
     config = EngineConfig(
-        engine_dtype="float32",
-        engine_start_timeout_s=500.0,
-        engine_health_interval_s=86_400.0,
+        dtype="float32",
+        start_timeout_s=500.0,
+        health_interval_s=86_400.0,
     )
     has_experts = read_hf_config(model).experts is not None
     fleet = Fleet(

@@ -45,11 +45,11 @@ async def shared(
     )
     config = EngineConfig(
         num_engines=2,
-        engine_dtype="float32",
-        engine_max_total_tokens=4096,
-        engine_health_interval_s=0.5,
-        engine_start_timeout_s=500.0,
-        engine_max_restarts=10,
+        dtype="float32",
+        max_total_tokens=4096,
+        health_interval_s=0.5,
+        start_timeout_s=500.0,
+        max_restarts=10,
     )
     fleet = Fleet(
         config,

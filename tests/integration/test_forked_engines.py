@@ -14,7 +14,7 @@ from invrl.engines.engine_server import ENGINE_MODULE, EngineServer
 from invrl.errors import ServerError
 from invrl.host.fork_parent import ForkParent
 
-CONFIG = EngineConfig(engine_dtype="float32", engine_start_timeout_s=500.0)
+CONFIG = EngineConfig(dtype="float32", start_timeout_s=500.0)
 
 
 def test_forked_engines_have_their_own_keys_and_one_dies_alone(

@@ -45,7 +45,7 @@ def settings_for(
         "run_id": "test",
         "tool_call_parser": "none",
         "reasoning_parser": "none",
-        "gateway_port": free_port(),
+        "port": free_port(),
         "router_url": fleet.router.url,
         "router_api_key": fleet.router.api_key,
         "env_key": ENV_KEY,
@@ -336,7 +336,7 @@ async def test_full_gateway_answers_429_and_a_dead_fleet_503(
         tiny_model,
         tmp_path,
         router_url="http://127.0.0.1:9",
-        max_open_sessions=1,
+        session={"max_open": 1},
     )
     server = GatewayServer(settings, folder=tmp_path, log=tmp_path / "gateway.log")
     try:

@@ -44,7 +44,7 @@ async def test_live_sessions_survive_the_death_of_a_worker_and_of_the_supervisor
 ):
     limits = httpx.Limits(max_connections=None)
     async with FakeEngine(random_reply(tokens=14), token_delay_s=0.08) as engine:
-        settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
+        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
         async with (
             serving(settings, tmp_path) as server,
             httpx.AsyncClient(limits=limits, timeout=120) as http,
@@ -156,7 +156,7 @@ async def test_no_gateway_process_outlives_its_starter(
 ):
     async with FakeEngine(random_reply()) as engine:
         (tmp_path / "settings.json").write_text(
-            settings_for(engine, tiny_model, tmp_path, gateway_workers=2).to_json()
+            settings_for(engine, tiny_model, tmp_path, workers=2).to_json()
         )
         program = textwrap.dedent(f"""
             import json, pathlib, time

@@ -60,7 +60,7 @@ async def test_stopped_gateway_worker_is_replaced_and_its_sessions_continue(
     tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ):
     async with FakeEngine(random_reply(tokens=6)) as engine:
-        settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
+        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
         settings = settings.model_copy(update={"heartbeat_timeout_s": TIMEOUT_S})
         async with (
             serving(settings, tmp_path) as server,
@@ -103,7 +103,7 @@ async def test_stopped_gateway_supervisor_is_named_and_replaced(
 ):
     caplog.set_level(logging.WARNING)
     async with FakeEngine(random_reply(tokens=6)) as engine:
-        settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
+        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
         settings = settings.model_copy(update={"heartbeat_timeout_s": TIMEOUT_S})
         async with serving(settings, tmp_path) as server:
             await until(lambda: len(workers(server)) == 2)

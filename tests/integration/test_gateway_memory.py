@@ -50,7 +50,7 @@ async def test_forty_large_bodies_without_a_key_cost_the_gateway_no_memory(
     tiny_model: Path, tmp_path: Path, path: str
 ):
     async with FakeEngine(random_reply()) as engine:
-        settings = settings_for(engine, tiny_model, tmp_path, gateway_workers=2)
+        settings = settings_for(engine, tiny_model, tmp_path, workers=2)
         async with serving(settings, tmp_path) as server:
             await until(lambda: len(workers(server)) == 2)
             processes: list[psutil.Process] = workers(server)
@@ -61,7 +61,7 @@ async def test_forty_large_bodies_without_a_key_cost_the_gateway_no_memory(
             before = most = held()
             attack = asyncio.gather(
                 *(
-                    push_body(settings.gateway_port, path, "a-guess-of-a-key")
+                    push_body(settings.port, path, "a-guess-of-a-key")
                     for _ in range(CONNECTIONS)
                 )
             )

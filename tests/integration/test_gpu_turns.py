@@ -79,10 +79,10 @@ async def parts(
     model = make_tiny_model(tmp_path_factory.mktemp("qwen3"))
     config = EngineConfig(
         num_engines=2,
-        engine_dtype="float32",
-        engine_max_total_tokens=4096,
-        engine_health_interval_s=0.5,
-        engine_start_timeout_s=500.0,
+        dtype="float32",
+        max_total_tokens=4096,
+        health_interval_s=0.5,
+        start_timeout_s=500.0,
     )
     fleet = Fleet(
         config,

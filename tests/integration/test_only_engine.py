@@ -28,10 +28,10 @@ from invrl.weights.transaction import WeightTransaction
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     config = EngineConfig(
         num_engines=1,
-        engine_dtype="float32",
-        engine_max_total_tokens=4096,
-        engine_health_interval_s=0.5,
-        engine_start_timeout_s=500.0,
+        dtype="float32",
+        max_total_tokens=4096,
+        health_interval_s=0.5,
+        start_timeout_s=500.0,
     )
     fleet = Fleet(config, make_tiny_model(tmp_path / "model"), tmp_path / "run")
     await fleet.start()

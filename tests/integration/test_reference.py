@@ -13,7 +13,7 @@ from rank_pool import RankPool, Trainer
 from slow_cases import first_quick, named_quick
 from train_reference import Reference, random_batch, worst
 
-from invrl.algorithms.config import AlgorithmConfig, KlConfig
+from invrl.algorithms.config import AlgorithmConfig, KlConfig, ReferenceConfig
 from invrl.errors import TrainError
 from invrl.train.batches.micro_batch import rows_of
 from invrl.train.batches.packing import pack
@@ -163,7 +163,10 @@ def test_moving_reference_is_saved_and_loaded(
     """A moving average over two batches, and a coefficient on its way: a trainer that
     loads the checkpoint makes the same third step as the one that goes on."""
     algorithm = ALGORITHM.model_copy(
-        update={"reference_ema": 0.75, "kl": KlConfig(target=0.01, coefficient=0.3)}
+        update={
+            "reference": ReferenceConfig(ema=0.75),
+            "kl": KlConfig(target=0.01, coefficient=0.3),
+        }
     )
     layout = LAYOUTS.get(name, ParallelLayout())
     trainer = pool.build(policy, layout=layout, train=settings(), algorithm=algorithm)
@@ -196,7 +199,9 @@ def test_moving_reference_is_saved_and_loaded(
 def test_reference_is_reset_to_the_policy_after_the_set_number_of_batches(
     pool: RankPool, policy: Path, tmp_path: Path
 ) -> None:
-    algorithm = ALGORITHM.model_copy(update={"reference_reset_steps": 2})
+    algorithm = ALGORITHM.model_copy(
+        update={"reference": ReferenceConfig(reset_steps=2)}
+    )
     trainer = pool.build(policy, train=settings(), algorithm=algorithm)
     initial = trainer.weights()
     trainer.train(BATCHES[0])
@@ -305,11 +310,11 @@ def test_optimizer_is_reset_with_the_reference(pool: RankPool, policy: Path) -> 
     """The batch after a reset trains as the first batch of a new trainer does that has
     these weights."""
     algorithm = ALGORITHM.model_copy(
-        update={"reference_reset_steps": 1, "reference_reset_optimizer": True}
+        update={"reference": ReferenceConfig(reset_steps=1, reset_optimizer=True)}
     )
     weights: dict[bool, list[dict[str, np.ndarray]]] = {}
     for resets in (True, False):
-        update = {"reference_reset_optimizer": resets}
+        update = {"reference": ReferenceConfig(reset_steps=1, reset_optimizer=resets)}
         trainer = pool.build(
             policy, train=settings(), algorithm=algorithm.model_copy(update=update)
         )

@@ -23,7 +23,7 @@ from tiny_model import make_tiny_model
 
 from invrl.buffer.buffer_actor import BufferActor
 from invrl.buffer.buffer_handle import BufferHandle
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import BufferConfig, FailuresConfig
 from invrl.engines.sglang_client import EngineLimits, SglangClient
 from invrl.errors import PluginError
 from invrl.gateway.rendering.loading import load_renderer
@@ -91,7 +91,7 @@ async def stack(
     async with FakeEngine(random_reply()) as engine:
         settings = GatewaySettings.model_validate(
             {
-                "gateway_port": free_port(),
+                "port": free_port(),
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -114,9 +114,7 @@ async def stack(
             on_shutdown=client.close,
         )
         served = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": 600}
-        config = uvicorn.Config(
-            app, port=settings.gateway_port, log_level="warning", **served
-        )
+        config = uvicorn.Config(app, port=settings.port, log_level="warning", **served)
         server = PromptServer(config)
         serving = asyncio.create_task(server.serve())
         try:
@@ -169,7 +167,7 @@ async def rollouts(
             max_staleness=max_staleness,
             over_sampling_groups=4,
             group_filter="none",
-            failure_reward=(),
+            failures=FailuresConfig(reward=()),
         ),
         config,
         tasks_factory=tasks,
@@ -277,7 +275,7 @@ async def test_worker_that_exits_is_replaced_and_the_run_continues(
     stack: Stack,
 ) -> None:
     exits = tasks_that("exit")
-    async with rollouts(stack, exits, rollout_workers=2) as (handle, buffer):
+    async with rollouts(stack, exits, workers={"count": 2}) as (handle, buffer):
         await batches(stack, handle, buffer, range(1, 2))
         # The second place's last try is not made if the first place's has already cost
         # the group.
@@ -326,7 +324,7 @@ async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     stack: Stack, does: str, gigabytes: float, reason: FailureReason
 ) -> None:
     leaks = [Task(id="leaks", payload={"does": does, "bytes": gigabytes * 1e9})]
-    changes = {"rollout_worker_memory_gb": 1.0, "rollout_max_attempts": 1}
+    changes = {"workers": {"memory_gb": 1.0}, "rollout_max_attempts": 1}
     async with rollouts(stack, leaks, **changes) as (handle, buffer):
         await until_ended(stack, leaks, rollouts_each=GROUP)
         await batches(stack, handle, buffer, range(1, 3))
@@ -335,9 +333,9 @@ async def test_worker_over_its_memory_is_replaced_and_the_run_continues(
     assert {outcome.reason for outcome in ended} == {reason}
     if reason is FailureReason.MEMORY:
         assert {"the worker held 1." in outcome.detail for outcome in ended} == {True}
-        assert {
-            "rollout_worker_memory_gb is 1" in outcome.detail for outcome in ended
-        } == {True}
+        assert {"workers.memory_gb is 1" in outcome.detail for outcome in ended} == {
+            True
+        }
 
 
 async def test_rollout_that_cancels_all_tasks_of_its_worker_counts_as_one_death(
@@ -480,9 +478,7 @@ async def test_evaluation_runs_during_rollouts_and_does_not_touch_the_buffer(
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text('{"id": "e1", "does": "good"}\n{"id": "e2", "does": "raise"}\n')
     changes = {
-        "eval_task_file": str(held_out),
-        "eval_tasks": 2,
-        "eval_samples_per_task": 3,
+        "eval": {"task_file": str(held_out), "tasks": 2, "samples_per_task": 3},
     }
     async with rollouts(stack, [], **changes) as (handle, _):
         result = await handle.evaluate(0)

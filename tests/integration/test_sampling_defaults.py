@@ -35,9 +35,9 @@ async def test_sampling_preferences_of_the_server_do_not_change_training_request
     tiny_model: Path, engine_parent: ForkParent, tmp_path: Path
 ) -> None:
     config = EngineConfig(
-        engine_dtype="float32",
-        engine_start_timeout_s=900.0,
-        engine_health_interval_s=600.0,
+        dtype="float32",
+        start_timeout_s=900.0,
+        health_interval_s=600.0,
     )
     fleet = Fleet(config, tiny_model, tmp_path, parent=engine_parent)
     # As a command-line option it is refused; here it stands for whatever sets defaults

@@ -91,9 +91,7 @@ async def serve(
     sglang: Mapping[str, str] = ALONE,
     run_seed: int = 5,
 ) -> AsyncIterator[Served]:
-    config = EngineConfig(
-        engine_dtype="float32", engine_start_timeout_s=500.0, seeded_sampling=True
-    )
+    config = EngineConfig(dtype="float32", start_timeout_s=500.0, seeded_sampling=True)
     fleet = Fleet(config, model, folder, sglang=sglang, parent=parent)
     await fleet.start()
     try:

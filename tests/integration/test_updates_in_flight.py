@@ -32,7 +32,7 @@ from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangC
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.host.fork_parent import ForkParent
 from invrl.types import Sampling, VersionSpan
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 
 NUM_STREAMS = 8
 MOST_RUNNING = NUM_STREAMS + len(CANARY)
@@ -45,9 +45,9 @@ CHANGE = 0.02
 bound."""
 BOUND = 1e-3
 RETRACT, IN_PLACE, DRAIN = (
-    {"weight_update_inflight": mode} for mode in ("retract", "in_place", "drain")
+    {"inflight": mode} for mode in ("retract", "in_place", "drain")
 )
-SHORT_DRAIN = {**DRAIN, "weight_drain_timeout_s": 0.1}
+SHORT_DRAIN = {**DRAIN, "drain_timeout_s": 0.1}
 
 
 @dataclass
@@ -157,10 +157,8 @@ async def fleet_in_place(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Fleet]:
     """Its engine starts as this mode needs it."""
-    config = EngineConfig.model_validate(
-        {"engine_dtype": "float32", "engine_start_timeout_s": 500.0}
-    )
-    settings = WeightSyncConfig.model_validate(IN_PLACE)
+    config = EngineConfig.model_validate({"dtype": "float32", "start_timeout_s": 500.0})
+    settings = ArenaWeights.model_validate(IN_PLACE)
     folder = tmp_path_factory.mktemp("in_place")
     most_running = {"max-running-requests": str(MOST_RUNNING)}
     fleet = Fleet(
@@ -168,7 +166,7 @@ async def fleet_in_place(
         tiny_model,
         folder,
         sglang=most_running,
-        weight_sync=settings,
+        weights=settings,
         parent=engine_parent,
     )
     try:
@@ -190,7 +188,7 @@ async def updates(
     fleet = fleet_in_place if request.param is IN_PLACE else tiny_fleet
     engine = fleet.engines["engine-0"]
     receiver = ArenaReceiver(
-        "engine-0", engine.client, WeightSyncConfig.model_validate(request.param)
+        "engine-0", engine.client, ArenaWeights.model_validate(request.param)
     )
     router = SglangClient(
         fleet.router.url,

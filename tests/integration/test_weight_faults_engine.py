@@ -112,9 +112,7 @@ async def test_update_continues_when_a_real_engine_dies_or_hangs(
     senders: dict[Transport, FaultySender],
     tmp_path: Path,
 ) -> None:
-    config = EngineConfig.model_validate(
-        {"engine_dtype": "float32", "engine_start_timeout_s": 500.0}
-    )
+    config = EngineConfig.model_validate({"dtype": "float32", "start_timeout_s": 500.0})
     async with AsyncExitStack() as stack:
         server = EngineServer(
             "doomed",

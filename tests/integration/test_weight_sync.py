@@ -34,7 +34,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.types import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.broadcast_loads import BroadcastLoads
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights, DeltaWeights
 from invrl.weights.delta_folder import DELTA_NAME, DeltaHandle
 from invrl.weights.file_server import WeightFileServer
 from invrl.weights.transaction import WeightTransaction
@@ -77,7 +77,7 @@ async def test_buckets_carry_the_trainers_bytes(
 ) -> None:
     sender = TorchSender(tiny_model, transport="bucket")
     bucket = BucketReceiver(
-        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
     )
     update = Update(sender, [bucket])
     for seed in range(3):
@@ -93,7 +93,7 @@ async def test_folders_carry_the_trainers_bytes_and_damaged_folders_are_refused(
     """Each fault leaves the engine with the old version, which it serves."""
     sender = TorchSender(tiny_model, weight_folder=tmp_path / "weights")
     receiver = FolderReceiver(
-        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
     )
     update = Update(sender, [receiver])
     for seed in range(3):
@@ -139,7 +139,7 @@ async def test_broadcast_carries_the_trainers_bytes_and_a_wrong_byte_is_found(
     """With a failure the engine goes back to the old version, by another broadcast."""
     sender = TorchSender(tiny_model, transport="collective")
     receiver = BroadcastReceiver(
-        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
     )
     update = Update(sender, [receiver], BroadcastLoads(sender, timeout_s=10.0).load)
     for seed in range(3):
@@ -164,7 +164,7 @@ async def test_engine_applies_deltas_and_loads_whole_weights_if_its_base_differs
         tiny_model, transport="delta", weight_folder=tmp_path / "weights"
     )
     follower = DeltaReceiver(
-        "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+        "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
     )
     update = Update(sender, [follower])
     sizes: list[int] = []
@@ -210,7 +210,7 @@ async def test_engine_fetches_deltas_from_the_trainer(
     serves."""
     folder = tmp_path / "weights"
     sender = TorchSender(tiny_model, transport="delta", weight_folder=folder)
-    settings = WeightSyncConfig(weight_host="127.0.0.1", weight_sync_timeout_s=60.0)
+    settings = DeltaWeights(host="127.0.0.1", timeout_s=60.0)
     follower = DeltaReceiver(
         "engine-0", tiny_fleet.engines["engine-0"].client, settings
     )
@@ -265,18 +265,13 @@ async def test_engine_fetches_deltas_from_a_trainer_rank(
     tmp_path: Path,
     layout: ParallelLayout,
 ) -> None:
+    settings = DeltaWeights(full_every=4, host="127.0.0.1")
     trainer = pool.build(
         tiny_model,
         layout=layout,
         train=TrainConfig(train_dtype="float32", lr=1e-5),
-        weights={
-            "transport": "delta",
-            "weight_folder": str(tmp_path / "weights"),
-            "weight_full_every": 4,
-            "weight_host": "127.0.0.1",
-        },
+        weights={"weights": settings, "weight_folder": str(tmp_path / "weights")},
     )
-    settings = WeightSyncConfig(weight_transport="delta", weight_host="127.0.0.1")
     follower = DeltaReceiver(
         "engine-0", tiny_fleet.engines["engine-0"].client, settings
     )
@@ -301,7 +296,7 @@ async def test_engine_that_aliases_the_arena_serves_the_staged_weights(
 ) -> None:
     """Also after a failed update: it goes back to the slot before."""
     sender = TorchSender(tiny_model)
-    settings = WeightSyncConfig(weight_arena="alias")
+    settings = ArenaWeights(arena_mode="alias")
     aliasing = ArenaReceiver(
         "engine-0", tiny_fleet.engines["engine-0"].client, settings
     )
@@ -469,7 +464,7 @@ class TestMutationsTrip:
         self, update: Update, tiny_fleet: Fleet
     ) -> None:
         skipping = Skipping(
-            "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+            "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
         )
         other = Update(update.sender, [skipping])
         update.sender.train(3)
@@ -485,7 +480,7 @@ class TestMutationsTrip:
     ) -> None:
         sender = TorchSender(tiny_model, transport="bucket")
         dropping = Dropping(
-            "engine-0", tiny_fleet.engines["engine-0"].client, WeightSyncConfig()
+            "engine-0", tiny_fleet.engines["engine-0"].client, ArenaWeights()
         )
         dropping.drop = False
         update = Update(sender, [dropping])

@@ -53,7 +53,11 @@ async def workers(
         try:
             for number in range(2):
                 await two_workers.start(
-                    number, model, renderer, max_body_bytes=20_000, max_open_sessions=6
+                    number,
+                    model,
+                    renderer,
+                    max_body_bytes=20_000,
+                    session={"max_open": 6},
                 )
             yield two_workers
         finally:

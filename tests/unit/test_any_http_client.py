@@ -123,7 +123,7 @@ async def test_a_page_in_a_browser_may_call_if_its_origin_is_named(
         "access-control-request-headers": "authorization",
     }
     async with running(
-        tmp_path, model, renderer, gateway_cors_origins=["https://page.example"]
+        tmp_path, model, renderer, cors_origins=["https://page.example"]
     ) as served:
         [session] = await served.open()
         url = session.base_url + "/chat/completions"

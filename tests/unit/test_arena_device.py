@@ -38,11 +38,11 @@ def configured(model: Path, *flags: str) -> Config:
         ([], 1, True),
         ([], 0, False),
         ([], 2, False),
-        (["--weight-arena-device", "cpu"], 1, False),
-        (["--weight-arena-device", "cuda"], 2, True),
-        (["--weight-arena", "alias"], 1, False),
-        (["--weight-transport", "bucket"], 1, False),
-        (["--engine-tp-size", "2"], 1, True),
+        (["--weights.arena-device", "cpu"], 1, False),
+        (["--weights.arena-device", "cuda"], 2, True),
+        (["--weights.arena-mode", "alias"], 1, False),
+        (["--weights.transport", "bucket"], 1, False),
+        (["--engine.tp-size", "2"], 1, True),
     ],
 )
 def test_arena_is_on_the_gpu_shared_by_trainer_and_engine_unless_set_otherwise(
@@ -57,7 +57,7 @@ def test_arena_is_on_the_gpu_shared_by_trainer_and_engine_unless_set_otherwise(
 def test_arena_on_a_gpu_takes_at_most_an_eighth_of_its_memory(model: Path) -> None:
     size = ModelSize.of(model, read_hf_config(model)).total
     for dtype, item in (("bfloat16", 2), ("float32", 4)):
-        config = configured(model, "--engine-dtype", dtype)
+        config = configured(model, "--engine.dtype", dtype)
         room = 8 * 2 * item * size
         assert arena_on_gpu(config, gpus=1, gpu_bytes=room)
         assert not arena_on_gpu(config, gpus=1, gpu_bytes=room - 1)

@@ -448,7 +448,7 @@ def text(content: str) -> Edit:
     return lambda path: path.write_text(content)
 
 
-@pytest.mark.parametrize("flag", ["--task-file", "--eval-task-file"])
+@pytest.mark.parametrize("flag", ["--task-file", "--eval.task-file"])
 @pytest.mark.parametrize(
     ("name", "write", "reason", "fix"),
     [
@@ -490,9 +490,9 @@ def test_unusable_task_file_is_refused_with_reason_and_fix(
     bad = tmp_path / name
     good.write_text('{"answer": 1}\n')
     write(bad)
-    files = {"--task-file": str(good), "--eval-task-file": str(good)} | {flag: str(bad)}
+    files = {"--task-file": str(good), "--eval.task-file": str(good)} | {flag: str(bad)}
     block = refused(
-        *("--task-label-key", "answer", "--eval-tasks", "1"),
+        *("--task-label-key", "answer", "--eval.tasks", "1"),
         tasks=tuple(part for pair in files.items() for part in pair),
     )
     assert block["where"] == flag[2:].replace("-", "_")
@@ -504,61 +504,61 @@ def test_unusable_task_file_is_refused_with_reason_and_fix(
 def test_taken_gateway_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        block = refused("--gateway-port", str(port))
-    assert block["where"] == "gateway.gateway_port"
+        block = refused("--gateway.port", str(port))
+    assert block["where"] == "gateway.port"
     assert block["value"] == str(port)
     assert "in use" in block["reason"]
-    assert "0 for a free one" in block["fix"]
+    assert "or leave it out" in block["fix"]
 
 
 def test_taken_metrics_port_is_refused(refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        block = refused("--metrics-port", str(port))
-    assert block["where"] == "run.metrics_port"
+        block = refused("--metrics.port", str(port))
+    assert block["where"] == "metrics.port"
     assert block["value"] == str(port)
     assert f"the metrics cannot listen on 127.0.0.1:{port}" in block["reason"]
     assert "in use" in block["reason"]
-    assert "--metrics-port, or 0 for none" in block["fix"]
+    assert "--metrics.port, or leave it out" in block["fix"]
 
 
 @pytest.mark.parametrize(
     ("flags", "where", "reason", "fix"),
     [
         (
-            ["--metrics-port", "65536"],
-            "run.metrics_port",
+            ["--metrics.port", "65536"],
+            "metrics.port",
             "less than or equal to 65535",
-            "set metrics_port: port",
+            "set metrics.port: port",
         ),
         (
-            ["--metrics-port", "-1"],
-            "run.metrics_port",
+            ["--metrics.port", "-1"],
+            "metrics.port",
             "greater than or equal to 1",
-            "set metrics_port: port",
+            "set metrics.port: port",
         ),
         (
-            ["--metrics-port", "http"],
-            "run.metrics_port",
+            ["--metrics.port", "http"],
+            "metrics.port",
             "integer",
-            "set metrics_port: port",
+            "set metrics.port: port",
         ),
         (
-            ["--metrics-port", "9464", "--gateway-port", "9464"],
-            "run.metrics_port",
+            ["--metrics.port", "9464", "--gateway.port", "9464"],
+            "metrics.port",
             "it is the gateway's port",
-            "another --metrics-port",
+            "another --metrics.port",
         ),
         (
             [
-                "--metrics-port",
+                "--metrics.port",
                 "9464",
-                "--metrics-host",
+                "--metrics.host",
                 "192.0.2.1",
             ],  # of documentation, not of a machine
-            "run.metrics_host",
+            "metrics.host",
             "cannot listen on 192.0.2.1:9464",
-            "--metrics-host (127.0.0.1, or 0.0.0.0 for all)",
+            "--metrics.host (127.0.0.1, or 0.0.0.0 for all)",
         ),
     ],
 )
@@ -624,7 +624,7 @@ def test_unusable_metrics_address_is_refused(
             "--teacher.model-path",
         ),
         (
-            [*TAUGHT, "--constrained", "masked"],
+            [*TAUGHT, "--gateway.constrained", "masked"],
             "gateway.constrained",
             "whole vocabulary",
             "leave it out",
@@ -739,83 +739,83 @@ def test_unusable_metrics_address_is_refused(
             "--max-row-tokens",
         ),
         (
-            ["--gateway-host", "192.0.2.1"],
-            "gateway.gateway_host",
+            ["--gateway.host", "192.0.2.1"],
+            "gateway.host",
             "cannot listen",
             "of this machine",
         ),
         (
-            ["--weight-transport", "disk", "--weight-folder", "/nowhere"],
-            "weight_sync.weight_folder",
+            ["--weights.transport", "disk", "--weights.folder", "/nowhere"],
+            "weights.folder",
             "not a folder that can be written",
-            "leave --weight-folder out",
+            "leave --weights.folder out",
         ),
         (
-            ["--weight-transport", "delta", "--weight-host", "192.0.2.1"],
-            "weight_sync.weight_host",
+            ["--weights.transport", "delta", "--weights.host", "192.0.2.1"],
+            "weights.host",
             "annot assign requested address",
             "an address of this machine",
         ),
         (
-            ["--weight-transport", "delta", "--weight-host", "0.0.0.0"],
-            "weight_sync.weight_host",
+            ["--weights.transport", "delta", "--weights.host", "0.0.0.0"],
+            "weights.host",
             "every address of this machine",
             "an address of this machine",
         ),
         # contradictions
         (
-            ["--weight-host", "127.0.0.1"],
-            "weight_sync.weight_host",
-            "'arena' uses no network",
-            "add --weight-transport delta",
+            ["--weights.host", "127.0.0.1"],
+            "weights.host",
+            "'arena' has no such setting",
+            "add --weights.transport collective or disk or delta",
         ),
         (
-            ["--weight-folder", "/tmp"],
-            "weight_sync.weight_folder",
-            "'arena' writes no files",
-            "add --weight-transport disk",
+            ["--weights.folder", "/tmp"],
+            "weights.folder",
+            "'arena' has no such setting",
+            "add --weights.transport disk",
         ),
         (
-            ["--weight-arena-device", "cuda", "--weight-transport", "disk"],
-            "weight_sync.weight_arena_device",
-            "there is no arena",
-            "leave --weight-transport",
+            ["--weights.arena-device", "cuda", "--weights.transport", "disk"],
+            "weights.arena_device",
+            "'disk' has no such setting",
+            "add --weights.transport arena",
         ),
         (
-            ["--weight-arena-device", "cuda", "--tensor-model-parallel-size", "2"],
-            "weight_sync.weight_arena_device",
+            ["--weights.arena-device", "cuda", "--tensor-model-parallel-size", "2"],
+            "weights.arena_device",
             "sees its own GPU alone",
             "do not divide the model",
         ),
         (
-            ["--weight-arena-device", "cuda", "--weight-arena", "alias"],
-            "weight_sync.weight_arena",
+            ["--weights.arena-device", "cuda", "--weights.arena-mode", "alias"],
+            "weights.arena_mode",
             "CUDA graphs",
             "leave it out",
         ),
         (
-            ["--engine-tp-size", "2", "--weight-transport", "disk"],
-            "weight_sync.weight_transport",
+            ["--engine.tp-size", "2", "--weights.transport", "disk"],
+            "weights.transport",
             "slices of the weights from the arena",
-            "--engine-tp-size",
+            "--engine.tp-size",
         ),
         (
-            ["--engine-tp-size", "2", "--weight-arena", "alias"],
-            "weight_sync.weight_arena",
+            ["--engine.tp-size", "2", "--weights.arena-mode", "alias"],
+            "weights.arena_mode",
             "and copy them",
-            "--engine-tp-size",
+            "--engine.tp-size",
         ),
         (
-            ["--weight-drain-timeout-s", "9"],
-            "weight_sync.weight_drain_timeout_s",
+            ["--weights.drain-timeout-s", "9"],
+            "weights.drain_timeout_s",
             "nothing drains",
-            "add --weight-update-inflight drain",
+            "add --weights.inflight drain",
         ),
         (
-            ["--session-ttl-s", "9"],
-            "gateway.session_ttl_s",
+            ["--session.ttl-s", "9"],
+            "session.ttl_s",
             "rollout_timeout_s = 300",
-            "--session-ttl-s",
+            "--session.ttl-s",
         ),
         (
             ["--batch-timeout-s", "9"],
@@ -824,41 +824,41 @@ def test_unusable_metrics_address_is_refused(
             "--rollout-timeout-s",
         ),
         (
-            ["--late-reward", "accept"],
-            "gateway.late_reward",
-            "no reward_deadline_s is given",
-            "--reward-deadline-s",
+            ["--late.expired", "accept"],
+            "late.deadline_s",
+            "Field required",
+            "give late.deadline_s",
         ),
         (
-            ["--reward-deadline-s", "7201"],
-            "gateway.reward_deadline_s",
+            ["--late.deadline-s", "7201"],
+            "late.deadline_s",
             "7200 s",
             "--batch-timeout-s",
         ),
         (
-            ["--external-environments", "--session-ttl-s", "7140"],
-            "gateway.session_ttl_s",
-            "lease_timeout_s + session_ttl_s = 7200 s",
+            ["--external-environments", "--session.ttl-s", "7140"],
+            "session.ttl_s",
+            "session.lease_timeout_s + session.ttl_s = 7200 s",
             "raise --batch-timeout-s",
         ),
         (
             [
                 "--external-environments",
-                "--late-reward",
+                "--late.expired",
                 "accept",
-                "--reward-deadline-s",
+                "--late.deadline-s",
                 "3600",
             ],
-            "gateway.session_ttl_s",
-            "session_ttl_s + reward_deadline_s = 7260 s",
+            "session.ttl_s",
+            "session.ttl_s + late.deadline_s = 7260 s",
             "raise --batch-timeout-s",
         ),
         (["--task-file", "x"], "task_source_path", "both", "give one of"),
         (
-            ["--eval-interval", "3"],
-            "rollout.eval_interval",
+            ["--eval.interval", "3"],
+            "eval.interval",
             "no held-out tasks",
-            "--eval-tasks",
+            "--eval.tasks",
         ),
         (
             ["--megatron-recompute-granularity", "full"],
@@ -926,7 +926,7 @@ def test_run_folder_of_a_live_run_is_refused(
     place = ["--run-root", str(tmp_path / "runs"), "--run-name", "live"]
     flags = ["--model-path", str(good_model), *place]
     if command != "serve":
-        flags += [*AGENT, *SOURCE, "--eval-tasks", "2"]
+        flags += [*AGENT, *SOURCE, "--eval.tasks", "2"]
     config = resolve(
         *parse_flags(flags, command=command), settings_of(command).source()
     )

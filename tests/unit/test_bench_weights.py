@@ -51,7 +51,7 @@ from invrl.engines.update_routes import PAUSE_PATH
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ServerError
 from invrl.interfaces import WeightLayout
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.in_engine import plan
 from invrl.weights.tensor_spec import spec_of
 
@@ -273,9 +273,7 @@ async def updated() -> AsyncIterator[tuple[UpdatedEngine, SglangClient, StandIn]
         async with SglangClient(
             url, limits=limits, api_key="key", admin_key="key"
         ) as client:
-            receiver = ArenaReceiver(
-                "stand-in", client, WeightSyncConfig(weight_sync_timeout_s=60.0)
-            )
+            receiver = ArenaReceiver("stand-in", client, ArenaWeights(timeout_s=60.0))
             engine = UpdatedEngine(
                 sender, receiver, canary_prompts=(), dtype="float32", deadline_s=60.0
             )
@@ -375,7 +373,7 @@ async def test_failure_of_one_weight_measurement_keeps_the_others(
         ([], "--model-path"),
         (["--model-path", "MODEL", "--updates", "0"], "weights updates"),
         (
-            ["--model-path", "MODEL", "--engine-dtype", "float16"],
+            ["--model-path", "MODEL", "--engine.dtype", "float16"],
             "weights engine_dtype",
         ),
         (["--model-path", "MODEL", "--no-engin"], "did you mean --no-engine"),

@@ -27,7 +27,7 @@ from invrl.run.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
-TRAIN_ONLY = {"train", "algorithm", "buffer", "weight_sync"}
+TRAIN_ONLY = {"train", "algorithm", "buffer", "weights"}
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
             "it means nothing to `invrl serve`",
         ),
         (
-            ["serve", "--model-path", "/no/such", "--no-train-auxiliary-roots"],
+            ["serve", "--model-path", "/no/such", "--no-session.train-auxiliary-roots"],
             "it means nothing",
         ),
         (
@@ -197,7 +197,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         ),
         (
             ["eval", "--model-path", "/no/such", "--eval-taks", "4"],
-            "did you mean --eval-tasks?",
+            "did you mean --eval.tasks?",
         ),
         (["report"], "it is missing"),
         (["report", "/no/such"], "not a run folder"),
@@ -282,7 +282,7 @@ def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
     assert settings_of("serve").uses("rollout", "temperature")
     assert not settings_of("serve").uses("rollout", "rollout_function_path")
     assert settings_of("eval").uses("rollout", "rollout_function_path")
-    assert settings_of("eval").uses("rollout", "eval_samples_per_task")
+    assert settings_of("eval").uses("eval", "samples_per_task")
     assert all(
         settings_of("train").uses(leaf.table, leaf.key) for leaf in flags.SETTING_FLAGS
     )
@@ -291,8 +291,8 @@ def test_serve_and_eval_show_only_the_settings_that_they_use() -> None:
 @pytest.mark.parametrize(
     ("command", "limits"),
     [
-        ("serve", ["--max-open-sessions", "1", "--session-ttl-s", "1"]),
-        ("eval", ["--rollout-timeout-s", "100000", "--session-ttl-s", "100000"]),
+        ("serve", ["--session.max-open", "1", "--session.ttl-s", "1"]),
+        ("eval", ["--rollout-timeout-s", "100000", "--session.ttl-s", "100000"]),
     ],
 )
 def test_settings_of_other_commands_do_not_contradict_a_limit(
@@ -379,6 +379,6 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     assert cli.main(flags) == 0
     assert seen[0].model.folder == (checkpoint / "hugging_face")
     assert seen[0].rollout.task_file is None
-    assert seen[0].rollout.eval_task_file == str(tasks)
-    assert cli.main([*flags, "--eval-tasks", "2"]) == 2
+    assert seen[0].rollout.eval.task_file == str(tasks)
+    assert cli.main([*flags, "--eval.tasks", "2"]) == 2
     assert "has 1 tasks" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from invrl.cli.flag_help import flag_help
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.engines.sglang_client import EngineLimits
 from invrl.errors import ConfigError, PluginError
-from invrl.gateway.config import GatewayConfig
+from invrl.gateway.config import GatewayConfig, LateConfig
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.rollout.tasks import held_out_only
 from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, resolve
@@ -132,7 +132,7 @@ def test_quickstart_preset_has_the_measured_settings() -> None:
     assert train.clip_grad == 1.0
     assert config.algorithm.kl is None
     assert config.algorithm.num_minibatches == 1
-    assert rollout.eval_tasks >= 100
+    assert rollout.eval.tasks >= 100
     make_checks(config, USER_CODE)
 
 
@@ -168,13 +168,13 @@ def test_a_preset_named_by_a_flag_replaces_the_one_in_the_file(tmp_path: Path) -
 def test_flags_win_over_toml_over_defaults(tmp_path: Path) -> None:
     file = write(
         tmp_path / "c.toml",
-        "[train]\nlr = 0.5\nclip_grad = 2.0\n[run]\ntensorboard = false\n",
+        "[train]\nlr = 0.5\nclip_grad = 2.0\n[metrics]\ntensorboard = false\n",
     )
-    config = from_flags("--lr=0.25", "--config", str(file), "--tensorboard")
+    config = from_flags("--lr=0.25", "--config", str(file), "--metrics.tensorboard")
     assert config.train.lr == 0.25
     assert config.train.clip_grad == 2.0
     assert config.train.adam_beta1 == 0.9
-    assert config.run.tensorboard
+    assert config.run.metrics.tensorboard
 
 
 def test_resolved_toml_is_read_back_unchanged(tmp_path: Path) -> None:
@@ -235,13 +235,13 @@ def test_configuration_is_frozen() -> None:
             ["--epochs", "3"],
             "command line",
             "no such flag",
-            "did you mean --num-steps or --data-epochs?",
+            "did you mean --num-steps or --data.epochs?",
         ),
         (
             ["--epochs", "3", "--data-path", "d"],
             "command line",
             "no such flag",
-            "mean --data-epochs?",
+            "mean --data.epochs?",
         ),
         (
             ["--max-tokens", "64"],
@@ -277,17 +277,27 @@ def test_configuration_is_frozen() -> None:
             ["--ttl-of-a-session", "9"],
             "command line",
             "no such flag",
-            "--session-ttl-s",
+            "--session.ttl-s",
         ),
         (["--xyzzy", "9"], "command line", "no such flag", "see --help"),
-        (["--no-tensorbord"], "command line", "no such flag", "--no-tensorboard"),
+        (
+            ["--no-tensorbord"],
+            "command line",
+            "no such flag",
+            "--no-metrics.tensorboard",
+        ),
         (["--no-lr"], "command line", "no such flag", ""),
         (["--kl-coef", "1"], "command line", "no such flag", "write --kl.coefficient"),
         (["--critic-lr", "1"], "command line", "no such flag", "write --critic.lr"),
         (["stray"], "command line", "no flag takes this", ""),
         (["--lr"], "--lr", "missing", "--lr VALUE"),
         (["--lr", "--seed", "1"], "--lr", "missing", "--lr VALUE"),
-        (["--tensorboard=yes"], "--tensorboard", "takes no value", "--no-name"),
+        (
+            ["--metrics.tensorboard=yes"],
+            "--metrics.tensorboard",
+            "takes no value",
+            "--no-name",
+        ),
         (["--lr", "fast"], "train.lr", "command line", "learning rate"),
         (["--lr", "nan"], "train.lr", "greater than 0", "learning rate"),
         (
@@ -397,7 +407,7 @@ def test_configuration_is_frozen() -> None:
             ["--discount", "0.9"],
             "algorithm.discount",
             "added up",
-            "--turn-reward-use add",
+            "--turn-rewards.use add",
         ),
         (
             ["--reward-columns", "progress"],
@@ -417,12 +427,12 @@ def test_configuration_is_frozen() -> None:
                 "gae",
                 "--reward-columns",
                 "progress",
-                "--extra-columns",
+                "--session.extra-columns",
                 "progress:rollout",
             ],
             "algorithm.reward_columns",
             "of tokens or turns",
-            "--extra-columns progress:token",
+            "--session.extra-columns progress:token",
         ),
         (
             ["--overlong.length", "99"],
@@ -437,35 +447,35 @@ def test_configuration_is_frozen() -> None:
             "2 or more",
         ),
         (
-            ["--eval-interval", "5"],
-            "rollout.eval_interval",
+            ["--eval.interval", "5"],
+            "eval.interval",
             "no held-out",
-            "--eval-tasks",
+            "--eval.tasks",
         ),
         (
-            ["--eval-sets", "a=m:f", "--eval-task-file", "x.jsonl"],
-            "rollout.eval_task_file",
+            ["--eval.sets", "a=m:f", "--eval.task-file", "x.jsonl"],
+            "eval.task_file",
             "would be ignored",
             "NAME=x.jsonl",
         ),
         (
-            ["--eval-samples-per-task", "64"],
-            "rollout.eval_samples_per_task",
+            ["--eval.samples-per-task", "64"],
+            "eval.samples_per_task",
             "32 rollouts may",
             "--rollout-concurrency",
         ),
         (
-            ["--eval-modes", "sampled,beam"],
-            "rollout.eval_modes",
+            ["--eval.modes", "sampled,beam"],
+            "eval.modes",
             "'greedy'",
-            "eval_modes",
+            "eval.modes",
         ),
-        (["--eval-modes="], "rollout.eval_modes", "at least 1", "eval_modes"),
+        (["--eval.modes="], "eval.modes", "at least 1", "eval.modes"),
         (
-            ["--max-new-tokens", "900", "--engine-max-total-tokens", "900"],
+            ["--max-new-tokens", "900", "--engine.max-total-tokens", "900"],
             "rollout.max_new_tokens",
             "KV cache",
-            "--engine-max",
+            "--engine.max",
         ),
         (["--colocate", "--debug-rollout-only"], "run.colocate", "not both", "leave"),
         (
@@ -479,7 +489,7 @@ def test_configuration_is_frozen() -> None:
                 "--colocate",
                 "--external-engines",
                 "http://10.0.0.5:30000",
-                "--weight-transport",
+                "--weights.transport",
                 "disk",
             ],
             "engine.external_engines",
@@ -493,36 +503,36 @@ def test_configuration_is_frozen() -> None:
             "--colocate",
         ),
         (
-            ["--colocate", "--weight-update", "rolling"],
-            "weight_sync.weight_update",
+            ["--colocate", "--weights.update", "rolling"],
+            "weights.update",
             "all engines",
             "leave",
         ),
         (
-            ["--colocate", "--weight-update-inflight", "in_place"],
-            "weight_sync.weight_update_inflight",
+            ["--colocate", "--weights.inflight", "in_place"],
+            "weights.inflight",
             "cannot keep",
             "retract or drain",
         ),
         (
-            ["--colocate", "--constrained", "masked"],
+            ["--colocate", "--gateway.constrained", "masked"],
             "gateway.constrained",
             "grammar",
-            "--constrained free",
+            "--gateway.constrained free",
         ),
         (
             ["--rollout-concurrency", "2000"],
             "rollout.rollout_concurrency",
             "admits 1024",
-            "--max-open",
+            "--session.max-open",
         ),
         (
-            ["--rollout-workers", "64"],
-            "rollout.rollout_workers",
+            ["--workers.count", "64"],
+            "workers.count",
             "at a time",
             "--rollout-conc",
         ),
-        (["--gateway-port", "70000"], "gateway.gateway_port", "65535", "free"),
+        (["--gateway.port", "70000"], "gateway.port", "65535", "free"),
         (
             ["--seeded-sampling", "--sglang-attention-backend", "flex_attention"],
             "sglang.attention_backend",
@@ -536,20 +546,25 @@ def test_configuration_is_frozen() -> None:
             "--no-seeded-sampling",
         ),
         (
-            ["--constrained", "masked", "--sglang-grammar-backend", "llguidance"],
+            [
+                "--gateway.constrained",
+                "masked",
+                "--sglang-grammar-backend",
+                "llguidance",
+            ],
             "sglang.grammar_backend",
             "masked",
-            "--constrained free",
+            "--gateway.constrained free",
         ),
         (
             [
-                "--constrained",
+                "--gateway.constrained",
                 "masked",
                 "--sglang-constrained-json-disable-any-whitespace",
             ],
             "sglang.constrained_json_disable_any_whitespace",
             "masked",
-            "--constrained free",
+            "--gateway.constrained free",
         ),
         (
             ["--sglang-api-key", "s3cret"],
@@ -641,10 +656,10 @@ def test_a_run_without_a_rollout_function_is_refused_where_rollouts_are_run_here
         ConfigError, match="are always run by our own workers"
     ) as caught:
         make_checks(
-            from_flags("--external-environments", "--eval-tasks", "4"),
+            from_flags("--external-environments", "--eval.tasks", "4"),
             ("rollout function",),
         )
-    assert "--no-eval-tasks" in caught.value.fix
+    assert "--no-eval.tasks" in caught.value.fix
     assert held_out_only(
         from_flags("--external-environments", "--task-file", "t").rollout
     ).runs_rollouts
@@ -671,7 +686,8 @@ def test_passed_through_options_are_checked_against_their_package(
 
 def test_a_field_of_ours_wins_over_a_package_prefix() -> None:
     assert (
-        from_flags("--router-start-timeout-s", "7").engine.router_start_timeout_s == 7
+        from_flags("--engine.router-start-timeout-s", "7").engine.router_start_timeout_s
+        == 7
     )
 
 
@@ -719,8 +735,8 @@ def test_seeded_sampling_needs_its_attention_backends() -> None:
 
 
 DETERMINISTIC = (
-    "--deterministic --seeded-sampling --engine-dtype float32 --max-staleness 0 --rollout-concurrency 1 "
-    "--rollout-workers 1 --sglang-max-running-requests 1 --sglang-disable-radix-cache"
+    "--deterministic --seeded-sampling --engine.dtype float32 --max-staleness 0 --rollout-concurrency 1 "
+    "--workers.count 1 --sglang-max-running-requests 1 --sglang-disable-radix-cache"
 ).split()
 
 
@@ -739,7 +755,7 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
         "--max-staleness 0",
         "--num-engines 1",
         "--rollout-concurrency 1",
-        "--engine-dtype float32",
+        "--engine.dtype float32",
     ):
         assert flag in error.value.fix
     assert "--seeded-sampling" not in error.value.fix
@@ -753,8 +769,9 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     # slow to import, and only needed here
     from invrl.run.cluster import _gateway_settings
 
-    flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
-    flags += "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
+    flags = "--gateway.workers 3 --session.max-turns 7 --late.deadline-s 5 --late.expired accept".split()
+    flags += "--no-session.train-auxiliary-roots --gateway.match-level exact".split()
+    flags += "--no-keep-thinking --tool-call-parser none".split()
     config = from_flags("--model-path", str(tmp_path), *flags)
     limits = EngineLimits(vocab_size=512, context_length=64)
     fleet = SimpleNamespace(
@@ -772,14 +789,12 @@ def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
         )
 
     settings = gateway_settings(None)
-    assert settings.gateway_workers == 3
-    assert settings.session_max_turns == 7
-    assert settings.late_reward == "accept"
-    taken = {name: getattr(settings, name) for name in GatewayConfig.model_fields}
-    assert taken == config.gateway.model_dump() | {
-        "gateway_port": settings.gateway_port
-    }
-    assert settings.gateway_port == 20_001
+    assert settings.workers == 3
+    assert settings.session.max_turns == 7
+    assert settings.late == LateConfig(deadline_s=5.0, expired="accept")
+    taken = settings.model_dump(include=set(GatewayConfig.model_fields))
+    assert taken == config.gateway.model_dump() | {"port": settings.port}
+    assert settings.port == 20_001
     assert settings.context_length == 64
     assert gateway_settings(100).context_length == 64
     assert gateway_settings(33).context_length == 33
@@ -826,7 +841,12 @@ def test_run_prints_settings_without_effect_at_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = from_flags(
-        *flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard"
+        *flags,
+        "--run-root",
+        str(tmp_path),
+        "--run-name",
+        "a",
+        "--no-metrics.tensorboard",
     )
     monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
     run_incarnation(config, make_run_folder(config))

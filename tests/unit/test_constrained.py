@@ -58,7 +58,7 @@ every_way = pytest.mark.parametrize("way", list(FORCED))
 async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer, request: pytest.FixtureRequest
 ) -> AsyncIterator[Running]:
-    """`request.param`: --constrained."""
+    """`request.param`: --gateway.constrained."""
     settings = {"max_new_tokens": 256, "constrained": request.param}
     async with running(
         tmp_path, model, renderer, PARSERS, **settings
@@ -129,8 +129,10 @@ async def test_serving_forces_the_reply(gateway: Running, renderer: Renderer, wa
     assert [turn["constrained"] for turn in seen["turns"]] == [True]
     ended = await gateway.finish(session)
     assert isinstance(ended, FailedRollout)
-    assert ended.reason is FailureReason.EMPTY  # advice on --constrained would not help
-    assert "--constrained" not in ended.detail
+    assert (
+        ended.reason is FailureReason.EMPTY
+    )  # advice on --gateway.constrained would not help
+    assert "--gateway.constrained" not in ended.detail
 
 
 @every_way
@@ -151,7 +153,7 @@ async def test_constrained_skip_reports_why_a_rollout_is_not_trained(
     assert isinstance(failed, FailedRollout)
     assert failed.reason is FailureReason.CONSTRAINED
     assert f"all turns constrained: the client sends {way}," in failed.detail
-    assert "--constrained free" in failed.detail
+    assert "--gateway.constrained free" in failed.detail
 
 
 @every_way

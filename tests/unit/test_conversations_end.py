@@ -60,7 +60,9 @@ async def gateway(
     renderer: Renderer,
     without_collector: None,
 ) -> AsyncIterator[Running]:
-    async with running(tmp_path, model, renderer, generate_timeout_s=60.0) as gateway:
+    async with running(
+        tmp_path, model, renderer, session={"generate_timeout_s": 60.0}
+    ) as gateway:
         gateway.engine.script = lambda _: list(range(10, 60))
         yield gateway
 

@@ -31,7 +31,7 @@ from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import arena, cuda_memory
 from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.cuda_memory import CudaHandle
 from invrl.weights.multilinear import checksum_of_whole
 from invrl.weights.transaction import load_verified
@@ -232,7 +232,7 @@ async def test_gpu_arena_is_loaded_and_checked_like_the_cpu_arena() -> None:
 @pytest.mark.usefixtures("shared_memory_as_gpu")
 async def test_engine_ranks_load_their_slices_from_a_gpu_arena() -> None:
     engine = SlicedEngine()
-    receiver = ArenaReceiver("engine-0", engine, WeightSyncConfig(), num_ranks=4)  # type: ignore[arg-type]
+    receiver = ArenaReceiver("engine-0", engine, ArenaWeights(), num_ranks=4)  # type: ignore[arg-type]
     writer = ArenaWriter(SLICED_LAYOUT, device=GPU)
     staged = writer.stage(WeightVersion(1), sliced_values(1).items())
     await receiver.check(SLICED_LAYOUT, staged)

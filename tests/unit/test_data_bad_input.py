@@ -109,7 +109,7 @@ def test_pair_without_two_sides_is_refused(
     refused: Refused, data: Path, row: dict[str, object], reason: str
 ) -> None:
     data.write_text(json.dumps(row))
-    own = ("--objective", "test_data_bad_input:objective", "--data-kind", "pairs")
+    own = ("--objective", "test_data_bad_input:objective", "--data.kind", "pairs")
     block = refused(*own, "--data-path", str(data))
     assert reason in block["reason"]
 
@@ -145,13 +145,13 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
         ),
         (["--data-path", "DATA"], "algorithm.objective", "it trains on rollouts"),
         (
-            ["--data-batch-size", "4"],
-            "data.data_batch_size",
+            ["--data.batch-size", "4"],
+            "data.batch_size",
             "only where a run trains on data_path",
         ),
         (
-            [*SFT, "--data-kind", "pairs"],
-            "data.data_kind",
+            [*SFT, "--data.kind", "pairs"],
+            "data.kind",
             "trains on conversations",
         ),
         (
@@ -160,22 +160,22 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
                 "sft",
                 "--data-path",
                 "DATA",
-                "--data-eval-path",
+                "--data.eval-path",
                 "x",
-                "--data-eval-fraction",
+                "--data.eval-fraction",
                 "0.1",
             ],
-            "data.data_eval_fraction",
+            "data.eval_fraction",
             "held-out rows come from the file x",
         ),
         (
-            [*SFT, "--eval-interval", "2"],
-            "rollout.eval_interval",
+            [*SFT, "--eval.interval", "2"],
+            "eval.interval",
             "no rows are held out",
         ),
         (
-            [*SFT, "--keep-best", "2"],
-            "run.keep_best",
+            [*SFT, "--checkpoints.keep-best", "2"],
+            "checkpoints.keep_best",
             "no rows are held out",
         ),
         (
@@ -242,8 +242,8 @@ def test_missing_data_file_is_refused(refused: Refused, tmp_path: Path) -> None:
             )
         ),
         (
-            [*SFT, "--data-eval-fraction", "1.5"],
-            "data.data_eval_fraction",
+            [*SFT, "--data.eval-fraction", "1.5"],
+            "data.eval_fraction",
             "less than 1",
         ),
     ],
@@ -259,7 +259,7 @@ def test_contradicting_data_settings_are_refused(
 def configuration(data: Path, model: Path) -> Config:
     tables = {
         "algorithm": {"objective": "sft"},
-        "data": {"data_path": str(data), "data_eval_fraction": 0.5},
+        "data": {"data_path": str(data), "eval_fraction": 0.5},
         "model": {"model_path": str(model)},
     }
     return resolve(Source(name="test", tables=tables))
@@ -284,8 +284,8 @@ def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) 
         Doubt, match="1 of 1 held-out rows are trained on too"
     ) as caught:
         check_data(configuration(data, model))
-    assert caught.value.field == "data.data_eval_fraction"
-    same_file = {"data_path": str(data), "data_eval_path": str(data)}
+    assert caught.value.field == "data.eval_fraction"
+    same_file = {"data_path": str(data), "eval_path": str(data)}
     tables = {
         "algorithm": {"objective": "sft"},
         "data": same_file,
@@ -295,4 +295,4 @@ def test_held_out_rows_that_are_trained_on_are_doubted(data: Path, model: Path) 
         Doubt, match="2 of 2 held-out rows are trained on too"
     ) as caught:
         check_data(resolve(Source(name="test", tables=tables)))
-    assert caught.value.field == "data.data_eval_path"
+    assert caught.value.field == "data.eval_path"

@@ -50,9 +50,7 @@ def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
     rows = [
         {"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "6", "7")
     ]
-    data = dataset(
-        tmp_path, model, rows, objective="dpo", data_batch_size=3, data_shuffle=False
-    )
+    data = dataset(tmp_path, model, rows, objective="dpo", batch_size=3, shuffle=False)
     batch = data.step(1).batch
     assert [sample.numbers for sample in batch.samples] == [
         {"chosen": 1.0},
@@ -82,9 +80,7 @@ def test_both_rows_of_a_pair_are_one_group(tmp_path: Path, model: Path) -> None:
 def test_batch_across_the_end_of_an_epoch_repeats_a_row(
     tmp_path: Path, model: Path
 ) -> None:
-    data = dataset(
-        tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=3
-    )
+    data = dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], batch_size=3)
     batch = data.step(2).batch
     assert [sample.group_id for sample in batch.samples] == ["3/1", "4/1", "5/1"]
     assert batch.batch_id == 2
@@ -98,21 +94,19 @@ def test_labelled_row_carries_its_label_as_a_number(
         {"messages": [ASK, reply("4")], "label": True},
         {"messages": [ASK, reply("5")], "label": False},
     ]
-    data = dataset(
-        tmp_path, model, rows, objective="kto", data_batch_size=2, data_shuffle=False
-    )
+    data = dataset(tmp_path, model, rows, objective="kto", batch_size=2, shuffle=False)
     assert [sample.numbers for sample in data.step(1).batch.samples] == [
         {"desirable": 1.0},
         {"desirable": 0.0},
     ]
-    alone = dataset(tmp_path, model, rows, objective="kto", data_batch_size=1)
+    alone = dataset(tmp_path, model, rows, objective="kto", batch_size=1)
     assert alone.step(1).batch.samples == (), "kto compares rows"
     assert alone.step(1).skipped == 1, "kto compares rows"
 
 
 def test_tokens_of_a_file_have_no_engine_logprobs(tmp_path: Path, model: Path) -> None:
     [sample] = (
-        dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], data_batch_size=1)
+        dataset(tmp_path, model, [{"messages": [ASK, reply("4")]}], batch_size=1)
         .step(1)
         .batch.samples
     )
@@ -137,7 +131,7 @@ def test_kind_of_a_row_follows_from_the_objective(
     row: dict[str, Any] = {"messages": [ASK, reply("4")]}
     if kind == "pairs":
         row = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
-    data = dataset(tmp_path, model, [row], objective=objective, data_kind=data_kind)
+    data = dataset(tmp_path, model, [row], objective=objective, kind=data_kind)
     assert data.tokenizer.kind == kind
 
 
@@ -148,9 +142,7 @@ SHORT = {"messages": [ASK, reply("4")]}
 def test_a_row_that_is_too_long_is_skipped_and_counted(
     tmp_path: Path, model: Path
 ) -> None:
-    data = dataset(
-        tmp_path, model, [SHORT, LONG, SHORT], data_batch_size=3, data_shuffle=False
-    )
+    data = dataset(tmp_path, model, [SHORT, LONG, SHORT], batch_size=3, shuffle=False)
     step = data.step(1)
     assert len(step.batch.samples) == 2
     assert step.rows == 3
@@ -160,21 +152,17 @@ def test_a_row_that_is_too_long_is_skipped_and_counted(
 
 
 def test_a_row_that_is_too_long_is_cut(tmp_path: Path, model: Path) -> None:
-    data = dataset(tmp_path, model, [LONG], data_batch_size=1, data_overlong="truncate")
+    data = dataset(tmp_path, model, [LONG], batch_size=1, overlong="truncate")
     [sample] = data.step(1).batch.samples
     assert len(sample.tokens_T) == 200
     assert sample.loss_mask_T[-1]
     prompt = {"messages": [{"role": "user", "content": "2 " * 300}, reply("4")]}
-    data = dataset(
-        tmp_path, model, [prompt, SHORT], data_batch_size=2, data_overlong="truncate"
-    )
+    data = dataset(tmp_path, model, [prompt, SHORT], batch_size=2, overlong="truncate")
     assert data.step(1).skipped == 1, "nothing of it would be trained"
 
 
 def test_a_row_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:
-    data = dataset(
-        tmp_path, model, [SHORT, LONG], data_batch_size=2, data_overlong="refuse"
-    )
+    data = dataset(tmp_path, model, [SHORT, LONG], batch_size=2, overlong="refuse")
     with pytest.raises(
         ConfigError, match=r"line 2: it has \d+ tokens, and 200 are the most"
     ):
@@ -189,15 +177,15 @@ def test_data_file_with_only_too_long_rows_is_refused(
     with pytest.raises(ConfigError, match="none of 1 rows has 200 tokens or fewer"):
         dataset(tmp_path, model, [LONG]).check_tokens()
     (tmp_path / "held_out.jsonl").write_text(json.dumps(LONG))
-    held_out = {"data_eval_path": str(tmp_path / "held_out.jsonl")}
+    held_out = {"eval_path": str(tmp_path / "held_out.jsonl")}
     with pytest.raises(ConfigError, match="all 1 held-out rows are longer") as caught:
         dataset(tmp_path, model, [SHORT], **held_out).check_tokens()
-    assert caught.value.field == "data.data_eval_path"
+    assert caught.value.field == "data.eval_path"
 
 
 def test_pair_with_one_too_long_side_is_skipped(tmp_path: Path, model: Path) -> None:
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "4 " * 300}
-    step = dataset(tmp_path, model, [pair], objective="dpo", data_batch_size=1).step(1)
+    step = dataset(tmp_path, model, [pair], objective="dpo", batch_size=1).step(1)
     assert step.batch.samples == ()
     assert step.skipped == 1
 
@@ -224,7 +212,7 @@ def test_row_that_the_template_refuses_is_skipped_and_named(
         special_tokens_in_content="plain",
         max_tokens=200,
     )
-    config = DataConfig(data_path=str(tmp_path / "rows.jsonl"), data_batch_size=3)
+    config = DataConfig(data_path=str(tmp_path / "rows.jsonl"), batch_size=3)
     data = load_dataset(config, "sft", text, seed=0)
     with pytest.raises(ConfigError, match=r"line 2: .*no digits"):
         data.check_tokens()
@@ -237,7 +225,7 @@ def test_row_that_the_template_refuses_is_skipped_and_named(
 
 def test_held_out_rows_are_one_batch(tmp_path: Path, model: Path) -> None:
     rows = [{"messages": [ASK, reply(str(number))]} for number in range(20)]
-    data = dataset(tmp_path, model, rows, data_eval_fraction=0.2, data_batch_size=16)
+    data = dataset(tmp_path, model, rows, eval_fraction=0.2, batch_size=16)
     held_out = data.held_out_batch()
     assert held_out is not None
     trained = {sample.tokens_T.tobytes() for sample in data.step(1).batch.samples}
@@ -247,4 +235,4 @@ def test_held_out_rows_are_one_batch(tmp_path: Path, model: Path) -> None:
     assert not trained & kept_out
     assert dataset(tmp_path, model, rows).held_out_batch() is None
     with pytest.raises(ConfigError, match="nothing would be left to train on"):
-        dataset(tmp_path, model, rows[:1], data_eval_fraction=0.5)
+        dataset(tmp_path, model, rows[:1], eval_fraction=0.5)

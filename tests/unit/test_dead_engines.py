@@ -31,7 +31,7 @@ from invrl.host.process import RestartLimit
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import WeightVersion
 from invrl.weights.canary import CanaryBound
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import WeightsConfig
 from invrl.weights.transaction import WeightTransaction
 
 
@@ -109,7 +109,7 @@ async def newcomer_that_loads(
         self: FakeReceiver,
         name: str,
         client: object,
-        settings: WeightSyncConfig,
+        settings: WeightsConfig,
         *,
         num_ranks: int,
     ) -> None:
@@ -465,8 +465,8 @@ async def mixed(
     monkeypatch.setattr(fleet_module, "ExternalEngine", FakeExternal)
     config = EngineConfig(
         external_engines=("http://a:1", "http://b:2/"),
-        engine_max_restarts=0,
-        engine_health_interval_s=0.01,
+        max_restarts=0,
+        health_interval_s=0.01,
     )
     mixed = Fleet(config, tiny_model, tmp_path, external_key="theirs")
     await mixed.start()
@@ -506,7 +506,7 @@ async def test_external_engines_belong_to_the_fleet(mixed: Fleet) -> None:
 async def test_evicted_external_engine_gets_the_fleets_version_before_it_returns(
     mixed: Fleet, deaths: Deaths
 ) -> None:
-    """However often: `engine_max_restarts` counts those that we start."""
+    """However often: `engine.max_restarts` counts those that we start."""
     updater = updater_of(mixed)
     await updater.update(WeightVersion(1))
     await mixed.admit()

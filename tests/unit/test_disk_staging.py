@@ -103,7 +103,7 @@ def little_room() -> Iterator[None]:
 def test_failed_write_leaves_the_previous_version_whole(parent: Path) -> None:
     folders = WeightFolders(LAYOUT, parent)
     first = stage(folders, 1)
-    message = r"version 2 cannot be written to .*--weight-folder"
+    message = r"version 2 cannot be written to .*--weights.folder"
     with pytest.raises(WeightSyncError, match=message), little_room():
         stage(folders, 2)
     assert names(parent) == ["version-000001"]

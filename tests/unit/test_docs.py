@@ -30,7 +30,7 @@ from invrl.cli import main as cli
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import SessionError
 from invrl.rollout.source_check import check_feedback
-from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
+from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Source, resolve
 from invrl.types import Group, GroupOutcome, TaskHistory, WeightVersion
 from invrl.user_code.plugins import takes_history
 
@@ -198,15 +198,17 @@ def test_no_documentation_page_loads_files_from_another_host(site: Path) -> None
 
 def test_settings_reference_lists_every_setting(site: Path) -> None:
     page = (site / "reference" / "settings.html").read_text()
-    for table, section in SECTIONS.items():
+    for table in (*SECTIONS, *TABLES):
         assert f'id="{table}"' in page
-        for name in section.model_fields:
-            assert f"<code>{name}</code>" in page, f"{table}.{name}"
+    for setting in SETTING_FLAGS:
+        if setting.key:
+            assert f"<code>{setting.key}</code>" in page, setting.name
 
 
 def test_first_paragraph_of_every_settings_section_is_sentences() -> None:
     """The reference and `invrl train --help` show it as the section's summary."""
-    for table, section in SECTIONS.items():
+    sections = SECTIONS | {name: table.model for name, table in TABLES.items()}
+    for table, section in sections.items():
         summary, _, _ = (section.__doc__ or "").partition("\n\n")
         assert summary.strip().endswith("."), table
 

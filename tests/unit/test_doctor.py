@@ -143,7 +143,7 @@ def endless_weights(plot: Plot) -> None:
 def bound_port(plot: Plot) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     plot.clean_up += (server.close,)
-    plot.flags["--gateway-port"] = str(server.getsockname()[1])
+    plot.flags["--gateway.port"] = str(server.getsockname()[1])
 
 
 def closed_ray(plot: Plot) -> None:
@@ -168,7 +168,7 @@ def no_labels(plot: Plot) -> None:
 
 def held_out_again(plot: Plot) -> None:
     task_file("t.jsonl", '{"question": "1 + 1?", "answer": 2}\n')(plot)
-    plot.flags |= {"--eval-task-file": plot.flags["--task-file"], "--eval-tasks": "1"}
+    plot.flags |= {"--eval.task-file": plot.flags["--task-file"], "--eval.tasks": "1"}
 
 
 def toml_key(plot: Plot) -> None:
@@ -268,7 +268,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "precision",
         WARNING,
         "no AVX-512",
-        "--engine-dtype float32 --train-dtype float32",
+        "--engine.dtype float32 --train-dtype float32",
     ),
     (
         "no memory",
@@ -320,11 +320,11 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "crowded disk",
-        flag(keep_checkpoints="2000000000"),
+        flag(**{"checkpoints.keep": "2000000000"}),
         "disk",
         WARNING,
         "may fill",
-        "--keep-checkpoints",
+        "--checkpoints.keep",
     ),
     (
         "no /dev/shm",
@@ -358,10 +358,10 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "host:port",
         "unset it",
     ),
-    ("taken port", bound_port, "gateway port", FAILED, "in use", "0 for a free one"),
+    ("taken port", bound_port, "gateway port", FAILED, "in use", "or leave it out"),
     (
         "foreign host",
-        flag(gateway_host="192.0.2.1"),
+        flag(**{"gateway.host": "192.0.2.1"}),
         "gateway port",
         FAILED,
         "cannot listen",
@@ -465,7 +465,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "engine of several processes",
-        flag(engine_tp_size="4"),
+        flag(**{"engine.tp_size": "4"}),
         "engine for the model",
         FAILED,
         "num_key_value_heads 2",
@@ -473,7 +473,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "arena without a GPU",
-        flag(weight_arena_device="cuda"),
+        flag(**{"weights.arena_device": "cuda"}),
         "engine for the model",
         FAILED,
         "there is no GPU",
@@ -789,7 +789,7 @@ def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
     machine = replace(plot.machine, gpus=gpus, gpu_memory_bytes=80 * 10**9)
     plot.flags["--data-parallel-size"] = "2"
     needed: list[float] = []
-    for more in ([], ["--async-checkpoints"]):
+    for more in ([], ["--checkpoints.background"]):
         config = resolve(*parse_flags([*plot.arguments, *more]))
         needed.append(machine_checks._needed_memory(config, machine))
     size = ModelSize.of(plot.model, read_hf_config(plot.model))

@@ -23,7 +23,7 @@ def test_each_rank_of_a_cpu_engine_has_a_core(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_server.os, "sched_getaffinity", lambda _: {3, 5})
-    several = EngineConfig(engine_tp_size=3)
+    several = EngineConfig(tp_size=3)
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
     for gpus, expected in (
         (0, {**no_queue, "SGLANG_CPU_OMP_THREADS_BIND": "3|5|3"}),
@@ -90,7 +90,7 @@ def test_cache_size_is_the_setting_or_sglangs_choice_on_a_gpu(
     expected: int | None,
 ) -> None:
     monkeypatch.setattr(engine_server, "count_gpus", lambda: gpus)
-    config = EngineConfig(engine_max_total_tokens=setting)
+    config = EngineConfig(max_total_tokens=setting)
     assert engine_server.max_total_tokens(config) == expected
     command = engine_server._command(config, model, 1)
     asked = [

@@ -76,8 +76,7 @@ async def outside(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock
 ) -> AsyncIterator[Outside]:
     limits = {
-        "session_ttl_s": 1e6,
-        "session_idle_timeout_s": IDLE_S,
+        "session": {"ttl_s": 1e6, "idle_timeout_s": IDLE_S},
         "place": WorkerPlace(lived_time=clock),
     }
     async with running(tmp_path, model, renderer, leases=True, **limits) as gateway:
@@ -92,7 +91,7 @@ async def test_sessions_of_a_vanished_environment_fail_with_their_own_reason(
     for session in opened:
         outcome = await outside.ended(session)
         assert outcome.reason is FailureReason.ENVIRONMENT_GONE
-        assert "session_idle_timeout_s = 900" in outcome.detail
+        assert "session.idle_timeout_s = 900" in outcome.detail
         assert f"/sessions/{session.id}/heartbeat" in outcome.detail
     handed_over = [outcome for _, outcome in outside.gateway.store.outbox_after(0)]
     assert {outcome.session_id for outcome in handed_over} == {
@@ -193,8 +192,7 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock
 ):
     limits = {
-        "session_ttl_s": 1e6,
-        "session_idle_timeout_s": IDLE_S,
+        "session": {"ttl_s": 1e6, "idle_timeout_s": IDLE_S},
         "place": WorkerPlace(lived_time=clock),
     }
     async with running(
@@ -213,13 +211,13 @@ async def test_idle_timeout_ends_only_sessions_leased_for_training(
     "changes",
     [
         {"leases": False},
-        {"leases": True, "session_idle_timeout_s": None},
+        {"leases": True, "session": {"idle_timeout_s": None, "ttl_s": 1e6}},
     ],
 )
 async def test_idle_timeout_does_not_apply_to_our_own_workers_or_when_turned_off(
     tmp_path: Path, model: Path, renderer: Renderer, clock: MovedClock, changes: dict
 ):
-    settings = {"session_idle_timeout_s": IDLE_S, "session_ttl_s": 1e6, **changes}
+    settings = {"session": {"idle_timeout_s": IDLE_S, "ttl_s": 1e6}, **changes}
     place = WorkerPlace(lived_time=clock)
     async with running(tmp_path, model, renderer, place=place, **settings) as gateway:
         if settings["leases"]:

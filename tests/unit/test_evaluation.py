@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import EvalConfig, RolloutConfig
 from invrl.rollout.evaluation import (
     EvalScore,
     Evaluation,
@@ -108,7 +108,7 @@ async def run(
     return await evaluate(
         tasks,
         RolloutConfig(
-            eval_samples_per_task=samples,
+            eval=EvalConfig(samples_per_task=samples),
             max_new_tokens=14,
             rollout_concurrency=concurrency,
         ),
@@ -366,32 +366,30 @@ def test_evaluation_sets_come_from_files_and_sources(file, tmp_path):
     sets = (f"small={file(3)}", "calc-2=rollout_fns.calculator:task_source")
     config = RolloutConfig(
         task_source_path="rollout_fns.calculator:task_source",
-        eval_sets=sets,
-        eval_tasks=2,
+        eval=EvalConfig(sets=sets, tasks=2),
     )
     loaded = load_eval_sets(config, 0)
     assert list(loaded) == ["small", "calc-2"]
     assert [task.id for task in loaded["small"]] == ["q0", "q1"]
     assert [task.split for task in loaded["calc-2"]] == ["eval", "eval"]
-    assert (
-        len(load_eval_sets(config.model_copy(update={"eval_tasks": None}), 0)["small"])
-        == 3
-    )
-    unnamed = load_eval_sets(config.model_copy(update={"eval_sets": ()}), 0)
+    whole = RolloutConfig(eval=EvalConfig(sets=sets))
+    assert len(load_eval_sets(whole, 0)["small"]) == 3
+    unnamed_source = config.model_copy(update={"eval": EvalConfig(tasks=2)})
+    unnamed = load_eval_sets(unnamed_source, 0)
     assert unnamed == {"": loaded["calc-2"]}
 
 
 def test_evaluation_sets_are_read_from_flag_and_toml_and_kept_in_the_run_folder(
     tmp_path,
 ):
-    flags = ["--eval-sets", "a=x.jsonl, b=m:f", "--eval-modes", "greedy"]
+    flags = ["--eval.sets", "a=x.jsonl, b=m:f", "--eval.modes", "greedy"]
     config = resolve(*parse_flags(flags))
-    assert config.rollout.eval_sets == ("a=x.jsonl", "b=m:f")
+    assert config.rollout.eval.sets == ("a=x.jsonl", "b=m:f")
     path = tmp_path / "c.toml"
     path.write_text(config.to_toml())
     assert load_resolved(path) == config
     assert (
-        resolve(*parse_flags(["--config", str(path), "--eval-sets="])).rollout.eval_sets
+        resolve(*parse_flags(["--config", str(path), "--eval.sets="])).rollout.eval.sets
         == ()
     )
 
@@ -422,9 +420,9 @@ def test_unusable_evaluation_set_is_refused_before_the_run(sets, reason, file):
     config = resolve(
         *parse_flags(
             [
-                "--eval-sets",
+                "--eval.sets",
                 named,
-                "--eval-tasks",
+                "--eval.tasks",
                 "3",
                 "--task-source-path",
                 "rollout_fns.calculator:task_source",
@@ -437,39 +435,41 @@ def test_unusable_evaluation_set_is_refused_before_the_run(sets, reason, file):
     ):
         with pytest.raises(ConfigError) as raised:
             check()
-        assert raised.value.field == "eval_sets"
+        assert raised.value.field == "eval.sets"
         assert raised.value.value == named.split(",")[-1]
         assert reason in raised.value.reason
 
 
 def test_evaluation_source_that_does_not_import_is_a_plugin_error_of_its_set():
     with pytest.raises(
-        PluginError, match=r"eval_sets = 'a=rollout_fns\.calculator:gone'"
+        PluginError, match=r"eval\.sets = 'a=rollout_fns\.calculator:gone'"
     ):
-        load_eval_sets(RolloutConfig(eval_sets=("a=rollout_fns.calculator:gone",)), 0)
+        load_eval_sets(
+            RolloutConfig(eval=EvalConfig(sets=("a=rollout_fns.calculator:gone",))), 0
+        )
 
 
 def test_evaluation_sets_without_an_evaluation_are_refused_only_in_training(file):
     flags = [
-        "--eval-sets",
+        "--eval.sets",
         f"a={file(3)}",
         "--task-source-path",
         "rollout_fns.calculator:task_source",
     ]
     config = resolve(*parse_flags(flags))
     load_eval_sets(config.rollout, config.run.seed)
-    with pytest.raises(ConfigError, match="eval_tasks is not set"):
+    with pytest.raises(ConfigError, match=r"eval\.tasks is not set"):
         run_check("held-out sets", config)
 
 
 def test_eval_command_uses_the_task_file_and_refuses_two_task_settings():
     assert held_out_only(RolloutConfig(task_file="a.jsonl")) == RolloutConfig(
-        eval_task_file="a.jsonl"
+        eval=EvalConfig(task_file="a.jsonl")
     )
-    both = RolloutConfig(task_file="a.jsonl", eval_task_file="b.jsonl")
-    assert held_out_only(both) == RolloutConfig(eval_task_file="b.jsonl")
+    both = RolloutConfig(task_file="a.jsonl", eval=EvalConfig(task_file="b.jsonl"))
+    assert held_out_only(both) == RolloutConfig(eval=EvalConfig(task_file="b.jsonl"))
     named = RolloutConfig(
-        task_file="a.jsonl", task_source_path="m:f", eval_sets=("a=m:f",)
+        task_file="a.jsonl", task_source_path="m:f", eval=EvalConfig(sets=("a=m:f",))
     )
     assert held_out_only(named) == named
     with pytest.raises(ConfigError, match="there are no tasks"):

@@ -19,7 +19,7 @@ from invrl.types.reasons import FailureReason
 class Watched:
     def __init__(self, at_start: int = 4) -> None:
         self.told: list[str] = []
-        rules = BufferConfig().failure_rules()
+        rules = BufferConfig().failures.rules()
         self.watch = EvaluationFailures(
             at_start=at_start, rules=rules, warn=self.told.append
         )

@@ -83,7 +83,7 @@ def traits(
     model: Path, *, in_place: bool = False, record_experts: bool = False
 ) -> EngineTraits:
     return wanted_traits(
-        EngineConfig(engine_dtype="float32"),
+        EngineConfig(dtype="float32"),
         model,
         in_place=in_place,
         record_experts=record_experts,
@@ -148,12 +148,12 @@ def test_sampling_key_of_an_external_engine_changes_with_each_start(
         ("vocab_size", 7, "--model-path"),
         ("num_layers", 48, "--model-path"),
         ("hidden_size", 8, "--model-path"),
-        ("dtype", "bfloat16", "--engine-dtype"),
-        ("tp_size", 2, "--engine-tp-size"),
+        ("dtype", "bfloat16", "--engine.dtype"),
+        ("tp_size", 2, "--engine.tp-size"),
         ("weight_loaders", [], "invrl.weights.in_engine.run"),
         ("streams_new_tokens", False, "invrl engine"),
         ("shared_experts_fusion", True, "invrl engine"),
-        ("overlap_schedule", True, "--weight-update-inflight in_place"),
+        ("overlap_schedule", True, "--weights.inflight in_place"),
         ("routed_experts", False, "--routing-replay engine"),
         ("seeded_sampling", True, "--seeded-sampling"),
     ],
@@ -195,7 +195,7 @@ def test_refusal_names_the_external_engine_and_not_its_key(
         assert scripted.url in str(raised.value)
         return raised.value
 
-    assert "--engine-max-total-tokens 5000" in refusal(tokens=5000).fix
+    assert "--engine.max-total-tokens 5000" in refusal(tokens=5000).fix
     scripted.identity_status = 404
     assert "not started by invrl" in refusal().reason
     scripted.key = "another"
@@ -233,7 +233,7 @@ def test_stopping_ends_the_wait_for_an_external_engine(tiny_model: Path) -> None
     assert "not waited for" in str(errors[0])
 
 
-DISK = ["--weight-transport", "disk"]
+DISK = ["--weights.transport", "disk"]
 
 
 @pytest.mark.parametrize(
@@ -282,17 +282,17 @@ DISK = ["--weight-transport", "disk"]
         ),
         (
             ["--external-engines", "http://a:1"],
-            "weight_sync.weight_transport",
+            "weights.transport",
             "memory",
         ),
         (
-            ["--external-engines", "http://a:1", "--weight-transport", "bucket"],
-            "weight_sync.weight_transport",
+            ["--external-engines", "http://a:1", "--weights.transport", "bucket"],
+            "weights.transport",
             "memory",
         ),
         (
-            ["--external-engines", "http://a:1", "--weight-transport", "collective"],
-            "weight_sync.weight_transport",
+            ["--external-engines", "http://a:1", "--weights.transport", "collective"],
+            "weights.transport",
             "loopback",
         ),
     ],
@@ -311,13 +311,13 @@ def test_settings_that_external_engines_cannot_serve_are_refused(
     [
         ["disk"],
         ["delta"],
-        ["delta", "--weight-host", "127.0.0.1"],
-        ["collective", "--weight-host", "127.0.0.1"],
+        ["delta", "--weights.host", "127.0.0.1"],
+        ["collective", "--weights.host", "127.0.0.1"],
     ],
 )
 def test_fleet_may_consist_of_external_engines_only(transport: list[str]) -> None:
     flags = ["--num-engines", "0", "--external-engines", "http://a:1", "http://b:2"]
-    config = resolve(*parse_flags([*flags, "--weight-transport", *transport]))
+    config = resolve(*parse_flags([*flags, "--weights.transport", *transport]))
     assert config.engine.external_engines == ("http://a:1", "http://b:2")
     assert "KEY" not in config.to_toml()
 

@@ -27,7 +27,7 @@ from invrl.algorithms.advantages import advantage_function, dr_grpo
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.gateway.config import GatewayConfig
+from invrl.gateway.config import SessionPolicy
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.rollout.rewards import Rejected, valid_numbers
@@ -74,7 +74,7 @@ async def gateway(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> AsyncIterator[Running]:
     async with running(
-        tmp_path, model, renderer, extra_columns=DECLARED
+        tmp_path, model, renderer, session={"extra_columns": DECLARED}
     ) as gateway_with_columns:
         yield gateway_with_columns
 
@@ -118,7 +118,7 @@ def test_columns_are_declared_by_name_level_and_default() -> None:
         "b": ExtraColumn(name="b", level="turn", default=-0.5),
         "c_2": ExtraColumn(name="c_2", level="rollout", default=1000.0),
     }
-    assert GatewayConfig(extra_columns="a:token, b:turn=2").declared_columns.keys() == {
+    assert SessionPolicy(extra_columns="a:token, b:turn=2").declared_columns.keys() == {
         "a",
         "b",
     }  # type: ignore[arg-type]
@@ -156,19 +156,21 @@ def test_wrong_column_declaration_is_refused_with_the_reason(
     with pytest.raises(ValueError, match=reason):
         parse_extra_columns(entries)
     with pytest.raises(ValueError, match=reason):
-        GatewayConfig(extra_columns=tuple(entries))
+        SessionPolicy(extra_columns=tuple(entries))
 
 
 def test_extra_columns_flag_takes_several_values_and_refuses_wrong_ones() -> None:
     config = resolve(
-        *parse_flags(["--extra-columns", "a:token", "b:rollout=1", "--seed", "3"])
+        *parse_flags(
+            ["--session.extra-columns", "a:token", "b:rollout=1", "--seed", "3"]
+        )
     )
-    assert config.gateway.extra_columns == ("a:token", "b:rollout=1")
+    assert config.gateway.session.extra_columns == ("a:token", "b:rollout=1")
     with pytest.raises(
         ConfigError, match="invrl computes a column 'rewards'"
     ) as refused:
-        resolve(*parse_flags(["--extra-columns", "rewards:turn"]))
-    assert refused.value.field == "gateway.extra_columns"
+        resolve(*parse_flags(["--session.extra-columns", "rewards:turn"]))
+    assert refused.value.field == "session.extra_columns"
 
 
 def test_saved_batches_without_a_declared_column_are_refused() -> None:
@@ -180,7 +182,7 @@ def test_saved_batches_without_a_declared_column_are_refused() -> None:
     with_columns = build_batch(
         batch, [handmade_rollout], dr_grpo, 1e-4, extra_columns=COLUMNS.values()
     )
-    declaring = resolve(*parse_flags(["--extra-columns", *DECLARED]))
+    declaring = resolve(*parse_flags(["--session.extra-columns", *DECLARED]))
     _refuse_missing_columns(with_columns, declaring)
     without = build_batch(
         batch, [handmade_rollout], dr_grpo, 1e-4, extra_columns=[COLUMNS["weight"]]
@@ -453,7 +455,7 @@ async def test_every_column_name_is_unknown_without_a_declaration(
         answer = await attach(gateway, session, {"numbers": {"score": 1.0}})
         assert answer.status_code == 400
         assert (
-            "declared: none). Fix: start the run with --extra-columns score:rollout"
+            "declared: none). Fix: start the run with --session.extra-columns score:rollout"
             in answer.text
         )
         assert (await attach(gateway, session, {})).status_code == 200
@@ -515,7 +517,7 @@ async def test_turns_of_children_have_numbers_within_the_rollout_of_their_parent
 async def test_numbers_may_arrive_until_the_reward_and_survive_a_gateway_restart(
     tmp_path: Path, model: Path, renderer: Renderer
 ) -> None:
-    options = {"extra_columns": DECLARED, "reward_deadline_s": 3600.0}
+    options = {"session": {"extra_columns": DECLARED}, "late": {"deadline_s": 3600.0}}
     async with running(tmp_path, model, renderer, **options) as gateway:
         [session] = await gateway.open()
         turn_id = (await chat(gateway, session)).id

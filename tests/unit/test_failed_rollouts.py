@@ -18,7 +18,7 @@ from small_buffer import failure, make, summary, tasks, through_bytes
 
 from invrl.algorithms.advantages import advantage_function
 from invrl.buffer.buffer_actor import BufferActor
-from invrl.buffer.config import BufferConfig
+from invrl.buffer.config import BufferConfig, FailuresConfig
 from invrl.buffer.failures import (
     GROUP_FILTER,
     FailureLimits,
@@ -54,7 +54,7 @@ def failing(
 
 def buffer_with(*rules: str, entries: list[LedgerEntry] | None = None) -> GroupBuffer:
     return GroupBuffer(
-        BufferConfig(failure_reward=rules, group_filter="none"),
+        BufferConfig(failures=FailuresConfig(reward=rules), group_filter="none"),
         RolloutConfig(
             rollout_batch_size=1, n_samples_per_prompt=2, rollout_max_attempts=3
         ),
@@ -121,7 +121,7 @@ def test_failed_rollout_that_does_not_count_is_retried_or_drops_its_group(
 
 
 def test_only_failures_caused_by_the_policy_count_by_default() -> None:
-    rules = BufferConfig().failure_rules()
+    rules = BufferConfig().failures.rules()
     assert rules == {
         FailureReason.TIMEOUT: 0.0,
         FailureReason.CONTEXT: 0.0,
@@ -143,15 +143,15 @@ def test_children_without_a_reward_of_their_own_inherit_it() -> None:
     ("arguments", "wanted"),
     [
         (
-            ["--failure-reward", "timeout=0", "context=-0.5"],
+            ["--failures.reward", "timeout=0", "context=-0.5"],
             ("timeout=0", "context=-0.5"),
         ),
         (
-            ["--failure-reward", "timeout=0,context=drop", "--seed", "3"],
+            ["--failures.reward", "timeout=0,context=drop", "--seed", "3"],
             ("timeout=0", "context=drop"),
         ),
         (
-            ["--failure-reward=timeout=-1", "exception=retry"],
+            ["--failures.reward=timeout=-1", "exception=retry"],
             ("timeout=-1", "exception=retry"),
         ),
     ],
@@ -159,7 +159,7 @@ def test_children_without_a_reward_of_their_own_inherit_it() -> None:
 def test_failure_reward_flag_takes_several_rules(
     arguments: list[str], wanted: tuple[str, ...]
 ) -> None:
-    assert resolve(*parse_flags(arguments)).buffer.failure_reward == wanted
+    assert resolve(*parse_flags(arguments)).buffer.failures.reward == wanted
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_failure_reward_flag_takes_several_rules(
 )
 def test_wrong_failure_rule_is_refused_before_the_run(entry: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        resolve(*parse_flags(["--failure-reward", entry]))
+        resolve(*parse_flags(["--failures.reward", entry]))
 
 
 # ----------------------------------------------------------- through the real gateway
@@ -340,8 +340,7 @@ async def actor_after(
 ) -> BufferActor:
     actor = BufferActor(
         BufferConfig(
-            max_identical_failures=most,
-            max_failures_at_start=None,
+            failures=FailuresConfig(max_identical=most, max_at_start=None),
             max_staleness=50,
             group_filter="none",
         ),
@@ -378,7 +377,7 @@ async def test_run_whose_rollouts_all_fail_alike_ends_with_their_message(
     assert text.startswith("the last 12 rollouts all failed alike")
     assert "\n" not in text
     assert "(bad_return): Traceback line 11 TypeError: at 0xb: no 'x11'" in text
-    assert "--max-identical-failures" in text
+    assert "--failures.max-identical" in text
     report = await actor.failures()
     assert report.alike == 12
     assert report.failed == {"bad_return": 12}
@@ -565,7 +564,7 @@ def test_a_run_in_which_every_attempt_fails_for_one_reason_ends() -> None:
     assert 'at my_agent.py:9, in rollout: return float(task.payload["awnser"])' in str(
         caught.value
     )
-    assert "--max-failures-at-start" in str(caught.value)
+    assert "--failures.max-at-start" in str(caught.value)
 
 
 def test_run_does_not_end_before_its_slow_first_rollouts_have_ended() -> None:
@@ -604,7 +603,9 @@ def test_run_continues_at_its_start_unless_every_rollout_fails_for_one_reason(
     but: str,
 ) -> None:
     buffer = GroupBuffer(
-        BufferConfig(failure_reward=("timeout=0",), group_filter="none"),
+        BufferConfig(
+            failures=FailuresConfig(reward=("timeout=0",)), group_filter="none"
+        ),
         RolloutConfig(
             rollout_batch_size=8, n_samples_per_prompt=2, rollout_max_attempts=3
         ),

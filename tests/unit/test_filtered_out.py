@@ -332,7 +332,7 @@ def test_wait_message_names_silent_outside_environments_and_their_deadlines() ->
         "with the time since their last turn: ses-00ab for 80 s; an environment that makes no call"
         in text
     )
-    assert "for 900 s counts as gone (--session-idle-timeout-s)" in text
+    assert "for 900 s counts as gone (--session.idle-timeout-s)" in text
     endless = outside_text(
         WaitsOutside(offered=0, leased=0, sessions=(silent,) * 6), idle_s=0.0
     )
@@ -345,7 +345,7 @@ def test_wait_message_names_silent_outside_environments_and_their_deadlines() ->
         "8 rollouts are on offer (POST /tasks/lease) and nobody has leased them; 2 are leased"
         in nobody
     )
-    assert "void after --lease-timeout-s 60" in nobody
+    assert "void after --session.lease-timeout-s 60" in nobody
     assert "on their way" in outside_text(
         WaitsOutside(offered=0, leased=0, sessions=())
     )

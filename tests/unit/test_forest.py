@@ -582,7 +582,7 @@ def test_advice_knows_the_defaults_of_schemas():
     )
     match = forest.match([ASK, filled, RESULTS[0]], (EDIT,))
     assert match.fork is ForkReason.HISTORY_EDITED
-    assert "--match-level canonical " in advice(match.fork, match.change)
+    assert "--gateway.match-level canonical " in advice(match.fork, match.change)
 
 
 def test_compacted_history_names_the_removed_messages():
@@ -625,9 +625,9 @@ def test_advice_names_a_higher_match_level_only_where_it_helps(level: MatchLevel
         text = advice(match.fork, match.change)
         if needed is None:
             assert text == ADVICE[match.fork]
-            assert "--match-level" not in text
+            assert "--gateway.match-level" not in text
         else:
-            assert f"--match-level {needed.name.lower()} " in text
+            assert f"--gateway.match-level {needed.name.lower()} " in text
 
 
 def test_changed_tools_are_shown():
@@ -762,7 +762,7 @@ def test_moved_text_that_forks_is_not_called_an_edit(role: str):
     strict.add(node("1", [ASK, CALLS]))
     match = strict.match([ASK, SAID, *RESULTS, Message(role, "sure")])
     assert match.fork is ForkReason.TEXT_MOVED
-    assert "--match-level rewritten" in advice(match.fork, match.change)
+    assert "--gateway.match-level rewritten" in advice(match.fork, match.change)
     dropped = strict.match([ASK, SAID, *RESULTS, Message(role, "else")])
     assert dropped.fork is ForkReason.HISTORY_EDITED
     forest = Forest()

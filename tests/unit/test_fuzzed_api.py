@@ -146,7 +146,7 @@ async def test_generated_requests_are_answered_as_openapi_says(
     """Each operation on open sessions of its own, one that is closed, and one that is
     not there."""
     async with running(
-        tmp_path, model, renderer, leases=True, max_open_sessions=1000
+        tmp_path, model, renderer, leases=True, session={"max_open": 1000}
     ) as gateway:
         store = LeaseStore(tmp_path / "run.db")
         member = GroupMember(index=0, attempt=0)

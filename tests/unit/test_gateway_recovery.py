@@ -256,16 +256,18 @@ async def test_reply_that_a_client_continues_counts_as_delivered(life: Life):
 async def test_sessions_from_before_a_restart_expire_and_count_towards_the_limit(
     life: Life,
 ):
-    async with life.again(max_open_sessions=2) as gateway:
+    async with life.again(session={"max_open": 2}) as gateway:
         sessions = await gateway.open(members=2)
-    async with life.again(max_open_sessions=2) as gateway:
+    async with life.again(session={"max_open": 2}) as gateway:
         body = {
             "task_id": "t",
             "group_id": "g",
             "members": [{"index": 0}],
         }
         assert (await gateway.env("/sessions", body)).status_code == 429
-    async with life.again(max_open_sessions=2, session_ttl_s=0.5) as gateway:
+    async with life.again(
+        session={"max_open": 2, "ttl_s": 0.5},
+    ) as gateway:
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 2)
         for session, (_, outcome) in zip(
             sessions, gateway.store.outbox_after(0), strict=True
@@ -383,7 +385,7 @@ async def test_sampled_tokens_count_towards_the_limit_across_a_restart(life: Lif
 
 
 async def test_session_awaits_its_reward_after_a_restart(life: Life):
-    async with life.again(reward_deadline_s=3000.0) as gateway:
+    async with life.again(late={"deadline_s": 3000.0}) as gateway:
         sessions = judged, stored, silent = await gateway.open(members=3)
         for session in sessions:
             await ask(gateway, session, [ASK])
@@ -402,7 +404,9 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
             (stored.id,),
         )
     db.close()
-    async with life.again(reward_deadline_s=3000.0, session_ttl_s=0.01) as gateway:
+    async with life.again(
+        late={"deadline_s": 3000.0}, session={"ttl_s": 0.01}
+    ) as gateway:
         answer = await gateway.env(f"/sessions/{silent.id}/finish", {}, key=silent.key)
         assert answer.status_code == 202
         assert answer.json()["deadline"] == deadline
@@ -427,7 +431,7 @@ async def test_session_awaits_its_reward_after_a_restart(life: Life):
             "unrewarded": 1,
             "finished": 2,
         }
-    async with life.again(reward_deadline_s=3000.0) as gateway:
+    async with life.again(late={"deadline_s": 3000.0}) as gateway:
         assert await gateway.finish(judged, reward=9.0) == turns_by_id[judged.id]
 
 

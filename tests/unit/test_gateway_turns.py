@@ -563,7 +563,7 @@ async def test_openai_client_raises_its_own_exceptions_for_gateway_errors(
 async def test_admission_happens_only_when_a_session_opens(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
-    async with running(tmp_path, model, renderer, max_open_sessions=2) as gateway:
+    async with running(tmp_path, model, renderer, session={"max_open": 2}) as gateway:
         session, _ = await gateway.open(2)
         members = [{"index": 0, "attempt": 0}]
         refused = await gateway.env(
@@ -582,7 +582,7 @@ async def test_admission_happens_only_when_a_session_opens(
 async def test_expired_sessions_are_aborted_as_timeouts(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
-    async with running(tmp_path, model, renderer, session_ttl_s=0.3) as gateway:
+    async with running(tmp_path, model, renderer, session={"ttl_s": 0.3}) as gateway:
         [session] = await gateway.open()
         await eventually(lambda: len(gateway.store.outbox_after(0)) == 1)
         [(_, outcome)] = gateway.store.outbox_after(0)

@@ -79,15 +79,24 @@ def test_the_training_file_as_the_held_out_file_is_doubted(tmp_path: Path) -> No
     )
     with pytest.raises(Doubt, match="10 of 10 held-out tasks are training tasks too"):
         check_held_out_apart(
-            configuration(task_file=file, eval_task_file=file, eval_tasks=10)
+            configuration(
+                task_file=file,
+                eval={"task_file": file, "tasks": 10},
+            )
         )
     sets = f"new={other},seen={file}"
     with pytest.raises(Doubt, match="too: what") as caught:
         check_held_out_apart(
-            configuration(task_file=file, eval_sets=sets, eval_tasks=3)
+            configuration(
+                task_file=file,
+                eval={"sets": sets, "tasks": 3},
+            )
         )
     assert caught.value.reason.startswith("3 of 3 held-out tasks of the set seen are")
-    apart = configuration(task_file=file, eval_task_file=other, eval_tasks=3)
+    apart = configuration(
+        task_file=file,
+        eval={"task_file": other, "tasks": 3},
+    )
     assert check_held_out_apart(apart) == "others than those of training"
 
 
@@ -114,8 +123,10 @@ def test_a_source_that_ignores_the_split_is_doubted(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Doubt, match="64 of 100 held-out tasks"):
         check_held_out_apart(
-            configuration(task_source_path="overlapping_source:same", eval_tasks=100)
+            configuration(
+                task_source_path="overlapping_source:same", eval={"tasks": 100}
+            )
         )
     check_held_out_apart(
-        configuration(task_source_path="overlapping_source:apart", eval_tasks=100)
+        configuration(task_source_path="overlapping_source:apart", eval={"tasks": 100})
     )

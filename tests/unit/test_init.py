@@ -70,7 +70,7 @@ def test_it_chooses_the_dtype_that_suits_the_machine(
     folder = tmp_path / "project"
     assert cli.main(["init", str(folder), "--model-path", str(model)]) == 0
     config = resolve(*parse_flags(["--config", str(folder / SETTINGS_FILE)]))
-    assert config.engine.engine_dtype == dtype
+    assert config.engine.dtype == dtype
     assert config.train.train_dtype == dtype
     assert config.train.max_row_tokens == 4096, (
         "a row of the model's whole context may not fit into memory"

@@ -89,13 +89,13 @@ def best_by(**tables: dict[str, str | int]) -> str:
 
 def test_held_out_score_decides_by_default() -> None:
     assert best_by() == "reward"
-    evaluated: dict[str, str | int] = {"eval_interval": 1, "eval_tasks": 2}
-    assert best_by(rollout=evaluated) == "held_out"
-    assert best_by(rollout=evaluated, run={"keep_best_by": "reward"}) == "reward"
+    evaluated: dict[str, str | int] = {"interval": 1, "tasks": 2}
+    assert best_by(eval=evaluated) == "held_out"
+    assert best_by(eval=evaluated, checkpoints={"keep_best_by": "reward"}) == "reward"
     with pytest.raises(
         ConfigError, match="no checkpoint is evaluated on held-out tasks"
     ):
-        best_by(run={"keep_best_by": "held_out"})
+        best_by(checkpoints={"keep_best_by": "held_out"})
 
 
 async def save(checkpoints: Checkpoints, *steps: int) -> None:

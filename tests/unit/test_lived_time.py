@@ -86,7 +86,7 @@ async def test_a_session_lives_as_long_as_it_may_whatever_the_clock_is_set_to(
     """The clock jumps, and in two of the cases the gateway worker dies as well. The
     session is there after the jump, and ends when its time is up."""
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
-    async with life.again(session_ttl_s=15.0, place=place) as gateway:
+    async with life.again(session={"ttl_s": 15.0}, place=place) as gateway:
         [session] = await gateway.open()
         await ask(gateway, session, [ASK])
         machine.set_clock(jump_s)
@@ -96,7 +96,7 @@ async def test_a_session_lives_as_long_as_it_may_whatever_the_clock_is_set_to(
         if not restarts:
             await _ends_after_its_time(gateway, machine, session)
     if restarts:
-        async with life.again(session_ttl_s=15.0, place=place) as gateway:
+        async with life.again(session={"ttl_s": 15.0}, place=place) as gateway:
             await asyncio.sleep(1.2)
             assert state(gateway, session) == "open"
             await _ends_after_its_time(gateway, machine, session)
@@ -122,7 +122,7 @@ async def test_a_stopped_gateway_ends_no_session_and_times_what_was_lived(
 ):
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
     async with life.again(
-        session_ttl_s=60.0, session_idle_timeout_s=30.0, place=place
+        session={"ttl_s": 60.0, "idle_timeout_s": 30.0}, place=place
     ) as gateway:
         [session] = await gateway.open()
         machine.stop_for(_TWO_HOURS_S)
@@ -138,7 +138,7 @@ async def test_a_reward_may_come_after_the_clock_was_set(
     life: Life, machine: SteppedMachine
 ):
     place = WorkerPlace(lived_time=LivedTime(clock=machine.monotonic))
-    async with life.again(reward_deadline_s=60.0, place=place) as gateway:
+    async with life.again(late={"deadline_s": 60.0}, place=place) as gateway:
         [session] = await gateway.open()
         await ask(gateway, session, [ASK])
         answer = await gateway.env(
@@ -147,7 +147,7 @@ async def test_a_reward_may_come_after_the_clock_was_set(
         assert answer.status_code == 202
         machine.set_clock(_TWO_HOURS_S)
         await asyncio.sleep(1.2)
-    async with life.again(reward_deadline_s=60.0, place=place) as gateway:
+    async with life.again(late={"deadline_s": 60.0}, place=place) as gateway:
         await asyncio.sleep(1.2)
         answer = await gateway.env(
             f"/sessions/{session.id}/reward", {"reward": 0.5}, key=session.key

@@ -24,7 +24,7 @@ from invrl.host.log_lines import (
 )
 from invrl.host.masked_keys import without_keys
 from invrl.interfaces import Endpoint
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import RolloutConfig, WorkersConfig
 from invrl.rollout.runner import Runner
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.types import Sampling, Session, Task
@@ -237,7 +237,7 @@ async def test_log_lines_of_user_code_name_its_sessions(
     async def in_the_loop(task: Task, endpoints: list[Endpoint]) -> list[float]:
         return in_a_thread(task, endpoints)
 
-    rollout = RolloutConfig(rollout_worker_memory_gb=None)
+    rollout = RolloutConfig(workers=WorkersConfig(memory_gb=None))
     worker = RolloutWorker(
         WorkerSettings(gateway_url="http://127.0.0.1:9", model="m", rollout=rollout)
     )

@@ -148,10 +148,10 @@ def from_flags(*flags: str) -> Config:
         ),
         ("--entropy.step 0.1", "step", "not adapted", "leave"),
         (
-            "--reference-reset-optimizer",
-            "reference_reset_optimizer",
+            "--reference.reset-optimizer",
+            "reset_optimizer",
             "nothing is reset",
-            "-reset-steps",
+            ".reset-steps",
         ),
         (
             "--objective distillation --solved-nll-coef 0.1",
@@ -172,21 +172,21 @@ def from_flags(*flags: str) -> Config:
             )
         ),
         ("--kl.target 0.1", "coefficient", "required", "give kl.coefficient too"),
-        ("--reference-ema 0.9", "reference_ema", "no reference", "--kl.coefficient"),
+        ("--reference.ema 0.9", "ema", "no reference", "--kl.coefficient"),
         (
-            "--reference-reset-steps 9",
-            "reference_reset_steps",
+            "--reference.reset-steps 9",
+            "reset_steps",
             "no reference",
             "--kl.coefficient",
         ),
         (
-            "--kl.coefficient 1 --reference-reset-steps 9 --reference-ema 0.9",
-            "reference_ema",
+            "--kl.coefficient 1 --reference.reset-steps 9 --reference.ema 0.9",
+            "ema",
             "exclude",
             "one of",
         ),
         (
-            "--kl.coefficient 1 --reference-reset-steps 9 --reference-placement cpu_by_layer",
+            "--kl.coefficient 1 --reference.reset-steps 9 --reference-placement cpu_by_layer",
             "reference_placement",
             "dtype of its folder",
             "cpu or device",

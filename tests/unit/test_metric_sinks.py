@@ -387,7 +387,7 @@ def test_mlflow_reads_back_values_steps_and_parameters(
     # the store that needs no database package
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
-    config = configured(mlflow_tracking_uri=(tmp_path / "store").as_uri())
+    config = configured(metrics={"mlflow_tracking_uri": (tmp_path / "store").as_uri()})
     check_trackers(config.run)
     (tmp_path / "run-7").mkdir()
     for reward in (0.5, 0.75):  # the experiment is there for the second run
@@ -398,7 +398,7 @@ def test_mlflow_reads_back_values_steps_and_parameters(
             )
         sinks.close()
     assert errors() == []
-    client = MlflowClient(config.run.mlflow_tracking_uri)
+    client = MlflowClient(config.run.metrics.mlflow_tracking_uri)
     experiment = client.get_experiment_by_name("e")
     assert experiment is not None
     runs = client.search_runs(
@@ -439,7 +439,8 @@ sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path
 from types import SimpleNamespace
 from invrl.observe.tracker_checks import check_trackers
 def run_settings(wandb=None, mlflow_tracking_uri=None):
-    return SimpleNamespace(wandb=wandb, mlflow_tracking_uri=mlflow_tracking_uri)
+    metrics = SimpleNamespace(mlflow_tracking_uri=mlflow_tracking_uri)
+    return SimpleNamespace(wandb=wandb, metrics=metrics)
 namespace = SimpleNamespace
 check_trackers(run_settings(**{run}))
 """
@@ -449,7 +450,7 @@ check_trackers(run_settings(**{run}))
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        ("invrl.errors.ConfigError: run.", "invrl.errors.ConfigError: wandb.")
+        ("invrl.errors.ConfigError: metrics.", "invrl.errors.ConfigError: wandb.")
     )
     assert f"the package {package} is not installed" in last
     assert f"pip install {package}" in last
@@ -465,7 +466,9 @@ def test_trackers_without_a_key_or_with_a_password_are_refused(
         check_trackers(configured(wandb={"project": "p"}).run)
     assert "WANDB_API_KEY" in caught.value.fix
     with pytest.raises(ConfigError, match="holds a password") as caught:
-        check_trackers(configured(mlflow_tracking_uri="https://me:s3cret@host/x").run)
+        check_trackers(
+            configured(metrics={"mlflow_tracking_uri": "https://me:s3cret@host/x"}).run
+        )
     assert "s3cret" not in str(caught.value)
 
 
@@ -479,12 +482,14 @@ def test_mlflow_store_that_would_log_nothing_is_refused_with_a_fix(
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="MLflow would log nothing there") as caught:
-        check_trackers(configured(mlflow_tracking_uri=uri).run)
+        check_trackers(configured(metrics={"mlflow_tracking_uri": uri}).run)
     assert caught.value.value == uri
     assert "http://" in caught.value.fix
     assert "MLFLOW_ALLOW_FILE_STORE=true" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
-    check_trackers(configured(mlflow_tracking_uri="http://127.0.0.1:1").run)
+    check_trackers(
+        configured(metrics={"mlflow_tracking_uri": "http://127.0.0.1:1"}).run
+    )
 
 
 def test_failing_sink_is_reported_on_the_console(
@@ -503,7 +508,7 @@ def test_failing_sink_is_reported_on_the_console(
 
 def test_trackers_are_checked_before_a_run_starts() -> None:
     tables = {
-        "run": {"mlflow_tracking_uri": "https://me:s3cret@host"},
+        "metrics": {"mlflow_tracking_uri": "https://me:s3cret@host"},
         "rollout": {
             "rollout_function_path": "rollout_fns.calculator:rollout",
             "task_source_path": "rollout_fns.calculator:task_source",

@@ -43,7 +43,7 @@ def test_every_foreign_setting_name_suggests_ours(ours: str):
 
 
 def test_setting_that_the_command_lacks_is_not_suggested():
-    assert near_settings("--learning-rate", ["--seed", "--gateway-port"]) == []
+    assert near_settings("--learning-rate", ["--seed", "--gateway.port"]) == []
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_setting_that_the_command_lacks_is_not_suggested():
         ("--Learning-Rate", "--lr"),
         ("--gradient-cliping", "--clip-grad"),
         ("--rollout-batch-sise", "--rollout-batch-size"),
-        ("--timeout-of-the-session", "--session-idle-timeout-s"),
+        ("--timeout-of-the-session", "--session.idle-timeout-s"),
         ("--dpo-beta", "--dpo.beta"),
         ("--actor-num-gpus-per-node", "--data-parallel-size"),
         ("--rollout.n", "--n-samples-per-prompt"),
         ("actor_rollout_ref.rollout.n", "--n-samples-per-prompt"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "--engine-tp-size"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "--engine.tp-size"),
         ("trainer.total_epochs", "--num-steps"),
         ("--save", "--run-root"),
     ],
@@ -70,8 +70,8 @@ def test_wrong_setting_name_suggests_by_spelling_and_by_words(wrong: str, near: 
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [
-        ("--epochs", "--data-epochs"),
-        ("--batch-size", "--data-batch-size"),
+        ("--epochs", "--data.epochs"),
+        ("--batch-size", "--data.batch-size"),
         ("--dataset", "--data-path"),
         ("--beta", "--dpo.beta"),
         ("--max-length", "--max-row-tokens"),
@@ -83,7 +83,7 @@ def test_a_run_on_a_file_gets_the_settings_of_files(wrong: str, near: str) -> No
 
 
 def test_epochs_of_a_run_on_rollouts_are_steps_unless_a_file_was_meant() -> None:
-    assert near_settings("--epochs", FLAGS) == ["--num-steps", "--data-epochs"]
+    assert near_settings("--epochs", FLAGS) == ["--num-steps", "--data.epochs"]
 
 
 @pytest.mark.parametrize(

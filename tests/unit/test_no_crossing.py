@@ -94,9 +94,8 @@ async def test_canaries_of_2000_concurrent_sessions_never_cross(
         pytest.skip(f"needs {needed} file descriptors, this machine allows {most}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
     limits = {
-        "max_open_sessions": SESSIONS,
+        "session": {"max_open": SESSIONS, "generate_timeout_s": 500.0},
         "max_new_tokens": 32,
-        "generate_timeout_s": 500.0,
     }
 
     all_have_asked = asyncio.Event()

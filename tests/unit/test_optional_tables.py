@@ -7,9 +7,9 @@ import pytest
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.config import TABLES, Config, resolve
+from invrl.run.config import Config, resolve, section_of_optional_table
 from invrl.run.former_settings import as_written_now
-from invrl.run.resolved_config import load_resolved, write_resolved
+from invrl.run.resolved_config import _checksum, load_resolved, write_resolved
 
 
 def from_flags(*flags: str) -> Config:
@@ -59,7 +59,7 @@ def test_false_in_a_file_turns_off_what_a_default_turns_on(tmp_path: Path) -> No
     [
         ("--algorithm-preset", "ppo", "--no-kl", "--no-dual-clip"),
         ("--algorithm-preset", "sapo", "--policy-loss", "clip"),
-        ("--group-filter", "medium_difficulty", "--no-keep-checkpoints"),
+        ("--group-filter", "medium_difficulty", "--no-checkpoints.keep"),
         ("--rejection", "token", "--rejection.high", "2", "--wandb.project", "p"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_table_without_the_setting_that_it_needs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (("--keep-checkpoints", "0"), "--no-keep-checkpoints"),
+        (("--checkpoints.keep", "0"), "--no-checkpoints.keep"),
         (("--run-name", ""), "leave it out"),
         (("--kl-coef", "0.1"), "write --kl.coefficient"),
         (("--simpo-gamma", "1"), "write --simpo.gamma"),
@@ -121,12 +121,83 @@ def test_a_recorded_configuration_of_an_earlier_version_means_what_it_meant() ->
             "rejection_high": 0.0,
         },
     }
-    section_of_table = {name: table.section for name, table in TABLES.items()}
+    section_of_table = section_of_optional_table()
     now = as_written_now(recorded, section_of_table)
-    assert now["run"] == {"run_name": "r", "keep_checkpoints": False, "wandb": False}
+    assert now["run"] == {"run_name": "r", "wandb": False}
+    assert now["checkpoints"] == {"keep": False}
     assert now["curriculum"] == {"kind": "thompson", "tasks": False}
     assert now["dpo"] == {"beta": 0.3, "label_smoothing": 0.0}
     assert now["train"] == {"clip_grad": 1.0}
     assert {"kl", "critic", "simpo", "rejection"}.isdisjoint(now)
     assert now["algorithm"]["kl"] is False
     assert as_written_now(now, section_of_table) == now
+
+
+def test_a_recorded_transport_keeps_its_own_settings_alone() -> None:
+    recorded = {
+        "weight_sync": {
+            "weight_transport": "disk",
+            "weight_folder": "/shared",
+            "weight_host": False,
+            "weight_full_every": 16,
+            "weight_arena": "copy",
+            "weight_sync_timeout_s": 9.0,
+        },
+        "gateway": {"gateway_port": 8000, "session_ttl_s": 5.0, "late_reward": "drop"},
+        "sglang": {"log_level": "info"},
+    }
+    now = as_written_now(recorded, section_of_optional_table())
+    assert now == {
+        "weights": {
+            "transport": "disk",
+            "folder": "/shared",
+            "host": False,
+            "timeout_s": 9.0,
+        },
+        "gateway": {"port": 8000},
+        "session": {"ttl_s": 5.0},
+        "sglang": {"log_level": "info"},
+    }
+    assert as_written_now(now, section_of_optional_table()) == now
+
+
+def test_a_recorded_file_is_checked_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "config.resolved.toml"
+    written = {"keep_checkpoints": 3, "log_level": "debug"}
+    checksums = " ".join(_checksum(*item) for item in written.items())
+    path.write_text(
+        f"# xxh3 of [run]: {checksums}\n\n"
+        '[run]\nkeep_checkpoints = 3\nlog_level = "debug"\n'
+    )
+    run = load_resolved(path).run
+    assert run.checkpoints.keep == 3
+    assert run.log.level == "debug"
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "fix"),
+    [
+        (
+            ("--weights.folder", "/shared"),
+            "weights.folder",
+            "add --weights.transport disk or delta",
+        ),
+        (
+            ("--weights.transport", "bucket", "--weights.arena-mode", "alias"),
+            "weights.arena_mode",
+            "add --weights.transport arena",
+        ),
+        (
+            ("--weights.transport", "dsik"),
+            "weights.transport",
+            "did you mean disk?",
+        ),
+    ],
+)
+def test_a_setting_of_another_transport_is_refused(
+    flags: tuple[str, ...], field: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_flags(*flags)
+    assert caught.value.field == field
+    assert fix in caught.value.fix

@@ -12,7 +12,7 @@ from invrl.algorithms.surrogates import SURROGATES, surrogate_function
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import ConfigError, PluginError
 from invrl.interfaces import GroupFilter, TaskSource
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import EvalConfig, RolloutConfig
 from invrl.rollout.tasks import load_eval_sets
 from invrl.user_code.plugins import (
     is_group_form,
@@ -118,7 +118,9 @@ def test_every_import_path_setting_accepts_a_file_path(here: Path) -> None:
         "from invrl.types import Task\n\n"
         "def hard(split, seed): yield Task(id='t', payload={}, label='x', split=split)\n"
     )
-    config = RolloutConfig(eval_sets=("a=my_package/held_out.py:hard",), eval_tasks=1)
+    config = RolloutConfig(
+        eval=EvalConfig(sets=("a=my_package/held_out.py:hard",), tasks=1),
+    )
     assert [task.id for task in load_eval_sets(config, 0)["a"]] == ["t"]
 
 

@@ -25,7 +25,7 @@ from invrl.interfaces import StagedWeights
 from invrl.types import TensorSpec, WeightVersion
 from invrl.weights import in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.engine_parameters import parameter_of
 from invrl.weights.tensor_slice import EngineRank, slices_of_rank
 from invrl.weights.transaction import load_verified
@@ -43,9 +43,7 @@ def writer() -> ArenaWriter:
 
 def receiver_of(engine: SlicedEngine, **settings) -> ArenaReceiver:
     client = cast("SglangClient", engine)
-    return ArenaReceiver(
-        "engine-0", client, WeightSyncConfig(**settings), num_ranks=RANKS
-    )
+    return ArenaReceiver("engine-0", client, ArenaWeights(**settings), num_ranks=RANKS)
 
 
 def stage(writer: ArenaWriter, version: int) -> StagedWeights:
@@ -175,9 +173,9 @@ async def test_aliases_and_folders_are_refused_before_a_byte_moves(
 ) -> None:
     staged = stage(writer, 1)
     with pytest.raises(LayoutError, match="in the mode copy"):
-        await receiver_of(engine, weight_arena="alias").check(SLICED_LAYOUT, staged)
+        await receiver_of(engine, arena_mode="alias").check(SLICED_LAYOUT, staged)
     follower = FolderReceiver(
-        "engine-0", cast("SglangClient", engine), WeightSyncConfig(), num_ranks=RANKS
+        "engine-0", cast("SglangClient", engine), ArenaWeights(), num_ranks=RANKS
     )
     with pytest.raises(LayoutError, match="from the arena"):
         await follower.load(

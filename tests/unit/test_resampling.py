@@ -148,7 +148,7 @@ async def test_samples_of_the_first_prompt_are_one_conversation(
     """Each is a root, but none of them departed from anything: they fork nothing, and
     all are trained."""
     async with running(
-        tmp_path, model, renderer, train_auxiliary_roots=False
+        tmp_path, model, renderer, session={"train_auxiliary_roots": False}
     ) as gateway:
         [session] = await gateway.open()
         for _ in range(3):

@@ -23,7 +23,7 @@ def source(tables: dict[str, Any]) -> Source:
 def test_served_replies_are_limited_by_the_context_unless_set(tmp_path: Path):
     model_path = make_tiny_model(tmp_path / "tiny")
     folder = {"model": {"model_path": str(model_path)}}
-    engine = {"engine": {"engine_max_total_tokens": 900}}
+    engine = {"engine": {"max_total_tokens": 900}}
     served = with_long_answers(resolve(source(folder | engine)))
     limits = EngineLimits.of(model_path, max_total_tokens=900)
     assert served.rollout.max_new_tokens == limits.context_length < 900

@@ -21,7 +21,7 @@ from invrl.engines.fleet_state import FleetState
 from invrl.errors import DeadlineError, ServerError
 from invrl.observe.sinks import JsonlSink
 from invrl.run import served_metrics
-from invrl.run.config import Config, resolve
+from invrl.run.config import Config, MetricsConfig, resolve
 from invrl.run.served_metrics import ServedMetrics
 from invrl.store.run_folder import RunFolder
 
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 def settings(port: int) -> Config:
     config = resolve()
-    run = config.run.model_copy(update={"metrics_port": port})
+    run = config.run.model_copy(update={"metrics": MetricsConfig(port=port or None)})
     return config.model_copy(update={"run": run})
 
 

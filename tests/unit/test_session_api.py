@@ -263,7 +263,10 @@ async def test_session_limits_can_only_be_lowered(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     async with running(
-        tmp_path, model, renderer, session_max_turns=5, session_max_calls=3
+        tmp_path,
+        model,
+        renderer,
+        session={"max_turns": 5, "max_calls": 3},
     ) as gateway:
         [session] = await gateway.open(limits={"max_turns": 4})
         assert session.limits.max_turns == 4
@@ -345,7 +348,7 @@ async def test_a_foreign_sessions_turn_cannot_be_rewarded(gateway: Running):
 async def test_a_reward_may_come_after_the_finish_until_its_deadline(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
-    async with running(tmp_path, model, renderer, reward_deadline_s=60.0) as gateway:
+    async with running(tmp_path, model, renderer, late={"deadline_s": 60.0}) as gateway:
         judged, empty, aborted = await gateway.open(members=3)
         await chat(gateway, judged)
         await chat(gateway, aborted)
@@ -388,7 +391,7 @@ async def test_a_reward_may_come_after_the_finish_until_its_deadline(
 async def test_session_past_its_reward_deadline_is_dropped_with_a_reason(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
-    async with running(tmp_path, model, renderer, reward_deadline_s=0.05) as gateway:
+    async with running(tmp_path, model, renderer, late={"deadline_s": 0.05}) as gateway:
         [session] = await gateway.open()
         await chat(gateway, session)
         assert (
@@ -398,7 +401,7 @@ async def test_session_past_its_reward_deadline_is_dropped_with_a_reason(
         [(_, outcome)] = gateway.store.outbox_after(0)
         assert isinstance(outcome, FailedRollout)
         assert outcome.reason is FailureReason.BAD_REWARD
-        assert "reward_deadline_s" in outcome.detail
+        assert "late.deadline_s" in outcome.detail
         late = await post(gateway, f"/sessions/{session.id}/reward", {"reward": 1.0})
         assert code(late) == (409, "reward_too_late")
 
@@ -409,8 +412,7 @@ async def test_expired_session_ends_according_to_its_state(
 ):
     clock = SteppedClock()
     options = {
-        "late_reward": policy,
-        "reward_deadline_s": 600.0,
+        "late": {"expired": policy, "deadline_s": 600.0},
         "place": WorkerPlace(lived_time=LivedTime(clock=clock)),
     }
     async with running(tmp_path, model, renderer, **options) as gateway:
@@ -667,7 +669,7 @@ async def test_setting_decides_whether_auxiliary_roots_are_trained(
     tmp_path: Path, model: Path, renderer: Renderer, train: bool
 ):
     async with running(
-        tmp_path, model, renderer, train_auxiliary_roots=train
+        tmp_path, model, renderer, session={"train_auxiliary_roots": train}
     ) as gateway:
         gateway.engine.script = random_reply(tokens=5)
         [session] = await gateway.open()
@@ -709,7 +711,7 @@ async def test_an_environment_leases_a_task_and_opens_its_sessions_once(
     tmp_path: Path, model: Path, renderer: Renderer
 ):
     async with running(
-        tmp_path, model, renderer, leases=True, max_open_sessions=3
+        tmp_path, model, renderer, leases=True, session={"max_open": 3}
     ) as gateway:
         store = LeaseStore(tmp_path / "run.db")
         task = Task(id="t7", payload={"question": "6*7?"}, label="42", split="train")

@@ -116,7 +116,7 @@ def test_missing_smg_is_refused_by_its_path(
     model = make_tiny_model(tmp_path / "tiny")
     runs = tmp_path / "runs"
     flags = ["--model-path", str(model), "--run-root", str(runs), "--router", "smg"]
-    assert cli.main(["serve", *flags, "--smg-environment", str(folder)]) == 2
+    assert cli.main(["serve", *flags, "--engine.smg-environment", str(folder)]) == 2
     error = capsys.readouterr().err
     assert "engine.router\n  value:  'smg'" in error
     assert reason in error

@@ -11,7 +11,7 @@ import pytest
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.task_checks import check_held_out_labels, check_labels
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import EvalConfig, RolloutConfig
 from invrl.rollout.task_labels import guess_notes, missing_labels
 from invrl.rollout.tasks import held_out_only, load_tasks
 from invrl.run.config import Config, Source, resolve
@@ -59,9 +59,9 @@ def test_the_label_of_held_out_tasks_is_guessed_too(tmp_path: Path) -> None:
     config = tasks_in(tmp_path / "t.jsonl", '{"question": "2+2?", "label": 4}')
     (tmp_path / "h.jsonl").write_text('{"question": "3+3?", "answer": 6}')
     held_out = str(tmp_path / "h.jsonl")
-    config = config.model_copy(update={"eval_task_file": held_out, "eval_tasks": 1})
+    config = config.model_copy(update={"eval": EvalConfig(task_file=held_out, tasks=1)})
     sets = config.model_copy(
-        update={"eval_task_file": None, "eval_sets": (f"easy={held_out}",)}
+        update={"eval": EvalConfig(sets=(f"easy={held_out}",), tasks=1)}
     )
     alone = held_out_only(RolloutConfig(task_file=held_out))
     for task_config in (config, sets, alone):

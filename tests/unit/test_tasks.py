@@ -14,7 +14,7 @@ import pytest
 
 from invrl.buffer.task_feed import TaskFeed
 from invrl.errors import ConfigError, PluginError
-from invrl.rollout.config import RolloutConfig
+from invrl.rollout.config import EvalConfig, RolloutConfig
 from invrl.rollout.tasks import check_tasks, held_out_only, load_eval_tasks, load_tasks
 from invrl.types import Task
 
@@ -83,7 +83,7 @@ def test_a_task_keeps_its_row_and_label(task_file):
 
 
 def test_task_without_an_id_is_named_by_its_line_number(task_file):
-    config = from_file(None, eval_task_file=task_file('{"q": 1}\n\n{"q": 2}\n'))
+    config = from_file(None, eval={"task_file": task_file('{"q": 1}\n\n{"q": 2}\n')})
     assert [(t.id, t.label, t.split) for t in load_tasks(config, "eval", 0)] == [
         ("1", None, "eval"),
         ("3", None, "eval"),
@@ -142,15 +142,21 @@ def test_two_sources_of_tasks_are_refused(fields):
 
 def test_an_evaluation_needs_held_out_tasks_and_enough_of_them(task_file):
     train = task_file(rows(3))
-    with pytest.raises(ConfigError, match="eval_task_file"):
-        check_tasks(from_file(train, eval_tasks=2), seed=0)
+    with pytest.raises(ConfigError, match=r"eval\.task_file"):
+        check_tasks(from_file(train, eval={"tasks": 2}), seed=0)
     config = from_file(
-        train, eval_task_file=task_file(rows(3), "eval.jsonl"), eval_tasks=4
+        train,
+        eval={"task_file": task_file(rows(3), "eval.jsonl"), "tasks": 4},
     )
     with pytest.raises(ConfigError, match="has 3 tasks"):
         check_tasks(config, seed=0)
+    fewer = EvalConfig(task_file=config.eval.task_file, tasks=2)
     assert [
-        t.id for t in load_eval_tasks(config.model_copy(update={"eval_tasks": 2}), 0)
+        t.id
+        for t in load_eval_tasks(
+            config.model_copy(update={"eval": fewer}),
+            0,
+        )
     ] == ["q0", "q1"]
 
 
@@ -228,7 +234,7 @@ def test_training_source_that_ends_is_restarted():
 )
 def test_bad_task_source_is_a_plugin_error(function, seen):
     with pytest.raises(PluginError) as caught:
-        check_tasks(from_source(function, eval_tasks=1), seed=0)
+        check_tasks(from_source(function, eval={"tasks": 1}), seed=0)
     assert seen in caught.value.reason
     assert caught.value.field == "task_source_path"
 
@@ -236,7 +242,8 @@ def test_bad_task_source_is_a_plugin_error(function, seen):
 def test_calculator_source_passes_the_task_check():
     check_tasks(
         RolloutConfig(
-            task_source_path="rollout_fns.calculator:task_source", eval_tasks=200
+            task_source_path="rollout_fns.calculator:task_source",
+            eval=EvalConfig(tasks=200),
         ),
         seed=0,
     )
@@ -264,11 +271,17 @@ def test_parquet_rows_equal_those_of_jsonl(tmp_path, task_file):
         for n in range(2)
     )
     expected = list(
-        load_tasks(RolloutConfig(eval_task_file=task_file(text)), "eval", 0)
+        load_tasks(RolloutConfig(eval=EvalConfig(task_file=task_file(text))), "eval", 0)
     )
     file = parquet_file(tmp_path / "t.parquet", columns)
-    assert list(load_tasks(RolloutConfig(eval_task_file=file), "eval", 0)) == expected
-    config = from_file(file, eval_task_file=file, eval_tasks=2)
+    assert (
+        list(load_tasks(RolloutConfig(eval=EvalConfig(task_file=file)), "eval", 0))
+        == expected
+    )
+    config = from_file(
+        file,
+        eval={"task_file": file, "tasks": 2},
+    )
     check_tasks(config, seed=0)
     assert next(load_tasks(config, "train", 3)).payload["score"] in (0.5, 1.0)
 
@@ -329,7 +342,7 @@ def test_missing_or_invalid_parquet_file_is_refused(tmp_path, content):
 def test_an_evaluation_without_tasks_names_its_own_flags() -> None:
     with pytest.raises(ConfigError) as caught:
         held_out_only(RolloutConfig())
-    assert "--eval-sets NAME=FILE" in caught.value.fix
+    assert "--eval.sets NAME=FILE" in caught.value.fix
     assert "--task-file FILE" in caught.value.fix
     with pytest.raises(ConfigError) as caught:
         check_tasks(RolloutConfig(), 0)

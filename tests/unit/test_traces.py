@@ -111,7 +111,7 @@ async def gateway(
         listener = socket.create_server(("127.0.0.1", 0))
         settings = GatewaySettings.model_validate(
             {
-                "gateway_port": listener.getsockname()[1],
+                "port": listener.getsockname()[1],
                 "router_url": engine.url,
                 "env_key": ENV_KEY,
                 "model_path": str(model),
@@ -481,17 +481,17 @@ def test_trace_endpoint_comes_from_the_settings_or_the_standard_variables(
     ("tables", "field", "says"),
     [
         (
-            {"run": {"otel_endpoint": "127.0.0.1:4318"}},
-            "run.otel_endpoint",
+            {"log": {"otel_endpoint": "127.0.0.1:4318"}},
+            "log.otel_endpoint",
             "http://127.0.0.1:4318",
         ),
         (
-            {"run": {"otel_endpoint": "http://me:secret@host"}},
-            "run.otel_endpoint",
+            {"log": {"otel_endpoint": "http://me:secret@host"}},
+            "log.otel_endpoint",
             "OTEL_EXPORTER_OTLP_HEADERS",
         ),
         (
-            {"run": {"otel_endpoint": "http://h:1"}, "router": {"enable_trace": True}},
+            {"log": {"otel_endpoint": "http://h:1"}, "router": {"enable_trace": True}},
             "router.enable_trace",
             "leave it out",
         ),
@@ -568,5 +568,5 @@ def test_missing_trace_sdk_is_refused_before_the_start(
     check_traces(config())
     with pytest.raises(ConfigError, match=r"invrl\[otel\]"):
         check_traces(
-            config(Source(name="t", tables={"run": {"otel_endpoint": "http://h:1"}}))
+            config(Source(name="t", tables={"log": {"otel_endpoint": "http://h:1"}}))
         )

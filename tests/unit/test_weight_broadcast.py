@@ -25,12 +25,12 @@ from invrl.weights.broadcast import Piece, pieces_of_buckets
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.canary import CanaryBound
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 from invrl.weights.tensor_spec import checksum
 from invrl.weights.transaction import WeightTransaction
 
 TIMEOUT_S = 4.0
-SETTINGS = WeightSyncConfig.model_validate({"weight_sync_timeout_s": 30 * TIMEOUT_S})
+SETTINGS = ArenaWeights.model_validate({"timeout_s": 30 * TIMEOUT_S})
 LAYOUT = tuple(
     TensorSpec(
         name=f"model.layers.{layer}.mlp.down_proj.weight",
@@ -86,7 +86,7 @@ class Fleet:
             self._receivers,
             canary_prompts=(),
             bound=CanaryBound.for_dtypes("float32"),
-            deadline_s=SETTINGS.weight_sync_timeout_s,
+            deadline_s=SETTINGS.timeout_s,
             load=self._loads.load,
         )
 

@@ -393,7 +393,8 @@ def test_engine_that_cannot_alias_is_refused_before_a_byte_moves(
     if fault == "has 128 rows":
         parameters["model.embed_tokens.weight"] = torch.zeros(128, 4)
     with pytest.raises(
-        LayoutError, match=f"cannot alias the arena: .*{fault}.*--weight-arena copy"
+        LayoutError,
+        match=f"cannot alias the arena: .*{fault}.*--weights.arena-mode copy",
     ):
         ask_model(served, tmp_path, alias=True)
     ask_model(served, tmp_path)

@@ -27,7 +27,7 @@ def check_data(config: Config) -> str:
     if shared:
         reason = f"{shared:,} of {len(data.held_out):,} held-out rows are trained on too, so their loss says "
         reason += "nothing about new rows"
-        field = "data_eval_path" if config.data.data_eval_path else "data_eval_fraction"
+        field = "eval_path" if config.data.eval_path else "eval_fraction"
         fix = "hold out other rows, or remove the copies from the file"
         raise Doubt(f"data.{field}", getattr(config.data, field), reason, fix)
     return text

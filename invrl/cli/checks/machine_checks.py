@@ -151,7 +151,7 @@ def check_precision(config: Config, machine: Machine) -> str:
     """Whether the processor computes in the dtypes of engine and trainer. One without
     AVX-512 was seen to train at a tenth of its speed in float32."""
     dtypes = {
-        "--engine-dtype": config.engine.engine_dtype,
+        "--engine.dtype": config.engine.dtype,
         "--train-dtype": config.train.train_dtype,
     }
     slow = [flag for flag, dtype in dtypes.items() if dtype == "bfloat16"]
@@ -163,7 +163,7 @@ def check_precision(config: Config, machine: Machine) -> str:
             reason,
             f"use {' '.join(f'{flag} float32' for flag in slow)}",
         )
-    return f"engine {dtypes['--engine-dtype']}, trainer {dtypes['--train-dtype']}"
+    return f"engine {dtypes['--engine.dtype']}, trainer {dtypes['--train-dtype']}"
 
 
 def check_memory(config: Config, machine: Machine) -> str:
@@ -290,13 +290,13 @@ def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
             frozen_models=needs_of(config.algorithm).reference
             + (config.teacher_folder is not None),
             reference_moves=config.algorithm.reference_moves,
-            reference_is_averaged=config.algorithm.reference_ema is not None,
+            reference_is_averaged=config.algorithm.reference.ema is not None,
             has_critic=needs_of(config.algorithm).values
             and config.critic_layout is None,
             compares_routers=needs_of(config.algorithm).router_shift,
-            served_dtype=config.engine.engine_dtype,
+            served_dtype=config.engine.dtype,
             megatron=config.megatron,
-            copies_checkpoints=config.run.async_checkpoints,
+            copies_checkpoints=config.run.checkpoints.background,
             on_cuda=machine.gpus > 0,
             arena_on_gpu=_arena_on_gpu(config, machine),
         )
@@ -321,7 +321,7 @@ def _needed_memory(config: Config, machine: Machine) -> float:
     if machine.gpus:
         staged = 0 if _arena_on_gpu(config, machine) else 2 * weights
         return 2 * _GB + staged + weights * (engines + layout.data) + copies
-    processes = engines * config.engine.engine_tp_size
+    processes = engines * config.engine.tp_size
     needed = 2 * _GB + processes * 1.5 * _GB + 2 * engines * weights + copies
     if budget is None:
         return needed + config.num_ranks * _GB
@@ -346,7 +346,7 @@ def _weight_bytes(config: Config) -> int:
     stored = sum(
         file.stat().st_size for file in config.model.folder.glob("*.safetensors")
     )
-    if config.engine.engine_dtype == "float32":
+    if config.engine.dtype == "float32":
         return 2 * stored
     return stored
 
@@ -354,7 +354,7 @@ def _weight_bytes(config: Config) -> int:
 def check_disk(config: Config, machine: Machine) -> str:
     """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32
     weights and two moments: 8 times the bfloat16 weights; a critic adds 7 times its
-    own. A new one is written beside those that are kept (`keep_checkpoints` 0: every
+    own. A new one is written beside those that are kept (no `checkpoints.keep`: every
     one is kept, so their number is not known; two are counted)."""
     root = Path(config.run.run_root).expanduser().absolute()
     while not root.is_dir() and root != root.parent:
@@ -363,7 +363,9 @@ def check_disk(config: Config, machine: Machine) -> str:
     checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(
         config
     )
-    checkpoints = (config.run.keep_checkpoints or 1) + (config.run.keep_best or 0) + 1
+    checkpoints = (
+        (config.run.checkpoints.keep or 1) + (config.run.checkpoints.keep_best or 0) + 1
+    )
     needed = checkpoints * checkpoint + _GB
     value = (
         f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "
@@ -376,7 +378,7 @@ def check_disk(config: Config, machine: Machine) -> str:
         )
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
-        fix = "free some, give another --run-root, or lower --keep-checkpoints or --keep-best"
+        fix = "free some, give another --run-root, or lower --checkpoints.keep or --checkpoints.keep-best"
         raise Doubt("run.run_root", value, reason, fix)
     return value
 

@@ -12,6 +12,7 @@ from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
 from invrl.run.config import Config, is_run_folder
+from invrl.weights.config import ArenaWeights
 
 _NO_LIMIT = 2**31
 """Vocabulary size: no token id is refused."""
@@ -158,12 +159,11 @@ def check_engine_here(config: Config, machine: Machine) -> None:
         fix = "use a machine with a GPU, or train on saved batches with --debug-train-only"
         raise ConfigError("model.model_path", model_type, reason, fix)
     _check_engine_ranks(config, machine)
-    arena_device = config.weight_sync.weight_arena_device
-    if arena_device == "cuda" and machine.gpus == 0:
+    weights = config.weights
+    needs_gpu = isinstance(weights, ArenaWeights) and weights.arena_device == "cuda"
+    if needs_gpu and machine.gpus == 0:
         reason = "there is no GPU whose memory trainer and engines could share"
-        raise ConfigError(
-            "weight_sync.weight_arena_device", arena_device, reason, "leave it out"
-        )
+        raise ConfigError("weights.arena_device", "cuda", reason, "leave it out")
 
 
 def _check_engine_ranks(config: Config, machine: Machine) -> None:
@@ -171,7 +171,7 @@ def _check_engine_ranks(config: Config, machine: Machine) -> None:
     the same head of keys and values."""
     from invrl.families.hf_config import read_hf_config
 
-    ranks = config.engine.engine_tp_size
+    ranks = config.engine.tp_size
     if ranks == 1:
         return
     shape = read_hf_config(config.model.folder)
@@ -187,7 +187,7 @@ def _check_engine_ranks(config: Config, machine: Machine) -> None:
     if undivided:
         reason = f"it does not divide the model's {', '.join(undivided)}"
         raise ConfigError(
-            "engine.engine_tp_size",
+            "engine.tp_size",
             ranks,
             reason,
             "give a divisor of them, or leave it out",

@@ -14,6 +14,7 @@ from invrl.errors import ConfigError
 from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
 from invrl.host.rendezvous import listen
 from invrl.run.config import Config
+from invrl.weights.config import CollectiveWeights, FileWeights
 
 _SHORTEST_KEY = 16
 
@@ -30,10 +31,10 @@ def check_rollout_function(config: Config) -> object:
         return "none: your environments lease the tasks"
     if rollout.external_environments:
         reason = (
-            f"held-out tasks (eval_tasks is {rollout.eval_tasks}) are always run by our own workers, which "
+            f"held-out tasks (eval.tasks is {rollout.eval.tasks}) are always run by our own workers, which "
             "need a rollout function"
         )
-        fix = "give --rollout-function-path my_agent:rollout, or --no-eval-tasks"
+        fix = "give --rollout-function-path my_agent:rollout, or --no-eval.tasks"
     else:
         reason = "no rollout function was given, so nothing would ask the model"
         fix = (
@@ -232,20 +233,24 @@ def check_megatron_options(config: Config) -> None:
 
 
 def check_weight_folder(config: Config) -> str:
-    folder = config.weight_sync.weight_folder
+    weights = config.weights
+    folder = weights.folder if isinstance(weights, FileWeights) else None
     if not folder:
         return "none: the run folder, if weights go by disk"
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "make it, on a disk that all engines share, or leave --weight-folder out"
+        fix = "make it, on a disk that all engines share, or leave --weights.folder out"
         raise ConfigError(
-            "weight_sync.weight_folder", folder, "not a folder that can be written", fix
+            "weights.folder", folder, "not a folder that can be written", fix
         )
     return folder
 
 
 def check_weight_host(config: Config) -> str:
     """The trainer can listen where engines are to fetch the weights."""
-    host = config.weight_sync.weight_host
+    weights = config.weights
+    host = None
+    if isinstance(weights, FileWeights | CollectiveWeights):
+        host = weights.host
     if not host:
         return "none: engines open the weights"
     fix = "give an address of this machine that the engines reach"
@@ -253,10 +258,10 @@ def check_weight_host(config: Config) -> str:
         with listen(host) as listener:
             address = listener.getsockname()[0]
     except OSError as error:
-        raise ConfigError("weight_sync.weight_host", host, str(error), fix) from error
+        raise ConfigError("weights.host", host, str(error), fix) from error
     if ipaddress.ip_address(address).is_unspecified:
         reason = "it means every address of this machine, and engines far away would ask their own"
-        raise ConfigError("weight_sync.weight_host", host, reason, fix)
+        raise ConfigError("weights.host", host, reason, fix)
     return host
 
 
@@ -265,28 +270,27 @@ def check_gateway_port(config: Config) -> None:
     _check_listening(
         "gateway",
         "the gateway",
-        config.gateway.gateway_host,
-        config.gateway.gateway_port or 0,
+        config.gateway.host,
+        config.gateway.port or 0,
     )
 
 
 def check_metrics_port(config: Config) -> str:
     """The run can show its metrics at their address, if they have a port, and no other
     program uses it."""
-    host = config.run.metrics_host
-    port = config.run.metrics_port
+    host = config.run.metrics.host
+    port = config.run.metrics.port
     if not port:
         return "none"
-    if port == config.gateway.gateway_port:
-        fix = "choose another --metrics-port"
-        raise ConfigError("run.metrics_port", port, "it is the gateway's port", fix)
+    if port == config.gateway.port:
+        fix = "choose another --metrics.port"
+        raise ConfigError("metrics.port", port, "it is the gateway's port", fix)
     _check_listening("metrics", "the metrics", host, port)
     return f"{host}:{port}"
 
 
 def _check_listening(name: str, server: str, host: str, port: int) -> None:
-    """Somebody can listen at the address of the settings NAME_host and NAME_port."""
-    section = "gateway" if name == "gateway" else "run"
+    """Somebody can listen at the address of the settings NAME.host and NAME.port."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -298,10 +302,10 @@ def _check_listening(name: str, server: str, host: str, port: int) -> None:
         reason = f"{server} cannot listen on {host}:{port} ({error.strerror})"
         if isinstance(error, PermissionError) or "in use" in str(error):
             zero = "a free one" if name == "gateway" else "none"
-            fix = f"choose another --{name}-port, or 0 for {zero}"
-            raise ConfigError(f"{section}.{name}_port", port, reason, fix) from error
-        fix = f"give an address of this machine as --{name}-host (127.0.0.1, or 0.0.0.0 for all)"
-        raise ConfigError(f"{section}.{name}_host", host, reason, fix) from error
+            fix = f"choose another --{name}.port, or leave it out: {zero}"
+            raise ConfigError(f"{name}.port", port, reason, fix) from error
+        fix = f"give an address of this machine as --{name}.host (127.0.0.1, or 0.0.0.0 for all)"
+        raise ConfigError(f"{name}.host", host, reason, fix) from error
 
 
 def check_environment_key(config: Config) -> None:

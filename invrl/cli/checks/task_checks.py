@@ -17,15 +17,15 @@ from invrl.types import Task
 
 def check_eval_sets(config: Config) -> None:
     """The named held-out sets of a training run."""
-    sets = config.rollout.eval_sets
+    sets = config.rollout.eval.sets
     if not sets:
         return
-    if not config.rollout.eval_tasks:
-        fix = "set --eval-tasks, or leave --eval-sets out"
+    if not config.rollout.eval.tasks:
+        fix = "set --eval.tasks, or leave --eval.sets out"
         raise ConfigError(
-            "rollout.eval_sets",
+            "eval.sets",
             sets,
-            "no evaluation is asked for (eval_tasks is not set)",
+            "no evaluation is asked for (eval.tasks is not set)",
             fix,
         )
     check_held_out_tasks(config)
@@ -58,7 +58,7 @@ def check_held_out_apart(config: Config) -> str:
     from invrl.rollout.tasks import load_eval_sets, load_tasks, read_task_file
 
     rollout = config.rollout
-    if not rollout.eval_tasks:
+    if not rollout.eval.tasks:
         return "none"
     if rollout.task_file:
         training = read_task_file(rollout, "train")
@@ -81,8 +81,8 @@ def check_held_out_apart(config: Config) -> str:
     if faults:
         reason = f"{'; '.join(faults)}: what they measure is training accuracy"
         fix = "hold out other tasks, which training never sees (compared by content, and by ids that are names)"
-        field = "eval_sets" if rollout.eval_sets else "eval_task_file"
-        raise Doubt(f"rollout.{field}", getattr(rollout, field), reason, fix)
+        field = "sets" if rollout.eval.sets else "task_file"
+        raise Doubt(f"eval.{field}", getattr(rollout.eval, field), reason, fix)
     return "others than those of training"
 
 
@@ -104,7 +104,7 @@ def check_held_out_labels(config: Config) -> str:
     from invrl.rollout.tasks import load_tasks
 
     fault = ""
-    if config.rollout.task_source_path and not config.rollout.eval_sets:
+    if config.rollout.task_source_path and not config.rollout.eval.sets:
         fault = _source_fault(
             config, load_tasks(config.rollout, "eval", config.run.seed)
         )

@@ -15,16 +15,16 @@ from invrl.run.folder import hold_run_folder
 def evaluate(arguments: Sequence[str]) -> None:
     """usage: invrl eval --model-path FOLDER [--config FILE] [flags]
 
-    Rollouts run through the gateway exactly as in training. Tasks: --eval-sets, or
-    --task-file, or the split 'eval' of --task-source-path; --no-eval-tasks takes all of
+    Rollouts run through the gateway exactly as in training. Tasks: --eval.sets, or
+    --task-file, or the split 'eval' of --task-source-path; --no-eval.tasks takes all of
     them. Prints a table (mean reward, accuracy, pass@k, 95 % intervals) and writes
     report/eval.json into the run folder.
 
     examples:
-      invrl eval --model-path MODEL --config quickstart --eval-samples-per-task 8
+      invrl eval --model-path MODEL --config quickstart --eval.samples-per-task 8
       invrl eval --model-path runs/a/checkpoints/step-000012 \\
           --rollout-function-path my_agent:rollout \\
-          --eval-sets easy=easy.jsonl,hard=my_tasks:hard --eval-modes sampled"""
+          --eval.sets easy=easy.jsonl,hard=my_tasks:hard --eval.modes sampled"""
     config = checked_configuration(arguments, command="eval")
     with hold_run_folder(config, "eval") as folder:
         log_to_folder(folder, config, process="supervisor")

@@ -77,7 +77,7 @@ def write_project(folder: Path, *, model_path: str) -> None:
         comment = (
             "# This machine's CPU computes many times slower in bfloat16, the default."
         )
-        tables = f'train_dtype = "float32"\n\n[engine]\n{comment}\nengine_dtype = "float32"\n\n{tables}'
+        tables = f'train_dtype = "float32"\n\n[engine]\n{comment}\ndtype = "float32"\n\n{tables}'
     else:
         tables = f"\n{tables}"
     try:

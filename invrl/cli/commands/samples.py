@@ -71,7 +71,7 @@ def samples(arguments: Sequence[str]) -> None:
     folder = read_run_folder(arguments)
     query = read_query(arguments[1:])
     check_store(folder.store_path)
-    rules = load_resolved(folder.config_path).buffer.failure_rules()
+    rules = load_resolved(folder.config_path).buffer.failures.rules()
     run_samples = read_samples(folder.store_path, rules)
     with contextlib.closing(RunStore(folder.store_path)) as store:
         print(answer(query, run_samples, store))
@@ -243,7 +243,7 @@ def _purpose(
     if query.held_out:
         if "eval" in purposes:
             return "eval"
-        fix = "leave it out; runs with --eval-tasks have some"
+        fix = "leave it out; runs with --eval.tasks have some"
         raise ConfigError("--eval", "", "no held-out rollout has ended", fix)
     if "train" not in purposes:
         if "eval" in purposes:

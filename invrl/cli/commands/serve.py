@@ -14,7 +14,7 @@ def serve(arguments: Sequence[str]) -> None:
     session key that is ready to use.
 
     example:
-      invrl serve --model-path MODEL --gateway-port 8000"""
+      invrl serve --model-path MODEL --gateway.port 8000"""
     config = checked_configuration(arguments, command="serve")
     # No supervisor: this command starts no Ray, and the kernel (or the guardian) ends
     # what it starts.

@@ -76,6 +76,6 @@ def _check_running(folder: RunFolder) -> None:
 
 def _deadline_s(config: Config, wait_s: float) -> float:
     """The driver has deadlines of its own, and answers before."""
-    per_engine_s = config.weight_sync.weight_sync_timeout_s + _SHORT_CALLS_S
+    per_engine_s = config.weights.timeout_s + _SHORT_CALLS_S
     num_engines = config.engine.num_engines + len(config.engine.external_engines)
     return wait_s + num_engines * per_engine_s

@@ -158,8 +158,8 @@ def make_app(
     _add_counting(app, requests)
     if len(peers.place.urls) > 1:
         _add_forwarding(app, settings, peers, format_error)
-    if settings.gateway_cors_origins:
-        app.outermost = _cors(app.serve, settings.gateway_cors_origins)
+    if settings.cors_origins:
+        app.outermost = _cors(app.serve, settings.cors_origins)
     return app
 
 
@@ -191,8 +191,8 @@ def _make_registry(
         return SessionRecord.restored(stored)
 
     registry = SessionRegistry(
-        max_open=settings.max_open_sessions,
-        ttl_s=settings.session_ttl_s,
+        max_open=settings.session.max_open,
+        ttl_s=settings.session.ttl_s,
         public_url=settings.url,
         secret=settings.env_key.get_secret_value().encode(),
         incarnation=settings.incarnation,
@@ -225,7 +225,8 @@ def _make_lifecycle(
             top_p=settings.top_p,
             max_new_tokens=settings.max_new_tokens,
         ),
-        policy=settings,
+        policy=settings.session,
+        late=settings.late,
         leases=leases,
         run_ended=run_ended,
     )

@@ -76,7 +76,7 @@ class Forwarder:
         self._env_key = settings.env_key.get_secret_value()
         # An answer that is not streamed arrives after its generation, which is
         # requested at most twice.
-        longest_s = 2 * settings.generate_timeout_s + 60
+        longest_s = 2 * settings.session.generate_timeout_s + 60
         self._timeout = aiohttp.ClientTimeout(
             sock_connect=_SUCCESSOR_S, sock_read=longest_s
         )

@@ -47,14 +47,14 @@ class GatewayServer:
     module = "invrl.gateway.server.gateway_server"
 
     def __init__(self, settings: GatewaySettings, *, folder: Path, log: Path) -> None:
-        workers = settings.gateway_workers
+        workers = settings.workers
         self._settings = settings
         self._log_file = log
         folder.mkdir(parents=True, exist_ok=True)
         self._settings_file = folder / "gateway.json"
         with open_private(self._settings_file) as out:
             out.write(settings.to_json().encode())
-        self._sockets = [_listen(settings.gateway_host, settings.gateway_port)]
+        self._sockets = [_listen(settings.host, settings.port)]
         if workers > 1:
             self._sockets += [_listen("127.0.0.1", 0) for _ in range(workers)]
         self._heartbeat_file = HeartbeatPage.create(workers=workers)
@@ -76,10 +76,10 @@ class GatewayServer:
     @property
     def url(self) -> str:
         """The address for processes of this machine. (Agents use `settings.url`.)"""
-        host = self._settings.gateway_host
+        host = self._settings.host
         if host == "0.0.0.0":
             host = "127.0.0.1"
-        return f"http://{host}:{self._settings.gateway_port}"
+        return f"http://{host}:{self._settings.port}"
 
     def wait_ready(self, *, deadline_s: float = 60.0) -> None:
         """Waits until the gateway answers. Raises ServerError or DeadlineError if it
@@ -122,11 +122,11 @@ class GatewayServer:
         that asks for a task, and to one that calls a session whose rollout is not
         needed any more."""
         self._heartbeats.end_run()
-        self._end_grace_until = time.monotonic() + self._settings.end_grace_s
+        self._end_grace_until = time.monotonic() + self._settings.session.end_grace_s
 
     async def wait_end_grace(self) -> None:
         """After `end_run` and before `stop`: waits until environments have had
-        `end_grace_s` to learn that the run has ended. Returns at once if `end_run` was
+        `session.end_grace_s` to learn that the run has ended. Returns at once if `end_run` was
         not called."""
         await asyncio.sleep(max(0.0, self._end_grace_until - time.monotonic()))
 
@@ -152,7 +152,7 @@ class GatewayServer:
 
     def _report_workers(self) -> None:
         """One line for each that hung or ended."""
-        for number in range(self._settings.gateway_workers):
+        for number in range(self._settings.workers):
             hung = self._heartbeats.hung(worker_place(number))
             if hung > self._hung_workers_reported[number]:
                 self._hung_workers_reported[number] = hung
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> None:
         Path(settings_file).read_text(encoding="utf-8")
     )
     write_log_lines("gateway", settings.log)
-    heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.gateway_workers)
+    heartbeats = HeartbeatPage(int(heartbeat_file), workers=settings.workers)
     listener, *own_sockets = [socket.socket(fileno=int(file)) for file in socket_files]
     supervise(settings, listener, own_sockets, heartbeats)
 

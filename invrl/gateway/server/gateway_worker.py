@@ -127,7 +127,7 @@ def _fleet_client(
         ),
         api_key=api_key,
         name="the fleet",
-        generate_deadline_s=settings.generate_timeout_s,
+        generate_deadline_s=settings.session.generate_timeout_s,
         experts=experts,
         newest_version=newest_version,
         on_wrong_answer=on_wrong_answer,

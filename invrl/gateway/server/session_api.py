@@ -198,7 +198,7 @@ class SessionRoutes:
         return bodies.Heartbeat(
             session_id=session_id,
             state=record.state,
-            session_idle_timeout_s=self.lifecycle.policy.session_idle_timeout_s or 0.0,
+            session_idle_timeout_s=self.lifecycle.policy.idle_timeout_s or 0.0,
         )
 
     async def show_session(

@@ -27,7 +27,7 @@ class GatewaySettings(GatewayConfig):
         "",
         description="this incarnation of the run; a gateway that is started again keeps it",
     )
-    gateway_port: PositiveInt  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    port: PositiveInt  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     """The port that the gateway has: the configured one, or a free one."""
     router_url: str
     router_api_key: SecretStr | None = None
@@ -87,9 +87,9 @@ class GatewaySettings(GatewayConfig):
     @property
     def url(self) -> str:
         """The address that agents are given."""
-        if self.gateway_public_url:
-            return self.gateway_public_url.rstrip("/")
-        return f"http://{self.gateway_host}:{self.gateway_port}"
+        if self.public_url:
+            return self.public_url.rstrip("/")
+        return f"http://{self.host}:{self.port}"
 
     def to_json(self) -> str:
         """JSON with the secrets in clear text, for a file that only its owner can

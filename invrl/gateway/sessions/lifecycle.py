@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import DiskFullError, SessionError
-from invrl.gateway.config import SessionPolicy
+from invrl.gateway.config import LateConfig, SessionPolicy
 from invrl.gateway.registry import Opening, SessionRegistry
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.answer_ids import turn_of_answer
@@ -67,6 +67,8 @@ class Lifecycle:
     sampling: Sampling
     """For sessions that are opened without sampling parameters."""
     policy: SessionPolicy
+    late: LateConfig | None = None
+    """None: a session that finishes without a reward has failed."""
     leases: LeaseStore | None = None
     """None unless environments lease the tasks of the run. If they do, training
     sessions need a lease."""
@@ -80,10 +82,10 @@ class Lifecycle:
         """The most that a session may be granted."""
         policy = self.policy
         return SessionLimits(
-            max_turns=policy.session_max_turns,
-            max_sampled_tokens=policy.session_max_tokens,
-            timeout_s=policy.session_ttl_s,
-            max_concurrent_calls=policy.session_max_calls,
+            max_turns=policy.max_turns,
+            max_sampled_tokens=policy.max_tokens,
+            timeout_s=policy.ttl_s,
+            max_concurrent_calls=policy.max_calls,
         )
 
     async def open(self, opening: Opening) -> list[SessionRecord]:
@@ -269,10 +271,13 @@ class Lifecycle:
         """Ends a session that is past its time to live, or past the deadline of its
         reward."""
         if record.state == "unrewarded" and record.reward is None:
-            detail = f"no reward came within reward_deadline_s = {self.policy.reward_deadline_s:g}"
+            assert self.late is not None, "only with late rewards is one awaited"
+            detail = f"no reward came within late.deadline_s = {self.late.deadline_s:g}"
             await self.abort(record, FailureReason.BAD_REWARD, detail, state="expired")
         elif record.state == "unrewarded" or (
-            self.policy.late_reward == "accept" and record.parent is None
+            self.late is not None
+            and self.late.expired == "accept"
+            and record.parent is None
         ):
             await self._close(record, "finished")
         else:
@@ -281,9 +286,9 @@ class Lifecycle:
 
     def _abandoned(self, now: float) -> list[SessionRecord]:
         """Training sessions whose environment leased their places and has not been
-        heard from for `session_idle_timeout_s`. An environment is heard from while one
+        heard from for `session.idle_timeout_s`. An environment is heard from while one
         of its calls is being answered."""
-        idle_s = self.policy.session_idle_timeout_s
+        idle_s = self.policy.idle_timeout_s
         if self.leases is None or not idle_s:
             return []
         training = [
@@ -300,8 +305,8 @@ class Lifecycle:
 
     async def _abort_abandoned(self, record: SessionRecord) -> None:
         detail = (
-            "no call of its group came within session_idle_timeout_s = "
-            f"{self.policy.session_idle_timeout_s:g}: its environment has ended or hangs (one that computes "
+            "no call of its group came within session.idle_timeout_s = "
+            f"{self.policy.idle_timeout_s:g}: its environment has ended or hangs (one that computes "
             f"for longer between two calls sends POST /sessions/{record.session.id}/heartbeat)"
         )
         await self.abort(
@@ -368,9 +373,8 @@ class Lifecycle:
                 isinstance(outcome, FailedRollout)
                 and outcome.reason is FailureReason.BAD_REWARD
             )
-            deadline_s = self.policy.reward_deadline_s
-            if unrewarded and deadline_s is not None:
-                await self._await_reward(record, now, deadline_s)
+            if unrewarded and self.late is not None:
+                await self._await_reward(record, now, self.late.deadline_s)
                 return
         is_top = record.parent is None
         if is_top and isinstance(outcome, FailedRollout):

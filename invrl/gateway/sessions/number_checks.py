@@ -109,7 +109,7 @@ def _check_name(
             field,
             "unknown_column",
             reason,
-            f"start the run with --extra-columns {name}:{level}",
+            f"start the run with --session.extra-columns {name}:{level}",
         )
     if column.level != level:
         reason = f"the column {name!r} is declared for each {column.level}, not for each {level}"

@@ -219,8 +219,8 @@ def _why_constrained(forced: Mapping[str, int]) -> str:
     after the gateway has restarted."""
     fields = " and ".join(sorted(forced)) or "tool_choice or response_format"
     return (
-        f"all turns constrained: the client sends {fields}, and --constrained skip trains no reply that a "
-        "grammar forced; start the run with --constrained free, or let the client leave the choice to the "
+        f"all turns constrained: the client sends {fields}, and --gateway.constrained skip trains no reply that a "
+        "grammar forced; start the run with --gateway.constrained free, or let the client leave the choice to the "
         "model (tool_choice auto, no response_format; pydantic-ai: PromptedOutput, instructor: Mode.MD_JSON)"
     )
 

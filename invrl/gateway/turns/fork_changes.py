@@ -22,7 +22,7 @@ def advice(reason: ForkReason, change: Change | None) -> str:
         and change is not None
         and change.level is not None
     ):
-        return f"--match-level {change.level.name.lower()} takes this reply for the one that was sampled"
+        return f"--gateway.match-level {change.level.name.lower()} takes this reply for the one that was sampled"
     return ADVICE[reason]
 
 

@@ -1,7 +1,7 @@
 """Turns during which the weights changed: which of their tokens the newer weights
 sampled.
 
-With `weight_update_inflight` `in_place` a running request keeps the keys and values
+With `weights.inflight` `in_place` a running request keeps the keys and values
 that older weights computed. So what the engine says of these tokens is of no version
 alone, and the trainer, which computes the whole row with one version, gets other
 log-probs. The difference is reported with every step as `logprob_gap_after_update_mean`

@@ -70,7 +70,7 @@ def _check_names(
     if taken:
         raise TrainError(
             f"the objective {name} gives rows the number {taken[0]!r}, which they "
-            "have already: name it otherwise in `couple`, or in --extra-columns"
+            "have already: name it otherwise in `couple`, or in --session.extra-columns"
         )
 
 

@@ -395,13 +395,13 @@ class TrainStep:
         a batch, and the batch's own is that of the weights before it."""
         if self.reference is None or not shard:
             return
-        interval = self.algorithm.reference_reset_steps
+        interval = self.algorithm.reference.reset_steps
         if interval and (shard[0].version + 1) % interval == 0:
             self.reference.follow(1.0)
-            if self.algorithm.reference_reset_optimizer:
+            if self.algorithm.reference.reset_optimizer:
                 forget_moments(self.optimizer)
-        if self.algorithm.reference_ema:
-            self.reference.follow(1.0 - self.algorithm.reference_ema)
+        if self.algorithm.reference.ema:
+            self.reference.follow(1.0 - self.algorithm.reference.ema)
 
     def _expert_metrics(self, *, balance: bool) -> dict[str, Metric]:
         """How the mini-batch's tokens were spread over the experts. `balance`: then the

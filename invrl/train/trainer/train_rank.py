@@ -48,6 +48,14 @@ from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender
 from invrl.weights.checksums import HashTensors, whole_hash
+from invrl.weights.config import (
+    ArenaWeights,
+    BucketWeights,
+    CollectiveWeights,
+    DeltaWeights,
+    DiskWeights,
+    FileWeights,
+)
 from invrl.weights.file_server import WeightFileServer
 
 if TYPE_CHECKING:
@@ -111,7 +119,7 @@ class TrainRank(SavingRank):
             frozen_models=needs_of(settings.algorithm).reference
             + bool(settings.teacher_path),
             reference_moves=settings.algorithm.reference_moves,
-            reference_is_averaged=settings.algorithm.reference_ema is not None,
+            reference_is_averaged=settings.algorithm.reference.ema is not None,
             has_critic=shares_critic,
             compares_routers=needs_of(settings.algorithm).router_shift,
             served_dtype=settings.weight_dtype,
@@ -176,7 +184,7 @@ class TrainRank(SavingRank):
         if needs_of(settings.algorithm).reference:
             reference = frozen(
                 settings.reference_path or settings.model_path,
-                is_averaged=settings.algorithm.reference_ema is not None,
+                is_averaged=settings.algorithm.reference.ema is not None,
             )
         teacher = None
         if settings.teacher_path:
@@ -336,7 +344,7 @@ class TrainRank(SavingRank):
         read them. The weights staged before stay whole until the next call. None on the
         ranks that only give their parts."""
         first, *others = self._weights.ranks
-        if others and self._settings.transport == "arena":
+        if others and isinstance(self._settings.weights, ArenaWeights):
             parts = self._weights.own_parts(self._served_dtype)
             if not self._weights.collects:
                 stage_other(self.layout(), parts, first, self._slot_hash)
@@ -371,10 +379,10 @@ class TrainRank(SavingRank):
     @cached_property
     def _file_server(self) -> WeightFileServer | None:
         """Raises OSError if the address is none of this machine."""
-        host = self._settings.weight_host
-        if not host or self._settings.transport == "collective":
+        weights = self._settings.weights
+        if not isinstance(weights, FileWeights) or not weights.host:
             return None
-        return WeightFileServer(Path(self._settings.weight_folder), host)
+        return WeightFileServer(Path(self._settings.weight_folder), weights.host)
 
     @cached_property
     def _transport(
@@ -383,21 +391,18 @@ class TrainRank(SavingRank):
         """The trainer's end of the weight transport; the engines' ends are in
         `engines/weight_receiver.py`. Created at the first use, so that only the rank
         that sends allocates its memory."""
-        match self._settings.transport:
-            case "bucket":
+        match self._settings.weights:
+            case BucketWeights():
                 return BucketSender(self.layout())
-            case "disk":
+            case DiskWeights():
                 return WeightFolders(self.layout(), Path(self._settings.weight_folder))
-            case "delta":
+            case DeltaWeights(full_every=full_every):
                 folder = Path(self._settings.weight_folder)
-                return DeltaFolders(
-                    self.layout(), folder, full_every=self._settings.weight_full_every
-                )
-            case "collective":
-                timeout_s = self._settings.broadcast_timeout_s
-                host = self._settings.weight_host or self._settings.master_addr
+                return DeltaFolders(self.layout(), folder, full_every=full_every)
+            case CollectiveWeights(host=host, broadcast_timeout_s=timeout_s):
+                host = host or self._settings.master_addr
                 return Broadcaster(self.layout(), host=host, timeout_s=timeout_s)
-            case _:
+            case ArenaWeights():
                 return ArenaWriter(
                     self.layout(),
                     checksums_add_up=self._settings.engine_ranks > 1,

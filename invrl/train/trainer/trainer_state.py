@@ -60,7 +60,7 @@ class TrainerState(SavedState):
         if self._moving_reference is not None and not _has_reference(path):
             raise TrainError(
                 f"{path} holds no reference: the run that saved it had one that does not move. Leave out "
-                "--reference-ema and --reference-reset-steps, or begin a new run with --model-path"
+                "--reference.ema and --reference.reset-steps, or begin a new run with --model-path"
             )
         sharded = self._of_policy(is_loading=True)
         # loading takes the parameters out of `sharded`

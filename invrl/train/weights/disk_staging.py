@@ -55,7 +55,7 @@ class WeightFolders:
             shutil.rmtree(partial, ignore_errors=True)
             reason = (
                 f"the weights of version {version} cannot be written to {self._parent}: {error}. "
-                "Two versions need room there (--weight-folder)"
+                "Two versions need room there (--weights.folder)"
             )
             if is_full(error):
                 raise DiskFullError(reason) from error

@@ -31,7 +31,7 @@ from gpu_check.settings import CheckSettings
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.weight_receiver import RECEIVERS
-from invrl.weights.config import WeightSyncConfig
+from invrl.weights.config import ArenaWeights
 
 _LARGEST_MEAN_GAP = 0.02
 """In nats, of bfloat16 on both sides."""
@@ -54,11 +54,11 @@ async def _run(settings: CheckSettings) -> None:
     with TemporaryDirectory(prefix="gpu-check-") as folder:
         started = time.monotonic()
         fleet = Fleet(
-            EngineConfig.model_validate({"engine_max_total_tokens": 32_768}),
+            EngineConfig.model_validate({"max_total_tokens": 32_768}),
             model,
             Path(folder),
             sglang={**settings.sglang_flags, "max_running_requests": "40"},
-            weight_sync=_weight_sync(settings),
+            weights=_weights(settings),
         )
         sender = RankSender()
         try:
@@ -104,13 +104,11 @@ async def _compare_logprobs(sender: RankSender, engine: Engine) -> list[list[int
     return prompts
 
 
-def _weight_sync(settings: CheckSettings) -> WeightSyncConfig:
-    return WeightSyncConfig.model_validate(
+def _weights(settings: CheckSettings) -> ArenaWeights:
+    return ArenaWeights.model_validate(
         {
-            "weight_arena_device": settings.device,
-            "weight_sync_timeout_s": _SMOKE_DEADLINE_S
-            if settings.smoke
-            else _DEADLINE_S,
+            "arena_device": settings.device,
+            "timeout_s": _SMOKE_DEADLINE_S if settings.smoke else _DEADLINE_S,
         }
     )
 
@@ -169,7 +167,7 @@ class _Updates:
         self, transport: Literal["arena", "bucket"]
     ) -> UpdatedEngine:
         """After the updates that warm it up."""
-        sync = _weight_sync(self._settings)
+        sync = _weights(self._settings)
         await self._sender.use_transport(transport)
         # The watch of the engine asks its receiver whether it is paused.
         self._engine.receiver = RECEIVERS[transport](
@@ -180,7 +178,7 @@ class _Updates:
             self._engine.receiver,
             canary_prompts=self._prompts,
             dtype="bfloat16",
-            deadline_s=sync.weight_sync_timeout_s,
+            deadline_s=sync.timeout_s,
             version=self._version,
             device=None if self._settings.smoke else torch.device("cuda"),
         )

@@ -105,7 +105,7 @@ def train_and_check(settings: CheckSettings, name: str, flags: Sequence[str]) ->
 def _task_flags(settings: CheckSettings) -> list[str]:
     if settings.trained_model is not None:
         model = str(settings.trained_model)
-        return ["--config", "quickstart", "--model-path", model, "--no-eval-tasks"]
+        return ["--config", "quickstart", "--model-path", model, "--no-eval.tasks"]
     tasks = settings.work / "tasks.jsonl"
     lines = [
         json.dumps({"question": f"say {index}", "label": index})
