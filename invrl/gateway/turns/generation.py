@@ -327,10 +327,9 @@ class Generation:
         full."""
         deadline = time.monotonic() + self._space_wait_s
         while True:
+            durable = self._commit(turn, self.proposal, message, recorded)
             try:
-                await asyncio.shield(
-                    self._commit(turn, self.proposal, message, recorded)
-                )
+                await asyncio.shield(durable)
                 return
             except DiskFullError:
                 if time.monotonic() >= deadline:
