@@ -137,6 +137,8 @@ class Fleet:
         self._start_turn = asyncio.Lock()
         """Held while an engine starts again until it has joined, where GPUs are shared:
         it takes the memory that is free then."""
+        self._holds_starts = False
+        """The trainer has the GPUs, and holds that lock."""
         self._traits = wanted_traits(
             engine, model_path, in_place=in_place, record_experts=record_experts
         )
@@ -290,7 +292,11 @@ class Fleet:
 
     async def until_engine(self) -> None:
         """Wait until the fleet has an engine. Raises as `check` does: each start of an
-        engine has a deadline, so this wait needs none."""
+        engine has a deadline, so this wait needs none. Starts that are held off are
+        allowed meanwhile: where GPUs are shared, the trainer sleeps then."""
+        if self._holds_starts and not self.engines:
+            self.allow_starts()
+            return await self.hold_starts()
         while not self.engines:
             self.check()
             await asyncio.sleep(_END_POLL_S)
@@ -389,11 +395,15 @@ class Fleet:
             await self.until_engine()
             await self._start_turn.acquire()
             if self.engines:
+                self._holds_starts = True
                 return
             self._start_turn.release()
 
     def allow_starts(self) -> None:
-        self._start_turn.release()
+        """Do nothing if they are allowed."""
+        if self._holds_starts:
+            self._holds_starts = False
+            self._start_turn.release()
 
     async def until_lost_have_ended(self) -> None:
         """Wait until the processes of all engines that left have ended. Raises

@@ -159,10 +159,10 @@ class MatchLevel(IntEnum):
     """Reasoning may be missing or altered."""
     REWRITTEN = 3
     """A reply with tool calls is identified by the ids and names of its calls; their
-    arguments and the text beside them may differ. That text may stand in a later
-    message. In a reply without calls, whitespace
-    may differ, objects may be written as JSON or as Python, and the stop string that
-    ended it may follow."""
+    arguments and the text beside them may differ. That text may stand in another
+    message, and each of the calls, unaltered, in one of its own. In a reply without
+    calls, whitespace may differ, objects may be written as JSON or as Python, and the
+    stop string that ended it may follow."""
 
 
 class ForkReason(StrEnum):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from invrl.errors import DiskFullError
 
-_FULL_BYTES = 16_000_000
+FULL_BYTES = 16_000_000
 """With less free space a disk counts as full: SQLite's log and a few log lines need as
 much."""
 
@@ -46,7 +46,7 @@ def full_disk(folder: Path) -> str:
     """Which disk of `folder` is full and how much of it is free; "" if it is not
     full."""
     free = shutil.disk_usage(folder).free
-    if free >= _FULL_BYTES:
+    if free >= FULL_BYTES:
         return ""
     return f"the disk at {_mount(folder)} is full: {free / 1e6:.1f} MB are free"
 

@@ -109,7 +109,9 @@ async def write_patiently(path: Path, text: str) -> None:
 
 async def watch_disk(folder: Path) -> None:
     """Never returns. Says when the run's disk is full, whatever writes there."""
-    wait = DiskWait(folder, "requests are answered with 503 meanwhile")
+    wait = DiskWait(
+        folder, "calls of agents; other requests are answered with 503 meanwhile"
+    )
     while True:
         if full_disk(folder):
             wait.goes_on()

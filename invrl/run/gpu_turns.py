@@ -9,7 +9,9 @@
 Invariant: the engines' caches and what the trainer needs to train are never in a GPU's
 memory together. So no engine starts in the trainer's turn, and the trainer wakes when
 no process of a lost engine is left. A turn of the trainer is the first part of a weight
-update, which ends it: what fails in between is the update's.
+update, which ends it: what fails in between is the update's. If every engine dies in
+the trainer's turn, the update lets them start once the trainer sleeps, and waits for
+the first that is back.
 """
 
 import logging
@@ -48,20 +50,26 @@ class EngineStarts(Protocol):
 
 
 class SenderThatSleeps:
-    """The trainer as the sender of an update: once its weights are staged it sleeps."""
+    """The trainer as the sender of an update: once its weights are staged it sleeps. An
+    update that is made again, for engines that come back, gets what is staged."""
 
     def __init__(self, trainer: SleepingTrainer) -> None:
         self._trainer = trainer
+        self._staged: StagedWeights | None = None
+        """The weights staged last."""
 
     async def layout(self) -> WeightLayout:
         return await self._trainer.layout()
 
     async def stage(self, version: WeightVersion) -> StagedWeights:
+        if self._staged is not None and self._staged.version == version:
+            return self._staged
         staged = await self._trainer.stage(version)
         free = await self._trainer.sleep()
         logger.info(
             "the trainer sleeps: %.2f GB are free for the engines' caches", free / 1e9
         )
+        self._staged = staged
         return staged
 
     async def logprobs(

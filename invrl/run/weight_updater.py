@@ -107,14 +107,17 @@ class WeightUpdater:
 
     async def suspend(self) -> None:
         """Begins the next update, which `update` goes on with: engines are paused and
-        give back the memory of their caches. Engines that are lost leave the fleet.
-        Raises WeightSyncError."""
-        try:
-            lost = await self._transaction.suspend()
-        except WeightSyncError as error:
-            for engine in error.unrestored:
-                self._fleet.evict(engine, str(error))
-            raise
+        give back the memory of their caches. Engines that are lost leave the fleet; if
+        all of them died, there is nothing to pause. Raises WeightSyncError."""
+        lost = None
+        while lost is None:
+            try:
+                lost = await self._transaction.suspend()
+            except WeightSyncError as error:
+                for engine in error.unrestored:
+                    self._fleet.evict(engine, str(error))
+                if not await self._has_lost_all_engines(error):
+                    raise
         for engine, reason in lost.items():
             self._fleet.evict(engine, f"lost when the trainer took the GPU: {reason}")
 
@@ -132,7 +135,7 @@ class WeightUpdater:
             except WeightSyncError as error:
                 for engine in error.unrestored:
                     self._fleet.evict(engine, str(error))
-                if not await self._waits_for_engine(error):
+                if not await self._waits_for_engine(error, version):
                     raise
                 await self._fleet.until_engine()
                 update = self._transaction.committed_update(version)
@@ -143,11 +146,21 @@ class WeightUpdater:
         self._fleet.restart_evicted(self._transaction.bring_up)
         return update
 
-    async def _waits_for_engine(self, error: WeightSyncError) -> bool:
+    async def _waits_for_engine(
+        self, error: WeightSyncError, version: WeightVersion
+    ) -> bool:
         """Whether the update failed because the last engine died, and may go on once an
-        engine is back. Where GPUs are shared none starts before the update ends."""
+        engine is back. Where GPUs are shared, none may start before the weights are
+        staged and the trainer sleeps."""
+        if self._fleet.shares_gpus and self._transaction.staged != version:
+            return False
+        return await self._has_lost_all_engines(error)
+
+    async def _has_lost_all_engines(self, error: WeightSyncError) -> bool:
+        """Whether a call of the engines failed because the last of them died, and one
+        may come back."""
         is_fault = isinstance(error, LayoutError | ChecksumError | CanaryError)
-        if is_fault or self._transaction.committed is None or self._fleet.shares_gpus:
+        if is_fault or self._transaction.committed is None:
             return False
         await self._fleet.evict_silent()
         return not self._fleet.engines

@@ -363,7 +363,10 @@ class RunStoreWriter:
         reason = full_disk(self._folder) or f"the disk of {self._folder} is full"
         if not self._told_full:
             self._told_full = True
-            _log.error("%s; requests are refused until there is space", reason)
+            _log.error(
+                "%s; turns wait, other requests are refused until there is space",
+                reason,
+            )
         return DiskFullError(reason)
 
     def _checkpoint(self) -> None:

@@ -31,7 +31,8 @@ Where engines and trainer share a GPU, an update begins before there are weights
                └────────┴──────────┴────────┴───────────┴─ old weights back, wake, resume
 
 An engine that sleeps has no memory for its cache. No engine joins the fleet between
-`suspend` and the end of `run`.
+`suspend` and the end of `run`, unless every engine has died: then `run` waits, once the
+weights are staged, for one that comes back with the old version.
 
 Pure over `interfaces`.
 """
@@ -111,7 +112,7 @@ class WeightTransaction:
     bound: CanaryBound
     until_engine: Callable[[], Awaitable[None]] = _at_once
     """Waits until the fleet has an engine, if that may come back
-    (`Fleet.until_engine`)."""
+    (`Fleet.until_engine`). Called when the weights are staged."""
     deadline_s: float = 300.0
     """Of each phase, over all engines, which work side by side; of a short phase at
     most 60 s."""
@@ -128,6 +129,8 @@ class WeightTransaction:
     """None before the first update."""
     phase: Phase | Literal["stage", ""] = field(default="", init=False)
     """What the update does that goes on; "" where there is none."""
+    staged: WeightVersion | None = field(default=None, init=False)
+    """The version that was staged last."""
     _newcomers: Newcomers = field(init=False)
     _suspended: FleetUpdate | None = field(default=None, init=False)
     """The update that `suspend` began."""
@@ -154,8 +157,9 @@ class WeightTransaction:
         until `run`.
 
         Returns the engines that were lost, with the reasons: their processes may still
-        hold memory. Raises WeightSyncError if every engine fails; those that are not in
-        `unrestored` serve the old version.
+        hold memory. A fleet without engines has nothing to suspend. Raises
+        WeightSyncError if every engine fails; those that are not in `unrestored` serve
+        the old version.
         """
         update = self._begin()
         try:
@@ -163,11 +167,12 @@ class WeightTransaction:
                 with timed(update.seconds, "newcomers"):
                     await self._newcomers.until_none_holds_updates()
                 closed.enter_context(self._newcomers.closed())
-                await self._ask_receivers(update)
+                update.receivers = tuple(await self.receivers())
                 try:
-                    await self._pause(update)
-                    update.asleep = True
-                    await update.call_each("sleep", lambda engine: engine.sleep())
+                    if update.receivers:
+                        await self._pause(update)
+                        update.asleep = True
+                        await update.call_each("sleep", lambda engine: engine.sleep())
                 except BaseException as error:
                     await self._roll_back_after(error, update, self.committed)
                     raise
@@ -183,22 +188,28 @@ class WeightTransaction:
         update = self._suspended or self._begin()
         self._suspended = None
         old = self.committed
-        with self._closed.pop_all():
+        with self._closed.pop_all() as closed:
             try:
-                return await self._give_version(update, version)
+                return await self._give_version(update, version, closed)
             except BaseException as error:
                 if update.asleep:  # it failed before an engine was written
                     await self._roll_back_after(error, update, old)
                 raise
 
     async def _give_version(
-        self, update: FleetUpdate, version: WeightVersion
+        self, update: FleetUpdate, version: WeightVersion, closed: ExitStack
     ) -> WeightUpdate:
+        """`closed`: holds newcomers off since `suspend`."""
         if self.committed is not None:
             with timed(update.seconds, "newcomers"):
                 await self._newcomers.until_unread_but(self.committed.staged.version)
         self.phase = "stage"
         layout, staged = await self._stage(update, version)
+        if not await self.receivers():
+            # Those that come back are neither paused nor asleep.
+            closed.close()
+            update.paused = False
+            update.asleep = False
         with timed(update.seconds, "newcomers"):
             await self.until_engine()
             await self._newcomers.until_none_holds_updates()
@@ -424,6 +435,7 @@ class WeightTransaction:
                     staged = await self.sender.stage(version)
         except TimeoutError:
             raise WeightSyncError(f"staging took over {self.deadline_s} s") from None
+        self.staged = version
         return layout, staged
 
     async def _roll_back_after(

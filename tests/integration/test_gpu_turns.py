@@ -1,5 +1,5 @@
 """Turns of two real engines and a trainer: requests that run when a turn begins go on
-after it, and an engine that is killed while it sleeps comes back with the fleet's
+after it, and engines that are killed while they sleep come back with the fleet's
 weights, in the engines' turn."""
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ async def parts(
             fleet.receivers,
             canary_prompts=CANARY,
             bound=CanaryBound.for_dtypes("float32"),
+            until_engine=fleet.until_engine,
         )
         updater = WeightUpdater(transaction, fleet)
         turns = GpuTurns(trainer, fleet, suspend=updater.suspend, update=updater.update)
@@ -187,7 +188,31 @@ async def test_requests_wait_for_sleeping_engines_and_a_killed_engine_comes_back
     trainer.train(4)
     update = await turns.update(WeightVersion(4))
     assert (update.lost_engines, len(fleet.engines)) == ({}, 2)
-    staged = await trainer.sender.stage(WeightVersion(5))
+    await all_hold(4, fleet, trainer)
+
+    # all engines are killed while they sleep: the update waits for one of them
+    await turns.give_to_trainer()
+    trainer.train(5)
+    for engine in fleet.engines.values():
+        os.kill(engine.server.pid, signal.SIGKILL)
+    async with asyncio.timeout(120):
+        while fleet.engines:
+            await asyncio.sleep(0.05)
+    update = await asyncio.wait_for(turns.update(WeightVersion(5)), 900)
+    assert (update.version, update.lost_engines) == (5, {})
+    for name in ("engine-0", "engine-1"):
+        await comes_back(fleet, name)
+    assert fleet.state().restarts == {"engine-0": 2, "engine-1": 1}
+    await all_hold(5, fleet, trainer)
+    async with SglangClient(
+        fleet.router.url, limits=fleet.limits, api_key=fleet.router.api_key
+    ) as client:
+        served = await client.generate(request(1, num_tokens=5))
+    assert {span.version for span in served.spans} == {5}
+
+
+async def all_hold(version: int, fleet: Fleet, trainer: TurnTaking) -> None:
+    staged = await trainer.sender.stage(WeightVersion(version + 1))
     for engine in fleet.engines.values():
         assert await engine.receiver.checksums(staged) == trainer.sender.checksums()
-        assert await engine.client.weight_version() == "4"
+        assert await engine.client.weight_version() == str(version)

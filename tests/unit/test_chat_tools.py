@@ -425,6 +425,45 @@ async def test_text_beside_a_call_may_come_back_as_a_message_of_its_own(
     assert prompt.count("Sure.") == 1
 
 
+@pytest.mark.parametrize("order", ["calls first", "each result behind its call"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_calls_of_one_reply_may_come_back_in_messages_of_their_own(
+    gateway: Running, renderer: Renderer, stream: bool, order: str
+):
+    """The prompt is that of an agent which sends the reply back whole."""
+    say(gateway, renderer, TWO, "It is 156.", "Bye.", TWO, "It is 156.", "Bye.")
+    prompts = []
+    for is_split in (False, True):
+        [session] = await gateway.open()
+        client = gateway.client(session)
+        options = {"stream": stream, "tools": [CALC, SHELL]}
+        first, _ = await ask(client, [ASK], **options)
+        calls = [
+            {"role": "assistant", "content": text, "tool_calls": [call]}
+            for text, call in zip(
+                (first["content"], None), first["tool_calls"], strict=True
+            )
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": text}
+            for call, text in zip(first["tool_calls"], ("156", "a b"), strict=True)
+        ]
+        history = [ASK, first, *results]
+        if is_split and order == "calls first":
+            history = [ASK, *calls, *results]
+        elif is_split:
+            history = [ASK, calls[0], results[0], calls[1], results[1]]
+        second, _ = await ask(client, history, **options)
+        more = {"role": "user", "content": "Thanks"}
+        history = [*history, {"role": "assistant", "content": second["content"]}, more]
+        await ask(client, history, **options)
+        turns = gateway.turns(session)
+        assert [turn.fork_reason for turn in turns] == ["", "", ""]
+        assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+        prompts.append(gateway.engine.requests[-1]["input_ids"])
+    assert prompts[0] == prompts[1]
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

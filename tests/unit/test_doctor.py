@@ -25,7 +25,9 @@ from invrl.cli.checks.checklist import check_before_start, checks_of
 from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
+from invrl.errors import ConfigError
 from invrl.families.hf_config import read_hf_config
+from invrl.host.disk import FULL_BYTES
 from invrl.run import supervisor
 from invrl.run.config import resolve
 from invrl.run.folder import make_run_folder
@@ -135,9 +137,15 @@ def truncated_weights(plot: Plot) -> None:
     os.truncate(file, file.stat().st_size - 1000)
 
 
-def endless_weights(plot: Plot) -> None:
+def full_disk(plot: Plot) -> None:
+    usage = psutil.disk_usage(str(plot.here))._replace(free=10**6)
+    plot.patch.setattr(psutil, "disk_usage", lambda _: usage)
+
+
+def endless_weights_by_disk(plot: Plot) -> None:
     with (plot.model / "more.safetensors").open("wb") as file:
         file.truncate(10**13)  # sparse
+    flag(weight_transport="disk", weight_folder=str(plot.here))(plot)
 
 
 def bound_port(plot: Plot) -> None:
@@ -312,11 +320,19 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
     ),
     (
         "full disk",
-        endless_weights,
+        full_disk,
         "disk",
         FAILED,
         "too small for one checkpoint",
         "--run-root",
+    ),
+    (
+        "full disk of the weights",
+        endless_weights_by_disk,
+        "weight folder's disk",
+        FAILED,
+        "too small for the weights",
+        "--weight-folder",
     ),
     (
         "crowded disk",
@@ -794,6 +810,58 @@ def test_disk_check_counts_copies_of_checkpoints(plot: Plot, gpus: int) -> None:
         needed.append(machine_checks._needed_memory(config, machine))
     size = ModelSize.of(plot.model, read_hf_config(plot.model))
     assert needed[1] - needed[0] == pytest.approx(16 * size.total)
+
+
+@pytest.mark.parametrize(
+    ("missing", "more", "code", "said"),
+    [
+        (0, (), 0, ""),
+        (1, (), 2, "too small for one checkpoint: the run needs 0.02 GB there"),
+        (1, ("--debug-rollout-only",), 0, ""),
+        (10**9, ("--debug-rollout-only",), 2, "is full: "),
+    ],
+)
+def test_train_refuses_a_disk_that_holds_no_checkpoint_before_it_makes_anything(
+    plot: Plot,
+    capsys: pytest.CaptureFixture[str],
+    missing: int,
+    more: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    """A checkpoint has 16 bytes of each parameter: what `benchmarks.checkpoint_cost`
+    measured."""
+    size = ModelSize.of(plot.model, read_hf_config(plot.model))
+    free = max(0, 16 * size.total + FULL_BYTES - missing)
+    for module in (psutil, shutil):
+        usage = module.disk_usage(str(plot.here))
+        plot.patch.setattr(
+            module, "disk_usage", lambda _, usage=usage: usage._replace(free=free)
+        )
+    plot.patch.setattr(machine_facts, "look_at_machine", lambda: HEALTHY)
+    began: list[object] = []
+    plot.patch.setattr(
+        supervisor, "supervise", lambda config, folder: began.append(folder) or 0
+    )
+    assert cli.main(["train", *plot.arguments, *more]) == code
+    assert len(began) == (code == 0)
+    assert (plot.here / "runs").exists() == (code == 0)
+    err = capsys.readouterr().err
+    assert said in err
+    assert ("--run-root" in err) == (code == 2 or not more)
+
+
+@pytest.mark.parametrize("command", ["eval", "serve"])
+def test_a_run_without_a_trainer_is_refused_on_a_full_disk(
+    plot: Plot, command: str
+) -> None:
+    config = resolve(*parse_flags(plot.arguments))
+    usage = shutil.disk_usage(plot.here)._replace(free=FULL_BYTES)
+    plot.patch.setattr(shutil, "disk_usage", lambda _: usage)
+    check_before_start(command, config, plot.machine)
+    plot.patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10**6))
+    with pytest.raises(ConfigError, match=r"is full: 1\.0 MB are free.*16 MB there"):
+        check_before_start(command, config, plot.machine)
 
 
 @pytest.mark.parametrize("alone", [True, False])

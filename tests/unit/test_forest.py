@@ -775,6 +775,112 @@ def test_moved_text_that_forks_is_not_called_an_edit(role: str):
     assert advice(match.fork, match.change) == ADVICE[ForkReason.TEXT_MOVED]
 
 
+FIRST_CALL = Message("assistant", " sure ", "hm", CALLS.tool_calls[:1])
+SECOND_CALL = Message("assistant", tool_calls=CALLS.tool_calls[1:])
+SPLIT = {
+    "calls, then results": [FIRST_CALL, SECOND_CALL, *RESULTS],
+    "each result behind its call": [FIRST_CALL, RESULTS[0], SECOND_CALL, RESULTS[1]],
+    "the text again beside each call": [
+        replace(FIRST_CALL, content="sure", reasoning=""),
+        RESULTS[0],
+        replace(SECOND_CALL, content="sure"),
+        RESULTS[1],
+    ],
+    "without the text": [replace(FIRST_CALL, content=""), SECOND_CALL, *RESULTS],
+    "the text before the calls": [
+        Message("assistant", "sure"),
+        replace(FIRST_CALL, content=""),
+        RESULTS[0],
+        SECOND_CALL,
+        RESULTS[1],
+    ],
+    "the text before all calls": [Message("assistant", "sure"), SAID, *RESULTS],
+    "the text behind the calls": [
+        replace(FIRST_CALL, content=""),
+        RESULTS[0],
+        SECOND_CALL,
+        RESULTS[1],
+        Message("assistant", "sure"),
+    ],
+}
+"""Ways in which one reply with two calls comes back in several messages."""
+
+
+@pytest.mark.parametrize("sent", SPLIT.values(), ids=list(SPLIT))
+def test_a_reply_that_comes_back_in_several_messages_continues_the_recording(
+    sent: list[Message],
+):
+    """The model has made both calls before it is told the first result."""
+    forest = Forest()
+    first = node("1", [SYSTEM, ASK, CALLS])
+    forest.add(first)
+    match = forest.match([SYSTEM, ASK, *sent])
+    assert (match.node, match.fork, match.level) == (first, None, MatchLevel.REWRITTEN)
+    assert match.depth == 3
+    assert match.new == tuple(RESULTS)
+    assert match.change is not None
+    assert match.change.message == (3 if sent[0] == Message("assistant", "sure") else 2)
+    second = node("2", [*match.new, REPLY], first)
+    forest.add(second)
+    later = forest.match([SYSTEM, ASK, *sent, REPLY, MORE])
+    assert (later.node, later.fork, later.new) == (second, None, (MORE,))
+    strict = Forest(MatchLevel.WITHOUT_REASONING)
+    strict.add(first)
+    assert strict.match([SYSTEM, ASK, *sent]).fork is not None
+
+
+def test_a_split_reply_of_which_the_text_was_moved_is_named_in_its_own_place():
+    forest = Forest()
+    first = node("1", [ASK, CALLS])
+    forest.add(first)
+    second_calls = replace(
+        CALLS, tool_calls=tuple(replace(c, id="d" + c.id) for c in CALLS.tool_calls)
+    )
+    second = node("2", [*RESULTS, second_calls], first)
+    forest.add(second)
+    results = [replace(r, tool_call_id="d" + r.tool_call_id) for r in RESULTS]
+    sent = [ASK, *SPLIT["each result behind its call"]]
+    sent += [replace(second_calls, content=""), *results, Message("assistant", "sure")]
+    match = forest.match(sent)
+    assert (match.node, match.fork, match.new) == (second, None, tuple(results))
+    assert changed(match)[1:] == (5, "content", "sure", "")
+
+
+def altered(message: Message, **fields: str) -> Message:
+    """With other fields in its call."""
+    [call] = message.tool_calls
+    return replace(message, tool_calls=(replace(call, **fields),))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [FIRST_CALL, RESULTS[0]],
+        [FIRST_CALL, altered(SECOND_CALL, arguments='{"a": 1}'), *RESULTS],
+        [FIRST_CALL, altered(SECOND_CALL, name="other"), *RESULTS],
+        [FIRST_CALL, altered(SECOND_CALL, id="c3"), *RESULTS],
+        [
+            FIRST_CALL,
+            replace(
+                SECOND_CALL,
+                tool_calls=(CALLS.tool_calls[1], ToolCall("c3", "calc", "{}")),
+            ),
+            *RESULTS,
+        ],
+        [SECOND_CALL, RESULTS[1], replace(FIRST_CALL, content=""), RESULTS[0]],
+        [FIRST_CALL, RESULTS[0], MORE, SECOND_CALL, RESULTS[1]],
+        [FIRST_CALL, RESULTS[1], SECOND_CALL, RESULTS[0]],
+        [FIRST_CALL, RESULTS[0], replace(SECOND_CALL, content="b"), RESULTS[1]],
+        [REPLY_2, FIRST_CALL, SECOND_CALL, *RESULTS],
+    ],
+)
+def test_messages_that_are_not_exactly_the_parts_of_a_reply_fork(sent: list[Message]):
+    forest = Forest()
+    forest.add(node("1", [ASK, CALLS]))
+    match = forest.match([ASK, *sent])
+    assert (match.node, match.fork) == (None, ForkReason.HISTORY_EDITED)
+
+
 def test_a_kept_interrupted_reply_is_named():
     """It was cancelled, was out of tokens, or reached the client in part."""
     whole = Message("assistant", "The answer is four")

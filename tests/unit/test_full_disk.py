@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import sqlite3
@@ -9,20 +10,26 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+import openai
 import pytest
-from running_gateway import ASK, running
+from running_gateway import ASK, Running, eventually, running
 from stored_rollouts import stored_session
 from tiny_model import make_tiny_model
 
 from invrl.errors import DiskFullError
 from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.turns import generation
 from invrl.host.disk import full_disk
 from invrl.host.log_lines import LogSettings, write_log_lines
+from invrl.rollout.runner import classify
 from invrl.store import run_store_writer
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
+from invrl.types import FailedRollout, RolloutSummary
+from invrl.types.reasons import FailureReason
 
 _MOST_PAGES = 2**31
 
@@ -79,7 +86,7 @@ def test_the_store_says_it_once_and_goes_on_when_there_is_space(
     [line] = [
         record for record in caplog.records if record.name == run_store_writer.__name__
     ]
-    assert "requests are refused until there is space" in line.message
+    assert "other requests are refused until there is space" in line.message
     disk.set_full(False)
     open_session(count)
     disk.set_full(True)
@@ -96,7 +103,7 @@ async def test_a_request_that_cannot_be_recorded_is_to_come_again(
 ) -> None:
     model = make_tiny_model(tmp_path / "model")
     renderer = load_renderer(str(model), 512)
-    async with running(tmp_path, model, renderer) as gateway:
+    async with running(tmp_path, model, renderer, space_wait_s=0.0) as gateway:
         [session] = await gateway.open()
         disk.set_full(True)
         url = f"{session.base_url}/chat/completions"
@@ -129,6 +136,123 @@ async def test_a_request_that_cannot_be_recorded_is_to_come_again(
         disk.set_full(False)
         answer = await gateway.http.post(url, json=body, headers=headers)
         assert answer.status_code == 200, answer.text
+
+
+LONG = {"role": "user", "content": "word " * 1000}
+"""A turn with it takes pages of its own."""
+
+
+async def fill_store(gateway: Running) -> None:
+    """Opens sessions until nothing more can be recorded."""
+    for number in range(1000):
+        opening = {
+            "task_id": "t",
+            "members": [{"index": 0, "attempt": 0}],
+            "group_id": f"filling-{number}",
+        }
+        if (await gateway.env("/sessions", opening)).status_code == 503:
+            return
+    pytest.fail("the disk never became full")
+
+
+async def sampled(gateway: Running) -> None:
+    await eventually(lambda: len(gateway.engine.requests) > 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agents_call_waits_for_space_and_its_turn_is_recorded_once(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(generation, "_SPACE_POLL_S", 0.01)
+    model = make_tiny_model(tmp_path / "model")
+    renderer = load_renderer(str(model), 512)
+    async with running(
+        tmp_path, model, renderer, context_length=8192, keep_alive_s=0.05
+    ) as gateway:
+        [session] = await gateway.open()
+        disk.set_full(True)
+        await fill_store(gateway)
+        body = {"model": "tiny", "messages": [LONG], "max_tokens": 40, "stream": stream}
+        answering = asyncio.create_task(
+            gateway.env("/v1/chat/completions", body, key=session.key)
+        )
+        await sampled(gateway)
+        done, _ = await asyncio.wait([answering], timeout=0.5)
+        assert not done
+        assert gateway.turns(session) == []
+        disk.set_full(False)
+        answer = await answering
+        assert answer.status_code == 200, answer.text
+        if stream:
+            assert answer.text.rstrip().endswith("data: [DONE]")
+            assert ": " in answer.text.split("data: [DONE]")[0]
+        [turn] = gateway.turns(session)
+        counts = (await gateway.env("/metrics")).json()["turns"]
+        assert counts["sampled_tokens"] == len(turn.sampled_ids_T)
+        assert len(gateway.engine.requests) == 1
+        outcome = await gateway.finish(session)
+        assert isinstance(outcome, RolloutSummary)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_has_waited_long_for_space_fails_its_rollout_with_that_reason(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The official client does not ask again."""
+    monkeypatch.setattr(generation, "_SPACE_POLL_S", 0.01)
+    model = make_tiny_model(tmp_path / "model")
+    renderer = load_renderer(str(model), 512)
+    async with running(
+        tmp_path, model, renderer, context_length=8192, space_wait_s=0.2
+    ) as gateway:
+        [session] = await gateway.open()
+        disk.set_full(True)
+        await fill_store(gateway)
+        create = gateway.client(session, max_retries=2).chat.completions.create
+        options: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "stream": stream}
+
+        async def ask() -> None:
+            async for _ in await create(messages=[cast(Any, LONG)], **options):
+                pass
+
+        with pytest.raises(openai.APIError) as raised:
+            await ask()
+        failure = classify(raised.value, [cast(Any, session)])
+        assert failure.reason is FailureReason.ENGINE
+        assert "nothing can be recorded: the disk of" in failure.detail
+        assert len(gateway.engine.requests) == 1
+        disk.set_full(False)
+        assert gateway.turns(session) == []
+        outcome = await gateway.finish(session)
+        assert isinstance(outcome, FailedRollout)
+        assert outcome.reason is FailureReason.EMPTY
+
+
+async def test_a_session_that_ends_while_its_turn_waits_for_space_has_no_such_turn(
+    tmp_path: Path, disk: Disk
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    renderer = load_renderer(str(model), 512)
+    async with running(tmp_path, model, renderer, context_length=8192) as gateway:
+        [session] = await gateway.open()
+        body = {"model": "tiny", "messages": [ASK], "max_tokens": 8}
+        first = await gateway.env("/v1/chat/completions", body, key=session.key)
+        assert first.status_code == 200
+        disk.set_full(True)
+        await fill_store(gateway)
+        body["messages"] = [LONG]
+        answering = asyncio.create_task(
+            gateway.env("/v1/chat/completions", body, key=session.key)
+        )
+        await eventually(lambda: len(gateway.engine.requests) > 1)
+        await asyncio.wait([answering], timeout=0.2)
+        assert not answering.done()
+        disk.set_full(False)
+        outcome = await gateway.finish(session)
+        assert isinstance(outcome, RolloutSummary)
+        assert (await answering).status_code == 401
+        recorded = sum(len(turn.sampled_ids_T) for turn in gateway.turns(session))
+        assert outcome.sampled_tokens == recorded
 
 
 def test_the_full_disk_is_named_with_what_is_free(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import pytest
 from mortal_fleet import (
@@ -19,12 +20,66 @@ from mortal_fleet import (
 from invrl.engines.fleet import Fleet
 from invrl.errors import DeadlineError, LayoutError, ServerError, WeightSyncError
 from invrl.host.incidents import incidents_shown
+from invrl.interfaces import StagedWeights, WeightLayout
+from invrl.run.gpu_turns import GpuTurns, SenderThatSleeps
 from invrl.run.weight_updater import WeightUpdater
 from invrl.types import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 
 NAMES = {"engine-0", "engine-1", "engine-2"}
+
+
+class SleepingTrainer:
+    """Counts what it stages, and notes whether it has its memory."""
+
+    def __init__(self) -> None:
+        self.is_awake = False
+        self.staged: list[int] = []
+        self.logprobs = FakeReceiver.trainer.logprobs
+
+    async def wake(self) -> int:
+        self.is_awake = True
+        return 0
+
+    async def sleep(self) -> int:
+        self.is_awake = False
+        return 0
+
+    async def layout(self) -> WeightLayout:
+        return await FakeReceiver.trainer.layout()
+
+    async def stage(self, version: WeightVersion) -> StagedWeights:
+        assert self.is_awake
+        self.staged.append(version)
+        return await FakeReceiver.trainer.stage(version)
+
+
+@dataclass
+class SharedGpus:
+    fleet: Fleet
+    trainer: SleepingTrainer
+    turns: GpuTurns
+
+
+@pytest.fixture
+async def shared(fleet: Fleet) -> SharedGpus:
+    """Every engine holds version 1 and serves; it is the engines' turn."""
+    fleet._shares_gpus = True
+    trainer = SleepingTrainer()
+    transaction = WeightTransaction(
+        SenderThatSleeps(trainer),
+        fleet.receivers,
+        canary_prompts=[[1, 2, 3]],
+        bound=CanaryBound(max_gap=0.1, mean_gap=0.1),
+        until_engine=fleet.until_engine,
+    )
+    updater = WeightUpdater(transaction, fleet)
+    turns = GpuTurns(trainer, fleet, suspend=updater.suspend, update=updater.update)
+    await turns.give_to_trainer()
+    await turns.update(WeightVersion(1))
+    await fleet.admit()
+    return SharedGpus(fleet, trainer, turns)
 
 
 @pytest.fixture
@@ -118,6 +173,98 @@ async def test_an_update_that_loses_every_engine_goes_on_with_those_that_come_ba
 
 async def refuse(prompts: object) -> None:
     raise WeightSyncError("no answer")
+
+
+async def all_are_back(shared: SharedGpus, weights: str) -> None:
+    await eventually(lambda: shared.fleet.engines.keys() == NAMES)
+    for name in NAMES:
+        fake = receiver(shared.fleet, name)
+        assert (fake.weights, fake.version) == (weights, int(weights))
+        assert not fake.is_paused
+    shared.fleet.check()
+
+
+async def test_engines_that_die_in_the_trainers_turn_start_once_it_sleeps(
+    shared: SharedGpus, deaths: Deaths, lines: list[str]
+) -> None:
+    """They are back with the new weights, and the next turn is as any other."""
+    await shared.turns.give_to_trainer()
+    kill_all(shared.fleet, deaths)
+    await eventually(lambda: not shared.fleet.engines)
+    await shared.fleet.until_lost_have_ended()
+    await asyncio.sleep(0.1)
+    assert len(FakeServer.made) == 3, "an engine started in the trainer's turn"
+    shared.fleet.check()
+    FakeServer.may_be_ready.clear()
+    updating = asyncio.create_task(shared.turns.update(WeightVersion(2)))
+    await eventually(lambda: len(FakeServer.made) == 4)
+    assert not shared.trainer.is_awake
+    assert not updating.done()
+    FakeServer.may_be_ready.set()
+    assert (await updating).version == 2
+    await all_are_back(shared, "2")
+    assert sum("no engine is left: requests and weight" in line for line in lines) == 1
+    await shared.turns.give_to_trainer()
+    assert shared.trainer.is_awake
+    await shared.turns.update(WeightVersion(3))
+    await all_are_back(shared, "3")
+
+
+def die_unnoticed(fleet: Fleet, phase: str) -> None:
+    for name, engine in fleet.engines.items():
+        receiver(fleet, name).fails = phase
+        if phase == "logprobs":
+            receiver(fleet, name).logprobs = refuse  # type: ignore[method-assign]
+        assert isinstance(engine.client, FakeClient)
+        engine.client.is_silent = True
+
+
+@pytest.mark.parametrize("phase", ["check", "load", "commit", "logprobs"])
+async def test_engines_that_die_as_the_trainers_turn_ends_get_what_it_has_staged(
+    shared: SharedGpus, phase: str
+) -> None:
+    await shared.turns.give_to_trainer()
+    die_unnoticed(shared.fleet, phase)
+    update = await shared.turns.update(WeightVersion(2))
+    assert update.version == 2
+    await all_are_back(shared, "2")
+    assert shared.trainer.staged == [1, 2]
+
+
+async def test_engines_that_die_as_the_trainers_turn_begins_do_not_hold_it_up(
+    shared: SharedGpus,
+) -> None:
+    die_unnoticed(shared.fleet, "pause")
+    await shared.turns.give_to_trainer()
+    assert shared.trainer.is_awake
+    assert len(FakeServer.made) == 3
+    await shared.turns.update(WeightVersion(2))
+    await all_are_back(shared, "2")
+
+
+async def test_no_engine_starts_while_a_trainer_that_staged_nothing_is_awake(
+    shared: SharedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await shared.turns.give_to_trainer()
+    die_unnoticed(shared.fleet, "check")
+
+    async def stage(version: WeightVersion) -> StagedWeights:
+        raise WeightSyncError("it cannot be staged")
+
+    monkeypatch.setattr(shared.trainer, "stage", stage)
+    with pytest.raises(WeightSyncError, match="cannot be staged"):
+        await shared.turns.update(WeightVersion(2))
+
+
+async def test_a_turn_ends_with_an_error_if_no_engine_comes_back(
+    shared: SharedGpus, deaths: Deaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await shared.turns.give_to_trainer()
+    monkeypatch.setattr(FakeServer, "wait_ready", broken_start)
+    kill_all(shared.fleet, deaths)
+    await eventually(lambda: not shared.fleet.engines)
+    with pytest.raises(ServerError, match=r"no engine is left: .*did not come back"):
+        await asyncio.wait_for(shared.turns.update(WeightVersion(2)), 60)
 
 
 async def test_a_layout_that_does_not_fit_waits_for_nobody(

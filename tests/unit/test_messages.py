@@ -438,6 +438,33 @@ async def test_text_beside_a_tool_use_may_come_back_behind_its_result(
     assert prompt.count("Sure.") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_uses_of_one_reply_may_each_come_back_before_their_result(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    [session] = await gateway.open()
+    say(gateway, renderer, f"One.{CALL} Two.{CALL}", "It is 156.", "Bye.")
+    options = {"tools": [CALC], "stream": stream}
+    first = await ask(gateway, session, [ASK], **options)
+    history: list[dict[str, Any]] = [ASK]
+    blocks = []
+    answered = iter(results(first))
+    for block in first["content"]:
+        blocks.append(block)
+        if block["type"] == "tool_use":
+            history.append({"role": "assistant", "content": blocks})
+            history.append({"role": "user", "content": [next(answered)]})
+            blocks = []
+    assert len(history) == 5
+    second = await ask(gateway, session, history, **options)
+    history += [{"role": "assistant", "content": second["content"]}, ASK]
+    await ask(gateway, session, history, **options)
+    assert_exact(gateway, session)
+    turns = gateway.turns(session)
+    assert [turn.fork_reason for turn in turns] == ["", "", ""]
+    assert [turn.parent_id for turn in turns] == [None, turns[0].id, turns[1].id]
+
+
 async def test_message_parameters_reach_the_engine(
     gateway: Running, renderer: Renderer
 ):

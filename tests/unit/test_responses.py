@@ -747,6 +747,36 @@ async def test_text_item_behind_the_result_of_a_call_is_no_edit(
     check_exact(gateway, gateway.turns(session), parents=[None, 0, 1])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_call_items_of_one_reply_may_each_stand_before_their_output(
+    gateway: Running, renderer: Renderer, stream: bool
+):
+    calls_text = "Sure.\n" + CALL % 1 + "\n" + CALL % 2
+    say(gateway, renderer, calls_text, "It is 3.", "Bye.")
+    [session] = await gateway.open()
+    create = gateway.client(session).responses.create
+    question = {"role": "user", "content": "1 and 2?"}
+
+    async def ask(items: list) -> list[dict]:
+        answer = await create(model="tiny", input=items, tools=[TOOL], stream=stream)
+        if stream:
+            events = [event async for event in answer]
+            answer = events[-1].response
+        return [item.model_dump(mode="json") for item in answer.output]
+
+    items: list[dict] = [question]
+    for item in await ask(items):
+        items.append(item)
+        if item["type"] == "function_call":
+            output = {"call_id": item["call_id"], "output": item["arguments"]}
+            items.append({"type": "function_call_output", **output})
+    assert len(items) == 6
+    items += await ask(items)
+    await ask([*items, {"role": "user", "content": "Thanks"}])
+    check_exact(gateway, gateway.turns(session), parents=[None, 0, 1])
+    assert [turn.fork_reason for turn in gateway.turns(session)] == ["", "", ""]
+
+
 async def test_a_custom_tool_can_be_required(gateway: Running, renderer: Renderer):
     say(gateway, renderer, "x")
     [session] = await gateway.open(purpose="serve")

@@ -306,6 +306,18 @@ def status_error(url, status):
     )
 
 
+def stream_error(url, kind):
+    """As a stream raises it that has begun."""
+    fields = {"type": kind, "code": "disk_full", "message": "x"}
+    return openai.APIError("x", httpx.Request("POST", url), body=fields)
+
+
+def anthropic_stream_error(url, kind):
+    error = status_error(url, 200)
+    error.body = {"type": "error", "error": {"type": kind, "message": "x"}}
+    return error
+
+
 def wrapped(error):
     outer = RuntimeError("the agent framework gave up")
     outer.__cause__ = ExceptionGroup("in parallel", [error])
@@ -326,6 +338,10 @@ def wrapped(error):
             httpx.ReadTimeout("late", request=httpx.Request("POST", OURS)),
             FailureReason.TIMEOUT,
         ),
+        (stream_error(OURS, "server_error"), FailureReason.ENGINE),
+        (anthropic_stream_error(OURS, "overloaded_error"), FailureReason.ENGINE),
+        (stream_error(OURS, "invalid_request_error"), FailureReason.EXCEPTION),
+        (stream_error("http://judge.example", "server_error"), FailureReason.EXCEPTION),
         (status_error(f"{OURS}/chat/completions", 400), FailureReason.EXCEPTION),
         (status_error("http://judge.example/v1/chat", 503), FailureReason.EXCEPTION),
         (httpx.ConnectError("no request known"), FailureReason.EXCEPTION),

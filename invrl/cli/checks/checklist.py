@@ -27,6 +27,8 @@ TRAIN = DOCTOR | {"train"}
 EVAL = frozenset({"eval"})
 ROLLOUTS = TRAIN | EVAL
 EVERY = ROLLOUTS | {"serve"}
+STORING = EVAL | {"serve"}
+"""The commands whose runs write no checkpoint."""
 WITH_METRICS = TRAIN | {"serve"}
 """The commands that show metrics."""
 ENGINES = EVERY | {"engine"}
@@ -212,7 +214,13 @@ CHECKS = (
         needs=_MODEL_FOLDER,
     ),
     _of_machine("memory", machine_checks.check_memory, TRAIN),
-    _of_machine("disk", machine_checks.check_disk),
+    _of_machine("disk", machine_checks.check_disk, TRAIN),
+    _of_machine("disk", machine_checks.check_disk_of_store, STORING),
+    Check(
+        name="weight folder's disk",
+        look=machine_checks.check_weight_disk,
+        commands=TRAIN,
+    ),
     _of_machine("shared memory", machine_checks.check_shared_memory),
     _of_machine("ray", machine_checks.check_ray),
 )

@@ -22,10 +22,12 @@ from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
+from invrl.host.disk import FULL_BYTES, full_disk, space_left
 from invrl.run.arena_device import arena_on_gpu
 from invrl.run.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.runtime.kernels import Kernels
+from invrl.weights.config import FileWeights
 
 _GB = 1e9
 _RAY_DEADLINE_S = 5.0
@@ -351,31 +353,82 @@ def _weight_bytes(config: Config) -> int:
     return stored
 
 
+def _checkpoint_bytes(config: Config, machine: Machine) -> float:
+    """What a checkpoint of the run takes at least: a critic of another model than the
+    policy's is not counted. Of a model that the estimate cannot read, eight times its
+    files."""
+    budget = _trainer_memory(config, machine)
+    if budget is None:
+        return 8.0 * _weight_bytes(config)
+    has_critic = (
+        needs_of(config.algorithm).values
+        and config.critic_folder == config.model.folder
+    )
+    return replace(budget, has_critic=has_critic).checkpoint_bytes
+
+
+def _existing(folder: str) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    path = Path(folder).expanduser().absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_disk_of_store(config: Config, machine: Machine) -> str:
+    """Of a command that writes no more than conversations and logs."""
+    root = _existing(config.run.run_root)
+    full = full_disk(root)
+    if full:
+        reason = f"a run needs {FULL_BYTES / 1e6:.0f} MB there at least"
+        raise ConfigError(
+            "run.run_root", full, reason, "free some, or give another --run-root"
+        )
+    return space_left(root)
+
+
+def check_weight_disk(config: Config, machine: Machine) -> str:
+    """A folder of its own for the weights on their way to the engines holds one version
+    at least."""
+    weights = config.weights
+    if not isinstance(weights, FileWeights) or not weights.folder:
+        return "none: the run folder, if weights go by disk"
+    folder = _existing(weights.folder)
+    free = psutil.disk_usage(str(folder)).free
+    needed = _weight_bytes(config)
+    value = f"{free / _GB:.1f} GB free at {folder}, {needed / _GB:.1f} GB per version"
+    if free < needed:
+        fix = "free some, or give another --weights.folder"
+        raise ConfigError(
+            "weights.folder",
+            value,
+            "the disk is too small for the weights",
+            fix,
+        )
+    return value
+
+
 def check_disk(config: Config, machine: Machine) -> str:
-    """A checkpoint holds the model twice, for Megatron and for Hugging Face, float32
-    weights and two moments: 8 times the bfloat16 weights; a critic adds 7 times its
-    own. A new one is written beside those that are kept (no `checkpoints.keep`: every
-    one is kept, so their number is not known; two are counted)."""
-    root = Path(config.run.run_root).expanduser().absolute()
-    while not root.is_dir() and root != root.parent:
-        root = root.parent
+    """A run with a trainer writes one checkpoint at least. A new one is written beside
+    those that are kept (no `checkpoints.keep`: every one is kept, so their number is
+    not known; two are counted)."""
+    if config.run.debug_rollout_only:
+        return check_disk_of_store(config, machine)
+    root = _existing(config.run.run_root)
     free = psutil.disk_usage(str(root)).free
-    checkpoint = (15 if needs_of(config.algorithm).values else 8) * _weight_bytes(
-        config
-    )
-    checkpoints = (
-        (config.run.checkpoints.keep or 1) + (config.run.checkpoints.keep_best or 0) + 1
-    )
+    checkpoint = _checkpoint_bytes(config, machine)
+    least = checkpoint + FULL_BYTES
+    kept = config.run.checkpoints
+    checkpoints = (kept.keep or 1) + (kept.keep_best or 0) + 1
     needed = checkpoints * checkpoint + _GB
     value = (
         f"{free / _GB:.1f} GB free at {root}, about {checkpoint / _GB:.1f} GB per checkpoint and "
         f"{needed / _GB:.1f} GB for {checkpoints} of them"
     )
-    if free < checkpoint + _GB:
+    if free < least:
+        reason = f"the disk is too small for one checkpoint: the run needs {least / _GB:.2f} GB there at least"
         fix = "free some, or give another --run-root"
-        raise ConfigError(
-            "run.run_root", value, "the disk is too small for one checkpoint", fix
-        )
+        raise ConfigError("run.run_root", value, reason, fix)
     if free < needed:
         reason = "the disk may fill: a checkpoint is written beside those kept"
         fix = "free some, give another --run-root, or lower --checkpoints.keep or --checkpoints.keep-best"

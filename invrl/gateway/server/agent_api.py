@@ -203,6 +203,9 @@ class AgentEndpoint:
             await client.end(client.error_event(error))
             return
         headers = {**_JSON, **retry_after(error)}
+        if error.code == "disk_full":
+            # The official clients would ask for another sample, which would wait again.
+            headers["x-should-retry"] = "false"
         if error.status == 405:
             headers["allow"] = "POST"
         await client.answer(error.status, headers, self.dialect.error(error))

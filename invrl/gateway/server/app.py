@@ -119,6 +119,7 @@ def make_app(
         models=settings.model_names,
         recorded_top_logprobs=settings.record_top_logprobs,
         engine_return_s=settings.engine_return_s,
+        space_wait_s=settings.space_wait_s,
     )
     lifecycle = _make_lifecycle(settings, registry, turns, store, run_ended)
     loop_lag = LoopLag()

@@ -28,8 +28,8 @@ def retry_after(error: SessionError) -> dict[str, str]:
 
 
 def disk_full(error: DiskFullError) -> SessionError:
-    """The refusal of a request that cannot be recorded now. The store's writer has
-    logged the error."""
+    """The refusal of a request that cannot be recorded now; of an agent's call, which
+    has waited for space. The store's writer has logged the error."""
     reason = f"nothing can be recorded: {error}"
     return SessionError(
         reason, status=503, code="disk_full", retry_after_s=_SPACE_RETRY_S

@@ -74,6 +74,10 @@ class GatewaySettings(GatewayConfig):
         600.0,
         description="seconds that a generation waits for an engine, if there is none",
     )
+    space_wait_s: NonNegativeFloat = Field(
+        240.0,
+        description="seconds that a turn waits to be recorded, if the disk is full",
+    )
     keep_alive_s: PositiveFloat = Field(
         10.0,
         description="seconds without a token after which a stream sends a keep-alive",

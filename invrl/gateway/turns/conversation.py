@@ -194,6 +194,11 @@ class Conversation:
             for turn in self.turns
         )
 
+    def discard(self, turn: Turn) -> None:
+        """Removes a turn that could not be stored."""
+        if not self.frozen:
+            self.turns = [other for other in self.turns if other is not turn]
+
     def start(self, generation: Generation) -> None:
         """Adds a generation that was begun for a request."""
         request = self._requests.setdefault(generation.digest, _RequestState())

@@ -22,12 +22,9 @@ from invrl.gateway.turns.fork_changes import (
     messages_change,
     tools_change,
 )
-from invrl.gateway.turns.message_identity import (
-    canonical_json,
-    digests,
-    tools_digest,
-)
+from invrl.gateway.turns.message_identity import digests, tools_digest
 from invrl.gateway.turns.moved_text import is_text_moved, put_text_back
+from invrl.gateway.turns.split_replies import join_split_replies, made_calls
 from invrl.gateway.types import Change, ForkReason, MatchLevel, Message, Node, Tool
 
 _MAX_CANDIDATES = 32
@@ -76,6 +73,16 @@ _NO_FORK = _Fork(None)
 recorded, for example ones that its author wrote. It replaces nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Mended:
+    """A request with replies as they were recorded. `position`: of the last of them
+    that came back otherwise, in the request as it was sent; `recorded`: that reply."""
+
+    messages: tuple[Message, ...]
+    position: int
+    recorded: Message
+
+
 class _Replies:
     """The sampled replies that are recognised by more than their text: those with tool
     calls by the ids and names of their calls, those that a stop string ended by their
@@ -87,13 +94,17 @@ class _Replies:
         self._with_text: dict[tuple[str, ...], list[Message]] = {}
         """Replies that have a text beside their calls, by these calls without their
         ids."""
+        self._by_first_call: dict[str, Message] = {}
+        """Replies with calls by the id of their first call."""
 
     def add(self, node: Node) -> None:
         reply = node.messages[-1]
         if reply.tool_calls:
             self._nodes[calls_of(reply)] = node
+            self._by_first_call[reply.tool_calls[0].id] = reply
             if reply.content:
-                self._with_text.setdefault(_made_calls(reply), []).append(reply)
+                made = made_calls(reply.tool_calls)
+                self._with_text.setdefault(made, []).append(reply)
         elif node.stop:
             self._stopped[(reply.content + node.stop).strip()] = reply
 
@@ -106,12 +117,18 @@ class _Replies:
     def with_text(self, message: Message) -> list[Message]:
         """The replies with a text beside the calls of the message: first the one whose
         ids these calls have, then the newest."""
-        replies = self._with_text.get(_made_calls(message), [])
+        replies = self._with_text.get(made_calls(message.tool_calls), [])
         newest_first = replies[: -_MAX_CANDIDATES - 1 : -1]
         node = self.node(message)
         if node is not None:
             newest_first.insert(0, node.messages[-1])
         return newest_first
+
+    def beginning_with(self, message: Message) -> Message | None:
+        """The reply whose first call is the first call of the message."""
+        if not message.tool_calls:
+            return None
+        return self._by_first_call.get(message.tool_calls[0].id)
 
     def at_level(
         self, messages: Sequence[Message], level: MatchLevel
@@ -131,14 +148,6 @@ class _Replies:
         if message.role != "assistant" or message.tool_calls:
             return message
         return self._stopped.get(message.content.strip(), message)
-
-
-def _made_calls(message: Message) -> tuple[str, ...]:
-    """The names and arguments of the message's calls."""
-    parts: list[str] = []
-    for call in message.tool_calls:
-        parts += [call.name, canonical_json(call.arguments)]
-    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,15 +391,31 @@ class Forest:
         as_sent = self._match(messages, tools)
         if as_sent.continues or self._level is not MatchLevel.REWRITTEN:
             return as_sent
-        put_back = put_text_back(messages, self._replies.with_text)
-        if put_back is None:
+        mended = self._mend(messages)
+        if mended is None:
             return as_sent
-        match = self._match(put_back.messages, tools)
+        match = self._match(mended.messages, tools)
         if match.fork is not None or not (match.continues or as_sent.fork):
             return as_sent
-        position = put_back.position
-        change = self._change(position, put_back.recorded, messages[position], tools)
+        position = mended.position
+        change = self._change(position, mended.recorded, messages[position], tools)
         return replace(match, level=MatchLevel.REWRITTEN, change=change)
+
+    def _mend(self, messages: Sequence[Message]) -> _Mended | None:
+        """The request with its replies as they were recorded, where they were split or
+        their text was moved; None where they were not."""
+        joined = join_split_replies(messages, self._replies.beginning_with)
+        mended: _Mended | None = None
+        if joined is not None:
+            messages = joined.messages
+            mended = _Mended(messages, joined.last, joined.recorded)
+        put_back = put_text_back(messages, self._replies.with_text)
+        if put_back is not None:
+            position = put_back.position
+            if joined is not None:
+                position = joined.positions[position]
+            mended = _Mended(put_back.messages, position, put_back.recorded)
+        return mended
 
     def _match(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Match:
         reply_ends = [

@@ -3,8 +3,9 @@
 A generation belongs to no single client: clients attach to it (the first one, and
 retries that join it). When the last one has gone, the generation is cancelled, at the
 engine too. Invariants: if the engine counts another number of prompt tokens than were
-sent, the turn is aborted; `answer()` returns only after the commit of the turn; what
-was sampled of an aborted turn is recorded, and never continued or trained."""
+sent, the turn is aborted; `answer()` returns only after the commit of the turn, which
+waits for space on a full disk; what was sampled of an aborted turn is recorded, and
+never continued or trained."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from invrl.engines.sglang_client import (
     GenerateRequest,
     GenerateResult,
 )
-from invrl.errors import InvrlError, NoEngineError, ServerError, SessionError
+from invrl.errors import (
+    DiskFullError,
+    InvrlError,
+    NoEngineError,
+    ServerError,
+    SessionError,
+)
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
@@ -45,6 +52,8 @@ _RETRY_PAUSES_S = (0.5, 2.0)
 engine."""
 _ENGINE_POLL_S = 0.5
 """Between two questions to a router that has no engine."""
+_SPACE_POLL_S = 1.0
+"""Between two tries to record a turn on a full disk."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -84,7 +93,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 Commit = Callable[[Turn, Proposal, Message, Recorded], "asyncio.Future[None]"]
-"""Records a turn with its reply. The future is done when the turn is durable."""
+"""Records a turn with its reply. The future is done when the turn is durable. If it has
+a DiskFullError, nothing was recorded, and the call may be repeated."""
 
 
 class Sampler(Protocol):
@@ -115,8 +125,10 @@ class Generation:
         parser: ReplyParser,
         commit: Commit,
         engine_return_s: float = 600.0,
+        space_wait_s: float = 240.0,
     ) -> None:
-        """`engine_return_s`: how long to wait for an engine, if there is none."""
+        """`engine_return_s`: how long to wait for an engine, if there is none.
+        `space_wait_s`: how long to wait for space, if the disk is full."""
         self.proposal = proposal
         self.delivered = False
         """Some client got the whole answer."""
@@ -128,6 +140,7 @@ class Generation:
         self._sampler = sampler
         self._commit = commit
         self._engine_return_s = engine_return_s
+        self._space_wait_s = space_wait_s
         self._parser = parser
         self._text_stream = renderer.stream(
             proposal.request.stop,
@@ -241,8 +254,8 @@ class Generation:
         self._num_joined = len(self._pieces)
 
     async def answer(self) -> Answer:
-        """The committed turn. SessionError, ServerError or DeadlineError if there is
-        none."""
+        """The committed turn. SessionError, ServerError, DeadlineError or DiskFullError
+        if there is none."""
         # A loop, because the last pieces wake a waiter before the task has ended.
         while not self._task.done():
             waiter = asyncio.get_running_loop().create_future()
@@ -304,10 +317,24 @@ class Generation:
             stop=stop,
         )
         with child_span("commit", {"invrl.sampled_tokens": len(turn.sampled_ids_T)}):
-            await asyncio.shield(self._commit(turn, self.proposal, message, recorded))
+            await self._record(turn, message, recorded)
         if result.finish_reason == "abort":
             raise ServerError("the engine aborted this generation")
         return Answer(turn=turn, message=message, pieces=tuple(self._pieces), stop=stop)
+
+    async def _record(self, turn: Turn, message: Message, recorded: Recorded) -> None:
+        """Returns when the turn is durable. Raises DiskFullError if the disk stays
+        full."""
+        deadline = time.monotonic() + self._space_wait_s
+        while True:
+            durable = self._commit(turn, self.proposal, message, recorded)
+            try:
+                await asyncio.shield(durable)
+                return
+            except DiskFullError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_SPACE_POLL_S)
 
     async def _sample(self) -> GenerateEnd:
         """Asks again if the engines fail before the first token. While there is no

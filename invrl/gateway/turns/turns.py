@@ -77,6 +77,8 @@ class Turns:
     in training."""
     engine_return_s: float = 600.0
     """How long a generation waits for an engine, if there is none."""
+    space_wait_s: float = 240.0
+    """How long a turn waits to be recorded, if the disk is full."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     forks: Counter[str] = field(default_factory=Counter, init=False)
     """Turns that forked, by reason."""
@@ -231,6 +233,7 @@ class Turns:
             parser=self._parser(request, placement.context_ids, proposal.request.rid),
             commit=partial(self._commit, conversation),
             engine_return_s=self.engine_return_s,
+            space_wait_s=self.space_wait_s,
         )
         conversation.start(generation)
         if placement.change is not None:
@@ -472,15 +475,11 @@ class Turns:
         reply: Message,
         recorded: Recorded,
     ) -> asyncio.Future[None]:
-        """Stores a turn. Once it is durable, it joins the forest, unless it was
-        aborted."""
-        num_sampled = len(turn.sampled_ids_T)
-        self.counts[turn.finish_reason] += 1
-        self.counts["prompt_tokens"] += turn.prompt_tokens
-        self.counts["cached_tokens"] += turn.cached_tokens
-        self.counts["sampled_tokens"] += num_sampled
+        """Stores a turn. Once it is durable, it is counted and joins the forest, unless
+        it was aborted."""
         loop = asyncio.get_running_loop()
-        if not num_sampled or conversation.frozen:
+        if not len(turn.sampled_ids_T) or conversation.frozen:
+            self._count_turn(turn)
             nothing_to_store: asyncio.Future[None] = loop.create_future()
             nothing_to_store.set_result(None)
             return nothing_to_store
@@ -506,14 +505,30 @@ class Turns:
         )
         if turn.finish_reason == "abort":
             conversation.forest.add_cancelled(node)
-            return durable
+        on_end = partial(self._on_commit_end, conversation, node)
         if (
             durable.done()
         ):  # as a rule; then the node is there before the answer is sent
-            _join_forest(conversation, node, durable)
+            on_end(durable)
         else:
-            durable.add_done_callback(partial(_join_forest, conversation, node))
+            durable.add_done_callback(on_end)
         return durable
+
+    def _on_commit_end(
+        self, conversation: Conversation, node: Node, durable: asyncio.Future[None]
+    ) -> None:
+        if durable.cancelled() or durable.exception() is not None:
+            conversation.discard(node.turn)
+            return
+        self._count_turn(node.turn)
+        if node.turn.finish_reason != "abort":
+            conversation.forest.add(node)
+
+    def _count_turn(self, turn: Turn) -> None:
+        self.counts[turn.finish_reason] += 1
+        self.counts["prompt_tokens"] += turn.prompt_tokens
+        self.counts["cached_tokens"] += turn.cached_tokens
+        self.counts["sampled_tokens"] += len(turn.sampled_ids_T)
 
 
 def _quoted(names: Sequence[str]) -> str:
@@ -541,10 +556,3 @@ def _in_loop(
     else:
         durable.set_result(None)
     return durable
-
-
-def _join_forest(
-    conversation: Conversation, node: Node, durable: asyncio.Future[None]
-) -> None:
-    if not durable.cancelled() and durable.exception() is None:
-        conversation.forest.add(node)

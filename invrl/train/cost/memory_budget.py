@@ -225,8 +225,11 @@ class MemoryBudget:
         """Of the copies that all ranks hold together while a checkpoint is written
         beside training. They are in the memory of the CPU, also where the trainer is on
         a GPU."""
-        if not self.copies_checkpoints:
-            return 0.0
+        return self.checkpoint_bytes if self.copies_checkpoints else 0.0
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Of a checkpoint: the state of all ranks, and the model for Hugging Face."""
         trained = self.size.total
         if self.has_critic:
             trained += sum(
