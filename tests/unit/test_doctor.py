@@ -332,7 +332,7 @@ FAULTS: list[tuple[str, Callable[[Plot], object], str, Status, str, str]] = [
         "weight folder's disk",
         FAILED,
         "too small for the weights",
-        "--weight-folder",
+        "--weights.folder",
     ),
     (
         "crowded disk",
