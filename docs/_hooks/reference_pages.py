@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from invrl.algorithms.presets import PRESETS
-from invrl.run.config import SECTIONS, TABLES, setting_name
+from invrl.run.settings.config import SECTIONS, TABLES, setting_name
 from invrl.types.section import Section, fields_of, present_type, tables_of
 
 ROOT = Path(__file__).parents[2]

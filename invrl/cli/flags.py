@@ -18,7 +18,7 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
-from invrl.run.config import (
+from invrl.run.settings.config import (
     SECTIONS,
     TABLES,
     UPSTREAM,
@@ -27,7 +27,7 @@ from invrl.run.config import (
     read_toml,
     setting_name,
 )
-from invrl.run.name_suggestions import nearest_setting
+from invrl.run.settings.name_suggestions import nearest_setting
 from invrl.types.section import fields_of, is_optional, present_type, tables_of
 
 CONFIG_FLAG = "--config"

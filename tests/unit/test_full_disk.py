@@ -28,8 +28,8 @@ from invrl.rollout.runner import classify
 from invrl.store import run_store_writer
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import connect
-from invrl.types import FailedRollout, RolloutSummary
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
 
 _MOST_PAGES = 2**31
 
