@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 
 from invrl.algorithms.presets import PRESETS
-from invrl.run.config import SECTIONS
+from invrl.run.settings.config import SECTIONS
 from invrl.types.section import Section
 
 ROOT = Path(__file__).parents[2]

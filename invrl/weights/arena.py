@@ -30,7 +30,7 @@ from msgspec import structs
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.checksums import (
     HashTensors,
     checksums_of,

@@ -30,7 +30,7 @@ from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
 from invrl.errors import ServerError, SessionError
 from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import LogSettings
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 from invrl.weights.in_engine import LoaderRequest
 
 
