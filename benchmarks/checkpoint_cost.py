@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from invrl.host.ray_setup import prepare_ray
-from invrl.run.config import Config, Source, resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.config import Config, Source, resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 
 Seconds = dict[str, float]
@@ -66,7 +66,7 @@ def _drop_from_cache(folder: Path) -> None:
 
 async def measure(config: Config, folder: RunFolder, repetitions: int) -> list[Seconds]:
     """Seconds of each part, once per repetition, and the bytes of a checkpoint."""
-    from invrl.run.cluster import start_trainer
+    from invrl.run.processes.cluster import start_trainer
     from invrl.store.manifest import check_manifest, write_manifest
 
     rows = []

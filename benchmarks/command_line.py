@@ -14,7 +14,7 @@ from invrl.families.registry import FAMILIES
 from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import hold_keys
 from invrl.host.utf8_mode import use_utf8
-from invrl.run.config import ModelConfig
+from invrl.run.settings.config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder, check_model_folder
 
 Settings = TypeVar("Settings")

@@ -26,8 +26,8 @@ from benchmarks.record import RESULTS, add_options, keep
 from invrl.cli.flags import parse_flags
 from invrl.host.environment_keys import hold_keys
 from invrl.host.ray_setup import prepare_ray
-from invrl.run.config import resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.config import resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.batch_file import save_batch
 
 PARTS = ("rollouts", "trainer", "run")

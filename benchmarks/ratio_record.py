@@ -14,7 +14,7 @@ from invrl import __version__
 from invrl.cli.command import CommandFailed
 from invrl.engines.engine_server import count_gpus
 from invrl.host.disk import write_atomically
-from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.run.processes.driver_commands import FAILURE_EXIT
 
 
 class RatioRecord:

@@ -25,21 +25,16 @@ from invrl.algorithms.advantages import configured_advantage
 from invrl.buffer.training_samples import build_batch
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.rollout.session_client import SessionClient
-from invrl.run.cluster import Cluster, start_cluster
-from invrl.run.config import Config
+from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.types import (
-    GroupLease,
-    GroupMember,
-    Sampling,
-    Session,
-    TakenBatch,
-    Task,
-    TrainBatch,
-    Turn,
-)
+from invrl.types.batches import TakenBatch, TrainBatch
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
+from invrl.types.turns import Turn
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ async def real(arguments: argparse.Namespace, folder: Path) -> dict[str, object]
 
     from invrl.engines.config import EngineConfig
     from invrl.engines.fleet import Fleet
-    from invrl.types import WeightVersion
+    from invrl.types.weights import WeightVersion
     from invrl.weights.canary import CanaryBound
     from invrl.weights.transaction import WeightTransaction
 

@@ -32,7 +32,9 @@ from benchmarks.record import RESULTS
 from invrl.host.ports import free_port
 from invrl.interfaces import Endpoint
 from invrl.rollout.session_client import SessionClient
-from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 TESTS = ROOT / "tests"
 STREAMS = 1000

@@ -39,8 +39,8 @@ import numpy as np
 import psutil
 
 from benchmarks.record import entry
-from invrl.run.config import Source, resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.schema import connect
 

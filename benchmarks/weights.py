@@ -40,7 +40,7 @@ from benchmarks.weight_updates.weight_settings import (
 from invrl.cli.arguments import split_options, unknown_flag
 from invrl.engines.engine_server import count_gpus
 from invrl.errors import ConfigError
-from invrl.run.weight_updater import canary_prompts
+from invrl.run.loop.weight_updater import canary_prompts
 
 _DEFAULTS = {
     "--model-path": "",

@@ -15,24 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import (
-    MAX_NAME_LENGTH,
-    MAX_REWARD_COMPONENTS,
-    DroppedGroup,
-    Group,
-    GroupLease,
-    GroupOutcome,
-    Json,
-    Outcome,
-    TakenBatch,
-    Task,
-    TaskHistory,
-    TensorSpec,
-    TrainBatch,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.file_entry import FileEntries
+from invrl.types.groups import DroppedGroup, Group, GroupOutcome, TaskHistory
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import Metric
+from invrl.types.rollouts import Outcome
+from invrl.types.sessions import MAX_NAME_LENGTH, MAX_REWARD_COMPONENTS
+from invrl.types.tasks import Json, Task
+from invrl.types.weights import TensorSpec, WeightVersion
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

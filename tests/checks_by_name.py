@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from invrl.cli.checks.checklist import CHECKS
 from invrl.cli.checks.machine import look_at_machine
-from invrl.run.config import Config
+from invrl.run.settings.config import Config
 
 USER_CODE = (
     "rollout function",

@@ -7,7 +7,9 @@ import asyncio
 import time
 
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 
 class Leases:

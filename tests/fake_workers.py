@@ -7,8 +7,10 @@ import asyncio
 from invrl.errors import ActorDiedError, ActorSilentError
 from invrl.rollout.worker_actor import Assignment, WorkerReply
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, Sampling, Session, Task
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 
 def session(name):

@@ -8,7 +8,7 @@ from pathlib import Path
 from running_gateway import Running, running
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 
 class Life:

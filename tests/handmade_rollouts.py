@@ -8,17 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from invrl.types import (
-    FinishReason,
-    Group,
-    Rollout,
-    RolloutSummary,
-    TakenBatch,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.rollouts import Rollout, RolloutSummary
+from invrl.types.turns import FinishReason, Trajectory, Turn, VersionSpan
+from invrl.types.weights import WeightVersion
 
 
 def turn(

@@ -13,7 +13,7 @@ import torch
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights import in_engine
 from invrl.weights.config import WeightSyncConfig
 

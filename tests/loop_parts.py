@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from invrl.interfaces import StepResult
-from invrl.observe.sinks import Sink
-from invrl.types import (
-    GroupLease,
-    Outcome,
-    TakenBatch,
-    TrainBatch,
-    WeightUpdate,
-    WeightVersion,
-)
+from invrl.observe.sinks.sinks import Sink
+from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.file_entry import FileEntries
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import Max, Metric
+from invrl.types.rollouts import Outcome
+from invrl.types.weights import WeightUpdate, WeightVersion
 
 
 class Notes(Sink):

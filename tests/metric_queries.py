@@ -13,7 +13,7 @@ import promql_parser
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from invrl.observe.metric_families import FAMILIES
+from invrl.observe.metrics.metric_families import FAMILIES
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 DASHBOARD = LAUNCH / "grafana" / "dashboard.json"

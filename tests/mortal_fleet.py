@@ -19,7 +19,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.config import WeightSyncConfig
 
 SPEC = TensorSpec(name="w", shape=(1,), dtype="float32")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from invrl.train.batches.micro_batch import AttentionBlock, MicroBatch, Row
 from invrl.train.parallel.context_share import ContextShare
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 LAYOUTS = {"one mask per tree": 10_000, "one block per branch": 0, "both": 8}
 """Up to how many tokens a tree is under one mask."""

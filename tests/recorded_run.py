@@ -18,25 +18,17 @@ from invrl.buffer.ledger_store import LedgerStore
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt
-from invrl.run.config import Source, resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.rows import StoredSession
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    FailedRollout,
-    FinishReason,
-    Outcome,
-    Place,
-    Purpose,
-    RolloutSummary,
-    Sampling,
-    Session,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from invrl.types.leases import Place
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.sessions import Purpose, Sampling, Session
+from invrl.types.turns import FinishReason, Turn, VersionSpan
+from invrl.types.weights import WeightVersion
 
 
 @dataclass

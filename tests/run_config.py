@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from invrl.run.config import Config, Source, resolve
+from invrl.run.settings.config import Config, Source, resolve
 
 
 def config(root: Path, name: str | None = None, **train: Any) -> Config:

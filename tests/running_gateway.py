@@ -25,7 +25,9 @@ from invrl.gateway.server.http_protocol import LimitedHttpProtocol
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import FailedRollout, RolloutSummary, Session, Turn
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.turns import Turn
 
 ENV_KEY = "env-0123456789abcdef"
 

@@ -22,16 +22,11 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.interfaces import GroupFilter
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    Place,
-    RolloutSummary,
-    SampledSoFar,
-    Task,
-    WeightVersion,
-)
+from invrl.types.leases import GroupLease, Place
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary, SampledSoFar
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 def summary(

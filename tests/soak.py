@@ -45,10 +45,10 @@ from invrl.errors import (
     ServerError,
 )
 from invrl.host.environment_keys import held_keys, hold_keys
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.types import RolloutSummary
+from invrl.types.rollouts import RolloutSummary
 
 ROLES = {
     "supervisor": "",

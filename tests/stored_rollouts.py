@@ -10,19 +10,14 @@ import numpy as np
 
 from invrl.store.rows import StoredSession
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    Group,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Sampling,
-    Session,
-    TakenBatch,
-    Task,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
+from invrl.types.turns import Turn, VersionSpan
+from invrl.types.weights import WeightVersion
 
 
 def finish_lease(

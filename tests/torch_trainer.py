@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender

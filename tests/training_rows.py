@@ -9,14 +9,10 @@ import numpy as np
 
 from invrl.algorithms.advantages import dr_grpo, grpo
 from invrl.buffer.training_samples import build_batch
-from invrl.types import (
-    Group,
-    Rollout,
-    RolloutSummary,
-    TakenBatch,
-    TrainSample,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch, TrainSample
+from invrl.types.groups import Group
+from invrl.types.rollouts import Rollout, RolloutSummary
+from invrl.types.weights import WeightVersion
 
 if TYPE_CHECKING:
     from running_gateway import Running

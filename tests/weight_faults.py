@@ -37,7 +37,7 @@ from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
-from invrl.types import TensorSpec, WeightUpdate, WeightVersion
+from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.broadcast import BUCKET_BYTES, WeightGroup
 from invrl.weights.broadcast_loads import BroadcastLoads

@@ -24,8 +24,10 @@ import orjson
 from invrl.errors import ServerError
 from invrl.rollout.session_client import SessionClient
 from invrl.store.run_store import RunStore
-from invrl.types import GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 Message = dict[str, str]
 _SYSTEM = (

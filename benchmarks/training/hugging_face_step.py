@@ -19,7 +19,7 @@ from invrl.algorithms.loss_inputs import Denominators, LossInputs, Rows
 from invrl.algorithms.losses import policy_loss
 from invrl.train.config import TrainConfig
 from invrl.train.runtime import device
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ import torch
 from benchmarks.ratios import Speeds
 from benchmarks.training.hugging_face_step import HuggingFaceStep, pad_batch
 from benchmarks.training.step_program import measure_steps, start_rank
-from invrl.run.config import Config
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.config import Config
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.batch_file import load_batch
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 def measure_trainer(

@@ -36,7 +36,7 @@ from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.runtime import device
 from invrl.train.trainer.train_rank import TrainRank
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 _MATMUL_ROUNDS = 5
 

@@ -4,7 +4,8 @@ numpy."""
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 WORKLOADS = ("equal_lengths", "long_tailed", "shared_prompts")
 _PROMPT_SHARE = 0.25

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.checksums import checksums_of, whole_hash

@@ -9,7 +9,7 @@ import numpy as np
 
 from invrl.engines.sglang_client import GenerateChunk, GenerateRequest, SglangClient
 from invrl.errors import DeadlineError, InvrlError
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 _PROMPT_TOKENS = 32
 _POLL_INTERVAL_S = 0.005

@@ -25,7 +25,7 @@ from benchmarks.weight_updates.weight_settings import IN_FLIGHT_MODE
 from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.interfaces import StagedWeights, WeightReceiver, WeightSender
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import Load, WeightTransaction, load_alone
 

@@ -11,7 +11,7 @@ from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 
 from invrl.algorithms.presets import PRESETS
-from invrl.run.config import SECTIONS
+from invrl.run.settings.config import SECTIONS
 from invrl.types.section import Section
 
 PAGE = "reference/settings.md"

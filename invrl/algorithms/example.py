@@ -18,7 +18,7 @@ from invrl.algorithms.objectives import (
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.surrogates import SURROGATES, SurrogateInputs, surrogate_function
 from invrl.errors import PluginError
-from invrl.types import SOLVED_NUMBER
+from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.top_logprobs import NO_TOKEN
 
 _TOKENS_OF_ROWS = (5, 3, 1)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainedCounts
+from invrl.types.batches import TrainedCounts
 
 LENGTH_WEIGHT = "length_weight"
 """The number of a row that its tokens' losses are multiplied by."""

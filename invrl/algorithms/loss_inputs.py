@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from invrl.types import TrainedCounts
+from invrl.types.batches import TrainedCounts
 from invrl.types.metrics import Max, Mean, Metric, Sum
 
 

@@ -46,7 +46,7 @@ from invrl.algorithms.old_policy import old_logprobs
 from invrl.algorithms.ratios import RATIOS
 from invrl.algorithms.router_shift import log_weights, router_means
 from invrl.algorithms.surrogates import SurrogateInputs, surrogate_function
-from invrl.types import SOLVED_NUMBER
+from invrl.types.batches import SOLVED_NUMBER
 from invrl.types.metrics import Metric
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from invrl.errors import TrainError
-from invrl.types import TrainBatch, TrainSample
+from invrl.types.batches import TrainBatch, TrainSample
 
 MISMATCHED = "mismatched"
 """The number of a row that says which it is: 1 or 0."""

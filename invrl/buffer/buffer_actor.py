@@ -48,15 +48,13 @@ from invrl.host.lived_time import LivedTime
 from invrl.host.log_lines import LogSettings
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore, WaitsOutside
-from invrl.types import (
-    DroppedGroup,
-    GroupLease,
-    Outcome,
-    TakenBatch,
-    Task,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import Metric
+from invrl.types.rollouts import Outcome
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 _log = logging.getLogger(__name__)
 _UNWANTED_WAIT_S = 20.0

@@ -19,8 +19,12 @@ from invrl.buffer.wait_report import WaitReport
 from invrl.errors import DiskFullError
 from invrl.host.actor import ActorHandle
 from invrl.host.disk_waits import until_written
-from invrl.types import DroppedGroup, GroupLease, Outcome, TakenBatch, WeightVersion
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import Metric
+from invrl.types.rollouts import Outcome
+from invrl.types.weights import WeightVersion
 
 T = TypeVar("T")
 

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.advantages import rewards_differ
 from invrl.buffer.config import RewardBaseline
-from invrl.types import Group, RolloutSummary, Turn
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.turns import Turn
 
 RewardKind = Literal["final", "child", "branch", "turn"]
 

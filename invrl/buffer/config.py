@@ -16,9 +16,9 @@ from pydantic import (
 
 from invrl.buffer.failures import FailureLimits
 from invrl.buffer.reward_history import RECENT_GROUPS
-from invrl.types import MAX_REWARD
 from invrl.types.reasons import FailureReason
 from invrl.types.section import COMMA_SEPARATED, Choice, Section, with_choices
+from invrl.types.sessions import MAX_REWARD
 
 MEDIUM_DIFFICULTY = "medium_difficulty"
 RewardBaseline = Literal["depth", "group"]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from invrl.algorithms.credit import CreditRules
-from invrl.types import Group, RolloutSummary
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from invrl.errors import IdenticalFailuresError
-from invrl.types import RolloutSummary
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import RolloutSummary
 from invrl.user_code.frame import USER_FRAME_PREFIX
 
 _WARN_BEFORE_ANY_FINISHED = 4

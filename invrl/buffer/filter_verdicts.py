@@ -8,7 +8,7 @@ from invrl.buffer.failures import GROUP_FILTER, FailureStreak
 from invrl.buffer.open_group import OpenGroup
 from invrl.buffer.wait_report import FilteredStreak, shown_rewards
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.types import TaskHistory
+from invrl.types.groups import TaskHistory
 from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
 from invrl.user_code.plugins import takes_history
 

@@ -52,23 +52,15 @@ from invrl.buffer.wait_report import (
 from invrl.errors import BufferStateError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    MAX_REWARD,
-    DroppedGroup,
-    FailedRollout,
-    Group,
-    GroupLease,
-    GroupMember,
-    Outcome,
-    Place,
-    RolloutSummary,
-    SampledSoFar,
-    TakenBatch,
-    Task,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import DroppedGroup, Group
+from invrl.types.leases import GroupLease, GroupMember, Place
 from invrl.types.metrics import Mean, Metric, Sum
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary, SampledSoFar
+from invrl.types.sessions import MAX_REWARD
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 class GroupBuffer:

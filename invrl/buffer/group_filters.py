@@ -5,7 +5,7 @@ from functools import partial
 from invrl.buffer.comparison import comparisons
 from invrl.buffer.config import BufferConfig, DifficultyConfig, RewardBaseline
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
-from invrl.types import Group, TaskHistory
+from invrl.types.groups import Group, TaskHistory
 from invrl.types.reasons import DropReason
 from invrl.user_code.plugins import load_group_filter
 

@@ -13,7 +13,7 @@ from typing import TypedDict, Unpack
 
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError
-from invrl.types import Place
+from invrl.types.leases import Place
 from invrl.types.reasons import DropReason, FailureReason
 
 _NEXT: dict[RolloutState | None, frozenset[RolloutState]] = {

@@ -21,7 +21,7 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.errors import BufferStateError, RunStoreError
 from invrl.store.schema import connect
-from invrl.types import Place
+from invrl.types.leases import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@ changes states."""
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from invrl.types import Group, GroupOutcome, Place, RolloutSummary, WeightVersion
+from invrl.types.groups import Group, GroupOutcome
+from invrl.types.leases import Place
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.weights import WeightVersion
 
 
 class RolloutState(StrEnum):

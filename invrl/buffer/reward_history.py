@@ -8,7 +8,7 @@ last."""
 from collections.abc import Iterable
 from dataclasses import replace
 
-from invrl.types import GroupOutcome, TaskHistory
+from invrl.types.groups import GroupOutcome, TaskHistory
 
 RECENT_GROUPS = 16
 """Groups of a task that are kept one by one."""

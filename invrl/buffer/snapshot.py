@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.buffer.task_feed import FeedSnapshot
-from invrl.types import TaskHistory, WeightVersion
+from invrl.types.groups import TaskHistory
+from invrl.types.weights import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

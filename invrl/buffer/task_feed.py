@@ -18,9 +18,10 @@ from invrl.buffer.open_group import OpenGroup
 from invrl.errors import BufferStateError, UnsendableTaskError
 from invrl.interfaces import OutcomeRecorder, StateKeeper
 from invrl.store.lease_store import encoded_task
-from invrl.types import GroupOutcome, Task
+from invrl.types.groups import GroupOutcome
 from invrl.types.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
 from invrl.types.task_state import TaskStateError, stored_state
+from invrl.types.tasks import Task
 from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from invrl.buffer.comparison import branch_owners, owned_reward
 from invrl.buffer.config import RewardUse
-from invrl.types import RolloutSummary, Turn
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.turns import Turn
 
 
 def token_rewards(

@@ -34,20 +34,19 @@ from invrl.buffer.credited_groups import credited_group
 from invrl.buffer.token_rewards import token_rewards
 from invrl.errors import BufferStateError, ConfigError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn, GroupAdvantageFn
-from invrl.types import (
+from invrl.types.batches import (
     SOLVED_NUMBER,
     GrammarSpan,
-    Group,
-    Rollout,
-    RolloutSummary,
     TakenBatch,
     TrainBatch,
     TrainSample,
-    Turn,
 )
 from invrl.types.extra_columns import ExtraColumn
+from invrl.types.groups import Group
+from invrl.types.rollouts import Rollout, RolloutSummary
 from invrl.types.routed_experts import RoutedExperts, unknown_expert
 from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import Turn
 from invrl.user_code.plugins import takes_keyword
 
 REWARDS_COLUMN = "rewards"

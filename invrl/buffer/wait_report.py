@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from invrl.buffer.open_group import OpenGroup
 from invrl.store.run_store import WaitsOutside
-from invrl.types import Group
+from invrl.types.groups import Group
 from invrl.types.reasons import DropReason
 
 _NUM_SHOWN = 3

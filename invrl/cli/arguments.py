@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from invrl.errors import ConfigError
-from invrl.run.name_suggestions import nearest
+from invrl.run.settings.name_suggestions import nearest
 from invrl.store.run_folder import RunFolder
 from invrl.user_code.near_path import fix_of_path
 

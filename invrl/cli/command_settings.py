@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from invrl.rollout.config import RolloutConfig
-from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Source, Tables
+from invrl.run.settings.config import SECTIONS, TABLES, UPSTREAM, Source, Tables
 
 _RUN = frozenset(
     {

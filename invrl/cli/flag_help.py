@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import CONFIG_FLAG, SETTING_FLAGS, SettingFlag
 from invrl.cli.presets import preset_names
-from invrl.run.config import SECTIONS, TABLES, model_of_table
+from invrl.run.settings.config import SECTIONS, TABLES, model_of_table
 from invrl.types.section import is_optional, present_type
 
 _FIRST_SETTINGS = {

@@ -19,8 +19,15 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.presets import configuration_file
 from invrl.datasets.config import KIND_OF_OBJECTIVE
 from invrl.errors import ConfigError
-from invrl.run.config import SECTIONS, TABLES, UPSTREAM, Scalar, Source, read_toml
-from invrl.run.name_suggestions import nearest_setting
+from invrl.run.settings.config import (
+    SECTIONS,
+    TABLES,
+    UPSTREAM,
+    Scalar,
+    Source,
+    read_toml,
+)
+from invrl.run.settings.name_suggestions import nearest_setting
 from invrl.types.section import is_optional, present_type
 
 CONFIG_FLAG = "--config"

@@ -15,7 +15,7 @@ from invrl.errors import ConfigError, DamagedFileError
 from invrl.host.direct_connections import THIS_MACHINE, bypass_proxies
 from invrl.host.environment_keys import hold_keys
 from invrl.host.utf8_mode import use_utf8
-from invrl.run.driver_commands import (
+from invrl.run.processes.driver_commands import (
     EVALUATION_COMMAND,
     FAILURE_EXIT,
     INCARNATION_COMMAND,
@@ -206,7 +206,7 @@ def _no_such_command(name: str) -> ConfigError:
             "it is a program of the source checkout, not of the installed product",
             MOVED_COMMANDS[name],
         )
-    from invrl.run.config import nearest
+    from invrl.run.settings.config import nearest
 
     return ConfigError("command line", name, "no such command", nearest(name, COMMANDS))
 

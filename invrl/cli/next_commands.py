@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from invrl.observe.samples import failed_purposes
-from invrl.run.checkpoint import keep_model
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.config import Config
+from invrl.observe.samples.samples import failed_purposes
+from invrl.run.checkpoints.checkpoint import keep_model
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 
 

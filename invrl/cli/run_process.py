@@ -19,10 +19,10 @@ from invrl.host.log_lines import write_log_lines
 from invrl.host.printable import printable
 from invrl.host.private_file import make_private
 from invrl.host.ray_setup import prepare_ray
-from invrl.run.config import Config, resolve
-from invrl.run.driver_commands import FAILURE_EXIT
-from invrl.run.model_of_run import with_models_of_runs
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes.driver_commands import FAILURE_EXIT
+from invrl.run.settings.config import Config, resolve
+from invrl.run.settings.model_of_run import with_models_of_runs
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 

@@ -18,7 +18,7 @@ from invrl.datasets.samples import RowTokenizer, batch_of
 from invrl.errors import ConfigError, UnusableRowError
 from invrl.gateway.config import ContentTokens
 from invrl.gateway.rendering.loading import load_renderer
-from invrl.types import TrainBatch, TrainSample
+from invrl.types.batches import TrainBatch, TrainSample
 
 _DATA_PATH = "data.data_path"
 _EVAL_PATH = "data.data_eval_path"

@@ -22,7 +22,7 @@ from invrl.datasets.rows import Dialogue, read_row
 from invrl.errors import SessionError, UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Message, Prompt, Tool, ToolCall
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 _THINKING_CHOICES = (None, False, True)
 """What a client may have asked for. It is not recorded; the recorded prompt tells which

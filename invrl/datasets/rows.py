@@ -27,7 +27,7 @@ from invrl.gateway.dialects.chat import read_message, read_tool
 from invrl.gateway.dialects.joined_messages import JoinedMessages
 from invrl.gateway.types import Message, Prompt, Tool
 from invrl.store.row_file import read_rows, row_unit
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 Fields = Mapping[str, Json]
 _MESSAGES_FIX = (

@@ -23,7 +23,8 @@ from invrl.datasets.config import Kind
 from invrl.datasets.rows import DataRow
 from invrl.errors import UnusableRowError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 CHOSEN = "chosen"
 """Number of a pair's samples: 1 on the chosen side, 0 on the rejected one."""

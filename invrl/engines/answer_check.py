@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from invrl.engines.sglang_answers import GenerateEvent, MetaInfo, TopLogprob
 from invrl.errors import WrongAnswerError
-from invrl.types import VersionSpan, WeightVersion
+from invrl.types.turns import VersionSpan
+from invrl.types.weights import WeightVersion
 
 _LOGPROB_ROUNDING = 1e-2
 """How far above 0 a log-prob may be: engines compute some in bfloat16."""

@@ -42,7 +42,8 @@ import psutil
 from invrl.engines.sglang_client import GenerateRequest, GenerateResult
 from invrl.errors import InvrlError, WrongAnswerError
 from invrl.host.process import ENDED, STOPPED, state_of
-from invrl.types import Sampling, WeightVersion
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 
 _LOG = logging.getLogger(__name__)
 

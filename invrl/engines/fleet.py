@@ -55,7 +55,7 @@ from invrl.host.incidents import incidents
 from invrl.host.log_lines import LogSettings
 from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.config import WeightSyncConfig
 
 _LOG = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.families.hf_config import read_hf_config
-from invrl.types import VersionSpan
 from invrl.types.routed_experts import RoutedExperts, experts_dtype, unknown_expert
+from invrl.types.turns import VersionSpan
 
 _log = logging.getLogger(__name__)
 

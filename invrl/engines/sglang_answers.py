@@ -11,7 +11,7 @@ import msgspec
 from invrl.engines.http_connection import HttpConnection
 from invrl.engines.version_spans import EngineSpan
 from invrl.errors import ServerError, WrongAnswerError
-from invrl.types import FinishReason
+from invrl.types.turns import FinishReason
 
 TokenLogprob = tuple[float, int, str | None]
 """Log-prob, token id, and text that we do not ask for."""

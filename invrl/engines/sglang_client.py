@@ -58,8 +58,11 @@ from invrl.errors import (
     WrongAnswerError,
 )
 from invrl.host.traces import current_traceparent
-from invrl.types import FinishReason, Json, Sampling, VersionSpan, WeightVersion
 from invrl.types.routed_experts import RoutedExperts
+from invrl.types.sessions import Sampling
+from invrl.types.tasks import Json
+from invrl.types.turns import FinishReason, VersionSpan
+from invrl.types.weights import WeightVersion
 
 _CONTROL_DEADLINE_S = 60.0
 _NO_ENGINE_STATUS = 503

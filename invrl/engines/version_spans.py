@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from invrl.errors import WrongAnswerError
-from invrl.types import VersionSpan, WeightVersion
+from invrl.types.turns import VersionSpan
+from invrl.types.weights import WeightVersion
 
 _MOST_DIGITS = 18
 """Of a version; such a number fits into 64 bits."""

@@ -41,7 +41,7 @@ from invrl.errors import (
     WeightSyncError,
 )
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaHandle, hash_slot
 from invrl.weights.broadcast import GroupInvitation
 from invrl.weights.config import WeightSyncConfig

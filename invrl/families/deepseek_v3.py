@@ -18,7 +18,7 @@ from invrl.families.model_config import (
 from invrl.families.parameter import layer_parameter
 from invrl.families.refusal import refused
 from invrl.families.rope import Rope, YarnRope, attention_factor, yarn_magnitude
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 _NORM_EPS = 1e-6
 """Of the norms within attention, whatever config.json says of the others."""

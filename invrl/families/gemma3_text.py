@@ -16,7 +16,7 @@ from invrl.families.model_config import (
 from invrl.families.parameter import layer_parameter
 from invrl.families.refusal import refused
 from invrl.families.rope import Rope, rope_of
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 LayerType = Literal["sliding_attention", "full_attention"]
 _GLOBAL_THETA = 1_000_000.0

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from invrl.families import deepseek_v3, qwen3_moe
 from invrl.families.refusal import refused
 from invrl.families.rope import YarnRope
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 
 class Glm4MoeConfig(deepseek_v3.SharedExpertsConfig):

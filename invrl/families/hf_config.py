@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from invrl.families.model_config import HuggingFaceConfig
 from invrl.families.refusal import refused
 from invrl.families.registry import FAMILIES
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 
 def read_hf_config(folder: str | Path) -> HuggingFaceConfig:

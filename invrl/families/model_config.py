@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from invrl.families.rope import Rope, partial_rotary, read_rope
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, ValidationError
 
 from invrl.families.refusal import refused
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 
 class Rope(BaseModel, frozen=True, strict=True):

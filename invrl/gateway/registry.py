@@ -28,15 +28,11 @@ from invrl.gateway.keys import (
 from invrl.gateway.session_record import LastHeard, SessionRecord
 from invrl.host.lived_time import LivedTime
 from invrl.store.rows import RewardDeadline, SessionState
-from invrl.types import (
-    GroupMember,
-    Outcome,
-    Reward,
-    Session,
-    SessionTerms,
-    field_values,
-)
 from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.fields import field_values
+from invrl.types.leases import GroupMember
+from invrl.types.rollouts import Outcome
+from invrl.types.sessions import Reward, Session, SessionTerms
 
 Name = TypeVar("Name", str, bytes)
 

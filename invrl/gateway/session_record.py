@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from invrl.errors import SessionError
 from invrl.store.rows import StoredSession
-from invrl.types import FailedRollout, field_values
+from invrl.types.fields import field_values
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
 
 _KEPT_REFUSALS = 3
 _REFUSAL_CHARACTERS = 300

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 
 @dataclass(frozen=True, slots=True)

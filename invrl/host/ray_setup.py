@@ -1,5 +1,5 @@
 """The environment of the Ray that a run starts, set before `ray` is imported, which
-reads it once. A cluster named by RAY_ADDRESS has its own; `run/ray_session.py` then
+reads it once. A cluster named by RAY_ADDRESS has its own; `run/processes/ray_session.py` then
 sends `worker_environment` along."""
 
 import os

@@ -14,7 +14,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import GroupOutcome, Json, Task
+from invrl.types.groups import GroupOutcome
+from invrl.types.tasks import Json, Task
 
 PRIOR = 1.0
 """Both parameters of the Beta distribution of a task that was not seen yet: any success

@@ -31,8 +31,11 @@ from invrl.interfaces import Buffer
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
 from invrl.rollout.worker_actor import Assignment
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import DroppedGroup, FailedRollout, GroupLease, Session
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.sessions import Session
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from invrl.rollout.session_client import CONNECTION_LIMITS, SessionClient
-from invrl.types import Reward, Session
+from invrl.types.sessions import Reward, Session
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -21,8 +21,11 @@ from invrl.rollout.dispatcher import assignments
 from invrl.rollout.intervals import EXACT_REWARD, Interval, bootstrap_interval
 from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_pool import WorkerPool
-from invrl.types import FailedRollout, GroupLease, GroupMember, Outcome, Sampling, Task
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome
+from invrl.types.sessions import Sampling
+from invrl.types.tasks import Task
 
 _Z95 = NormalDist().inv_cdf(0.975)
 _OUR_FAILURES = frozenset({FailureReason.WORKER_DIED, FailureReason.ENGINE})

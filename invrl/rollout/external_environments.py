@@ -19,8 +19,10 @@ from invrl.rollout.dispatcher import Scheduler
 from invrl.rollout.session_client import SessionClient
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import DroppedGroup, FailedRollout, GroupLease, Place
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease, Place
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")

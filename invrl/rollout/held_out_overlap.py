@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from invrl.types import Task
+from invrl.types.tasks import Task
 
 _COUNTER = re.compile(r"\D*\d+")
 """An id that counts: "7", "q7", "test-007"."""

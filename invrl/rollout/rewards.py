@@ -13,9 +13,9 @@ from numbers import Real
 import numpy as np
 
 from invrl.interfaces import RolloutResult, components_fault
-from invrl.types import MAX_NAME_LENGTH, MAX_REWARD
 from invrl.types.extra_columns import MAX_NUMBER, ExtraNumbers, is_number
 from invrl.types.reasons import FailureReason
+from invrl.types.sessions import MAX_NAME_LENGTH, MAX_REWARD
 
 _VALUE_CHARS = 80
 

@@ -37,9 +37,9 @@ from invrl.rollout.rewards import (
     valid_numbers,
     valid_reward,
 )
-from invrl.types import Task
 from invrl.types.extra_columns import ExtraNumbers
 from invrl.types.reasons import FailureReason
+from invrl.types.tasks import Task
 from invrl.user_code.frame import USER_FRAME_PREFIX, raised_at, returned_at
 from invrl.user_code.plugins import is_group_form
 

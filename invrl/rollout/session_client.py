@@ -21,19 +21,12 @@ import httpx
 import msgspec
 
 from invrl.errors import DeadlineError, SessionError
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    Outcome,
-    Purpose,
-    Reward,
-    RolloutSummary,
-    Sampling,
-    Session,
-    field_values,
-)
 from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.fields import field_values
+from invrl.types.leases import GroupLease
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.sessions import Purpose, Reward, Sampling, Session
 
 T = TypeVar("T")
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)

@@ -8,9 +8,11 @@ from typing import Any
 
 from invrl.errors import PluginError
 from invrl.interfaces import OutcomeRecorder, StateKeeper
-from invrl.types import GroupOutcome, Json, Task, WeightVersion
+from invrl.types.groups import GroupOutcome
 from invrl.types.task_ids import USABLE_ID_FIX, is_usable_id
 from invrl.types.task_state import TaskStateError, stored_state
+from invrl.types.tasks import Json, Task
+from invrl.types.weights import WeightVersion
 from invrl.user_code.frame import USER_FRAME_PREFIX, describe_exception, raised_at
 
 MADE_UP_GROUP = "g-check"

@@ -24,8 +24,8 @@ from invrl.rollout.task_files import EVAL_SET_FIX, is_source, split_eval_set
 from invrl.rollout.task_labels import label_key
 from invrl.store.lease_store import encoded_task
 from invrl.store.row_file import Rows, read_rows, row_unit
-from invrl.types import Json, Task
 from invrl.types.task_ids import USABLE_ID_FIX, DistinctIds, is_usable_id
+from invrl.types.tasks import Json, Task
 from invrl.user_code import plugins
 
 

@@ -39,8 +39,10 @@ from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Failure, Runner, UserCodeResult
 from invrl.rollout.session_client import SessionClient, is_refusal
 from invrl.rollout.worker_log import WorkerLog
-from invrl.types import Outcome, Session, Task
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import Outcome
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 from invrl.user_code import plugins
 
 _MEASURE_INTERVAL_S = 1.0

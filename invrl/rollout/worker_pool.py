@@ -27,8 +27,8 @@ from invrl.rollout.worker_actor import (
     WorkerSettings,
 )
 from invrl.rollout.worker_log import log_name
-from invrl.types import Outcome
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import Outcome
 
 Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)

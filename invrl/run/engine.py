@@ -15,7 +15,7 @@ from invrl.host.guardian import start_guardian
 from invrl.host.interrupts import CleanUp
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.traces import traces_endpoint
-from invrl.run.config import Config
+from invrl.run.settings.config import Config
 
 _LOOK_INTERVAL_S = 0.25
 

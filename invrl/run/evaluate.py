@@ -21,13 +21,13 @@ from invrl.host.wait_lines import tell_waits
 from invrl.rollout.dispatcher import first_to_fail
 from invrl.rollout.evaluation import EvalScore, failure_note
 from invrl.rollout.task_labels import guess_notes
-from invrl.run.awaited_work import PartsStarting
-from invrl.run.background import in_background
-from invrl.run.cluster import all_started, create_rollouts, start_serving
-from invrl.run.config import Config
-from invrl.run.failed_rollouts import EvaluationFailures, command_for_failures
-from invrl.run.ray_session import start_ray
-from invrl.run.tokenizer import keep_tokenizer
+from invrl.run.loop.failed_rollouts import EvaluationFailures, command_for_failures
+from invrl.run.processes.awaited_work import PartsStarting
+from invrl.run.processes.background import in_background
+from invrl.run.processes.cluster import all_started, create_rollouts, start_serving
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.processes.tokenizer import keep_tokenizer
+from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from invrl.errors import ConfigError, DamagedFileError
 from invrl.host.disk import flush, flush_tree
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.manifest import check_manifest, write_manifest
 from invrl.store.run_folder import RunFolder
 

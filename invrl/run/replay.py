@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoint import Checkpoint
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.cluster import start_trainer
-from invrl.run.config import Config
-from invrl.run.loop import train_values
+from invrl.run.checkpoints.checkpoint import Checkpoint
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.loop.loop import train_values
+from invrl.run.processes.cluster import start_trainer
+from invrl.run.settings.config import Config
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 MEASURED = (
     "train/time/",

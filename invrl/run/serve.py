@@ -12,14 +12,16 @@ from invrl.host.printable import for_stdout
 from invrl.host.temporary_folder import remove_abandoned
 from invrl.host.wait_lines import tell_waits
 from invrl.rollout.session_client import SessionClient
-from invrl.run.awaited_work import PartsStarting
-from invrl.run.background import in_background
-from invrl.run.cluster import Serving, start_serving
-from invrl.run.config import Config
-from invrl.run.served_metrics import ServedMetrics
-from invrl.run.tokenizer import keep_tokenizer
+from invrl.run.processes.awaited_work import PartsStarting
+from invrl.run.processes.background import in_background
+from invrl.run.processes.cluster import Serving, start_serving
+from invrl.run.processes.served_metrics import ServedMetrics
+from invrl.run.processes.tokenizer import keep_tokenizer
+from invrl.run.settings.config import Config
 from invrl.store.run_folder import RunFolder
-from invrl.types import GroupLease, GroupMember, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 
 async def serve(config: Config, folder: RunFolder) -> None:

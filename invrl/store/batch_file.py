@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from invrl.errors import ConfigError
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 def batch_path(folder: Path, step: int) -> Path:

@@ -17,8 +17,10 @@ import msgspec
 
 from invrl.errors import UnsendableTaskError
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, connect
-from invrl.types import FailedRollout, GroupLease, GroupMember, Place, Task
+from invrl.types.leases import GroupLease, GroupMember, Place
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.tasks import Task
 
 _RETURNED = 'RETURNING group_id, "index", attempt, task'
 _Row = tuple[Any, ...]

@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from invrl.errors import ConfigError
-from invrl.types import Json
+from invrl.types.tasks import Json
 from invrl.user_code.near_path import fix_of_path
 
 Rows = list[tuple[int, dict[str, Json]]]

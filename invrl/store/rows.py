@@ -8,19 +8,11 @@ import msgspec
 import numpy as np
 
 from invrl.store.row_checksums import checksum_of
-from invrl.types import (
-    FailedRollout,
-    Outcome,
-    Reward,
-    RolloutSummary,
-    Sampling,
-    Session,
-    SessionLimits,
-    Turn,
-    VersionSpan,
-)
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.types.routed_experts import RoutedExperts
+from invrl.types.sessions import Reward, Sampling, Session, SessionLimits
 from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import Turn, VersionSpan
 
 _TURN_FIELDS = tuple(turn_field.name for turn_field in fields(Turn))
 _TURN_ARRAYS = {

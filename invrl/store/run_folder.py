@@ -82,7 +82,7 @@ class RunFolder:
     """The versions that engines load with the weight transport `disk`, below it."""
     verification_path = Below("private/verification.socket")
     """Exists from the first weights that the engines were given to the end of the
-    driver, which answers there (`run/verification_socket.py`). A driver that was killed
+    driver, which answers there (`run/loop/verification_socket.py`). A driver that was killed
     leaves it."""
 
     @contextmanager

@@ -42,22 +42,20 @@ from invrl.store.rows import (
     turn_from_row,
 )
 from invrl.store.schema import connect
-from invrl.types import (
+from invrl.types.batches import TakenBatch
+from invrl.types.leases import Place
+from invrl.types.rollouts import (
     FailedRollout,
     Outcome,
-    Place,
     Rollout,
     RolloutSummary,
     SampledSoFar,
-    Session,
-    TakenBatch,
-    Trajectory,
-    Turn,
-    WeightVersion,
-    is_trainable,
 )
 from invrl.types.routed_experts import RoutedExperts
+from invrl.types.sessions import Session
 from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import Trajectory, Turn, is_trainable
+from invrl.types.weights import WeightVersion
 
 _LIVE_SESSIONS = f"""
     WITH RECURSIVE live(id) AS (

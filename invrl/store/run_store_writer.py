@@ -51,10 +51,12 @@ from invrl.store.rows import (
     turn_values,
 )
 from invrl.store.schema import HEARTBEAT_TIMEOUT_S, busy_timeout_s, connect
-from invrl.types import FailedRollout, Outcome, Reward, Turn
 from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.rollouts import FailedRollout, Outcome
 from invrl.types.routed_experts import RoutedExperts
+from invrl.types.sessions import Reward
 from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import Turn
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode

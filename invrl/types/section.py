@@ -1,6 +1,6 @@
 """The base class of every configuration section: frozen, and unknown keys are refused.
 
-Sections are declared beside their owners and composed in `run/config.py`. All of it
+Sections are declared beside their owners and composed in `run/settings/config.py`. All of it
 imports without torch or Ray.
 
 An absent setting is `None`, and an absent table is a feature that is turned off. TOML

@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 MAX_STATE_BYTES = 64 * 1024 * 1024
 """Largest state, as JSON. Enough for two numbers about each of a million tasks."""

@@ -19,8 +19,9 @@ from invrl.gateway.types import ADVICE, ForkReason, Message
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens, recorded_steps
-from invrl.types import FailedRollout, RolloutSummary, Turn
+from invrl.types.rollouts import FailedRollout, RolloutSummary
 from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
+from invrl.types.turns import Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 from invrl.viewer.viewed_run import ViewedRun
 

@@ -30,7 +30,7 @@ from invrl.gateway.types import (
     Node,
     Tool,
 )
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 _MAX_COMPARED = 64
 """Earlier turns that a fork is compared with; the newest ones."""

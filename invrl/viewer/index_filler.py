@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from invrl.gateway.types import Message
-from invrl.observe.samples import failure_reward, parse_evaluation
-from invrl.observe.transcript import message_text
+from invrl.observe.samples.samples import failure_reward, parse_evaluation
+from invrl.observe.samples.transcript import message_text
 from invrl.store.rows import outcome_from_json
-from invrl.types import FailedRollout, Outcome, RolloutSummary
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
 from invrl.viewer.index_file import (
     TURN_BITS,
     meta_number,

@@ -1,5 +1,5 @@
 """What became of the rollouts of a run: its ledger, followed into the index as
-`observe/samples.py` reads it.
+`observe/samples/samples.py` reads it.
 
 The ledger is followed by incarnation and sequence. An incarnation that is new may make
 entries lost that were read before, so the ledger is read again then."""
@@ -60,7 +60,7 @@ class IndexedFates:
     def _follow(
         self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]
     ) -> None:
-        """The fates of the rollouts that these entries name, as `observe/samples.py`
+        """The fates of the rollouts that these entries name, as `observe/samples/samples.py`
         reads them."""
         places: dict[tuple[str, int, int], str] = {}
         fates: dict[str, tuple[str, str | None, int | None]] = {}

@@ -24,10 +24,10 @@ from invrl.errors import (
     DamagedFileError,
     RunStoreError,
 )
-from invrl.observe.metrics_table import Point
+from invrl.observe.metrics.metrics_table import Point
 from invrl.store.rows import outcome_from_json
 from invrl.store.timeline_file import read_timeline
-from invrl.types import FailedRollout
+from invrl.types.rollouts import FailedRollout
 from invrl.viewer.held_out_gains import Rewards, held_out_gains
 from invrl.viewer.rollout_queries import Page, Parameters, RolloutQueries
 from invrl.viewer.viewed_run import ViewedRun

@@ -30,7 +30,7 @@ from msgspec import structs
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.checksums import checksums_of, copy_all, whole_hash, xxh3_checksums
 from invrl.weights.cuda_memory import CudaHandle, allocate, open_memory
 from invrl.weights.slot_layout import slot_layout

@@ -34,7 +34,7 @@ import msgspec
 from invrl.errors import BroadcastError, LayoutError
 from invrl.host.rendezvous import interface_towards, join_store
 from invrl.interfaces import WeightLayout
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.tensor_spec import num_bytes
 

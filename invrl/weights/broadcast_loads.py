@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 from invrl.errors import BroadcastError, DeadlineError
 from invrl.interfaces import StagedWeights, WeightReceiver
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0

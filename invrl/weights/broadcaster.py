@@ -33,7 +33,7 @@ from invrl.host.rendezvous import (
     serve_store,
 )
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.broadcast import TRAINER, GroupInvitation, WeightGroup
 from invrl.weights.slot_layout import slot_layout

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.checksums import checksums_of, whole_hash
 from invrl.weights.engine_parameters import in_one_call
 from invrl.weights.tensor_spec import num_bytes, spec_of

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from invrl.errors import CanaryError
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

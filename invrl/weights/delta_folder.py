@@ -23,7 +23,7 @@ import msgspec
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import WeightLayout
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.tensor_spec import checksum, num_bytes
 from invrl.weights.weight_files import WeightFiles
 from invrl.weights.weight_folder import read_folder

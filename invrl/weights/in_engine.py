@@ -28,7 +28,7 @@ import msgspec
 
 from invrl.errors import BroadcastError, InvrlError, LayoutError, WeightSyncError
 from invrl.interfaces import WeightLayout
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.arena import ArenaHandle, mapped_slot
 from invrl.weights.broadcast import GroupInvitation, receive_weights
 from invrl.weights.checksums import HashTensors, checksums_of, copy_all, xxh3_checksums

@@ -31,7 +31,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from invrl.errors import WeightSyncError
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from invrl.errors import LayoutError
 from invrl.interfaces import WeightLayout
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.engine_parameters import padded_rows, parameter_of
 from invrl.weights.tensor_spec import num_bytes
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from invrl.errors import LayoutError
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.engine_parameters import is_padded, padded_rows
 
 if TYPE_CHECKING:

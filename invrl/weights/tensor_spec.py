@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 
 if TYPE_CHECKING:
     import torch

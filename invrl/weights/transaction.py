@@ -58,8 +58,8 @@ from numpy.typing import NDArray
 
 from invrl.errors import CanaryError, ChecksumError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver, WeightSender
-from invrl.types import WeightUpdate, WeightVersion
 from invrl.types.metrics import timed
+from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.fleet_update import FleetUpdate, Phase
 from invrl.weights.newcomers import Newcomers

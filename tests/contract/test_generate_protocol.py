@@ -27,7 +27,9 @@ from invrl.engines.sglang_client import (
 )
 from invrl.engines.version_spans import EngineSpan, VersionTracker
 from invrl.errors import ServerError, SessionError
-from invrl.types import Sampling, VersionSpan, WeightVersion
+from invrl.types.sessions import Sampling
+from invrl.types.turns import VersionSpan
+from invrl.types.weights import WeightVersion
 
 END = 2
 

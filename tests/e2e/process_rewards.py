@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from invrl.algorithms.loss_inputs import LossInputs, LossOutputs
 from invrl.interfaces import Endpoint, RolloutResult
-from invrl.types import Task
+from invrl.types.tasks import Task
 from tests.e2e import trivial
 
 if TYPE_CHECKING:

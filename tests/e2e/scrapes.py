@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import yaml
 from metric_queries import SCRAPE, scraped
 
-from invrl.observe.metrics_server import PATH
+from invrl.observe.metrics.metrics_server import PATH
 
 INTERVAL_S = 1.0
 ANSWER_S = 10.0

@@ -23,7 +23,7 @@ from e2e.runs import DEADLINE_S, flags, invrl, steps_of
 from invrl.host.ports import free_port
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_store import RunStore
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 KEY = "env-of-the-outside-test"
 pytestmark = pytest.mark.timeout(DEADLINE_S)

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from e2e.runs import DEADLINE_S, STEPS
 from e2e.scrapes import Scrapes, scrape_paths
-from invrl.observe.metric_families import FAMILIES
-from invrl.observe.metrics_server import PATH
+from invrl.observe.metrics.metric_families import FAMILIES
+from invrl.observe.metrics.metrics_server import PATH
 from invrl.store.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(DEADLINE_S)

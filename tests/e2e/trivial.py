@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from invrl.algorithms.advantages import grpo
 from invrl.interfaces import Endpoint
-from invrl.types import Task
+from invrl.types.tasks import Task
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam

@@ -18,7 +18,9 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.ports import free_port
 from invrl.rollout.session_client import SessionClient
 from invrl.store.run_store import RunStore
-from invrl.types import GroupLease, GroupMember, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 ENV_KEY = "env-0123456789abcdef"
 

@@ -12,7 +12,7 @@ from rank_pool import Trainer
 from safetensors.torch import load_file
 
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.user_code.model_folder import tensor_files
 from invrl.weights.tensor_spec import checksum
 

@@ -42,9 +42,10 @@ from invrl.train.batches.sharding import Shard, shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
-from invrl.types import TrainBatch, WeightVersion
+from invrl.types.batches import TrainBatch
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Metric, merge
+from invrl.types.weights import WeightVersion
 
 CALL_S = 200.0  # a busy machine imports Megatron and builds a rank in less
 

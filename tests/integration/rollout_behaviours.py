@@ -15,7 +15,7 @@ import psutil
 from openai import OpenAI
 
 from invrl.interfaces import Endpoint, RolloutResult
-from invrl.types import Task
+from invrl.types.tasks import Task
 
 
 async def rollout(task: Task, endpoint: Endpoint) -> object:

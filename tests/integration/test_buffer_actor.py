@@ -19,8 +19,9 @@ from invrl.errors import BufferStateError, DeadlineError, ServerError
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Task, WeightVersion
 from invrl.types.metrics import resolve
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.usefixtures("ray_session")

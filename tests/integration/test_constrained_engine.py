@@ -21,14 +21,10 @@ from invrl.engines.fleet import Engine, Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.types import (
-    GrammarSpan,
-    Json,
-    Sampling,
-    TrainBatch,
-    TrainSample,
-    WeightVersion,
-)
+from invrl.types.batches import GrammarSpan, TrainBatch, TrainSample
+from invrl.types.sessions import Sampling
+from invrl.types.tasks import Json
+from invrl.types.weights import WeightVersion
 
 SCHEMA = '{"type": "object", "properties": {"sum": {"enum": [1, 22, 156]}}, "required": ["sum"]}'
 ENUM = '{"type": "object", "properties": {"a": {"enum": [1, 12]}}, "required": ["a"]}'

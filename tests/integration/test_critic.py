@@ -29,7 +29,7 @@ from invrl.errors import TrainError
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch, TrainSample
+from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor

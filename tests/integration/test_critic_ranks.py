@@ -21,7 +21,7 @@ from train_reference import random_batch, worst
 from invrl.errors import ServerError, TrainError
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.process import random_key, still_running
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.train.critic.critic_actor import CriticActor
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings

@@ -22,7 +22,7 @@ from slow_cases import first_quick
 from tiny_model import make_tiny_model
 from train_reference import random_batch
 
-from invrl.run.checkpoints import Checkpoints, CopyingTrainer
+from invrl.run.checkpoints.checkpoints import Checkpoints, CopyingTrainer
 from invrl.store.manifest import read_entries
 from invrl.train.config import TrainConfig
 from invrl.types.file_entry import FileEntries

@@ -17,7 +17,8 @@ from truth_stack import MODEL_NAME, Stack, scripted_stack
 
 from invrl.interfaces import RolloutResult
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
-from invrl.types import Session, Task
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 ROOT = Path(__file__).parents[2]
 YOUR_AGENT = ROOT / "docs" / "your-agent.md"

@@ -29,7 +29,7 @@ from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import ServerError, SessionError
 from invrl.host.fork_parent import ForkParent
 from invrl.host.log_lines import LogSettings
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 from invrl.weights.in_engine import LoaderRequest
 
 

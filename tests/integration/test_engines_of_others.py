@@ -27,8 +27,9 @@ from invrl.host.fork_parent import ForkParent
 from invrl.host.ports import free_port
 from invrl.host.process import family_of, still_running
 from invrl.interfaces import StagedWeights
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import Sampling, WeightVersion
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.transaction import WeightTransaction
 

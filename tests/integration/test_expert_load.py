@@ -21,7 +21,7 @@ from train_reference import Reference, random_batch
 from invrl.families.hf_config import read_hf_config
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 RATE = 0.004

@@ -34,8 +34,9 @@ from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import Sampling, WeightUpdate, WeightVersion
 from invrl.types.routed_experts import unknown_expert
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.user_code.model_folder import tensor_files
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction

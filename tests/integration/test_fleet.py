@@ -26,8 +26,9 @@ from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
 from invrl.host.fork_parent import ForkParent
 from invrl.host.process import family_of, still_running
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import Sampling, WeightVersion
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 from invrl.weights.verification import describe

@@ -22,7 +22,9 @@ from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.ports import free_port
 from invrl.store.run_store import RunStore
-from invrl.types import RolloutSummary, Session, Turn
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.turns import Turn
 
 ENV_KEY = "env-0123456789abcdef"
 SYSTEM = {

@@ -35,7 +35,7 @@ from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.host.process import still_running
 from invrl.rollout.session_client import SessionClient
 from invrl.store.run_store import RunStore
-from invrl.types import RolloutSummary
+from invrl.types.rollouts import RolloutSummary
 
 
 @pytest.mark.parametrize("num_sessions", first_quick([64, 200]))

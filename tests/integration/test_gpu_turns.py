@@ -22,9 +22,10 @@ from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
 from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.run.gpu_turns import GpuTurns, SenderThatSleeps
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import Sampling, WeightVersion
+from invrl.run.loop.gpu_turns import GpuTurns, SenderThatSleeps
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 

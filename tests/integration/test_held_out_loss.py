@@ -15,7 +15,7 @@ from train_reference import Reference, random_batch, worst
 
 from invrl.algorithms.config import AlgorithmConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 SFT = AlgorithmConfig(objective="sft")

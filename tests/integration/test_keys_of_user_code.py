@@ -20,8 +20,8 @@ prepare_ray()
 token = held_key("RAY_AUTH_TOKEN")
 import numpy as np
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.config import resolve
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.config import resolve
 from invrl.host.actor import ActorOptions, start_actor
 from invrl.host.ray_watch import raylet_question
 from invrl.rollout.config import RolloutConfig

@@ -27,7 +27,7 @@ from invrl.train.batches.micro_batch import Row
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 from invrl.weights.tensor_spec import checksum
 

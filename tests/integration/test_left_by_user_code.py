@@ -27,8 +27,8 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import psutil
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.config import resolve
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.config import resolve
 from invrl.host.process import still_running
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.worker_actor import RolloutWorker, WorkerSettings

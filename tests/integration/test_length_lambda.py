@@ -22,7 +22,7 @@ from invrl.algorithms.config import (
 from invrl.train.batches.sharding import Shard, mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor

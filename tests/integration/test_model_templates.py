@@ -26,7 +26,8 @@ from invrl.gateway.rendering.template_check import check_template
 from invrl.gateway.rendering.template_corpus import CORPUS
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, Message, Node, Prompt, Tool, ToolCall
-from invrl.types import Turn, VersionSpan, WeightVersion
+from invrl.types.turns import Turn, VersionSpan
+from invrl.types.weights import WeightVersion
 
 CALLS = {
     name

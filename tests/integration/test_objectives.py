@@ -19,8 +19,9 @@ from invrl.errors import PluginError, TrainError
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import resolve
+from invrl.types.weights import WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
 EXACT = TrainConfig(train_dtype="float32", lr=3e-3, max_tokens_per_microbatch=25)

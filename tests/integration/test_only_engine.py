@@ -18,8 +18,9 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.host.incidents import incidents_shown
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import Sampling, WeightVersion
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 

@@ -15,8 +15,8 @@ import pytest
 from slow_cases import first_quick
 
 from invrl.host.temporary_folder import remove_abandoned
-from invrl.run.config import Source, resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import make_run_folder
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -26,8 +26,8 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 folder = RunFolder(path=Path(sys.argv[1]))
@@ -75,8 +75,8 @@ from invrl.host.ray_setup import prepare_ray
 prepare_ray()
 import psutil
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 @ray.remote(num_cpus=0)
@@ -139,8 +139,8 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.host.ray_watch import raylet_question
 from invrl.store.run_folder import RunFolder
 
@@ -205,8 +205,8 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import ray
-from invrl.run.ray_session import start_ray
-from invrl.run.config import resolve
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.config import resolve
 from invrl.host.ray_watch import raylet_question
 
 @ray.remote(num_cpus=0)
@@ -249,8 +249,8 @@ from invrl.host.ray_setup import prepare_ray
 
 prepare_ray()
 import psutil, ray
-from invrl.run.ray_session import start_ray
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.errors import ServerError
 from invrl.store.run_folder import RunFolder
 

@@ -20,8 +20,8 @@ from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import WeightVersion
 from invrl.types.metrics import resolve
+from invrl.types.weights import WeightVersion
 
 BOUND = 1e-5  # norm-relative, per tensor
 ALGORITHM = AlgorithmConfig(kl=KlConfig(coefficient=0.3, clamp=None))

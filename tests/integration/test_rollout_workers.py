@@ -40,16 +40,12 @@ from invrl.rollout.worker_actor import Assignment, WorkerSettings
 from invrl.rollout.worker_pool import RayWorker, WorkerPool
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    TakenBatch,
-    Task,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 ENV_KEY = "environment-key-of-the-test"

@@ -24,7 +24,7 @@ from invrl.engines.sglang_client import (
 )
 from invrl.errors import ServerError
 from invrl.host.process import family_of
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 ROUTERS = ["sglang-router", "smg"]
 NUM_TURNS = 4

@@ -16,7 +16,7 @@ from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.host.fork_parent import ForkParent
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from invrl.engines.fleet import Fleet
 from invrl.gateway.server.gateway_server import GatewayServer
 from invrl.host.fork_parent import ForkParent
 from invrl.store.run_store import RunStore
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 pytestmark = pytest.mark.slow
 

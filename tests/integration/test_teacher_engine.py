@@ -9,8 +9,10 @@ import numpy as np
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest
-from invrl.run.teacher import Teacher
-from invrl.types import Sampling, TrainBatch, TrainSample, WeightVersion
+from invrl.run.loop.teacher import Teacher
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 from invrl.user_code.model_folder import read_tokenizer
 
 BOUND = 1e-3

@@ -18,7 +18,7 @@ from invrl.train.batches.sharding import shard_batch
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.step.token_records import records_of_batch
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 LAYOUTS = {
     "one process": ParallelLayout(),

@@ -11,7 +11,7 @@ from train_reference import Reference
 
 from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 BOUND = 1e-3
 """Nats: float32 in the engine."""

@@ -25,7 +25,7 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.errors import ConfigError, DeadlineError, ServerError, TrainError
 from invrl.host.actor import ActorHandle, ActorOptions, start_actor
 from invrl.host.process import still_running
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings

@@ -19,7 +19,7 @@ from invrl.errors import TrainError
 from invrl.store.manifest import read_entries, write_manifest
 from invrl.train.batches.sharding import mini_batches
 from invrl.train.config import TrainConfig
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import resolve
 
 BOUND = 1e-5  # norm-relative, per tensor

@@ -31,7 +31,8 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, GenerateResult, SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.host.fork_parent import ForkParent
-from invrl.types import Sampling, VersionSpan
+from invrl.types.sessions import Sampling
+from invrl.types.turns import VersionSpan
 from invrl.weights.config import WeightSyncConfig
 
 NUM_STREAMS = 8

@@ -31,7 +31,7 @@ from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncErro
 from invrl.interfaces import StagedWeights
 from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaHandle
 from invrl.weights.broadcast_loads import BroadcastLoads
 from invrl.weights.config import WeightSyncConfig

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from torch_trainer import TorchSender
 
 from invrl.interfaces import WeightReceiver
-from invrl.types import WeightUpdate, WeightVersion
+from invrl.types.weights import WeightUpdate, WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import Load, WeightTransaction, load_alone
 

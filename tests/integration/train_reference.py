@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 Arrays = dict[str, NDArray[np.float32]]
 Tensors = dict[str, torch.Tensor]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from invrl.errors import ServerError
-from invrl.run.cluster import all_started
+from invrl.run.processes.cluster import all_started
 
 
 async def test_all_started_tasks_are_awaited() -> None:

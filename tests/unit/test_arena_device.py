@@ -13,8 +13,8 @@ from tiny_model import make_tiny_model
 from invrl.cli.flags import parse_flags
 from invrl.engines import engine_server
 from invrl.families.hf_config import read_hf_config
-from invrl.run.arena_device import arena_on_gpu
-from invrl.run.config import Config, resolve
+from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.settings.config import Config, resolve
 from invrl.train.config import TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.cost.model_size import ModelSize

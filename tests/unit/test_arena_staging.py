@@ -21,7 +21,7 @@ from invrl.train.weights.arena_staging import (
     stage_other,
     write_parts,
 )
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
 from invrl.weights.checksums import xxh3_checksums
 from invrl.weights.slot_lease import SlotLease

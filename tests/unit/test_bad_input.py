@@ -24,9 +24,9 @@ from invrl.cli.command_settings import settings_of
 from invrl.cli.flags import parse_flags
 from invrl.families.registry import FAMILIES
 from invrl.rollout.tasks import held_out_only
-from invrl.run import supervisor
-from invrl.run.config import resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.processes import supervisor
+from invrl.run.settings.config import resolve
+from invrl.run.settings.folder import make_run_folder
 
 SOURCE = ("--task-source-path", "rollout_fns.calculator:task_source")
 TAUGHT = (

@@ -20,7 +20,8 @@ from invrl.train.batches.micro_batch import Row, rows_of
 from invrl.train.batches.packing import common_prefix, pack, token_order_key
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost, ModelSize
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 SMOLLM2 = ComputeCost(
     token=2 * 106e6, pairs=((None, 4.0 * 576 * 30),), projection=2.0 * 49_152 * 576

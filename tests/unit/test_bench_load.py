@@ -15,7 +15,7 @@ from benchmarks.gateway_load.load import Script, arrivals, closed_loop, open_loo
 from benchmarks.gateway_load.paced_engine import Connection, PacedEngine, fixed_logprob
 from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangClient
 from invrl.errors import ServerError
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 SCRIPT = Script(tokens=8, chat=[[], []], prompts=[[], []])
 

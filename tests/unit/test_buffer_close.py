@@ -20,7 +20,8 @@ from invrl.buffer.ledger_store import LedgerStore, check_lineage, read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Place, WeightVersion
+from invrl.types.leases import Place
+from invrl.types.weights import WeightVersion
 
 
 async def in_thread(event: threading.Event) -> None:

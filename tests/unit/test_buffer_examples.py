@@ -15,10 +15,13 @@ from invrl.buffer.ledger import EntryFacts, Ledger, LedgerEntry
 from invrl.buffer.open_group import OpenGroup, RolloutState
 from invrl.errors import BufferStateError, PluginError
 from invrl.interfaces import GroupFilter
-from invrl.observe.step_metrics import rollout_metrics
-from invrl.types import Group, Place, Task, WeightVersion
+from invrl.observe.metrics.step_metrics import rollout_metrics
+from invrl.types.groups import Group
+from invrl.types.leases import Place
 from invrl.types.metrics import resolve
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 def values(buffer: GroupBuffer) -> dict[str, float]:

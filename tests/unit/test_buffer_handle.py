@@ -13,7 +13,7 @@ from invrl.buffer.buffer_handle import BufferHandle
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter
 from invrl.errors import DeadlineError
 from invrl.host.actor import ActorHandle
-from invrl.run.failed_rollouts import report_failures
+from invrl.run.loop.failed_rollouts import report_failures
 
 LIMITS = FailureLimits(identical=128, at_start=32)
 

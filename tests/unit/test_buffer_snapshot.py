@@ -29,7 +29,9 @@ from invrl.buffer.ledger_store import (
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import BufferStateError
-from invrl.types import GroupLease, Place, TakenBatch, WeightVersion
+from invrl.types.batches import TakenBatch
+from invrl.types.leases import GroupLease, Place
+from invrl.types.weights import WeightVersion
 
 
 def play(

@@ -30,21 +30,14 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.open_group import RolloutState
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    FailedRollout,
-    Group,
-    GroupLease,
-    GroupOutcome,
-    Place,
-    RolloutSummary,
-    SampledSoFar,
-    TakenBatch,
-    Task,
-    TaskHistory,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group, GroupOutcome, TaskHistory
+from invrl.types.leases import GroupLease, Place
 from invrl.types.metrics import Sum
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary, SampledSoFar
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 def endless_tasks() -> Iterator[Task]:

@@ -12,14 +12,12 @@ from small_buffer import Outbox, running_buffer
 from stored_rollouts import summary_of
 
 from invrl.errors import BufferStateError, DeadlineError, RunStoreError
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    Task,
-    WeightVersion,
-)
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import resolve
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 def finish(

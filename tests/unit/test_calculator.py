@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from invrl.types import Task
+from invrl.types.tasks import Task
 from rollout_fns import calculator
 
 

@@ -14,7 +14,7 @@ from tool_replies import CALC, PARSERS, SHELL, say
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import MatchLevel
-from invrl.types import FailedRollout, RolloutSummary
+from invrl.types.rollouts import FailedRollout, RolloutSummary
 
 ASK = {"role": "user", "content": "What is 12*13?"}
 ONE = 'Sure.\n<tool_call>\n{"name": "calc", "arguments": {"a": 12, "b": "x"}}\n</tool_call>'

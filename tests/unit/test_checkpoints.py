@@ -16,13 +16,14 @@ from crash_at import CrashAt
 from run_config import config
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoint import Checkpoint, first_checkpoint
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.folder import make_run_folder
+from invrl.run.checkpoints.checkpoint import Checkpoint, first_checkpoint
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.batch_file import batch_path, load_batch, save_batch, saved_steps
 from invrl.store.manifest import check_manifest
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.file_entry import FileEntries
+from invrl.types.weights import WeightVersion
 
 
 def fill(checkpoint: Checkpoint, text: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 from folder_trainer import NO_MODEL, FolderTrainer, names
 
 from invrl.errors import TrainError
-from invrl.run.checkpoints import Checkpoints, CopyingTrainer
-from invrl.run.unsaved_weights import save_unsaved_weights
+from invrl.run.checkpoints.checkpoints import Checkpoints, CopyingTrainer
+from invrl.run.checkpoints.unsaved_weights import save_unsaved_weights
 from invrl.types.file_entry import FileEntries
 
 

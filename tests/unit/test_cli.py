@@ -20,10 +20,10 @@ from invrl.cli import flags
 from invrl.cli import main as cli
 from invrl.cli.command_settings import settings_of
 from invrl.errors import ConfigError, ServerError
-from invrl.run import supervisor
-from invrl.run.config import Config, ModelConfig, Source, resolve
-from invrl.run.driver_commands import INCARNATION_COMMAND
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes import supervisor
+from invrl.run.processes.driver_commands import INCARNATION_COMMAND
+from invrl.run.settings.config import Config, ModelConfig, Source, resolve
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 
 Work = Callable[[Config, RunFolder], None]
@@ -34,7 +34,11 @@ TRAIN_ONLY = {"train", "algorithm", "buffer", "weight_sync"}
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """Stands in for the modules that start processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
-    for name in ("invrl.run.train", "invrl.run.serve", "invrl.run.evaluate"):
+    for name in (
+        "invrl.run.incarnations.incarnation",
+        "invrl.run.serve",
+        "invrl.run.evaluate",
+    ):
         monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from invrl.observe.collapse import collapse
-from invrl.observe.run_status import RunReader
-from invrl.run.config import Source, resolve
-from invrl.run.folder import make_run_folder
+from invrl.observe.metrics.collapse import collapse
+from invrl.observe.status.run_status import RunReader
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.viewer.viewed_run import ViewedRun
 
 

@@ -13,7 +13,7 @@ from running_gateway import Running, eventually, running
 from tool_replies import PARSERS
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import RolloutSummary
+from invrl.types.rollouts import RolloutSummary
 
 END = 2
 HEAD = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"

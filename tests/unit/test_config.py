@@ -22,10 +22,17 @@ from invrl.errors import ConfigError, PluginError
 from invrl.gateway.config import GatewayConfig
 from invrl.gateway.server.settings import GatewaySettings
 from invrl.rollout.tasks import held_out_only
-from invrl.run.config import SECTIONS, UPSTREAM, Config, Source, read_toml, resolve
-from invrl.run.folder import make_run_folder
-from invrl.run.resolved_config import load_resolved
-from invrl.run.train import run_incarnation
+from invrl.run.incarnations.incarnation import run_incarnation
+from invrl.run.settings.config import (
+    SECTIONS,
+    UPSTREAM,
+    Config,
+    Source,
+    read_toml,
+    resolve,
+)
+from invrl.run.settings.folder import make_run_folder
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 from invrl.types.section import present_type
 
@@ -87,9 +94,9 @@ class Refuse:
         if name.split(".")[0] in {"torch", "ray", "sglang", "transformers", "megatron", "sglang_router"}:
             raise ImportError("refused: " + name)
 sys.meta_path.insert(0, Refuse())
-import invrl.cli.main, invrl.user_code.model_folder, invrl.run.folder
-import invrl.observe.sinks, invrl.observe.progress
-from invrl.run.config import resolve
+import invrl.cli.main, invrl.user_code.model_folder, invrl.run.settings.folder
+import invrl.observe.sinks.sinks, invrl.observe.screen.progress
+from invrl.run.settings.config import resolve
 from invrl.types.section import present_type
 print(resolve().run.num_steps)
 """
@@ -751,7 +758,7 @@ def test_a_deterministic_run_samples_one_request_at_a_time() -> None:
 
 def test_every_gateway_setting_reaches_the_gateway(tmp_path: Path) -> None:
     # slow to import, and only needed here
-    from invrl.run.cluster import _gateway_settings
+    from invrl.run.processes.cluster import _gateway_settings
 
     flags = "--gateway-workers 3 --session-max-turns 7 --reward-deadline-s 5 --late-reward accept".split()
     flags += "--no-train-auxiliary-roots --match-level exact --no-keep-thinking --tool-call-parser none".split()
@@ -828,7 +835,9 @@ def test_run_prints_settings_without_effect_at_its_start(
     config = from_flags(
         *flags, "--run-root", str(tmp_path), "--run-name", "a", "--no-tensorboard"
     )
-    monkeypatch.setattr("invrl.run.train.interrupts.run", lambda work: work.close())
+    monkeypatch.setattr(
+        "invrl.run.incarnations.incarnation.interrupts.run", lambda work: work.close()
+    )
     run_incarnation(config, make_run_folder(config))
     notes = [
         line

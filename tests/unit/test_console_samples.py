@@ -12,20 +12,16 @@ from loop_parts import EmptyBatches, Notes
 from recorded_run import record_run
 from stored_rollouts import finish, taken_batch
 
-from invrl.observe.console_samples import choose_rollouts, show_samples
-from invrl.observe.progress import PlainProgress
-from invrl.observe.step_metrics import reply_metrics, rollout_metrics
-from invrl.run.loop import Parts, run_loop
+from invrl.observe.metrics.step_metrics import reply_metrics, rollout_metrics
+from invrl.observe.samples.console_samples import choose_rollouts, show_samples
+from invrl.observe.screen.progress import PlainProgress
+from invrl.run.loop.loop import Parts, run_loop
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    Group,
-    RolloutSummary,
-    TakenBatch,
-    TrainBatch,
-    TrainSample,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch, TrainBatch, TrainSample
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.weights import WeightVersion
 
 
 def row(rollout: str, prompt: list[int], reply: list[int]) -> TrainSample:

@@ -16,8 +16,8 @@ from tool_replies import PARSERS, say
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.types import FailedRollout, RolloutSummary
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
 
 END = 2
 PARAMETERS = {

@@ -22,7 +22,7 @@ from invrl.gateway.rendering.text_stream import TextStream
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.generation import Generation
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 End = Callable[[Running, Session, bool], Awaitable[None]]
 """How a call ends."""

@@ -18,17 +18,13 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.credit import credit_rules
 from invrl.buffer.config import RewardUse
 from invrl.buffer.training_samples import build_batch
-from invrl.observe.step_metrics import shaping_metrics
-from invrl.types import (
-    Group,
-    Rollout,
-    RolloutSummary,
-    TakenBatch,
-    TrainBatch,
-    Turn,
-    WeightVersion,
-)
+from invrl.observe.metrics.step_metrics import shaping_metrics
+from invrl.types.batches import TakenBatch, TrainBatch
+from invrl.types.groups import Group
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import Rollout, RolloutSummary
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 
 def built(

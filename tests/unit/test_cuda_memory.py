@@ -28,7 +28,7 @@ from loader_engines import (
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights import arena, cuda_memory
 from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.config import WeightSyncConfig

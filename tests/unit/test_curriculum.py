@@ -20,9 +20,11 @@ from invrl.errors import ConfigError
 from invrl.rollout.config import CurriculumConfig, CurriculumScheme, RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.rollout.tasks import check_tasks, feedback_notes, load_tasks
-from invrl.run.config import resolve
-from invrl.types import GroupOutcome, Task, WeightVersion
+from invrl.run.settings.config import resolve
+from invrl.types.groups import GroupOutcome
 from invrl.types.task_state import stored_state
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 SCHEMES = sorted(CURRICULA)
 

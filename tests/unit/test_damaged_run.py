@@ -18,15 +18,15 @@ from invrl.buffer.ledger_store import LedgerStore, read_incarnations, read_ledge
 from invrl.buffer.snapshot import BufferSnapshot
 from invrl.cli import main as cli
 from invrl.errors import ConfigError, DamagedFileError, RunStoreError
-from invrl.run.checkpoint import Checkpoint, check_served
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.folder import make_run_folder
-from invrl.run.store_check import check_store, check_store_of
+from invrl.run.checkpoints.checkpoint import Checkpoint, check_served
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.checkpoints.store_check import check_store, check_store_of
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.batch_file import batch_path, put_lost_aside, saved_steps
 from invrl.store.manifest import MANIFEST_NAME, check_manifest
 from invrl.store.metrics_file import read_metrics
 from invrl.store.schema import connect
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 NO_MODEL = Path("/nowhere")
 """Nothing is compared with it: the checkpoints have no config.json."""

@@ -13,8 +13,8 @@ from invrl.cli import main as cli
 from invrl.cli.checks.checklist import checks_of
 from invrl.cli.checks.data_checks import check_data
 from invrl.cli.checks.doubts import Doubt
-from invrl.run import supervisor
-from invrl.run.config import Config, Source, resolve
+from invrl.run.processes import supervisor
+from invrl.run.settings.config import Config, Source, resolve
 
 GOOD = {
     "messages": [

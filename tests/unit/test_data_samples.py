@@ -14,7 +14,7 @@ import pytest
 from invrl.datasets.config import DataConfig
 from invrl.datasets.dataset import Dataset, ModelText, load_dataset
 from invrl.errors import ConfigError
-from invrl.types import TrainedCounts
+from invrl.types.batches import TrainedCounts
 
 ASK = {"role": "user", "content": "2+2?"}
 

@@ -28,8 +28,8 @@ from invrl.engines.fleet import Fleet
 from invrl.errors import ConfigError, ServerError
 from invrl.host.incidents import incidents_shown
 from invrl.host.process import RestartLimit
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import WeightVersion
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.config import WeightSyncConfig
 from invrl.weights.transaction import WeightTransaction

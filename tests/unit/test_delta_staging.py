@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.delta_staging import DeltaFolders
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.disk_staging import WeightFolders
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.tensor_spec import checksum
 from invrl.weights.weight_folder import WEIGHTS_NAME, read_folder
 

@@ -30,8 +30,9 @@ from invrl.cli import main as cli
 from invrl.cli.flags import SETTING_FLAGS, parse_flags
 from invrl.errors import SessionError
 from invrl.rollout.source_check import check_feedback
-from invrl.run.config import SECTIONS, UPSTREAM, Source, resolve
-from invrl.types import Group, GroupOutcome, TaskHistory, WeightVersion
+from invrl.run.settings.config import SECTIONS, UPSTREAM, Source, resolve
+from invrl.types.groups import Group, GroupOutcome, TaskHistory
+from invrl.types.weights import WeightVersion
 from invrl.user_code.plugins import takes_history
 
 ROOT = Path(__file__).parents[2]

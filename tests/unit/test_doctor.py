@@ -26,9 +26,9 @@ from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Finding, Status, diagnose
 from invrl.cli.flags import parse_flags
 from invrl.families.hf_config import read_hf_config
-from invrl.run import supervisor
-from invrl.run.config import resolve
-from invrl.run.folder import make_run_folder
+from invrl.run.processes import supervisor
+from invrl.run.settings.config import resolve
+from invrl.run.settings.folder import make_run_folder
 from invrl.train.config import TrainConfig
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.cost.model_size import ModelSize

@@ -32,16 +32,12 @@ from invrl.rollout.session_client import SessionClient
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import (
-    DroppedGroup,
-    FailedRollout,
-    GroupLease,
-    Outcome,
-    Place,
-    Task,
-    WeightVersion,
-)
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease, Place
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 INCOMPLETE_G0 = DroppedGroup(group_id="g0", reason=DropReason.INCOMPLETE)
 

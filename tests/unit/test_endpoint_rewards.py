@@ -10,8 +10,10 @@ from running_gateway import ASK, MORE, Running
 from invrl.errors import DeadlineError, SessionError
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
 from invrl.rollout.runner import Runner, classify
-from invrl.types import RolloutSummary, Session, Task
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 
 def endpoint_of(session: Session) -> SessionEndpoint:

@@ -14,7 +14,7 @@ from invrl.engines.answer_check import AnswerCheck
 from invrl.engines.sglang_answers import decode_event, events_of
 from invrl.engines.sglang_client import GenerateRequest, _GenerationReader
 from invrl.errors import ServerError
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 
 class Pieces:

@@ -16,8 +16,11 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.sessions import lifecycle
 from invrl.host.lived_time import LivedTime
 from invrl.store.lease_store import LeaseStore
-from invrl.types import FailedRollout, GroupLease, GroupMember, Session, Task
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 IDLE_S = 900.0
 

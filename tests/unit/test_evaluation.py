@@ -30,10 +30,12 @@ from invrl.rollout.evaluation import (
 )
 from invrl.rollout.intervals import bootstrap_interval
 from invrl.rollout.tasks import held_out_only, load_eval_sets
-from invrl.run.config import resolve
-from invrl.run.resolved_config import load_resolved
-from invrl.types import FailedRollout, RolloutSummary, Sampling, Session, Task
+from invrl.run.settings.config import resolve
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 
 def summary(session: Session, reward: float) -> RolloutSummary:

@@ -11,9 +11,9 @@ from small_buffer import failure, summary
 from invrl.buffer.config import BufferConfig
 from invrl.errors import IdenticalFailuresError
 from invrl.rollout.evaluation import EvalScore
-from invrl.run.failed_rollouts import EvaluationFailures
-from invrl.types import FailedRollout
+from invrl.run.loop.failed_rollouts import EvaluationFailures
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
 
 
 class Watched:

@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.cli import main as cli
 from invrl.errors import ConfigError, TrainError
-from invrl.run.checkpoint import check_served, keep_model
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoint import check_served, keep_model
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.export import export_model
-from invrl.run.folder import make_run_folder
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.manifest import check_manifest
 from invrl.store.run_folder import RunFolder
 from invrl.train.weights.safetensors_file import divide_into_shards, write_weights
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
 from invrl.weights.tensor_spec import spec_of
 

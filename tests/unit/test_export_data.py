@@ -23,8 +23,10 @@ from invrl.datasets.samples import RowTokenizer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.row_checksums import delivered_item
 from invrl.store.run_store import RunStore
-from invrl.types import Session, TrainSample, Turn
+from invrl.types.batches import TrainSample
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.sessions import Session
+from invrl.types.turns import Turn
 
 ASK = {"role": "user", "content": "What is 12*13?"}
 MORE = {"role": "user", "content": "Sure? ünïcödé 🙂"}

@@ -23,7 +23,7 @@ from invrl.engines.engine_identity import (
 )
 from invrl.engines.external_engine import ExternalEngine, wanted_traits
 from invrl.errors import ConfigError, ServerError
-from invrl.run.config import resolve
+from invrl.run.settings.config import resolve
 
 KEY = "0123456789abcdef"
 

@@ -25,7 +25,10 @@ from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
-from invrl.types import DroppedGroup, GroupLease, GroupMember, Sampling, Session, Task
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 M = GroupMember
 

@@ -32,9 +32,9 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.interfaces import RolloutResult
 from invrl.rollout.rewards import Rejected, valid_numbers
 from invrl.rollout.worker_actor import Assignment
-from invrl.run.config import resolve
-from invrl.run.store_check import check_store
-from invrl.run.train_on_saved_batches import _refuse_missing_columns
+from invrl.run.checkpoints.store_check import check_store
+from invrl.run.incarnations.on_saved_batches import _refuse_missing_columns
+from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
@@ -42,20 +42,7 @@ from invrl.store.schema import connect
 from invrl.train.batches.micro_batch import rows_of as micro_batch_rows
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import shard_batch
-from invrl.types import (
-    FailedRollout,
-    Group,
-    GroupLease,
-    GroupMember,
-    Rollout,
-    RolloutSummary,
-    Session,
-    TakenBatch,
-    Task,
-    TrainBatch,
-    Turn,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch, TrainBatch
 from invrl.types.extra_columns import (
     MAX_COLUMNS,
     MAX_NUMBER,
@@ -63,7 +50,14 @@ from invrl.types.extra_columns import (
     ExtraNumbers,
     parse_extra_columns,
 )
+from invrl.types.groups import Group
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Rollout, RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 DECLARED = ("process_reward:token", "weight:turn=1", "score:rollout")
 COLUMNS = parse_extra_columns(DECLARED)

@@ -31,16 +31,17 @@ from invrl.buffer.ledger import LedgerEntry
 from invrl.buffer.training_samples import build_batch
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, IdenticalFailuresError
-from invrl.observe.progress import PlainProgress
-from invrl.observe.step_metrics import rollout_metrics
+from invrl.observe.metrics.step_metrics import rollout_metrics
+from invrl.observe.screen.progress import PlainProgress
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
-from invrl.run.config import resolve
-from invrl.run.failed_rollouts import command_for_failures
+from invrl.run.loop.failed_rollouts import command_for_failures
+from invrl.run.settings.config import resolve
 from invrl.store.run_folder import RunFolder
-from invrl.types import FailedRollout, Task
 from invrl.types.metrics import resolve as resolved
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.tasks import Task
 
 
 def failing(

@@ -26,7 +26,9 @@ from invrl.buffer.snapshot import BufferSnapshot
 from invrl.errors import PluginError
 from invrl.interfaces import GroupFilter, HistoryGroupFilter
 from invrl.rollout.config import RolloutConfig
-from invrl.types import Group, GroupOutcome, Task, TaskHistory, WeightVersion
+from invrl.types.groups import Group, GroupOutcome, TaskHistory
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 from invrl.user_code.plugins import takes_history
 
 

@@ -20,7 +20,7 @@ from invrl.buffer.failures import FailureLimits, FailureReporter
 from invrl.buffer.group_buffer import GroupBuffer
 from invrl.buffer.group_filters import group_filter_function
 from invrl.errors import FilteredOutError
-from invrl.observe.wait_messages import (
+from invrl.observe.sinks.wait_messages import (
     MESSAGE_INTERVAL_S,
     CurrentPhase,
     Deadlines,
@@ -28,21 +28,18 @@ from invrl.observe.wait_messages import (
     wait_message,
 )
 from invrl.rollout.config import RolloutConfig
-from invrl.run.loop import Learner, Parts, run_loop
-from invrl.run.save_schedule import SaveSchedule
+from invrl.run.checkpoints.save_schedule import SaveSchedule
+from invrl.run.loop.loop import Learner, Parts, run_loop
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import StoredSession
 from invrl.store.run_store import SilentSession, WaitsOutside
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    Group,
-    Sampling,
-    Session,
-    TakenBatch,
-    Task,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
 from invrl.types.metrics import resolve
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 ROLLOUT = RolloutConfig(
     rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_attempts=2

@@ -17,23 +17,18 @@ import pytest
 from stored_rollouts import finish, summary_of
 
 from invrl.errors import ConfigError, DamagedFileError
-from invrl.run.config import Source, resolve
-from invrl.run.folder import make_run_folder
-from invrl.run.resolved_config import load_resolved
-from invrl.run.store_check import check_store
+from invrl.run.checkpoints.store_check import check_store
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import make_run_folder
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    Group,
-    GroupLease,
-    GroupMember,
-    Outcome,
-    Rollout,
-    RolloutSummary,
-    TakenBatch,
-    Task,
-)
+from invrl.types.batches import TakenBatch
 from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.groups import Group
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.rollouts import Outcome, Rollout, RolloutSummary
+from invrl.types.tasks import Task
 
 _FLIPS = 120
 

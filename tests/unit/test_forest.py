@@ -27,7 +27,7 @@ from invrl.gateway.types import (
     Tool,
     ToolCall,
 )
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 SYSTEM = Message("system", "s")
 ASK = Message("user", "q")

@@ -12,7 +12,7 @@ from handmade_rollouts import turn
 
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ForkReason, MatchLevel, Message, Node, Tool
-from invrl.types import FinishReason, Turn
+from invrl.types.turns import FinishReason, Turn
 from invrl.viewer.fork_explanation import Explanation, explain_forks, kept_reply
 
 SYSTEM = Message("system", "You add.")

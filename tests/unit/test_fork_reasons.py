@@ -13,8 +13,11 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.turns.forest import Forest
 from invrl.gateway.types import ADVICE, Change, ForkReason
-from invrl.observe.step_metrics import rollout_metrics
-from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
+from invrl.observe.metrics.step_metrics import rollout_metrics
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.weights import WeightVersion
 
 STRIPS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

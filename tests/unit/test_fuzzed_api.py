@@ -22,7 +22,8 @@ from running_gateway import ENV_KEY, Running, running
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.lease_store import LeaseStore
-from invrl.types import GroupLease, GroupMember, Task
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.tasks import Task
 
 pytestmark = pytest.mark.slow
 

@@ -37,22 +37,14 @@ from invrl.interfaces import RolloutResult
 from invrl.rollout import runner
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Failure, Runner
-from invrl.types import (
-    MAX_REWARD,
-    FailedRollout,
-    Place,
-    Rollout,
-    RolloutSummary,
-    Sampling,
-    Session,
-    Task,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
 from invrl.types.extra_columns import ExtraColumn
+from invrl.types.leases import Place
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Rollout, RolloutSummary
+from invrl.types.sessions import MAX_REWARD, Sampling, Session
+from invrl.types.tasks import Task
+from invrl.types.turns import Trajectory, Turn, VersionSpan
+from invrl.types.weights import WeightVersion
 
 ROLLOUTS = 10_000
 GROUP = 2

@@ -16,15 +16,11 @@ from invrl.gateway.server.session_bodies import OpenedSession
 from invrl.host.process import RestartLimit
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import abandon_open_sessions
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Session,
-    Task,
-)
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 
 def reply(answer) -> dict:

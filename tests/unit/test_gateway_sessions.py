@@ -19,17 +19,11 @@ from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.rollout_summary import failed, summarise
 from invrl.gateway.turns.sampling import resolve
 from invrl.gateway.types import ClientSampling
-from invrl.types import (
-    FailedRollout,
-    GroupMember,
-    Purpose,
-    Reward,
-    RolloutSummary,
-    Sampling,
-    SessionTerms,
-    Turn,
-)
+from invrl.types.leases import GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Purpose, Reward, Sampling, SessionTerms
+from invrl.types.turns import Turn
 
 MEMBERS = [
     GroupMember(index=0, attempt=0),

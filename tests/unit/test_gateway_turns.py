@@ -17,7 +17,8 @@ from running_gateway import ASK, ENV_KEY, MORE, Running, eventually, running
 
 from invrl.engines.sglang_client import SglangClient
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import FailedRollout, RolloutSummary, Session
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Session
 
 
 async def test_conversation_extends_the_exact_ids_of_its_earlier_turns(

@@ -19,7 +19,7 @@ from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server import forwarder
 from invrl.gateway.server.peers import merge_metrics
-from invrl.types import RolloutSummary
+from invrl.types.rollouts import RolloutSummary
 
 
 async def test_any_worker_serves_any_session(workers: Workers):

@@ -25,7 +25,7 @@ from invrl.engines.sglang_client import EngineLimits, GenerateRequest, SglangCli
 from invrl.errors import NoEngineError, ServerError
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns import generation
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 
 async def test_a_reply_to_another_prompt_is_an_error_and_never_trained(

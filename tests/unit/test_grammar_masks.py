@@ -17,7 +17,7 @@ from invrl.errors import TrainError
 from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.micro_batch import Row
 from invrl.train.batches.packing import pack
-from invrl.types import GrammarSpan, TrainSample
+from invrl.types.batches import GrammarSpan, TrainSample
 
 END = 2
 VOCABULARY = 512

@@ -15,7 +15,7 @@ from invrl.gateway.server.heartbeat_page import (
     beat_interval_s,
     worker_place,
 )
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 TIMEOUT_S = 30.0
 PLACES = [worker_place(0), worker_place(1)]

@@ -12,8 +12,8 @@ import pytest
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.task_checks import check_held_out_apart
 from invrl.rollout.held_out_overlap import shared_tasks
-from invrl.run.config import Config, Source, resolve
-from invrl.types import Json, Task
+from invrl.run.settings.config import Config, Source, resolve
+from invrl.types.tasks import Json, Task
 
 ROWS: list[dict[str, Json]] = [
     {"question": f"{n} + 1?", "label": n + 1} for n in range(10)

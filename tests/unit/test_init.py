@@ -15,7 +15,7 @@ from invrl.cli.checks.machine import Machine
 from invrl.cli.commands.doctor import Status, diagnose
 from invrl.cli.commands.init import COPIED_FILES, SETTINGS_FILE
 from invrl.cli.flags import parse_flags
-from invrl.run.config import resolve
+from invrl.run.settings.config import resolve
 
 TEMPLATE = Path(__file__).parents[2] / "rollout_fns" / "your_task"
 

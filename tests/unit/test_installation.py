@@ -23,8 +23,8 @@ from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.errors import ConfigError
 from invrl.gateway.rendering import chat_template
-from invrl.run.config import resolve
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.config import resolve
+from invrl.run.settings.resolved_config import load_resolved
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "invrl" / "presets"

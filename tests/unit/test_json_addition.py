@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from invrl.types import Task
+from invrl.types.tasks import Task
 from rollout_fns import json_addition
 
 TASK = Task(id="9+18", payload={"a": 9, "b": 18}, label=27)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invrl.errors import ConfigError
-from invrl.run.checkpoint import Checkpoint, check_served, keep_model
-from invrl.run.checkpoint_scores import kept_steps, read_scores
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.config import Source, resolve
+from invrl.run.checkpoints.checkpoint import Checkpoint, check_served, keep_model
+from invrl.run.checkpoints.checkpoint_scores import kept_steps, read_scores
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.settings.config import Source, resolve
 
 SCORES = {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.9}
 

@@ -22,7 +22,7 @@ from invrl.gateway.turns.placement import ContextExceeded, Placer
 from invrl.gateway.turns.prompt_threads import LARGE_REQUEST, PromptThreads
 from invrl.gateway.turns.turns import Turns
 from invrl.gateway.types import Message, Prompt, Tool
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 LARGE = "word " * 10_000
 

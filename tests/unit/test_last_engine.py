@@ -19,8 +19,8 @@ from mortal_fleet import (
 from invrl.engines.fleet import Fleet
 from invrl.errors import DeadlineError, LayoutError, ServerError, WeightSyncError
 from invrl.host.incidents import incidents_shown
-from invrl.run.weight_updater import WeightUpdater
-from invrl.types import WeightVersion
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.types.weights import WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.transaction import WeightTransaction
 

@@ -18,7 +18,7 @@ from invrl.algorithms.length_weights import (
     length_numbers,
     weights_of_group,
 )
-from invrl.types import TrainedCounts, TrainSample
+from invrl.types.batches import TrainedCounts, TrainSample
 
 lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 exponents = st.floats(-6, 6)

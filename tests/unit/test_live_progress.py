@@ -21,13 +21,13 @@ from rich.console import Console
 from invrl.buffer.wait_report import WaitingGroup, WaitReport
 from invrl.errors import DeadlineError, ServerError
 from invrl.host.live_lines import drawn, past_display
-from invrl.observe.live_progress import Frame, LiveProgress, ShownRun
-from invrl.observe.progress import PlainProgress, open_progress
-from invrl.observe.sinks import RunObserver, Sink
-from invrl.observe.wait_messages import CurrentPhase
-from invrl.run.awaited_work import AwaitedWork, PartsStarting, rollouts_text
-from invrl.run.failed_rollouts import EvaluationFailures
-from invrl.run.held_out import CountedTasks
+from invrl.observe.screen.live_progress import Frame, LiveProgress, ShownRun
+from invrl.observe.screen.progress import PlainProgress, open_progress
+from invrl.observe.sinks.sinks import RunObserver, Sink
+from invrl.observe.sinks.wait_messages import CurrentPhase
+from invrl.run.loop.failed_rollouts import EvaluationFailures
+from invrl.run.loop.held_out import CountedTasks
+from invrl.run.processes.awaited_work import AwaitedWork, PartsStarting, rollouts_text
 from invrl.train.model.step_progress import StepProgress
 
 ROOT = Path(__file__).parents[2]
@@ -294,8 +294,8 @@ def test_progress_is_queried_only_in_its_phase_and_for_a_live_display() -> None:
 SCRIPT = """
 import os, sys, time, warnings
 from invrl.host import interrupts
-from invrl.observe.progress import open_progress
-from invrl.observe.sinks import RunObserver
+from invrl.observe.screen.progress import open_progress
+from invrl.observe.sinks.sinks import RunObserver
 interrupts.catch()
 observer = RunObserver([open_progress("auto", 5)])
 def wait():

@@ -12,7 +12,8 @@ from stepped_clock import SteppedClock, SteppedMachine
 from invrl.gateway.registry import WorkerPlace
 from invrl.gateway.server.heartbeat_page import HeartbeatPage
 from invrl.host.lived_time import LivedTime, lived_wait
-from invrl.types import RolloutSummary, Session
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Session
 
 _TWO_HOURS_S = 7200.0
 
@@ -178,10 +179,10 @@ _FOR_PEOPLE = {
     "gateway/server/session_api.py",  # when a lease was taken
     "gateway/sessions/lifecycle.py",  # when a session was opened, and what a client is told of its deadline
     "gateway/turns/generation.py",  # when a turn began
-    "observe/phases.py",
-    "observe/sinks.py",
-    "run/loop.py",  # where a phase is in a trace
-    "run/process_samples.py",
-    "run/served_metrics.py",
+    "observe/sinks/phases.py",
+    "observe/sinks/sinks.py",
+    "run/loop/loop.py",  # where a phase is in a trace
+    "run/processes/process_samples.py",
+    "run/processes/served_metrics.py",
     "viewer/export.py",
 }

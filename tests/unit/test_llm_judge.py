@@ -17,8 +17,8 @@ from aiohttp import web
 from invrl.errors import PluginError
 from invrl.interfaces import RolloutResult
 from invrl.rollout.runner import Failure, Runner, Scored
-from invrl.types import Task
 from invrl.types.reasons import FailureReason
+from invrl.types.tasks import Task
 from invrl.user_code import plugins
 
 TASK = Task(id="t", payload={"question": "What is 2+2?"}, label=4)

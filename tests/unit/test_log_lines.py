@@ -27,7 +27,8 @@ from invrl.interfaces import Endpoint
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.runner import Runner
 from invrl.rollout.worker_actor import Assignment, RolloutWorker, WorkerSettings
-from invrl.types import Sampling, Session, Task
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 SECRET = "0123456789abcdef0123456789abcdef"
 SESSION_KEY = "isk-0" + "aB3_-" * 8 + "x9="

@@ -17,19 +17,14 @@ from loop_parts import (
 )
 from small_buffer import summary
 
-from invrl.observe.step_metrics import time_metrics
-from invrl.run.loop import Learner, Parts, run_loop
-from invrl.run.save_schedule import SaveSchedule
-from invrl.types import (
-    Group,
-    RolloutSummary,
-    TakenBatch,
-    TrainBatch,
-    TrainSample,
-    WeightUpdate,
-    WeightVersion,
-)
+from invrl.observe.metrics.step_metrics import time_metrics
+from invrl.run.checkpoints.save_schedule import SaveSchedule
+from invrl.run.loop.loop import Learner, Parts, run_loop
+from invrl.types.batches import TakenBatch, TrainBatch, TrainSample
+from invrl.types.groups import Group
 from invrl.types.metrics import resolve
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.weights import WeightUpdate, WeightVersion
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from invrl.algorithms.surrogates import SURROGATES
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.run.config import Config, resolve
+from invrl.run.settings.config import Config, resolve
 
 ENGINE = ("--old-logprobs", "engine")
 

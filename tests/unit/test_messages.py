@@ -18,7 +18,7 @@ from tool_replies import PARSERS, say
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.endpoint import ConnectionPool, SessionEndpoint
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 ASK = {"role": "user", "content": "What is 12*13?"}
 CALC = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from invrl.observe.metric_curves import curve, eval_names
-from invrl.observe.sinks import JsonlSink
+from invrl.observe.metrics.metric_curves import curve, eval_names
+from invrl.observe.sinks.sinks import JsonlSink
 from invrl.store.metrics_file import read_metrics
 
 

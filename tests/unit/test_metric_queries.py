@@ -29,8 +29,8 @@ from metric_queries import (
     shown_labels,
 )
 
-from invrl.observe.metric_families import FAMILIES
-from invrl.observe.metrics_server import PATH
+from invrl.observe.metrics.metric_families import FAMILIES
+from invrl.observe.metrics.metrics_server import PATH
 
 ROOT = LAUNCH.parent
 SCRAPED: Mapping[str, Any] = json.loads(

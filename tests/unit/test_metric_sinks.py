@@ -22,11 +22,11 @@ from recorded_run import record_run
 from rich.console import Console
 
 from invrl.errors import ConfigError
-from invrl.observe.console_samples import sample_rollouts
-from invrl.observe.live_progress import LiveProgress
-from invrl.observe.progress import PlainProgress, open_progress
-from invrl.observe.sampled_rollout import ROLLOUT_COLUMNS
-from invrl.observe.sinks import (
+from invrl.observe.samples.console_samples import sample_rollouts
+from invrl.observe.samples.sampled_rollout import ROLLOUT_COLUMNS
+from invrl.observe.screen.live_progress import LiveProgress
+from invrl.observe.screen.progress import PlainProgress, open_progress
+from invrl.observe.sinks.sinks import (
     JsonlSink,
     PhaseFile,
     RunObserver,
@@ -35,11 +35,14 @@ from invrl.observe.sinks import (
     ThreadedSink,
     open_sinks,
 )
-from invrl.observe.tracker_checks import check_trackers
-from invrl.run.config import Config, Source, resolve
+from invrl.observe.sinks.tracker_checks import check_trackers
+from invrl.run.settings.config import Config, Source, resolve
 from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
-from invrl.types import Group, RolloutSummary, TakenBatch, WeightVersion
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.weights import WeightVersion
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +87,7 @@ def test_tensorboard_sink_imports_neither_tensorflow_nor_torch(tmp_path: Path) -
     code = """
 import sys
 from pathlib import Path
-from invrl.observe.sinks import TensorBoardSink
+from invrl.observe.sinks.sinks import TensorBoardSink
 TensorBoardSink(Path(sys.argv[1])).step(1, {"a": 1.0})
 print(sorted({m.split(".")[0] for m in sys.modules} & {"tensorflow", "torch"}))
 """
@@ -222,7 +225,7 @@ def test_hung_sink_does_not_hold_up_the_run(errors: Callable[[], list[str]]) -> 
 def test_hung_sink_does_not_hold_up_the_end_of_the_process() -> None:
     code = """
 import threading
-from invrl.observe.sinks import RunObserver, ThreadedSink
+from invrl.observe.sinks.sinks import RunObserver, ThreadedSink
 sinks = RunObserver([ThreadedSink("Hanging", threading.Event().wait, close_timeout_s=0.05)])
 sinks.step(1, {"a": 1.0})
 sinks.close()
@@ -437,7 +440,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_fix(
 import sys
 sys.path[:] = [p for p in sys.path if "site-packages" not in p] + [{str(tmp_path)!r}]
 from types import SimpleNamespace
-from invrl.observe.tracker_checks import check_trackers
+from invrl.observe.sinks.tracker_checks import check_trackers
 def run_settings(wandb=None, mlflow_tracking_uri=None):
     return SimpleNamespace(wandb=wandb, mlflow_tracking_uri=mlflow_tracking_uri)
 namespace = SimpleNamespace

@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from invrl.observe import metrics_server
-from invrl.observe.metrics_server import MetricsServer
-from invrl.observe.run_exporter import Numbers, RunExporter
+from invrl.observe.metrics import metrics_server
+from invrl.observe.metrics.metrics_server import MetricsServer
+from invrl.observe.metrics.run_exporter import Numbers, RunExporter
 
 LOOPBACK = "127.0.0.1"
 

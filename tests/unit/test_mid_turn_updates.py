@@ -6,8 +6,9 @@ from invrl.algorithms.config import AlgorithmConfig
 from invrl.algorithms.loss_inputs import LossInputs
 from invrl.algorithms.losses import policy_loss
 from invrl.train.step.mid_turn_updates import sampled_after_update
-from invrl.types import TrainSample, WeightVersion
+from invrl.types.batches import TrainSample
 from invrl.types.metrics import resolve
+from invrl.types.weights import WeightVersion
 
 
 def sample_of(versions: list[int]) -> TrainSample:

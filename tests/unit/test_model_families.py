@@ -28,7 +28,7 @@ from invrl.errors import ConfigError
 from invrl.families.hf_config import parse_hf_config
 from invrl.families.parameter import Fusion, join, split
 from invrl.families.registry import FAMILIES
-from invrl.run.config import Source, resolve
+from invrl.run.settings.config import Source, resolve
 from invrl.train.config import TrainConfig
 from invrl.user_code.model_folder import check_model_folder
 from invrl.weights.engine_parameters import EXPERTS, FUSED

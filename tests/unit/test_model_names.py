@@ -10,7 +10,7 @@ from sampling_routes import ROUTES, Route
 
 from invrl.cli.flags import parse_flags
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.run.config import resolve
+from invrl.run.settings.config import resolve
 
 every_route = pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path[1:])
 

@@ -10,8 +10,8 @@ from tiny_model import make_tiny_model
 
 from invrl.cli.checks.model_checks import check_model
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, resolve
-from invrl.run.model_of_run import with_models_of_runs
+from invrl.run.settings.config import Config, Source, resolve
+from invrl.run.settings.model_of_run import with_models_of_runs
 from invrl.store.run_folder import KEEP_NAME
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from invrl.cli.flags import SETTING_FLAGS
-from invrl.run.foreign_names import ANSWERS, FOREIGN_NAMES, ON_FILES, ON_ROLLOUTS
-from invrl.run.former_settings import FORMER_NAMES
-from invrl.run.name_suggestions import (
+from invrl.run.settings.foreign_names import (
+    ANSWERS,
+    FOREIGN_NAMES,
+    ON_FILES,
+    ON_ROLLOUTS,
+)
+from invrl.run.settings.former_settings import FORMER_NAMES
+from invrl.run.settings.name_suggestions import (
     meant_setting,
     near_settings,
     nearest_setting,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.newcomers import Newcomers
 from invrl.weights.transaction import WeightTransaction

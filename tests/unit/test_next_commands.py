@@ -13,13 +13,13 @@ from invrl.cli import main as cli
 from invrl.cli import next_commands
 from invrl.cli.flags import parse_flags
 from invrl.cli.next_commands import describe_next
-from invrl.run import supervisor
-from invrl.run.config import Config, Source, resolve
-from invrl.run.folder import make_run_folder
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes import supervisor
+from invrl.run.settings.config import Config, Source, resolve
+from invrl.run.settings.folder import make_run_folder
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
-from invrl.types import Purpose
 from invrl.types.reasons import FailureReason
+from invrl.types.sessions import Purpose
 
 AGENT = "rollout_fns.calculator:rollout"
 

@@ -20,7 +20,7 @@ import pytest
 from running_gateway import running
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 pytestmark = pytest.mark.slow
 

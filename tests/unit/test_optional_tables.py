@@ -7,9 +7,9 @@ import pytest
 
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.config import TABLES, Config, resolve
-from invrl.run.former_settings import as_written_now
-from invrl.run.resolved_config import load_resolved, write_resolved
+from invrl.run.settings.config import TABLES, Config, resolve
+from invrl.run.settings.former_settings import as_written_now
+from invrl.run.settings.resolved_config import load_resolved, write_resolved
 
 
 def from_flags(*flags: str) -> Config:

@@ -16,7 +16,7 @@ from invrl.train.batches import packing
 from invrl.train.batches.micro_batch import MicroBatch, Row
 from invrl.train.batches.packing import pack
 from invrl.train.batches.sharding import shard_batch
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 @pytest.mark.parametrize("share", [True, False])

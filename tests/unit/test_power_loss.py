@@ -21,7 +21,9 @@ from invrl.buffer.ledger_store import check_lineage, read_ledger
 from invrl.rollout.config import RolloutConfig
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
-from invrl.types import GroupLease, Task, WeightVersion
+from invrl.types.leases import GroupLease
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 def make_actor(path: Path) -> BufferActor:

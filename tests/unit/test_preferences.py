@@ -33,8 +33,9 @@ from invrl.algorithms.objectives import (
 from invrl.algorithms.preference_losses import LARGEST_MEAN_LOGPROB, RowSums, orpo
 from invrl.algorithms.row_table import RowTable
 from invrl.errors import TrainError
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Metric, merge, resolve
+from invrl.types.weights import WeightVersion
 
 RELATIVE = 2e-6  # a slope is handed over in float32, as log-probs are
 OBJECTIVES = (*ON_PAIRS, "kto")

@@ -16,9 +16,9 @@ from recorded_run import record_run
 from invrl.engines.sglang_answers import EngineLoad, decode_load
 from invrl.errors import ServerError
 from invrl.host.resident_memory import resident_memory
-from invrl.observe.sinks import Sink
-from invrl.run.background import in_background
-from invrl.run.process_samples import gateway_sample, memory_of, sample_memory
+from invrl.observe.sinks.sinks import Sink
+from invrl.run.processes.background import in_background
+from invrl.run.processes.process_samples import gateway_sample, memory_of, sample_memory
 from invrl.store.run_store import EndedTurns, RunStore
 from invrl.store.timeline_file import Sample
 from invrl.train.trainer.train_handle import TrainHandle

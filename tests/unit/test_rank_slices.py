@@ -22,7 +22,7 @@ from invrl.engines.sglang_client import SglangClient
 from invrl.engines.weight_receiver import ArenaReceiver, FolderReceiver
 from invrl.errors import ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights import in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.config import WeightSyncConfig

@@ -18,8 +18,8 @@ from training_rows import rows_of_pair
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.run.config import resolve
-from invrl.run.train_on_saved_batches import _refuse_missing_top_logprobs
+from invrl.run.incarnations.on_saved_batches import _refuse_missing_top_logprobs
+from invrl.run.settings.config import resolve
 from invrl.store.batch_file import load_batch, save_batch
 from invrl.store.row_checksums import top_item
 from invrl.store.rows import top_from_row, top_values
@@ -27,8 +27,11 @@ from invrl.store.schema import connect
 from invrl.train.batches.grammar_masks import GrammarMasks
 from invrl.train.batches.packing import pack
 from invrl.train.parallel.context_share import ContextShare
-from invrl.types import RolloutSummary, Session, TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Session
 from invrl.types.top_logprobs import MAX_TOP_LOGPROBS, NO_TOKEN, TopLogprobs
+from invrl.types.weights import WeightVersion
 
 K = 3
 

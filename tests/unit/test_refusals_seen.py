@@ -4,8 +4,8 @@ failure, the console."""
 from running_gateway import ASK, Running
 
 from invrl.buffer.failures import shown_detail
-from invrl.types import FailedRollout
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
 
 CHAT = {"model": "tiny", "messages": [ASK]}
 

@@ -29,17 +29,16 @@ from invrl.rollout.tasks import check_tasks
 from invrl.rollout.worker_actor import Assignment
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
-from invrl.types import (
+from invrl.types.groups import Group
+from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import (
     MAX_NAME_LENGTH,
     MAX_REWARD_COMPONENTS,
-    FailedRollout,
-    Group,
-    RolloutSummary,
     Sampling,
     Session,
-    Task,
 )
-from invrl.types.reasons import FailureReason
+from invrl.types.tasks import Task
 
 
 def components(count: int, length: int) -> dict[str, float]:

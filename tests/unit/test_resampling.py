@@ -18,7 +18,8 @@ from training_rows import training_rows
 
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.server.connection import ClientConnection
-from invrl.types import Purpose, RolloutSummary, Session
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.sessions import Purpose, Session
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}
 RETRY = {"x-stainless-retry-count": "1"}

@@ -14,7 +14,7 @@ from running_gateway import Running, eventually, running
 from tool_replies import PARSERS, say
 
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import RolloutSummary
+from invrl.types.rollouts import RolloutSummary
 
 END = 2
 TOOL = {

@@ -12,8 +12,8 @@ from dispatcher_parts import HeldPool, Leases, Opener, started_dispatcher, until
 from invrl.errors import SessionError
 from invrl.rollout import dispatcher as module
 from invrl.rollout.dispatcher import Dispatcher
-from invrl.types import FailedRollout
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout
 
 
 async def test_freed_slot_is_refilled_at_once():

@@ -15,8 +15,8 @@ import pytest
 from invrl.buffer.failures import shown_detail
 from invrl.interfaces import RolloutResult
 from invrl.rollout.runner import Failure, Runner, Scored
-from invrl.types import Task
 from invrl.types.reasons import FailureReason
+from invrl.types.tasks import Task
 
 TASK = Task(id="t", payload={"q": "?"}, label="4")
 OURS = "http://127.0.0.1:8000/s/key/v1"

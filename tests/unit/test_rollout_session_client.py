@@ -12,16 +12,11 @@ from aiohttp import web
 from invrl.errors import DeadlineError, SessionError
 from invrl.rollout import session_client
 from invrl.rollout.session_client import SessionClient, UnreportedRollout
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Sampling,
-    Session,
-    Task,
-)
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Sampling, Session
+from invrl.types.tasks import Task
 
 LEASE = GroupLease(
     group_id="g",

@@ -18,13 +18,11 @@ from training_rows import rows_of_pair
 from invrl.engines.routed_experts import ExpertsShape, first_row, turn_experts
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.store.row_checksums import experts_item
-from invrl.types import (
-    RolloutSummary,
-    TrainSample,
-    VersionSpan,
-    WeightVersion,
-)
+from invrl.types.batches import TrainSample
+from invrl.types.rollouts import RolloutSummary
 from invrl.types.routed_experts import RoutedExperts, experts_dtype, unknown_expert
+from invrl.types.turns import VersionSpan
+from invrl.types.weights import WeightVersion
 
 SHAPE = ExpertsShape(layers=3, chosen=2, count=8)
 PATH = 5

@@ -24,8 +24,8 @@ from invrl.algorithms.router_shift import layer_shift, score_logprobs
 from invrl.cli.checks.model_checks import check_trainable
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError, PluginError
-from invrl.run.config import Config
-from invrl.run.config import resolve as resolve_settings
+from invrl.run.settings.config import Config
+from invrl.run.settings.config import resolve as resolve_settings
 from invrl.types.metrics import resolve
 
 FLOOR = 0.8

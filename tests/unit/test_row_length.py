@@ -13,8 +13,8 @@ from tiny_model import make_tiny_model
 
 from invrl.cli.checks.settings_checks import check_row_length, longest_conversation
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, resolve
-from invrl.run.train_on_saved_batches import _refuse_long_rows
+from invrl.run.incarnations.on_saved_batches import _refuse_long_rows
+from invrl.run.settings.config import Config, Source, resolve
 
 
 @pytest.fixture(scope="module")

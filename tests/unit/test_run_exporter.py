@@ -17,25 +17,25 @@ from stored_rollouts import summary_of
 
 from invrl.buffer.event_counts import BufferCounts
 from invrl.engines.fleet_state import FleetState
-from invrl.observe.metric_families import FAMILIES
-from invrl.observe.run_exporter import Histogram, RunExporter
-from invrl.observe.sinks import JsonlSink
-from invrl.observe.step_metrics import rollout_metrics, time_metrics, update_metrics
+from invrl.observe.metrics.metric_families import FAMILIES
+from invrl.observe.metrics.run_exporter import Histogram, RunExporter
+from invrl.observe.metrics.step_metrics import (
+    rollout_metrics,
+    time_metrics,
+    update_metrics,
+)
+from invrl.observe.sinks.sinks import JsonlSink
 from invrl.rollout.evaluation import EvalScore
-from invrl.run import metrics_sources as sources
+from invrl.run.processes import metrics_sources as sources
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_folder import RunFolder
-from invrl.types import (
-    Group,
-    GroupLease,
-    GroupMember,
-    TakenBatch,
-    Task,
-    WeightUpdate,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.metrics import resolve
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightUpdate, WeightVersion
 
 NAMES = """
 invrl_step invrl_steps_total invrl_step_end_timestamp_seconds invrl_step_seconds invrl_phase_seconds_total

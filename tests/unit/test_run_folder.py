@@ -15,9 +15,9 @@ import pytest
 from run_config import config
 
 from invrl.errors import ConfigError
-from invrl.run.config import Source, resolve
-from invrl.run.folder import check_run_folder, hold_run_folder, make_run_folder
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.config import Source, resolve
+from invrl.run.settings.folder import check_run_folder, hold_run_folder, make_run_folder
+from invrl.run.settings.resolved_config import load_resolved
 
 
 def test_run_folder_holds_the_resolved_configuration_and_its_subfolders(

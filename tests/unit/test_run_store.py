@@ -25,13 +25,10 @@ from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore, branches
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.schema import busy_timeout_s
-from invrl.types import (
-    FailedRollout,
-    RolloutSummary,
-    Turn,
-    WeightVersion,
-)
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 
 def summary(session_id: str, reward: float = 0.5) -> RolloutSummary:

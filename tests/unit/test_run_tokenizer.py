@@ -9,9 +9,9 @@ from tiny_model import make_tiny_model
 
 import invrl.run.evaluate
 import invrl.run.serve
-from invrl.run.config import Config, Source, resolve
-from invrl.run.folder import make_run_folder
-from invrl.run.tokenizer import keep_tokenizer
+from invrl.run.processes.tokenizer import keep_tokenizer
+from invrl.run.settings.config import Config, Source, resolve
+from invrl.run.settings.folder import make_run_folder
 
 
 class Started(Exception):

@@ -10,10 +10,11 @@ from recorded_run import RecordedRun, database_rows, record_run
 
 from invrl.cli import main as cli
 from invrl.gateway.types import Message, ToolCall
-from invrl.observe.samples import read_samples, spread
+from invrl.observe.samples.samples import read_samples, spread
 from invrl.store.rows import StoredSession
-from invrl.types import FailedRollout, Sampling, Session
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout
+from invrl.types.sessions import Sampling, Session
 
 
 @pytest.fixture

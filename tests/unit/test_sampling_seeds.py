@@ -12,7 +12,7 @@ from running_gateway import ASK, MORE, running
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.turns.sampling import sampling_seed
 from invrl.host.sglang_on_cpu import seeded_noise
-from invrl.types import Sampling, Session
+from invrl.types.sessions import Sampling, Session
 
 SESSION = Session(
     id="random",

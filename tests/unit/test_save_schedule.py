@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from invrl.run.save_schedule import SaveSchedule
+from invrl.run.checkpoints.save_schedule import SaveSchedule
 
 
 @dataclass

@@ -13,8 +13,8 @@ from crash_at import CrashAt
 from folder_trainer import NO_MODEL, FolderTrainer, names, trainer
 
 from invrl.errors import ConfigError, TrainError
-from invrl.run.checkpoint import check_served, first_checkpoint
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoint import check_served, first_checkpoint
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.manifest import check_manifest
 
 

@@ -12,8 +12,8 @@ from tiny_model import make_tiny_model
 
 from invrl.engines.sglang_client import EngineLimits
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.run.config import Source, resolve
 from invrl.run.serve import with_long_answers
+from invrl.run.settings.config import Source, resolve
 
 
 def source(tables: dict[str, Any]) -> Source:

@@ -19,10 +19,10 @@ import pytest
 from invrl.buffer.event_counts import BufferCounts
 from invrl.engines.fleet_state import FleetState
 from invrl.errors import DeadlineError, ServerError
-from invrl.observe.sinks import JsonlSink
-from invrl.run import served_metrics
-from invrl.run.config import Config, resolve
-from invrl.run.served_metrics import ServedMetrics
+from invrl.observe.sinks.sinks import JsonlSink
+from invrl.run.processes import served_metrics
+from invrl.run.processes.served_metrics import ServedMetrics
+from invrl.run.settings.config import Config, resolve
 from invrl.store.run_folder import RunFolder
 
 

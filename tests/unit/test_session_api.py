@@ -37,20 +37,16 @@ from invrl.gateway.sessions import lifecycle
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.turns import Turns
 from invrl.host.lived_time import LivedTime
-from invrl.run.config import resolve
+from invrl.run.settings.config import resolve
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.train.batches.micro_batch import rows_of
 from invrl.train.batches.packing import pack
-from invrl.types import (
-    FailedRollout,
-    GroupLease,
-    GroupMember,
-    RolloutSummary,
-    Session,
-    Task,
-)
+from invrl.types.leases import GroupLease, GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, RolloutSummary
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
 
 
 async def chat(

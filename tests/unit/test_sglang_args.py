@@ -27,7 +27,7 @@ from invrl.engines.sglang_args import (
 )
 from invrl.engines.sglang_client import NEUTRAL_SAMPLING
 from invrl.errors import ConfigError
-from invrl.run.contradictions import _SEEDED_BACKENDS
+from invrl.run.settings.contradictions import _SEEDED_BACKENDS
 
 Flags = Callable[[Mapping[str, str]], list[str]]
 OF = {

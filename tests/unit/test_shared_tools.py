@@ -13,7 +13,7 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.types import Tool
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 DESCRIPTION = "what only the tools of this test say " * 1_000
 OFFERED = [

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from invrl.errors import LayoutError
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights.slot_layout import slot_layout
 from invrl.weights.tensor_spec import num_bytes
 

@@ -11,7 +11,7 @@ import ray
 
 from invrl.errors import ConfigError, ServerError
 from invrl.host.wait_lines import overload, tell_waits
-from invrl.run import ray_session
+from invrl.run.processes import ray_session
 
 
 def test_lines_say_what_is_awaited_until_it_is_there(

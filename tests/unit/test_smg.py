@@ -21,7 +21,7 @@ from invrl.engines.fleet import Fleet
 from invrl.engines.router_server import RouterServer
 from invrl.engines.sglang_args import ROUTER_OWNED, entry_for, router_flags
 from invrl.errors import ConfigError
-from invrl.run.config import Source, resolve
+from invrl.run.settings.config import Source, resolve
 
 OPTIONS: list[dict[str, Any]] = [
     {

@@ -13,8 +13,9 @@ import pytest
 from invrl.errors import PluginError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import check_tasks, load_tasks
-from invrl.types import GroupOutcome, Task
+from invrl.types.groups import GroupOutcome
 from invrl.types.task_state import TaskStateError, stored_state
+from invrl.types.tasks import Task
 
 
 class Good:

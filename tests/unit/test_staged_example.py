@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from invrl.run.config import read_toml, resolve
+from invrl.run.settings.config import read_toml, resolve
 from rollout_fns.calculator import held_out, parse_call
 
 FOLDER = Path(__file__).parents[2] / "launch" / "configs"

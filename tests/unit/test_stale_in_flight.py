@@ -24,17 +24,13 @@ from invrl.buffer.ledger_store import read_ledger
 from invrl.buffer.open_group import RolloutState
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.rollout.config import RolloutConfig
-from invrl.types import (
-    DroppedGroup,
-    GroupLease,
-    Place,
-    RolloutSummary,
-    SampledSoFar,
-    Session,
-    Task,
-    WeightVersion,
-)
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease, Place
 from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import RolloutSummary, SampledSoFar
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 G1_IS_STALE = (DroppedGroup(group_id="g1", reason=DropReason.STALE),)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.run.checkpoint import Checkpoint
-from invrl.run.resume import Start, describe_start, is_finished
+from invrl.run.checkpoints.checkpoint import Checkpoint
+from invrl.run.checkpoints.resume import Start, describe_start, is_finished
 from invrl.store.run_folder import RunFolder
 
 

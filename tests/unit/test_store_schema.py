@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from invrl.errors import DamagedFileError
-from invrl.run.store_check import check_store
+from invrl.run.checkpoints.store_check import check_store
 from invrl.store.read_only_store import ReadOnlyStore
 from invrl.store.run_store import RunStore
 from invrl.store.schema import ADDED_TABLES, SCHEMA_VERSION, connect

@@ -16,16 +16,16 @@ from run_config import config
 from slow_cases import first_quick
 
 from invrl.host.process import still_running
-from invrl.run.folder import make_run_folder
-from invrl.run.supervisor import BLOCKED_GRACE_S
+from invrl.run.processes.supervisor import BLOCKED_GRACE_S
+from invrl.run.settings.folder import make_run_folder
 
 ROOT = Path(__file__).parents[2]
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
-from invrl.run.supervisor import Supervisor
+from invrl.run.processes.supervisor import Supervisor
 
 folder = RunFolder(path=Path(sys.argv[1]))
 config = load_resolved(folder.config_path)
@@ -39,7 +39,7 @@ DRIVER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from invrl.host import lifeline
-from invrl.run.checkpoints import Checkpoints
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.host.lifeline import NoteKind
 
 place = Path(sys.argv[1])

@@ -26,8 +26,10 @@ from invrl.errors import BufferStateError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.curriculum import CURRICULA, Curriculum
 from invrl.store.run_store_writer import RunStoreWriter, abandon_open_sessions
-from invrl.types import Group, GroupOutcome, Task, WeightVersion
+from invrl.types.groups import Group, GroupOutcome
 from invrl.types.metrics import resolve
+from invrl.types.tasks import Task
+from invrl.types.weights import WeightVersion
 
 
 class Told(Iterator[Task]):

@@ -14,7 +14,7 @@ from invrl.cli.checks.task_checks import check_held_out_labels, check_labels
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.task_labels import guess_notes, missing_labels
 from invrl.rollout.tasks import held_out_only, load_tasks
-from invrl.run.config import Config, Source, resolve
+from invrl.run.settings.config import Config, Source, resolve
 from invrl.user_code.source import reads_attribute
 
 READING = "async def rollout(task, endpoint):\n    return float(task.label == 1)\n"

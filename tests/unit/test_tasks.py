@@ -16,7 +16,7 @@ from invrl.buffer.task_feed import TaskFeed
 from invrl.errors import ConfigError, PluginError
 from invrl.rollout.config import RolloutConfig
 from invrl.rollout.tasks import check_tasks, held_out_only, load_eval_tasks, load_tasks
-from invrl.types import Task
+from invrl.types.tasks import Task
 
 
 def rows(n):

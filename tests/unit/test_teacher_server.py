@@ -17,9 +17,10 @@ from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
 from invrl.errors import ConfigError, DeadlineError, ServerError
-from invrl.run import teacher as teacher_module
-from invrl.run.teacher import Teacher
-from invrl.types import GrammarSpan, TrainBatch, TrainSample, WeightVersion
+from invrl.run.loop import teacher as teacher_module
+from invrl.run.loop.teacher import Teacher
+from invrl.types.batches import GrammarSpan, TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 KEY = "a-key-of-the-teacher"
 Answer = Callable[[dict[str, Any]], Any]

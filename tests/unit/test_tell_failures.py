@@ -10,7 +10,7 @@ import pytest
 
 from invrl.buffer.failures import FailureLimits, FailureReport, FailureReporter
 from invrl.errors import DeadlineError, ServerError
-from invrl.run.failed_rollouts import report_failures
+from invrl.run.loop.failed_rollouts import report_failures
 
 LIMITS = FailureLimits(identical=128, at_start=32)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from invrl.observe.phases import observed_phase
-from invrl.observe.sinks import RunObserver, Sink, TimelineSink
+from invrl.observe.sinks.phases import observed_phase
+from invrl.observe.sinks.sinks import RunObserver, Sink, TimelineSink
 from invrl.store.timeline_file import (
     EARLIER_NAME,
     TIMELINE_NAME,

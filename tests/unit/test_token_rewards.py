@@ -15,7 +15,11 @@ from invrl.buffer.config import RewardUse
 from invrl.buffer.token_rewards import token_rewards
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import ConfigError
-from invrl.types import Group, RolloutSummary, TakenBatch, Turn, WeightVersion
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.rollouts import RolloutSummary
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 
 def rewards_of(

@@ -18,7 +18,7 @@ from running_gateway import ASK, Running, running
 from invrl.engines.sglang_answers import decode_event
 from invrl.errors import ServerError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import Session
+from invrl.types.sessions import Session
 
 TEXT = "Hi ünïcödé 漢 all of us, and then more"
 END = 2

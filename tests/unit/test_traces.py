@@ -34,27 +34,23 @@ from invrl.host.traces import (
     traces_endpoint,
 )
 from invrl.interfaces import StepResult
-from invrl.observe.phase_traces import PhaseTraces
-from invrl.observe.sinks import Sink
-from invrl.observe.trace_checks import check_traces
-from invrl.run.config import Source, resolve
-from invrl.run.loop import Learner, Parts, run_loop
-from invrl.run.step_traces import StepTraces
+from invrl.observe.sinks.phase_traces import PhaseTraces
+from invrl.observe.sinks.sinks import Sink
+from invrl.observe.sinks.trace_checks import check_traces
+from invrl.run.loop.loop import Learner, Parts, run_loop
+from invrl.run.loop.step_traces import StepTraces
+from invrl.run.settings.config import Source, resolve
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.timeline_file import Span as PhaseSpan
-from invrl.types import (
-    DroppedGroup,
-    GroupLease,
-    Outcome,
-    TakenBatch,
-    TrainBatch,
-    TrainSample,
-    Turn,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch, TrainBatch, TrainSample
 from invrl.types.file_entry import FileEntries
+from invrl.types.groups import DroppedGroup
+from invrl.types.leases import GroupLease
 from invrl.types.metrics import Max, Metric
+from invrl.types.rollouts import Outcome
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 ENV_KEY = "env-0123456789abcdef"
 PROMPT = "What is 12*13, by the way?"
@@ -564,7 +560,7 @@ def test_missing_trace_sdk_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = partial(resolve, Source(name="m", tables={"model": {"model_path": "m"}}))
-    monkeypatch.setattr("invrl.observe.trace_checks.lacks_sdk", lambda: True)
+    monkeypatch.setattr("invrl.observe.sinks.trace_checks.lacks_sdk", lambda: True)
     check_traces(config())
     with pytest.raises(ConfigError, match=r"invrl\[otel\]"):
         check_traces(

@@ -12,7 +12,7 @@ from training_rows import row_of_turns
 
 from invrl.errors import RunStoreError
 from invrl.interfaces import TokenRecord
-from invrl.observe.token_recorder import TokenRecorder, trained_turns
+from invrl.observe.sinks.token_recorder import TokenRecorder, trained_turns
 from invrl.store.trained_tokens import (
     TrainedTurn,
     forget_steps,
@@ -23,7 +23,8 @@ from invrl.store.trained_tokens import (
 )
 from invrl.train.batches.sharding import shard_batch
 from invrl.train.step.token_records import records_of_batch
-from invrl.types import TrainBatch, TrainSample, WeightVersion
+from invrl.types.batches import TrainBatch, TrainSample
+from invrl.types.weights import WeightVersion
 
 
 def batch_of(*samples: TrainSample) -> TrainBatch:

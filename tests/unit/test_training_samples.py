@@ -22,13 +22,11 @@ from invrl.buffer.group_filters import nonzero_variance
 from invrl.buffer.training_samples import build_batch
 from invrl.errors import BufferStateError, PluginError, RunStoreError
 from invrl.interfaces import AdvantageFn
-from invrl.types import (
-    Group,
-    Rollout,
-    TakenBatch,
-    Turn,
-    WeightVersion,
-)
+from invrl.types.batches import TakenBatch
+from invrl.types.groups import Group
+from invrl.types.rollouts import Rollout
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 
 
 def test_one_branch_is_one_row() -> None:

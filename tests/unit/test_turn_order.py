@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.run.gpu_turns import GpuTurns, SenderThatSleeps
-from invrl.types import WeightUpdate, WeightVersion
+from invrl.run.loop.gpu_turns import GpuTurns, SenderThatSleeps
+from invrl.types.weights import WeightUpdate, WeightVersion
 
 
 class Noting:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from invrl.errors import TrainError
-from invrl.run.checkpoint import check_served
-from invrl.run.checkpoints import Checkpoints
-from invrl.run.unsaved_weights import save_unsaved_weights
+from invrl.run.checkpoints.checkpoint import check_served
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.checkpoints.unsaved_weights import save_unsaved_weights
 from invrl.types.file_entry import FileEntries
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from invrl.cli.checks.code_checks import check_reward_code, check_rollout_code
 from invrl.cli.checks.doubts import Doubt
-from invrl.run.config import Config, Source, resolve
+from invrl.run.settings.config import Config, Source, resolve
 
 Agent = Callable[[str], Config]
 EXAMPLES = [

@@ -15,11 +15,11 @@ from run_config import config
 from invrl.cli.main import main
 from invrl.errors import ServerError, WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.run.folder import make_run_folder
-from invrl.run.verification_socket import Verify, answer_verifications
-from invrl.run.weight_updater import WeightUpdater
+from invrl.run.loop.verification_socket import Verify, answer_verifications
+from invrl.run.loop.weight_updater import WeightUpdater
+from invrl.run.settings.folder import make_run_folder
 from invrl.store.run_folder import RunFolder
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.canary import CanaryBound
 from invrl.weights.newcomers import Newcomers
 from invrl.weights.transaction import Committed, WeightTransaction

@@ -16,7 +16,7 @@ from indexed_run import closed, notes_of, refreshed, rollout_rows, session_ids, 
 from recorded_run import record_run
 
 from invrl.errors import ConfigError, RunStoreError
-from invrl.observe.metrics_table import MetricsTable
+from invrl.observe.metrics.metrics_table import MetricsTable
 from invrl.viewer.page_server import encoded
 from invrl.viewer.rollout_queries import EVERY_ROW
 from invrl.viewer.run_pages import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from recorded_run import record_run
 
-from invrl.observe.outcome import outcome_line, telling_metrics
+from invrl.observe.status.outcome import outcome_line, telling_metrics
 from invrl.rollout.evaluation import EvalScore, Evaluation, gain_interval
-from invrl.run.config import resolve
-from invrl.run.held_out import HeldOutEvaluations
+from invrl.run.loop.held_out import HeldOutEvaluations
+from invrl.run.settings.config import resolve
 from invrl.viewer.viewed_run import ViewedRun
 
 

@@ -25,19 +25,19 @@ from invrl.host import disk_waits
 from invrl.host.disk import is_full, write_atomically
 from invrl.host.disk_waits import DiskWait, until_written
 from invrl.host.incidents import incidents_shown
-from invrl.observe import token_recorder
-from invrl.observe.sinks import JsonlSink, RunObserver
-from invrl.observe.token_recorder import TokenRecorder
-from invrl.run.checkpoint_saves import CheckpointSaves
-from invrl.run.checkpoints import Checkpoints
+from invrl.observe.sinks import token_recorder
+from invrl.observe.sinks.sinks import JsonlSink, RunObserver
+from invrl.observe.sinks.token_recorder import TokenRecorder
+from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.store.growing_file import GrowingFile
 from invrl.store.metrics_file import read_metrics
 from invrl.store.run_store_writer import RunStoreWriter
 from invrl.store.timeline_file import Span, TimelineWriter, read_timeline
 from invrl.store.trained_tokens import TrainedTurn, read_trained_tokens
 from invrl.train.ranks.rank_calls import RankCalls
-from invrl.types import WeightVersion
 from invrl.types.file_entry import FileEntries
+from invrl.types.weights import WeightVersion
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

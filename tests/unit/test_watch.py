@@ -22,9 +22,9 @@ from recorded_run import record_run
 from rich.console import Console
 
 from invrl.cli.main import main
-from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
-from invrl.observe.run_status import RunReader
-from invrl.observe.watch_screen import ScreenSize, duration, screen
+from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, block_chart, sparkline
+from invrl.observe.screen.watch_screen import ScreenSize, duration, screen
+from invrl.observe.status.run_status import RunReader
 from invrl.store import run_folder
 from invrl.store.run_folder import RunFolder
 from invrl.store.schema import connect

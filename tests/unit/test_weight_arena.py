@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from invrl.errors import LayoutError, WeightSyncError
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, map_arena
 from invrl.weights.slot_lease import SlotLease
 from invrl.weights.tensor_spec import checksum

@@ -19,7 +19,7 @@ from invrl.engines.weight_receiver import BroadcastReceiver
 from invrl.errors import WeightSyncError
 from invrl.host.fork_parent import ForkParent
 from invrl.interfaces import StagedWeights, WeightLayout, WeightReceiver
-from invrl.types import TensorSpec, WeightUpdate, WeightVersion
+from invrl.types.weights import TensorSpec, WeightUpdate, WeightVersion
 from invrl.weights import broadcast, broadcast_loads
 from invrl.weights.broadcast import Piece, pieces_of_buckets
 from invrl.weights.broadcast_loads import BroadcastLoads

@@ -34,7 +34,7 @@ from benchmarks.weight_updates.loader_server import LoaderServer
 from invrl.engines import weight_receiver
 from invrl.engines.weight_receiver import EngineReceiver
 from invrl.host.fork_parent import ForkParent
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.weights import broadcast_loads
 
 REPETITIONS = int(os.environ.get("INVRL_FAULT_REPETITIONS", "1"))

@@ -22,7 +22,7 @@ from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights.delta_folder import (
     DELTA_NAME,
     MANIFEST_NAME,

@@ -22,7 +22,7 @@ import torch
 
 from invrl.errors import WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights import arena, checksums, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.in_engine import LoaderRequest, read_reply

@@ -14,7 +14,7 @@ import torch
 
 from invrl.errors import LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights import arena, engine_parameters, in_engine
 from invrl.weights.arena import ArenaHandle, ArenaWriter
 from invrl.weights.buckets import BucketSender

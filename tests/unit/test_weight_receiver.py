@@ -10,7 +10,7 @@ from loader_engines import LAYOUT, LoaderEngine, receiver_of
 from invrl.engines.weight_receiver import ArenaReceiver
 from invrl.errors import ChecksumError
 from invrl.interfaces import StagedWeights
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights import in_engine
 from invrl.weights.arena import ArenaWriter
 

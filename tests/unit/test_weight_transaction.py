@@ -13,7 +13,7 @@ import pytest
 
 from invrl.errors import CanaryError, ChecksumError, LayoutError, WeightSyncError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import TensorSpec, WeightVersion
+from invrl.types.weights import TensorSpec, WeightVersion
 from invrl.weights import fleet_update
 from invrl.weights import transaction as weight_sync
 from invrl.weights.canary import CanaryBound

@@ -22,7 +22,8 @@ from invrl.engines.sglang_client import (
 )
 from invrl.errors import ServerError, WrongAnswerError
 from invrl.gateway.rendering.renderer import Renderer
-from invrl.types import Sampling, WeightVersion
+from invrl.types.sessions import Sampling
+from invrl.types.weights import WeightVersion
 
 NEWEST = WeightVersion(3)
 TOP = 2

@@ -19,8 +19,8 @@ from invrl.cli.flags import parse_flags
 from invrl.cli.presets import preset_names
 from invrl.interfaces import RolloutResult
 from invrl.rollout.tasks import load_eval_tasks, load_tasks
-from invrl.run.config import Config, resolve
-from invrl.types import Task
+from invrl.run.settings.config import Config, resolve
+from invrl.types.tasks import Task
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "rollout_fns" / "your_task"

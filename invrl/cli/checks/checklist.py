@@ -19,8 +19,8 @@ from invrl.cli.checks import (
 )
 from invrl.cli.checks.doubts import Doubt
 from invrl.cli.checks.machine import Machine
-from invrl.run.config import Config
-from invrl.run.folder import check_run_folder
+from invrl.run.settings.config import Config
+from invrl.run.settings.folder import check_run_folder
 
 DOCTOR = frozenset({"doctor"})
 TRAIN = DOCTOR | {"train"}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from invrl.cli.checks.doubts import Doubt
-from invrl.run.config import Config
+from invrl.run.settings.config import Config
 
 
 def check_rollout_code(config: Config) -> str:

@@ -4,12 +4,12 @@ and the row."""
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
-from invrl.run.config import Config
+from invrl.run.settings.config import Config
 
 
 def check_data(config: Config) -> str:
     """Returns how many rows of which kind there are, and how long they are."""
-    from invrl.run.data import load_run_data
+    from invrl.run.incarnations.data import load_run_data
 
     if not config.trains_on_data:
         return "none: the run trains on rollouts"

@@ -22,8 +22,8 @@ from invrl.cli.checks.settings_checks import longest_conversation
 from invrl.cli.installation import REQUIREMENTS, install_command
 from invrl.errors import ConfigError
 from invrl.host import ray_memory
-from invrl.run.arena_device import arena_on_gpu
-from invrl.run.config import Config
+from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.settings.config import Config
 from invrl.train.cost.memory_budget import MemoryBudget
 from invrl.train.runtime.kernels import Kernels
 

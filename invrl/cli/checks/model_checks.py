@@ -11,7 +11,7 @@ from invrl.algorithms.objectives import needs_of
 from invrl.cli.checks.machine import Machine
 from invrl.errors import ConfigError, InvrlError
 from invrl.gateway.config import GatewayConfig
-from invrl.run.config import Config, is_run_folder
+from invrl.run.settings.config import Config, is_run_folder
 
 _NO_LIMIT = 2**31
 """Vocabulary size: no token id is refused."""
@@ -21,7 +21,7 @@ def check_model(config: Config) -> Path:
     """A model is given, its files are those of a model that can be served, and if a
     checkpoint of a run holds them, they are what was written."""
     from invrl.families.registry import FAMILIES
-    from invrl.run.checkpoint import check_served
+    from invrl.run.checkpoints.checkpoint import check_served
     from invrl.user_code.model_folder import check_is_folder, check_model_folder
 
     if not config.model.model_path:
@@ -79,7 +79,7 @@ def check_critic(config: Config) -> str:
 def check_teacher(config: Config) -> str:
     """A teacher that the trainer computes: as the frozen reference. One that a server
     has answers now, and makes the same tokens of the same text."""
-    from invrl.run.teacher import open_teacher
+    from invrl.run.loop.teacher import open_teacher
     from invrl.user_code.model_folder import read_tokenizer
 
     settings = config.algorithm.teacher
@@ -104,7 +104,7 @@ def _check_like_policy(
     field."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
-    from invrl.run.checkpoint import check_served
+    from invrl.run.checkpoints.checkpoint import check_served
     from invrl.user_code.model_folder import (
         check_is_folder,
         check_model_folder,

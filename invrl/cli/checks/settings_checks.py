@@ -13,7 +13,7 @@ from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
 from invrl.host.environment_keys import ENGINE_KEY, ENVIRONMENT_KEY, held_key
 from invrl.host.rendezvous import listen
-from invrl.run.config import Config
+from invrl.run.settings.config import Config
 
 _SHORTEST_KEY = 16
 
@@ -163,20 +163,20 @@ def check_magnitudes(config: Config) -> None:
 
 
 def check_trackers(config: Config) -> object:
-    from invrl.observe import tracker_checks
+    from invrl.observe.sinks import tracker_checks
 
     return tracker_checks.check_trackers(config.run)
 
 
 def check_traces(config: Config) -> object:
-    from invrl.observe import trace_checks
+    from invrl.observe.sinks import trace_checks
 
     return trace_checks.check_traces(config)
 
 
 def check_saved_batches(config: Config) -> None:
     """The batches and the checkpoint that `--debug-train-only` begins with."""
-    from invrl.run.checkpoint import first_checkpoint
+    from invrl.run.checkpoints.checkpoint import first_checkpoint
     from invrl.store.batch_file import saved_steps
 
     if not config.run.debug_train_only:

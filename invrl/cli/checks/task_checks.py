@@ -11,8 +11,8 @@ from typing import Any
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError, PluginError
-from invrl.run.config import Config
-from invrl.types import Task
+from invrl.run.settings.config import Config
+from invrl.types.tasks import Task
 
 
 def check_eval_sets(config: Config) -> None:

@@ -9,8 +9,8 @@ from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.parsers import choose_parsers
 from invrl.gateway.rendering.template_check import check_template as check_conversations
 from invrl.gateway.rendering.template_check import missing_tools, report
-from invrl.run.config import ModelConfig
-from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.run.processes.driver_commands import FAILURE_EXIT
+from invrl.run.settings.config import ModelConfig
 from invrl.user_code.model_folder import check_is_folder
 
 _NO_KEEP_THINKING = "--no-keep-thinking"

@@ -19,8 +19,8 @@ from invrl.cli.checks.machine_checks import packages_missing
 from invrl.cli.command import CommandFailed
 from invrl.cli.flags import parse_flags
 from invrl.errors import ConfigError
-from invrl.run.config import Config, Source, resolve
-from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.run.processes.driver_commands import FAILURE_EXIT
+from invrl.run.settings.config import Config, Source, resolve
 
 _CONFIGURATION = "configuration"
 

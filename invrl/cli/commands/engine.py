@@ -13,7 +13,7 @@ from invrl.engines.engine_server import EnginePlace
 from invrl.errors import ConfigError, InvrlError
 from invrl.host import interrupts
 from invrl.host.environment_keys import ENGINE_KEY, take_engine_key
-from invrl.run.driver_commands import FAILURE_EXIT
+from invrl.run.processes.driver_commands import FAILURE_EXIT
 
 _OWN_FLAGS = ("--host", "--port", "--log-folder")
 _KEY = re.compile(r"[A-Za-z0-9_.+/=][A-Za-z0-9_.+/=-]{15,}")

@@ -7,9 +7,9 @@ from invrl.cli.command import CommandFailed
 from invrl.cli.next_commands import print_next
 from invrl.cli.run_process import checked_configuration, driver_of, log_to_folder
 from invrl.host import interrupts
-from invrl.run import supervisor
-from invrl.run.driver_commands import EVALUATION_COMMAND, USAGE_EXIT
-from invrl.run.folder import hold_run_folder
+from invrl.run.processes import supervisor
+from invrl.run.processes.driver_commands import EVALUATION_COMMAND, USAGE_EXIT
+from invrl.run.settings.folder import hold_run_folder
 
 
 def evaluate(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from invrl.cli.arguments import read_options, read_run_folder
 from invrl.errors import ConfigError
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.resolved_config import load_resolved
 
 
 def export(arguments: Sequence[str]) -> None:

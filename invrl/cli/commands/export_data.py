@@ -10,8 +10,8 @@ from statistics import fmean
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import ConfigError
 from invrl.host.printable import for_stdout
-from invrl.observe.best_samples import Wanted
-from invrl.run.export_data import ExportOptions, ExportReport, export_data
+from invrl.observe.samples.best_samples import Wanted
+from invrl.run.exports.export_data import ExportOptions, ExportReport, export_data
 
 _VALUES = ("--out", "--best", "--labels", "--min-reward", "--steps", "--model-path")
 _SWITCHES = ("--pairs", "--inexact", "--overwrite")

@@ -15,8 +15,8 @@ from invrl.buffer.ledger_store import (
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import BufferStateError, ConfigError
 from invrl.host.printable import for_stdout
-from invrl.run.config import nearest
-from invrl.run.store_check import check_store
+from invrl.run.checkpoints.store_check import check_store
+from invrl.run.settings.config import nearest
 
 _TASKS_SHOWN = 20
 

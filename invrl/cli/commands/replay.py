@@ -8,9 +8,9 @@ from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import driver_of, log_to_folder
 from invrl.errors import ConfigError
 from invrl.host import interrupts
-from invrl.run import supervisor
-from invrl.run.driver_commands import REPLAY_COMMAND
-from invrl.run.resolved_config import load_resolved
+from invrl.run.processes import supervisor
+from invrl.run.processes.driver_commands import REPLAY_COMMAND
+from invrl.run.settings.resolved_config import load_resolved
 
 
 def replay(arguments: Sequence[str]) -> None:

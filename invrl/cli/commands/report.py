@@ -9,7 +9,7 @@ from invrl.cli.commands.view import EXPORTED_ROLLOUTS, default_settings, say
 from invrl.cli.next_commands import describe_next
 from invrl.errors import ConfigError
 from invrl.host.cache_folder import cache_folder
-from invrl.run.resolved_config import load_resolved
+from invrl.run.settings.resolved_config import load_resolved
 
 
 def report(arguments: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from invrl.cli.arguments import read_run_folder, split_flag, take_value, unknown_flag
 from invrl.errors import ConfigError
-from invrl.observe.samples import (
+from invrl.observe.samples.samples import (
     Sample,
     by_reward,
     evaluated_steps,
@@ -16,10 +16,10 @@ from invrl.observe.samples import (
     spread,
     trained_steps,
 )
-from invrl.observe.samples_text import describe_samples, samples_json
-from invrl.run.config import nearest
-from invrl.run.resolved_config import load_resolved
-from invrl.run.store_check import check_store
+from invrl.observe.samples.samples_text import describe_samples, samples_json
+from invrl.run.checkpoints.store_check import check_store
+from invrl.run.settings.config import nearest
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_store import RunStore
 
 Order = Literal["", "worst", "best", "failed"]

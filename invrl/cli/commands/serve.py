@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from invrl.cli.run_process import checked_configuration, failure_reported, log_to_folder
 from invrl.host import interrupts
-from invrl.run.folder import hold_run_folder
+from invrl.run.settings.folder import hold_run_folder
 
 
 def serve(arguments: Sequence[str]) -> None:

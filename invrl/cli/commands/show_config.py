@@ -4,7 +4,7 @@ to."""
 from collections.abc import Sequence
 
 from invrl.cli.flags import parse_flags
-from invrl.run.config import resolve
+from invrl.run.settings.config import resolve
 
 
 def show_config(arguments: Sequence[str]) -> None:

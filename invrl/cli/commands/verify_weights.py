@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from invrl.cli.arguments import read_options, read_run_folder
 from invrl.cli.command import CommandFailed
 from invrl.errors import ConfigError, DeadlineError, ServerError
-from invrl.run.config import Config
-from invrl.run.driver_commands import FAILURE_EXIT
-from invrl.run.resolved_config import load_resolved
-from invrl.run.verification_socket import ask_for_verification
+from invrl.run.loop.verification_socket import ask_for_verification
+from invrl.run.processes.driver_commands import FAILURE_EXIT
+from invrl.run.settings.config import Config
+from invrl.run.settings.resolved_config import load_resolved
 from invrl.store.run_folder import RunFolder
 from invrl.weights.verification import describe
 

@@ -111,7 +111,7 @@ def _read_number(flag: str, text: str, *, most: int) -> int:
 def default_settings() -> Mapping[str, Mapping[str, Any]]:
     """Every setting that a run has without flags, as a run's folder keeps it, and those
     of each optional table where a run has only the table."""
-    from invrl.run import config
+    from invrl.run.settings import config
 
     of_tables = {name: config.default_settings(name) for name in config.TABLES}
     return of_tables | config.resolve().settings()

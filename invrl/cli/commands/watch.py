@@ -16,10 +16,10 @@ from rich.live import Live
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
 from invrl.errors import ConfigError
 from invrl.host.printable import for_stdout
-from invrl.observe.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
-from invrl.observe.run_status import RunReader, RunStatus
-from invrl.observe.step_text import describe_step
-from invrl.observe.watch_screen import ScreenSize, screen
+from invrl.observe.screen.charts import ASCII_BLOCKS, BLOCKS, can_draw_blocks
+from invrl.observe.screen.step_text import describe_step
+from invrl.observe.screen.watch_screen import ScreenSize, screen
+from invrl.observe.status.run_status import RunReader, RunStatus
 
 _INTERVAL_FLAG = "--interval-s"
 _ONCE_FLAG = "--once"

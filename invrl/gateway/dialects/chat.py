@@ -52,7 +52,7 @@ from invrl.gateway.types import (
     ToolChoice,
     TurnRequest,
 )
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 _ROLES = {

@@ -22,7 +22,7 @@ from invrl.gateway.types import (
     ToolCall,
     TurnRequest,
 )
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 _MAX_CHOICES = 16
 _Number = Annotated[int, msgspec.Meta(ge=1, le=_MAX_CHOICES)]

@@ -57,7 +57,7 @@ from invrl.gateway.types import (
     ToolChoice,
     TurnRequest,
 )
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 _TopK = Annotated[int, msgspec.Meta(ge=0)]
 _CLIENT_ERRORS = {

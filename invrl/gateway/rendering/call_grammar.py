@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from invrl.gateway.rendering.call_parser import call_parser
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 
 @functools.lru_cache(maxsize=256)

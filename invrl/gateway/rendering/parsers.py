@@ -20,7 +20,7 @@ from invrl.gateway.rendering.parser_detection import (
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, reasoning_parser
 from invrl.gateway.types import Tool, ToolChoice
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 
 def choose_parsers(tool_calls: str, reasoning: str, renderer: Renderer) -> Parsers:

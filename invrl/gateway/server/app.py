@@ -38,7 +38,7 @@ from invrl.host.traces import Traces
 from invrl.store.lease_store import LeaseStore
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 _SESSION_BODY_BYTES = 2**20
 """The largest body that the session API takes, but for numbers of tokens: it is read

@@ -31,7 +31,7 @@ from invrl.host.incidents import incidents
 from invrl.host.log_lines import write_log_lines
 from invrl.host.private_file import open_private
 from invrl.host.process import PYTHON_MODULE, RestartLimit, ServerProcess
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 _RESTARTS_PER_MINUTE = 5
 _BACKLOG = 4096

@@ -26,7 +26,7 @@ from invrl.gateway.server.settings import GatewaySettings
 from invrl.host.log_lines import write_log_lines
 from invrl.host.traces import open_traces
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 
 def serve(

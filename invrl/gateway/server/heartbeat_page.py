@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from invrl.host.lived_time import Stopwatch
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 
 SUPERVISOR = 0
 """The supervisor's place in the page; worker n has place n + 1."""

@@ -28,15 +28,11 @@ from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots
 from invrl.gateway.sessions.lifecycle import Lifecycle
 from invrl.gateway.turns.turn_overview import overview
-from invrl.types import (
-    GroupMember,
-    Json,
-    Outcome,
-    Sampling,
-    SessionLimits,
-    SessionTerms,
-    Turn,
-)
+from invrl.types.leases import GroupMember
+from invrl.types.rollouts import Outcome
+from invrl.types.sessions import Sampling, SessionLimits, SessionTerms
+from invrl.types.tasks import Json
+from invrl.types.turns import Turn
 
 _LEASE_POLL_S = 0.1
 

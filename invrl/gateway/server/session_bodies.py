@@ -12,21 +12,21 @@ from pydantic import BaseModel, Field
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.turns.placement import CONTROL_TOKENS_AS_TEXT
 from invrl.store.rows import SessionState
-from invrl.types import (
+from invrl.types.extra_columns import MAX_COLUMNS, ExtraNumbers
+from invrl.types.fields import field_values
+from invrl.types.leases import GroupMember
+from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import Outcome
+from invrl.types.section import Section
+from invrl.types.sessions import (
     MAX_NAME_LENGTH,
     MAX_REWARD,
     MAX_REWARD_COMPONENTS,
-    GroupMember,
-    Outcome,
     Purpose,
     Reward,
     Session,
     SessionTerms,
-    field_values,
 )
-from invrl.types.extra_columns import MAX_COLUMNS, ExtraNumbers
-from invrl.types.reasons import FailureReason
-from invrl.types.section import Section
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _RewardValue = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from invrl.gateway.types import ForkReason
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 _SHARED_BY_STEPS = 0.75
 """The part of the shorter prompt that two steps of one conversation share at their

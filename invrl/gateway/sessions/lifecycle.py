@@ -31,19 +31,13 @@ from invrl.gateway.turns.turns import Turns
 from invrl.store.lease_store import LeaseStore
 from invrl.store.rows import RewardDeadline, SessionState
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import (
-    FailedRollout,
-    GroupMember,
-    Outcome,
-    Reward,
-    Sampling,
-    SessionLimits,
-    SessionTerms,
-    Turn,
-    field_values,
-)
 from invrl.types.extra_columns import ExtraNumbers
+from invrl.types.fields import field_values
+from invrl.types.leases import GroupMember
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome
+from invrl.types.sessions import Reward, Sampling, SessionLimits, SessionTerms
+from invrl.types.turns import Turn
 
 _log = logging.getLogger(__name__)
 _SETTLE_S = 5.0

@@ -9,15 +9,11 @@ from dataclasses import dataclass, replace
 
 from invrl.gateway.session_record import SessionRecord
 from invrl.gateway.sessions.conversation_roots import auxiliary_roots, roots
-from invrl.types import (
-    FailedRollout,
-    Outcome,
-    RolloutSummary,
-    Turn,
-    WeightVersion,
-    field_values,
-)
+from invrl.types.fields import field_values
 from invrl.types.reasons import FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.turns import Turn
+from invrl.types.weights import WeightVersion
 from invrl.user_code.frame import USER_FRAME_PREFIX
 
 

@@ -24,7 +24,8 @@ from invrl.gateway.turns.forest import Forest
 from invrl.gateway.turns.generation import Generation
 from invrl.gateway.turns.recorded_answer import RecordedAnswer
 from invrl.gateway.types import Change, MatchLevel, Node
-from invrl.types import Sampling, Turn
+from invrl.types.sessions import Sampling
+from invrl.types.turns import Turn
 
 AnswerSource = Generation | RecordedAnswer
 """Where a client's answer comes from."""

@@ -32,9 +32,9 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.reply_parser import ReplyParser, join_deltas, reply_message
 from invrl.gateway.types import Answer, AnswerStart, Delta, Message, Node, Piece, Tool
 from invrl.host.traces import Attributes, SpanPlace, child_span
-from invrl.types import FinishReason, Turn, VersionSpan
 from invrl.types.routed_experts import RoutedExperts
 from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.turns import FinishReason, Turn, VersionSpan
 
 _log = logging.getLogger(__name__)
 

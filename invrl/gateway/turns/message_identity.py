@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from invrl.gateway.types import MatchLevel, Message, Tool
-from invrl.types import Json
+from invrl.types.tasks import Json
 
 _MAX_OBJECTS = 16
 """Objects in one text that are rewritten."""

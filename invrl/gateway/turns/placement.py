@@ -16,7 +16,7 @@ from invrl.errors import SessionError
 from invrl.gateway.rendering.renderer import PromptTooLong, Renderer, Room
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.types import Change, ForkReason, Message, Node, Prompt, TurnRequest
-from invrl.types import Sampling
+from invrl.types.sessions import Sampling
 
 CONTROL_TOKENS_AS_TEXT = "control_tokens_as_text"
 """The count of control tokens in the new messages of a request, which were rendered as

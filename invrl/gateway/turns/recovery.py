@@ -15,7 +15,7 @@ from invrl.gateway.rendering.renderer import Renderer
 from invrl.gateway.rendering.shared_tools import SharedTools
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.types import Message, Node, Tool
-from invrl.types import Turn
+from invrl.types.turns import Turn
 
 
 def restore(

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from invrl.errors import SessionError
 from invrl.gateway.types import ClientSampling
-from invrl.types import Json, Purpose, Sampling, Session
+from invrl.types.sessions import Purpose, Sampling, Session
+from invrl.types.tasks import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

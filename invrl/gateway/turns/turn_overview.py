@@ -6,7 +6,8 @@ import asyncio
 from invrl.gateway.turns.conversation import Conversation
 from invrl.gateway.turns.fork_changes import advice
 from invrl.gateway.types import Change, ForkReason
-from invrl.types import Json, Turn
+from invrl.types.tasks import Json
+from invrl.types.turns import Turn
 
 _SHOWN_FIELDS = (
     "id",

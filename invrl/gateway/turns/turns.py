@@ -38,7 +38,8 @@ from invrl.gateway.turns.sampling import TurnSampling, resolve, sampling_seed
 from invrl.gateway.types import MatchLevel, Message, Node, TurnRequest
 from invrl.store.run_store import RunStore
 from invrl.store.run_store_writer import RunStoreWriter
-from invrl.types import Json, Turn
+from invrl.types.tasks import Json
+from invrl.types.turns import Turn
 
 _log = logging.getLogger(__name__)
 _PROMPT_END_TOKENS = 8

@@ -18,7 +18,7 @@ import numpy as np
 from invrl.train.batches.micro_batch import Row, rows_of
 from invrl.train.batches.packing import common_prefix, token_order_key
 from invrl.train.cost.model_size import ComputeCost
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 _GOOD_BALANCE = 1.005
 """Work of the slowest rank over the least possible at which the search ends."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from invrl.errors import TrainError
 from invrl.train.batches.micro_batch import Row, replayed_experts
-from invrl.types import GrammarSpan, TrainSample
+from invrl.types.batches import GrammarSpan, TrainSample
 
 if TYPE_CHECKING:
     import xgrammar

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainSample
+from invrl.types.batches import TrainSample
 from invrl.types.routed_experts import unknown_expert
 
 UNKNOWN_EXPERT = -1

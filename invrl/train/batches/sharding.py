@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from invrl.train.batches.balance import balance
 from invrl.train.cost.model_size import UNKNOWN_MODEL, ComputeCost
-from invrl.types import TrainBatch, TrainedCounts
+from invrl.types.batches import TrainBatch, TrainedCounts
 
 Shard = tuple[TrainBatch, ...]
 """One rank's work: its share of each mini-batch, in order; each mini-batch is one

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from invrl.errors import TrainError
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 logger = logging.getLogger(__name__)
 

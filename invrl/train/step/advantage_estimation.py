@@ -29,7 +29,7 @@ from invrl.algorithms.whitening import Moments, whiten
 from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import sums_of_replicas
-from invrl.types import TrainBatch, TrainSample
+from invrl.types.batches import TrainBatch, TrainSample
 from invrl.types.metrics import Max, Mean, Metric
 
 REWARDS = "rewards"

@@ -28,7 +28,7 @@ from invrl.train.model.reference import FrozenReference
 from invrl.train.model.step_progress import StepProgress
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 @dataclass(slots=True, eq=False)

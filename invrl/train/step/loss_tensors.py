@@ -24,7 +24,7 @@ from invrl.train.runtime import device
 from invrl.train.runtime.device import to_device
 from invrl.train.step.mid_turn_updates import sampled_after_update
 from invrl.train.step.sample_columns import common_names
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.top_logprobs import NO_TOKEN, TopLogprobs
 
 

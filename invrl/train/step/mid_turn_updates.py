@@ -12,7 +12,8 @@ tokens.
 import numpy as np
 from numpy.typing import NDArray
 
-from invrl.types import TrainSample, WeightVersion
+from invrl.types.batches import TrainSample
+from invrl.types.weights import WeightVersion
 
 
 def sampled_after_update(

@@ -19,7 +19,7 @@ from invrl.train.batches.sharding import Shard
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import gather_of_replicas
 from invrl.train.step.advantage_estimation import divergence
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import Mean, Metric
 
 

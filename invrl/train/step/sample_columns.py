@@ -16,7 +16,7 @@ from invrl.errors import TrainError
 from invrl.interfaces import Objective
 from invrl.train.model.pipeline_schedule import SampleNumbers
 from invrl.train.parallel.process_group import gather_rows
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 
 def coupled_numbers(

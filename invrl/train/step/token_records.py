@@ -8,7 +8,7 @@ import numpy as np
 
 from invrl.interfaces import TokenRecord
 from invrl.train.batches.sharding import Shard
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 
 if TYPE_CHECKING:
     import torch

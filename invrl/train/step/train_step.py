@@ -58,7 +58,7 @@ from invrl.train.step.rollout_kl import with_rollout_kl
 from invrl.train.step.sample_columns import coupled_numbers, weighted_by_length
 from invrl.train.step.throughput import work_amounts
 from invrl.train.step.token_records import records_of_mini_batch
-from invrl.types import TrainBatch
+from invrl.types.batches import TrainBatch
 from invrl.types.metrics import Max, Mean, Metric, Sum, merge, timed
 
 _WITHOUT_CANDIDATES = (

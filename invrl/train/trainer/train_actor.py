@@ -15,9 +15,9 @@ from invrl.train.batches.sharding import Shard
 from invrl.train.critic.critic_values import ValuesOfShard
 from invrl.train.model.step_progress import StepPlace
 from invrl.train.ranks.rank_actor import RankActor
-from invrl.types import WeightVersion
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Metric
+from invrl.types.weights import WeightVersion
 
 if TYPE_CHECKING:
     from invrl.train.trainer.train_rank import TrainRank

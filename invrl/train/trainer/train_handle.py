@@ -31,9 +31,10 @@ from invrl.train.ranks.rank_actor import RankActor
 from invrl.train.ranks.rank_calls import RankCalls, call_deadline
 from invrl.train.step.token_records import records_of_batch
 from invrl.train.trainer.train_actor import TrainActor
-from invrl.types import TrainBatch, WeightVersion
+from invrl.types.batches import TrainBatch
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Metric, merge
+from invrl.types.weights import WeightVersion
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")

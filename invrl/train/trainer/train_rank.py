@@ -41,9 +41,9 @@ from invrl.train.runtime.megatron_args import MegatronOptions, parse_megatron_op
 from invrl.train.weights.arena_staging import stage_first, stage_other
 from invrl.train.weights.delta_staging import DeltaFolders
 from invrl.train.weights.disk_staging import WeightFolders
-from invrl.types import WeightVersion
 from invrl.types.file_entry import FileEntries
 from invrl.types.metrics import Max, Metric
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaWriter
 from invrl.weights.broadcaster import Broadcaster
 from invrl.weights.buckets import BucketSender

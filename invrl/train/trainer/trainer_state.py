@@ -1,7 +1,7 @@
 """The trainer's own state on disk: a Megatron distributed checkpoint of model,
 optimizer and schedule, and each rank's random state.
 
-What a run's whole checkpoint consists of is in `run/checkpoints.py`.
+What a run's whole checkpoint consists of is in `run/checkpoints/checkpoints.py`.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from invrl.errors import LayoutError
 from invrl.interfaces import StagedWeights, WeightLayout
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.arena import ArenaHandle, ArenaWriter, open_arena
 from invrl.weights.checksums import HashTensors, checksums_of
 from invrl.weights.tensor_slice import TensorPart

@@ -29,7 +29,7 @@ from invrl.interfaces import WeightLayout
 from invrl.train.parallel.partitions import parameters_of
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.runtime import device
-from invrl.types import TensorSpec
+from invrl.types.weights import TensorSpec
 from invrl.user_code.model_folder import tensor_files
 from invrl.weights.tensor_slice import TensorPart
 

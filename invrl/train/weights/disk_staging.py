@@ -17,7 +17,7 @@ from invrl.errors import DiskFullError, LayoutError, TrainError, WeightSyncError
 from invrl.host.disk import is_full
 from invrl.interfaces import StagedWeights, WeightLayout
 from invrl.train.weights.safetensors_file import write_safetensors
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.tensor_spec import checksum, num_bytes
 from invrl.weights.weight_folder import WEIGHTS_NAME
 

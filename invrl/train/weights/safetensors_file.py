@@ -20,8 +20,8 @@ import torch
 from invrl.errors import TrainError
 from invrl.interfaces import WeightLayout
 from invrl.store.checksummed_file import ChecksummedFile
-from invrl.types import TensorSpec
 from invrl.types.file_entry import FileEntry
+from invrl.types.weights import TensorSpec
 from invrl.weights.tensor_spec import num_bytes, spec_of
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -26,7 +26,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 from invrl.train.rank_settings import RankSettings
 from invrl.train.trainer.train_rank import TrainRank
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.buckets import BucketSender
 
 P = ParamSpec("P")

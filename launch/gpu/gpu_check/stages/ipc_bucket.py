@@ -11,7 +11,7 @@ import torch
 
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
-from invrl.types import WeightVersion
+from invrl.types.weights import WeightVersion
 from invrl.weights.buckets import BucketSender
 from invrl.weights.tensor_spec import checksum, spec_of
 

@@ -1,0 +1,126 @@
+"""The rollouts of each step that the console shows while a run trains
+(`run.log_samples`), and those of the table at an experiment tracker
+(`wandb.rollouts`): a glance at what the model says. `invrl samples` shows all
+rollouts.
+
+Invariant: an error here is logged and ends no run."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from invrl.host.printable import for_stdout, one_line, trimmed
+from invrl.observe.samples.sampled_rollout import SampledRollout
+from invrl.observe.samples.transcript import Transcript, message_text, read_transcript
+from invrl.store.run_store import RunStore
+from invrl.types.batches import TakenBatch
+from invrl.types.rollouts import RolloutSummary
+
+_MAX_CHARACTERS = 160
+_MAX_CELL_CHARACTERS = 20_000
+logger = logging.getLogger(__name__)
+
+
+def show_samples(
+    store_path: Path, count: int | None, step: int, taken: TakenBatch
+) -> list[str]:
+    """A text for each of `count` rollouts of the step's batch."""
+    rollouts = choose_rollouts(taken, count or 0, step)
+    if not rollouts:
+        return []
+    try:
+        # This may run in another thread, so it opens its own connection.
+        with contextlib.closing(RunStore(store_path)) as store:
+            texts: list[str] = []
+            for rollout in rollouts:
+                transcript = read_transcript(store, rollout.session_id)
+                texts.append(describe_rollout(rollout, transcript))
+            return texts
+    except Exception:
+        logger.exception("the samples of step %d cannot be shown", step)
+        return []
+
+
+def sample_rollouts(
+    store_path: Path, count: int, step: int, taken: TakenBatch
+) -> list[SampledRollout]:
+    """`count` rollouts of the step's batch as rows of a table."""
+    rows: list[SampledRollout] = []
+    try:
+        with contextlib.closing(RunStore(store_path)) as store:
+            for rollout in choose_rollouts(taken, count, step):
+                transcript = read_transcript(store, rollout.session_id)
+                rows.append(_row_of(step, rollout, transcript))
+    except Exception:
+        logger.exception("the rollouts of step %d cannot be logged", step)
+        return []
+    return rows
+
+
+def _row_of(
+    step: int, summary: RolloutSummary, transcript: Transcript
+) -> SampledRollout:
+    reason = "cut" if summary.truncated else ""
+    if summary.failure is not None:
+        reason = summary.failure.value
+    prompt = message_text(transcript.opening[-1]) if transcript.opening else ""
+    response = "\n\n".join(message_text(turn.reply) for turn in transcript.turns)
+    return SampledRollout(
+        step=step,
+        task=_cell(summary.task_id),
+        reward=summary.reward,
+        prompt=_cell(prompt),
+        response=_cell(response),
+        length=summary.sampled_tokens,
+        reason=reason,
+        version=summary.newest_version,
+    )
+
+
+def _cell(text: str) -> str:
+    """Without lone surrogates, which no tracker can send, and not longer than a person
+    reads."""
+    return (
+        trimmed(text, _MAX_CELL_CHARACTERS).encode("utf-8", "backslashreplace").decode()
+    )
+
+
+def choose_rollouts(
+    taken: TakenBatch, count: int, step: int
+) -> Sequence[RolloutSummary]:
+    """At most `count` rollouts, evenly over the groups of the batch. Each step chooses
+    other members of a group."""
+    rollouts = [rollout for group in taken.groups for rollout in group.rollouts_G]
+    count = min(count, len(rollouts))
+    chosen: list[RolloutSummary] = []
+    for number in range(count):
+        position = number * len(rollouts) // count + step
+        chosen.append(rollouts[position % len(rollouts)])
+    return chosen
+
+
+def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
+    """Three lines: which rollout it was, the last message of its first prompt, and its
+    last reply."""
+    heading = f"  sample: task {_shorten(summary.task_id)}, reward {summary.reward:.3f}"
+    if summary.num_turns > 1:
+        heading += f", {summary.num_turns} turns"
+    if summary.truncated:
+        heading += ", cut"
+    if summary.failure is not None:
+        heading += f", failed: {summary.failure}"
+    lines = [heading]
+    if transcript.opening:
+        question = transcript.opening[-1]
+        lines.append(f"    {question.role}: {_shorten(message_text(question))}")
+    reply = ""
+    if transcript.turns:
+        reply = _shorten(message_text(transcript.turns[-1].reply))
+    lines.append(f"    model: {reply or '(nothing)'}")
+    return for_stdout("\n".join(lines))
+
+
+def _shorten(text: str) -> str:
+    """One line."""
+    return trimmed(one_line(text), _MAX_CHARACTERS)

@@ -1,0 +1,310 @@
+"""The rollouts of a run as samples to look at: what became of each, and which of them
+to show. For live and ended runs; nothing is written.
+
+The step of a training rollout is the one that trained it, along the surviving lineage
+of the ledger. The step of a held-out rollout is the one that its evaluation came after
+(0: before training). A dropped rollout has no step."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from invrl.buffer.config import FailureRule
+from invrl.buffer.ledger_store import read_ledger
+from invrl.store.rows import StoredSession
+from invrl.store.run_store import RunStore
+from invrl.types.leases import Place
+from invrl.types.reasons import DropReason, FailureReason
+from invrl.types.rollouts import FailedRollout, Outcome, RolloutSummary
+from invrl.types.sessions import Purpose, RolloutIdentity
+
+if TYPE_CHECKING:
+    from invrl.buffer.ledger import LedgerEntry
+    from invrl.buffer.ledger_store import KeptEntry
+
+_EVALUATION_PREFIX = "eval/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One rollout that has ended."""
+
+    identity: RolloutIdentity
+    purpose: Purpose
+    step: int | None
+    """None if no step trained it, or if it belongs to `invrl serve`."""
+    evaluation: str = ""
+    """Of a held-out rollout: "<mode>", or "<set>/<mode>"."""
+    state: str
+    """What became of it: trained, finished, grouped, taken, dropped (with the reason),
+    failed, lost (a later incarnation of the run resumed from before it), evaluated,
+    served."""
+    reward: float | None
+    """None if it failed and does not count."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    failure: FailureReason | None = None
+    detail: str = ""
+    """The failure's message."""
+    num_turns: int = 0
+    sampled_tokens: int = 0
+    cut: bool = False
+    """One of its replies ran out of tokens."""
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    opened_at: float
+
+
+def read_samples(
+    path: Path, failure_rules: Mapping[FailureReason, FailureRule]
+) -> list[Sample]:
+    """Every rollout in the store at `path` that has ended, in the order in which they
+    were opened. A held-out rollout that was repeated counts once, with its last
+    attempt. `failure_rules`: the run's, for failures that count with a reward."""
+    fates = _read_fates(read_ledger(path))
+    samples: dict[tuple[str, int], Sample] = {}
+    store = RunStore(path)
+    try:
+        for stored in store.ended_sessions():
+            sample = _sample_of(stored, fates, failure_rules)
+            identity = sample.identity
+            key = (identity.session_id, 0)
+            if sample.purpose == "eval":
+                key = (identity.group_id, identity.index)
+            samples.pop(key, None)  # so that the last attempt takes the last position
+            samples[key] = sample
+    finally:
+        store.close()
+    return list(samples.values())
+
+
+def failed_purposes(path: Path) -> set[str]:
+    """What the rollouts were for that failed: "train", "eval". Empty if none did, or if
+    the store at `path` cannot be read."""
+    # The outcome is a blob of compact JSON (`rows.py`).
+    question = "SELECT DISTINCT purpose FROM sessions WHERE parent_id = '' AND instr(outcome, ?)"
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+        ) as store:
+            return {
+                purpose
+                for (purpose,) in store.execute(question, (b'"outcome":"failed"',))
+            }
+    except sqlite3.Error:
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What the ledger says of one rollout."""
+
+    state: str
+    step: int | None = None
+
+
+def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
+    """By session id, for each rollout whose session the ledger names. The last entry of
+    the surviving lineage decides. A session that only lost entries name is lost."""
+    session_ids: dict[Place, str] = {}
+    """The session that last ended at a place of the surviving lineage."""
+    fates: dict[str, _Fate] = {}
+    for kept in kept_entries:
+        entry = kept.entry
+        if kept.lost:
+            if entry.session_id:
+                fates.setdefault(entry.session_id, _Fate("lost"))
+            continue
+        # Only the entry that an outcome caused names its session. Later entries of its
+        # place belong to it.
+        if entry.session_id:
+            session_ids[entry.place] = entry.session_id
+        session_id = session_ids.get(entry.place)
+        if session_id is not None:
+            fates[session_id] = _fate_after(entry, fates.get(session_id))
+    return fates
+
+
+def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
+    """What became of a rollout with this entry; `previous`: with the entry before
+    it."""
+    state = str(entry.state)
+    if entry.reason:
+        state += f": {entry.reason}"
+    step = None
+    if entry.batch_id is not None:
+        step = entry.batch_id + 1  # batches are numbered from 0, steps from 1
+    elif entry.reason is DropReason.NOT_TRAINED and previous is not None:
+        step = previous.step  # it was taken for this step, in a run without a trainer
+    return _Fate(state, step)
+
+
+def _sample_of(
+    stored: StoredSession,
+    fates: Mapping[str, _Fate],
+    rules: Mapping[FailureReason, FailureRule],
+) -> Sample:
+    session = stored.session
+    outcome = stored.outcome
+    assert outcome is not None, "only sessions with an outcome are read"
+    evaluation = ""
+    if session.purpose == "train":
+        fate = fates.get(session.id)
+        if fate is None:
+            fate = _fate_before_ledger(outcome)
+    elif session.purpose == "eval":
+        step, evaluation = parse_evaluation(session.group_id, session.task_id)
+        fate = _Fate("evaluated", step)
+    else:
+        fate = _Fate("served")
+    sample = Sample(
+        identity=session.identity,
+        purpose=session.purpose,
+        step=fate.step,
+        evaluation=evaluation,
+        state=fate.state,
+        reward=None,
+        opened_at=stored.opened_at,
+    )
+    if isinstance(outcome, RolloutSummary):
+        sample = replace(
+            sample, reward=outcome.reward, reward_components=outcome.reward_components
+        )
+        return _with_counts(sample, outcome)
+    sample = replace(
+        sample,
+        failure=outcome.reason,
+        detail=outcome.detail,
+        reward=failure_reward(outcome, session.purpose, rules),
+    )
+    if outcome.partial is None:
+        return sample
+    return _with_counts(sample, outcome.partial)
+
+
+def _fate_before_ledger(outcome: Outcome) -> _Fate:
+    """The fate of a rollout that has just ended: the ledger has no entry for it yet."""
+    if isinstance(outcome, FailedRollout):
+        return _Fate("failed")
+    return _Fate("finished")
+
+
+def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
+    return replace(
+        sample,
+        num_turns=summary.num_turns,
+        sampled_tokens=summary.sampled_tokens,
+        cut=summary.truncated,
+        oldest_version=summary.oldest_version,
+        newest_version=summary.newest_version,
+    )
+
+
+def failure_reward(
+    failed: FailedRollout, purpose: Purpose, rules: Mapping[FailureReason, FailureRule]
+) -> float | None:
+    """The reward that a failed rollout counts with; None if it does not count."""
+    if purpose == "eval":
+        return 0.0
+    rule = rules.get(failed.reason)
+    if isinstance(rule, float) and failed.partial is not None:
+        return rule
+    return None
+
+
+def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
+    """Step and name of an evaluation, from the id that `rollout/evaluation.py` gives to
+    its groups: eval/<step>/[<set>/]<mode>/<task>."""
+    path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")
+    step, _, name = path.partition("/")
+    if not step.isdecimal():
+        return None, name
+    return int(step), name
+
+
+def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
+    """By task id: the id that the task had when it came first. A task that comes back,
+    in a later epoch for example, has a number behind its id (`10`, `10@1`, `10@2`)."""
+    ids = set(task_ids)
+    first: dict[str, str] = {}
+    for task_id in ids:
+        base, _, number = task_id.rpartition("@")
+        first[task_id] = task_id
+        if base in ids and number.isdecimal():
+            first[task_id] = base
+    return first
+
+
+def trained_steps(samples: Iterable[Sample]) -> list[int]:
+    """The steps of the training rollouts, in order."""
+    return _steps_of(samples, "train")
+
+
+def evaluated_steps(samples: Iterable[Sample]) -> list[int]:
+    """The steps that an evaluation came after, in order."""
+    return _steps_of(samples, "eval")
+
+
+def _steps_of(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
+    steps = {
+        sample.step
+        for sample in samples
+        if sample.purpose == purpose and sample.step is not None
+    }
+    return sorted(steps)
+
+
+def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """At most `limit` samples (0: all), at equal distances, the first and the last
+    among them."""
+    count = len(samples)
+    if not limit or count <= limit:
+        return list(samples)
+    if limit == 1:
+        return [samples[0]]
+    return [
+        samples[round(number * (count - 1) / (limit - 1))] for number in range(limit)
+    ]
+
+
+def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Sample]:
+    """At most `limit` (0: all) of the samples that have a reward, the best or the worst
+    first. Among samples of equal reward, one of each task comes before the second of
+    any task."""
+    counts: dict[tuple[str, float], int] = defaultdict(int)
+    keys: dict[str, tuple[float, int]] = {}
+    scored: list[Sample] = []
+    for sample in samples:
+        if sample.reward is None:
+            continue
+        scored.append(sample)
+        of_task = (sample.identity.task_id, sample.reward)
+        order = sample.reward
+        if best:
+            order = -order
+        keys[sample.identity.session_id] = (order, counts[of_task])
+        counts[of_task] += 1
+    scored.sort(key=lambda sample: keys[sample.identity.session_id])
+    if not limit:
+        return scored
+    return scored[:limit]
+
+
+def distinct_replies(store: RunStore, rollout_ids: Iterable[str]) -> int:
+    """How many of these rollouts sampled different tokens, counted as
+    `step_metrics.reply_metrics` does: turns whose answer did not reach the client are
+    left out."""
+    replies: set[tuple[bytes, ...]] = set()
+    for rollout_id in rollout_ids:
+        sampled: list[bytes] = []
+        for session_id in store.family(rollout_id):
+            for turn in store.turns(session_id):
+                if turn.delivered and turn.finish_reason != "abort":
+                    sampled.append(turn.sampled_ids_T.tobytes())
+        replies.add(tuple(sampled))
+    return len(replies)

@@ -1,0 +1,121 @@
+"""What was said in a rollout: the messages that the agent sent, and the model's
+replies.
+
+Read from the messages that the gateway records beside each turn's tokens. A turn
+records only the messages that it adds to its parent: the turn that it continues, or the
+last one that a fork has in common with what was recorded. A turn without a parent
+records all of its messages."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from invrl.gateway.types import Message
+from invrl.store.run_store import RunStore
+from invrl.types.turns import FinishReason, Turn
+from invrl.types.weights import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptTurn:
+    """One reply of the model, and the messages before it."""
+
+    turn_id: str
+    session_id: str
+    """The rollout's session, or that of one of its sub-agents."""
+    prompt: tuple[Message, ...]
+    reply: Message
+    finish_reason: FinishReason
+    sampled_tokens: int
+    oldest_version: WeightVersion
+    newest_version: WeightVersion
+    delivered: bool
+    fork_reason: str
+    """Why it forks off what was recorded before; "" for a first turn and for one that
+    continues another."""
+    keeps_interrupted_reply: bool
+    """It continues a reply that ran out of tokens."""
+    finished_at: float
+
+    @property
+    def cut(self) -> bool:
+        """It ran out of tokens."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """All turns of a rollout and its sub-agents, in the order in which they ended."""
+
+    turns: tuple[TranscriptTurn, ...]
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """The prompt of the first turn."""
+        if not self.turns:
+            return ()
+        return self.turns[0].prompt
+
+    @property
+    def replies(self) -> str:
+        """All replies of the model as one text."""
+        return "\n".join(message_text(turn.reply) for turn in self.turns)
+
+
+def read_transcript(store: RunStore, session_id: str) -> Transcript:
+    """Of a session and its children. It is empty if the session has no turns or is
+    unknown."""
+    turns: list[TranscriptTurn] = []
+    interrupted: set[str] = set()
+    """The turns so far that ran out of tokens."""
+    for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
+        messages = msgspec.json.decode(encoded_messages, type=list[Message])
+        if not messages:
+            messages = [Message("assistant")]
+        turns.append(
+            _transcript_turn(
+                turn,
+                prompt=tuple(messages[:-1]),
+                reply=messages[-1],
+                keeps_interrupted_reply=turn.parent_id in interrupted,
+            )
+        )
+        if turn.finish_reason != "stop":
+            interrupted.add(turn.id)
+    return Transcript(turns=tuple(turns))
+
+
+def message_text(message: Message) -> str:
+    """Its thinking, its content and its tool calls as one text."""
+    parts: list[str] = []
+    if message.reasoning:
+        parts.append(f"<think>{message.reasoning}</think>")
+    if message.content:
+        parts.append(message.content)
+    for call in message.tool_calls:
+        parts.append(f"{call.name}({call.arguments})")
+    return "\n".join(parts)
+
+
+def _transcript_turn(
+    turn: Turn,
+    *,
+    prompt: tuple[Message, ...],
+    reply: Message,
+    keeps_interrupted_reply: bool,
+) -> TranscriptTurn:
+    versions = [span.version for span in turn.spans if span.end > span.start]
+    return TranscriptTurn(
+        turn_id=turn.id,
+        session_id=turn.session_id,
+        prompt=prompt,
+        reply=reply,
+        finish_reason=turn.finish_reason,
+        sampled_tokens=len(turn.sampled_ids_T),
+        oldest_version=WeightVersion(min(versions, default=0)),
+        newest_version=WeightVersion(max(versions, default=0)),
+        delivered=turn.delivered,
+        fork_reason=turn.fork_reason,
+        keeps_interrupted_reply=keeps_interrupted_reply,
+        finished_at=turn.finished_at,
+    )

@@ -1,0 +1,5 @@
+"""What a terminal shows of a run: the live lines of `invrl train` and the screen of
+`invrl watch`.
+
+Start with `progress.py` and `watch_screen.py`.
+"""

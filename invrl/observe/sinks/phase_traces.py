@@ -1,0 +1,54 @@
+"""A trace for each step of a driver, with a span for each of its phases, also of runs
+on files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from invrl.observe.sinks.sinks import Sink
+
+if TYPE_CHECKING:
+    from invrl.host.traces import Traces
+    from invrl.store.timeline_file import Span
+
+
+class PhaseTraces(Sink):
+    """Sends the trace of a step once the step is done. Step 0 is the start, with the
+    evaluation before training. It closes `traces`."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+        self._spans: list[Span] = []
+
+    def span(self, span: Span) -> None:
+        self._spans.append(span)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        self._send(step)
+
+    def _send(self, step: int) -> None:
+        spans = self._spans
+        if not spans:
+            return
+        self._spans = []
+        attributes = {"invrl.step": step}
+        start = min(span.start for span in spans)
+        end = max(span.end for span in spans)
+        place = self._traces.past_span(
+            "step", None, start=start, end=end, attributes=attributes
+        )
+        for span in spans:
+            self._traces.past_span(
+                span.name,
+                place,
+                start=span.start,
+                end=span.end,
+                attributes={"invrl.step": span.step},
+            )
+
+    def close(self) -> None:
+        """What a run that ended within a step has done of it is sent too."""
+        if self._spans:
+            self._send(self._spans[-1].step)
+        self._traces.close()

@@ -1,0 +1,119 @@
+"""The files of a run that tell what it does and what came of it, read again and again,
+of a live or a dead run, without touching its folder.
+
+Everything may be missing, torn or of another version: what cannot be read becomes a
+note, and the rest is told."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from invrl.observe.metrics.collapse import COLLAPSE_METRICS, collapse
+from invrl.observe.metrics.metrics_table import MetricsTable
+from invrl.observe.status.outcome import outcome_line, telling_metrics
+from invrl.store.run_folder import RunFolder
+
+State = Literal["running", "ended", "failed", "interrupted"]
+Settings = Mapping[str, Mapping[str, Any]]
+"""By section, as they are written."""
+_LOG_TAIL = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What the driver did last, from phase.json."""
+
+    name: str
+    step: int
+    since: float | None
+    """Unix seconds; None for a run of an earlier version."""
+
+
+class RunFiles:
+    """Call `metrics.refresh` to read the metrics that are new."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.metrics = MetricsTable(folder.metrics_path)
+        self.settings_error = ""
+
+    def state(self) -> State:
+        """ "interrupted": it was killed, or somebody ended it before its last step."""
+        if self.folder.is_worked_in():
+            return "running"
+        if self.folder.finished_path.exists():
+            return "ended"
+        if "Traceback (most recent call last)" in self.log_end():
+            return "failed"
+        return "interrupted"
+
+    def log_end(self) -> str:
+        """The end of the driver's log."""
+        try:
+            with self.folder.log_path("driver").open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - _LOG_TAIL))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+    def settings(self) -> Settings:
+        """{} if they cannot be read."""
+        path = self.folder.config_path
+        try:
+            tables = tomllib.loads(path.read_text(errors="replace", encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            self.settings_error = (
+                f"settings are not shown: {path} cannot be read: {error}"
+            )
+            return {}
+        self.settings_error = ""
+        return {
+            name: table for name, table in tables.items() if isinstance(table, dict)
+        }
+
+    def num_steps(self) -> int | None:
+        """How many steps the run is to make."""
+        number = self.settings().get("run", {}).get("num_steps")
+        return number if isinstance(number, int) else None
+
+    def phase(self) -> Phase | None:
+        """None if the driver has said nothing."""
+        try:
+            content = json.loads(self.folder.phase_path.read_bytes())
+            since = content.get("since")
+            return Phase(
+                name=str(content["phase"]),
+                step=int(content["step"]),
+                since=None if since is None else float(since),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def outcome(self) -> str:
+        """What came of the run so far, in one line."""
+        state = self.state()
+        return outcome_line(
+            state=state,
+            step=self.metrics.last_step,
+            num_steps=self.num_steps(),
+            report=self.folder.report_path,
+            series=self.metrics.series(telling_metrics(self.metrics.names())),
+            log_end=self.log_end() if state == "failed" else "",
+        )
+
+    def notes(self) -> list[str]:
+        """What could not be read, and whether the policy has collapsed."""
+        notes = [self.settings_error]
+        if self.metrics.damaged_lines:
+            notes.append(
+                f"{self.metrics.damaged_lines} lines of metrics.jsonl are damaged and left out"
+            )
+        if self.metrics.ends_incomplete and not self.folder.is_worked_in():
+            notes.append("the last line of metrics.jsonl is incomplete and left out")
+        notes.append(collapse(self.metrics.rows(COLLAPSE_METRICS)))
+        return [note for note in notes if note]

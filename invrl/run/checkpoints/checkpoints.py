@@ -1,0 +1,447 @@
+"""A run's checkpoints: one folder per step, whole or not there; and the newest weights
+by themselves.
+
+    checkpoints/step-000004/   megatron/ (model, optimizer, schedule, RNG), hugging_face/ (the model),
+                               buffer.json (buffer, data cursor, place in the ledger),
+                               manifest.json (size and checksum of each of these files)
+    checkpoints/model-000005/  the model alone, as a Hugging Face folder with a manifest.json
+
+Each is written under another name, flushed to disk and renamed, so a crash at any byte
+leaves the last whole one. A checkpoint is checked against its manifest before anything
+of it is loaded.
+
+The model of a step is saved before the optimizer's state, which is six times as large.
+If that state cannot be written (the disk or the memory is full), `model-N` remains. It
+is not a checkpoint: it can be evaluated, served and be the model of a new run, but no
+run resumes from it. Once the checkpoint of the step is whole, `model-N` is removed."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import ParamSpec, Protocol, TypeVar
+
+from invrl.errors import DamagedFileError, NewerFormatError, OtherModelError
+from invrl.host.disk import check_space, flush, flush_tree, is_full
+from invrl.interfaces import Trainer
+from invrl.run.checkpoints.checkpoint import (
+    MODEL_PREFIX,
+    STEP_PREFIX,
+    Checkpoint,
+    model_step,
+    step_in,
+)
+from invrl.run.checkpoints.checkpoint_scores import kept_steps
+from invrl.store.manifest import MANIFEST_NAME, read_entries, write_manifest
+from invrl.store.run_folder import KEEP_NAME
+from invrl.types.file_entry import FileEntries
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PARTIAL = ".partial"
+_DAMAGED = ".damaged"
+_REFUSED = ".refused"
+"""Ends the name of a checkpoint that is whole and cannot be used: of another model, or
+of a newer format."""
+
+
+class CopyingTrainer(Trainer, Protocol):
+    """A trainer that can write a copy of its state while it trains on."""
+
+    async def copy_model(self, path: str) -> None:
+        """Copies the weights and begins to write them as `export_hugging_face` does."""
+
+    async def copy_checkpoint(self, path: str) -> None:
+        """Copies the state and begins to write it, after the weights."""
+
+    async def model_written(self) -> FileEntries:
+        """Waits for the weights. Raises what their writing raised."""
+        ...
+
+    async def checkpoint_written(self) -> None:
+        """Waits for the state, on all ranks."""
+
+    async def finish_checkpoint(self) -> FileEntries:
+        """Ends the writing of the state. As `save_checkpoint`."""
+        ...
+
+
+class Checkpoints:
+    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all.
+    `keep_best`: how many of the older ones stay, by the scores that `read_scores`
+    returns by step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 0,
+        keep_best: int = 0,
+        read_scores: Callable[[], Mapping[int, float]] = dict,
+    ) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._keep_best = keep_best
+        self._read_scores = read_scores
+        self._in_flight: asyncio.Task[None] | None = None
+        """The checkpoint that is being written beside training."""
+        self._failed = asyncio.Event()
+        self.saved_step: int | None = None
+        """Of the newest weights that this object has saved, whatever became of their
+        checkpoint."""
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    def is_whole(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step."""
+        return (self._folder / f"{STEP_PREFIX}{step:06d}").is_dir()
+
+    def all(self) -> list[Checkpoint]:
+        """Oldest first."""
+        checkpoints: list[Checkpoint] = []
+        for path in self._folder.glob(f"{STEP_PREFIX}*"):
+            checkpoint = Checkpoint.at(path)
+            if checkpoint is not None:
+                checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+    def latest(self) -> Checkpoint | None:
+        checkpoints = self.all()
+        if not checkpoints:
+            return None
+        return checkpoints[-1]
+
+    def damaged(self) -> list[str]:
+        """Names of the checkpoints that were damaged and renamed."""
+        return sorted(
+            path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*")
+        )
+
+    def newest_whole(
+        self, report: Callable[[str], object], model_folder: Path
+    ) -> Checkpoint | None:
+        """The newest checkpoint that is of the model in `model_folder`, in a format
+        that is known, and whose files are what was written; None if the run has made no
+        checkpoint. Other checkpoints are renamed; `report` receives which file was
+        wrong and which steps are lost. Raises DamagedFileError if there were
+        checkpoints and none can be used."""
+        refusals: list[tuple[Checkpoint, DamagedFileError]] = []
+        for checkpoint in reversed(self.all()):
+            try:
+                checkpoint.check(model_folder)
+            except (NewerFormatError, OtherModelError) as error:
+                refusals.append((checkpoint, error))
+            except DamagedFileError as error:
+                report(self._put_aside(checkpoint, error))
+            else:
+                for refused, error in refusals:
+                    report(self._put_aside(refused, error))
+                return checkpoint
+        if refusals:  # the fault is the command's, so nothing is renamed
+            _, error = refusals[0]
+            raise error
+        damaged = self.damaged()
+        if damaged:
+            fix = (
+                "copy a whole checkpoint back to this folder, or begin a new run under another --run-name. "
+                "A hugging_face folder in a damaged checkpoint may still serve as its --model-path"
+            )
+            reason = f"no checkpoint is whole; damaged ones: {', '.join(damaged)}"
+            raise DamagedFileError(self._folder, reason, fix)
+        return None
+
+    def _put_aside(self, checkpoint: Checkpoint, error: DamagedFileError) -> str:
+        """Renames it, to a name that no checkpoint has and that was not used before.
+        Returns a sentence for the console."""
+        ending = _DAMAGED
+        finding = "is damaged"
+        if isinstance(error, NewerFormatError | OtherModelError):
+            ending = _REFUSED
+            finding = "cannot be used"
+        renamed = checkpoint.path.with_name(f"{checkpoint.path.name}{ending}")
+        number = 1
+        while renamed.exists():
+            number += 1
+            renamed = checkpoint.path.with_name(
+                f"{checkpoint.path.name}{ending}-{number}"
+            )
+        checkpoint.path.rename(renamed)
+        flush(self._folder)
+        older = [other for other in self.all() if other.step < checkpoint.step]
+        lost_steps = "All its steps"
+        if older:
+            lost_steps = f"Steps {older[-1].step + 1} to {checkpoint.step}"
+        return (
+            f"the checkpoint of step {checkpoint.step} {finding}: {error.path.name}: {error.reason}. "
+            f"It is kept as {renamed.name}. {lost_steps} are lost and made again"
+        )
+
+    def check_space(self) -> None:
+        """Raises DiskFullError if there is no room for a checkpoint as large as the
+        newest one. The ranks are asked for nothing then."""
+        latest = self.latest()
+        if latest is not None:
+            check_space(self._folder, _num_bytes(latest.path))
+
+    def clear_partial(self) -> None:
+        """Removes what a save has left that failed."""
+        for path in self._folder.glob(f"*{_PARTIAL}*"):
+            shutil.rmtree(path)
+
+    def begin(self, step: int) -> Checkpoint:
+        """An empty folder to fill. It becomes a checkpoint by `commit`."""
+        self.clear_partial()
+        filling = Checkpoint(
+            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}"
+        )
+        filling.path.mkdir(parents=True)
+        return filling
+
+    def commit(self, filled: Checkpoint, written: FileEntries) -> Checkpoint:
+        """Writes the manifest, flushes everything and gives the folder its name. Then
+        removes checkpoints that are not kept, and saved models that are not newer.
+        `written`: the entries that are known."""
+        write_manifest(filled.path, written)
+        flush_tree(filled.path)
+        final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
+        self._rename(filled.path, final)
+        self._remove_old()
+        self._remove_models(filled.step)
+        return Checkpoint(step=filled.step, path=final)
+
+    def _remove_old(self) -> None:
+        """Removes the checkpoints that are not kept. The newest one always is, and it
+        is whole."""
+        scores: Mapping[int, float] = {}
+        if self._keep_best:
+            scores = self._read_scores()
+        checkpoints = self.all()
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = kept_steps(steps, newest=self._keep, best=self._keep_best, scores=scores)
+        for checkpoint in checkpoints:
+            if checkpoint.step in kept:
+                continue
+            if checkpoint.keeps_model:
+                self._remove(checkpoint.megatron)
+                checkpoint.buffer.unlink(missing_ok=True)
+            else:
+                self._remove(checkpoint.path)
+
+    def _remove(self, folder: Path) -> None:
+        """A crash at any moment leaves the folder as it was, or no folder of this name:
+        the next save removes the rest."""
+        removed = self._folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
+        folder.rename(removed)
+        flush(folder.parent)
+        flush(self._folder)
+        shutil.rmtree(removed)
+
+    async def save(
+        self, trainer: Trainer, step: int, snapshot: bytes | None = None
+    ) -> Checkpoint:
+        """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The
+        model comes first and remains if the rest fails. Threads write to the disk,
+        because the caller's event loop watches processes meanwhile."""
+        model = await self.save_model(trainer, step)
+        filling = await _in_thread(self.begin, step)
+        state = await trainer.save_checkpoint(str(filling.megatron))
+        return await self._complete(filling, model, state, snapshot)
+
+    async def _complete(
+        self,
+        filling: Checkpoint,
+        model: Path,
+        state: FileEntries,
+        snapshot: bytes | None,
+    ) -> Checkpoint:
+        """Makes a checkpoint of the trainer's state, which is in `filling`, and the
+        saved model."""
+        linked = await _in_thread(_link_model, model, filling.hugging_face)
+        if snapshot is not None:
+            await _in_thread(filling.buffer.write_bytes, snapshot)
+        written = {
+            **_below(filling.megatron, state),
+            **_below(filling.hugging_face, linked),
+        }
+        return await _in_thread(self.commit, filling, written)
+
+    async def save_beside_training(
+        self, trainer: CopyingTrainer, step: int, snapshot: bytes | None = None
+    ) -> None:
+        """As `save`, but returns as soon as the trainer has copied what is to be
+        written. Waits first for the checkpoint before, so that there is one copy at
+        most. A failure of the writing is raised by `watch`, and by the next call that
+        waits."""
+        await self.wait_until_saved()
+        filling = await _in_thread(self.begin, step)
+        unfinished = self._model_path(step).with_name(
+            self._model_path(step).name + _PARTIAL
+        )
+        await trainer.copy_model(str(unfinished))
+        await trainer.copy_checkpoint(str(filling.megatron))
+        self._in_flight = asyncio.create_task(
+            self._write(trainer, filling, unfinished, snapshot)
+        )
+        self._in_flight.add_done_callback(self._note_end)
+
+    async def _write(
+        self,
+        trainer: CopyingTrainer,
+        filling: Checkpoint,
+        unfinished: Path,
+        snapshot: bytes | None,
+    ) -> None:
+        """Awaits what the trainer writes, and publishes it. The model comes first, as
+        in `save`."""
+        written = await trainer.model_written()
+        model = self._model_path(filling.step)
+        await _in_thread(self._publish_model, unfinished, model, filling.step, written)
+        await trainer.checkpoint_written()
+        state = await trainer.finish_checkpoint()
+        await self._complete(filling, model, state, snapshot)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """A full disk ends no run: `wait_until_saved` raises that, and nothing else
+        does."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not is_full(error):
+            self._failed.set()
+
+    async def wait_until_saved(self) -> None:
+        """Returns once no checkpoint is being written. Raises what the writing raised.
+        The calls of the trainer have deadlines, so this wait has one too."""
+        if self._in_flight is None:
+            return
+        try:
+            await asyncio.shield(self._in_flight)
+        except Exception as error:
+            if is_full(error):  # another save may follow
+                self._in_flight = None
+            raise
+        self._in_flight = None
+
+    async def watch(self) -> None:
+        """Never returns. Raises the failure of a checkpoint that is written beside
+        training."""
+        await self._failed.wait()
+        assert self._in_flight is not None
+        await self._in_flight
+
+    async def save_model(self, trainer: Trainer, step: int) -> Path:
+        """Saves the trainer's weights alone, as a Hugging Face folder, and removes
+        older ones. Its path."""
+        await self.wait_until_saved()
+        final = self._model_path(step)
+        unfinished = final.with_name(final.name + _PARTIAL)
+        await _in_thread(self.clear_partial)
+        written = await trainer.export_hugging_face(str(unfinished))
+        await _in_thread(self._publish_model, unfinished, final, step, written)
+        return final
+
+    def model_of(self, step: int) -> Path:
+        """Where the weights of a saved step are: in its checkpoint, or by
+        themselves."""
+        checkpoint = Checkpoint(
+            step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}"
+        )
+        if checkpoint.path.exists():
+            return checkpoint.hugging_face
+        return self._model_path(step)
+
+    def _model_path(self, step: int) -> Path:
+        """Of the step's weights by themselves."""
+        return self._folder / f"{MODEL_PREFIX}{step:06d}"
+
+    def models(self) -> list[Path]:
+        """The models that were saved without a checkpoint, or whose checkpoint is not
+        whole; oldest first."""
+        paths = self._folder.glob(f"{MODEL_PREFIX}*")
+        return sorted(path for path in paths if model_step(path) is not None)
+
+    def models_by_step(self) -> dict[int, Path]:
+        """The folders of all saved weights, within checkpoints and by themselves."""
+        models = {model_step(path) or 0: path for path in self.models()}
+        for path in self._folder.glob(f"{STEP_PREFIX}*"):
+            step = step_in(path, STEP_PREFIX)
+            if step is not None and (path / "hugging_face").is_dir():
+                models[step] = path / "hugging_face"
+        return models
+
+    def newest_model(self) -> Path | None:
+        """The folder of the newest weights, within a checkpoint or by itself. None
+        before the first save."""
+        checkpoint = self.latest()
+        models = self.models()
+        if checkpoint is None:
+            return models[-1] if models else None
+        if models and (model_step(models[-1]) or 0) > checkpoint.step:
+            return models[-1]
+        return checkpoint.hugging_face
+
+    def _publish_model(
+        self, unfinished: Path, final: Path, step: int, written: FileEntries
+    ) -> None:
+        write_manifest(unfinished, written)
+        flush_tree(unfinished)
+        self._rename(unfinished, final)
+        self.saved_step = step
+        self._remove_models(step - 1)
+
+    def _rename(self, unfinished: Path, final: Path) -> None:
+        """A folder that has the final name already belongs to a lost incarnation, and
+        is replaced. A path that a user was told stays valid."""
+        if (final / KEEP_NAME).exists():
+            (unfinished / KEEP_NAME).touch()
+        old = final.with_name(f"{final.name}.old{_PARTIAL}")
+        if final.exists():
+            final.rename(old)
+        unfinished.rename(final)
+        flush(self._folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _remove_models(self, last: int) -> None:
+        """Removes those of step `last` and of earlier steps, unless they are to be
+        kept. A later one is of an incarnation that came further."""
+        for path in self.models():
+            if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
+                self._remove(path)
+
+
+async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Runs `work` beside the event loop. A cancellation waits for the thread, which
+    cannot be stopped: the caller may write into the same folder next."""
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(None, partial(work, *arguments, **named))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait({future})
+        raise
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _below(folder: Path, entries: FileEntries) -> FileEntries:
+    """The same entries relative to the folder that this one is in."""
+    return {f"{folder.name}/{name}": entry for name, entry in entries.items()}
+
+
+def _link_model(model: Path, to: Path) -> FileEntries:
+    """Hard links to the same files, or copies if the file system has no hard links. The
+    manifest of the checkpoint describes them too. Returns their entries."""
+    to.mkdir()
+    for file in model.iterdir():
+        if file.name in (MANIFEST_NAME, KEEP_NAME):
+            continue
+        try:
+            os.link(file, to / file.name)
+        except OSError:
+            shutil.copyfile(file, to / file.name)
+    return read_entries(model)

@@ -1,0 +1,66 @@
+"""The data of a run on a file: its rows, and what makes tokens of them with the run's
+model and template.
+
+Invariant: a run that resumes reads the same bytes as before, because its rows are
+chosen by their place."""
+
+import json
+from pathlib import Path
+
+import xxhash
+
+from invrl.datasets.dataset import Dataset, ModelText, load_dataset
+from invrl.errors import ConfigError
+from invrl.families.hf_config import read_hf_config
+from invrl.host.disk import write_atomically
+from invrl.run.settings.config import Config
+from invrl.store.run_folder import RunFolder
+
+
+def load_run_data(config: Config) -> Dataset:
+    """Reads the files that the settings name. The model folder must have been checked.
+    Raises ConfigError."""
+    folder = config.model.folder
+    shape = read_hf_config(folder)
+    max_tokens = shape.max_position_embeddings
+    if config.train.max_row_tokens:
+        max_tokens = min(max_tokens, config.train.max_row_tokens)
+    model = ModelText(
+        folder=folder,
+        vocab_size=shape.vocab_size,
+        chat_template=config.gateway.chat_template_path or "",
+        keep_thinking=config.gateway.keep_thinking,
+        special_tokens_in_content=config.gateway.special_tokens_in_content,
+        max_tokens=max_tokens,
+    )
+    return load_dataset(
+        config.data, config.algorithm.objective, model, seed=config.run.seed
+    )
+
+
+def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> None:
+    """Writes down the checksums of the run's files; in a run that resumes, compares
+    with them. Raises ConfigError for a file that has changed."""
+    digests: dict[str, str] = {}
+    for name in ("data_path", "data_eval_path"):
+        path = getattr(config.data, name)
+        if path:
+            digests[name] = _digest(Path(path).expanduser())
+    if first_step and folder.data_digests_path.exists():
+        recorded = json.loads(folder.data_digests_path.read_text(encoding="utf-8"))
+        for name, digest in digests.items():
+            if recorded.get(name) != digest:
+                reason = "it has changed since the run began, and the run chooses rows by their place"
+                fix = "put the old content back, or begin a new run under another --run-name"
+                raise ConfigError(
+                    f"data.{name}", getattr(config.data, name), reason, fix
+                )
+    write_atomically(folder.data_digests_path, json.dumps(digests))
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as content:
+        while block := content.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,492 @@
+"""`invrl train`: one incarnation of a run, from its start or a checkpoint to its end.
+
+The driver's process does this; the supervisor above it (`supervisor.py`) starts the
+next incarnation. The steps themselves are in `loop.py`, the processes in `cluster.py`.
+
+Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every
+process has ended when `run_incarnation` returns. A run folder with checkpoints resumes
+from the newest one that is whole (`resume.py`)."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from invrl.algorithms.advantages import configured_advantage
+from invrl.algorithms.credit import credit_rules
+from invrl.algorithms.objectives import ON_ROLLOUTS
+from invrl.buffer.buffer_handle import BufferHandle
+from invrl.buffer.failures import FailureReporter
+from invrl.buffer.training_samples import build_batch
+from invrl.errors import ServerError
+from invrl.host import interrupts
+from invrl.host.disk_waits import (
+    until_written,
+    watch_disk,
+    write_patiently,
+    written_in_thread,
+)
+from invrl.host.incidents import incidents_shown
+from invrl.host.traces import Traces, open_traces
+from invrl.interfaces import AdvantageFn
+from invrl.observe.samples.console_samples import sample_rollouts, show_samples
+from invrl.observe.screen.progress import open_progress
+from invrl.observe.sinks.phase_traces import PhaseTraces
+from invrl.observe.sinks.phases import report_span
+from invrl.observe.sinks.sinks import RunObserver, open_sinks
+from invrl.observe.sinks.token_recorder import TokenRecorder
+from invrl.observe.sinks.wait_messages import CurrentPhase, Deadlines, report_waits
+from invrl.rollout.dispatcher import first_to_fail
+from invrl.rollout.task_labels import guess_notes
+from invrl.rollout.tasks import feedback_notes
+from invrl.run.checkpoints.checkpoint import first_checkpoint, keep_model
+from invrl.run.checkpoints.checkpoint_saves import CheckpointSaves
+from invrl.run.checkpoints.checkpoint_scores import read_scores
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.run.checkpoints.resume import (
+    Start,
+    check_store_at,
+    describe_start,
+    find_start,
+    is_finished,
+    start_at_zero,
+)
+from invrl.run.checkpoints.save_schedule import SaveSchedule
+from invrl.run.checkpoints.unsaved_weights import (
+    SAVE_AFTER_INTERRUPT_S,
+    save_unsaved_weights,
+)
+from invrl.run.incarnations.data import load_run_data
+from invrl.run.incarnations.on_data import train_on_data
+from invrl.run.incarnations.on_saved_batches import train_on_saved_batches
+from invrl.run.loop.failed_rollouts import command_for_failures, report_failures
+from invrl.run.loop.gpu_turns import GpuTurns
+from invrl.run.loop.held_out import HeldOutEvaluations
+from invrl.run.loop.loop import Learner, Parts, run_loop
+from invrl.run.loop.step_traces import StepTraces
+from invrl.run.loop.teacher import Teacher, open_teacher
+from invrl.run.loop.verification_socket import answer_verifications
+from invrl.run.loop.weight_updater import create_weight_updater
+from invrl.run.processes.awaited_work import AwaitedWork, PartsStarting, rollouts_text
+from invrl.run.processes.background import in_background
+from invrl.run.processes.cluster import Cluster, start_cluster
+from invrl.run.processes.process_samples import sample_processes
+from invrl.run.processes.served_metrics import ServedMetrics
+from invrl.run.processes.tokenizer import keep_tokenizer
+from invrl.run.settings.config import Config
+from invrl.store.batch_file import batch_path, save_batch
+from invrl.store.metrics_file import read_metrics
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
+from invrl.store.run_store_writer import abandon_open_sessions
+from invrl.train.trainer.train_handle import TrainHandle
+from invrl.types.batches import TakenBatch, TrainBatch
+from invrl.types.weights import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+
+def run_incarnation(config: Config, folder: RunFolder) -> None:
+    """Runs from the newest whole checkpoint to the end of the run. The caller holds the
+    folder. Raises InvrlError with the cause of a failure; the supervisor then starts
+    the next incarnation."""
+    checkpoints = Checkpoints(
+        folder.checkpoints_path,
+        keep=config.run.keep_checkpoints or 0,
+        keep_best=config.run.keep_best or 0,
+        read_scores=partial(
+            read_scores, folder.metrics_path, config.best_checkpoints_by
+        ),
+    )
+    if config.run.debug_train_only:
+        start = start_at_zero(folder)
+    else:
+        start = find_start(folder, checkpoints, config.model.folder)
+    data = None
+    num_steps = config.run.num_steps
+    if config.trains_on_data:
+        data = load_run_data(config)
+        num_steps = data.order.last_step(num_steps)
+    phase = CurrentPhase()
+    metrics = ServedMetrics(config, folder, "train", num_steps=num_steps)
+    traces = open_traces(
+        config.run.otel_endpoint or "", service="invrl-driver", run=folder.path.name
+    )
+    sinks = [*open_sinks(folder, config, done=start.step), phase, *metrics.sinks()]
+    if traces is not None:
+        sinks.append(PhaseTraces(traces))
+    rows = [
+        row
+        for row in read_metrics(folder.metrics_path)
+        if (row["step"] or 0) <= start.step
+    ]
+    observer = RunObserver(
+        [*sinks, open_progress(config.run.progress, num_steps, rows)]
+    )
+    awaited = AwaitedWork(observer, phase)
+    shown = ExitStack()
+    shown.enter_context(incidents_shown(observer.note))
+    try:  # the display is to leave the terminal as it was, whatever happens
+        _note_settings(config, folder, start, observer)
+        if metrics.message:
+            observer.note(metrics.message)
+        keep_tokenizer(config, folder)
+        if config.run.debug_train_only:
+            checkpoint = first_checkpoint(config.run.load_checkpoint)
+            if checkpoint:
+                # Not within the event loop: here an interrupt ends it at once.
+                checkpoint.check(config.model.folder)
+            interrupts.run(
+                train_on_saved_batches(
+                    config, folder, checkpoints, observer, checkpoint
+                )
+            )
+        elif data is not None:
+            interrupts.run(
+                train_on_data(
+                    config, folder, checkpoints, observer, start, data, awaited
+                )
+            )
+        else:
+            run = _TrainingRun(
+                config,
+                folder,
+                checkpoints,
+                observer,
+                phase,
+                start,
+                awaited,
+                metrics,
+                traces,
+            )
+            interrupts.run(run.run())
+    finally:
+        shown.close()
+        observer.close()
+        metrics.close()
+        print(f"run folder: {folder.path}", flush=True)
+
+
+def _note_settings(
+    config: Config, folder: RunFolder, start: Start, observer: RunObserver
+) -> None:
+    """Messages for the console, shown before anything starts."""
+    observer.note(f"run folder {folder.path}")
+    if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
+        for sentence in config.algorithm.without_effect():
+            observer.note(f"note: {sentence}")
+    for finding in start.findings:
+        logger.warning("%s", finding)
+        observer.note(finding)
+    if not config.trains_alone:
+        for sentence in [
+            *guess_notes(config.rollout),
+            *feedback_notes(config.rollout, config.run.seed),
+        ]:
+            observer.note(f"note: {sentence}")
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainingRun:
+    """One incarnation with all parts of a run."""
+
+    config: Config
+    folder: RunFolder
+    checkpoints: Checkpoints
+    observer: RunObserver
+    phase: CurrentPhase
+    start: Start
+    awaited: AwaitedWork
+    metrics: ServedMetrics
+    traces: Traces | None
+
+    async def run(self) -> None:
+        num_steps = self.config.run.num_steps
+        self.observer.note(describe_start(self.folder, self.start, num_steps=num_steps))
+        if is_finished(self.folder, self.start, num_steps=num_steps):
+            return
+        started_at = time.monotonic()
+        self.observer.phase("starting", 0)
+        self.folder.finished_path.unlink(missing_ok=True)
+        await asyncio.to_thread(check_store_at, self.start, self.folder)
+        abandon_open_sessions(self.folder.store_path)
+        starting = PartsStarting()
+        self.awaited.questions["starting"] = starting.text
+        async with (
+            in_background(self.awaited.report()),
+            in_background(watch_disk(self.folder.path)),
+            start_cluster(
+                self.config, self.folder, self.start.read_snapshot(), starting
+            ) as cluster,
+            AsyncExitStack() as stack,
+        ):
+            self._ask_of(cluster)
+            stack.enter_context(
+                self.metrics.of_serving(cluster.serving, cluster.trainer)
+            )
+            learner = await self._load_learner(cluster, stack)
+            await cluster.serving.fleet.admit()
+            report_span(self.observer, "starting", 0, began=started_at)
+            self.observer.note(
+                f"everything is up after {time.monotonic() - started_at:.0f} s"
+            )
+            self.observer.note(f"router: {cluster.serving.fleet.router.program}")
+            self._note_where_rollouts_run(cluster)
+            try:
+                training = first_to_fail(
+                    self._train(cluster, learner), self.checkpoints.watch()
+                )
+                last_step = await cluster.guard(training)
+            except (Exception, asyncio.CancelledError) as error:
+                if cluster.trainer is not None:
+                    interrupted = isinstance(error, asyncio.CancelledError)
+                    await self._save_unsaved_weights(
+                        cluster.trainer, cluster.buffer, interrupted=interrupted
+                    )
+                raise
+            await cluster.buffer.close()
+        await write_patiently(self.folder.finished_path, str(last_step))
+
+    async def _load_learner(
+        self, cluster: Cluster, stack: AsyncExitStack
+    ) -> Learner | None:
+        """Loads the checkpoint into the trainer, and the trainer's weights into the
+        fleet, which can be verified from then on until the stack is closed. None
+        without a trainer."""
+        trainer = cluster.trainer
+        if trainer is None:
+            await cluster.serving.fleet.check_unchanged()
+            return None
+        updater = create_weight_updater(
+            self.config,
+            trainer,
+            cluster.serving.fleet,
+            cluster.serving.gateway.announce_version,
+            run_folder=self.folder.path,
+        )
+        self.awaited.questions["sync"] = updater.phase_text
+        self.awaited.questions["starting"] = updater.phase_text
+        sync = updater.update
+        take_gpu = None
+        if self.config.run.colocate:
+            turns = GpuTurns(
+                trainer,
+                cluster.serving.fleet,
+                suspend=updater.suspend,
+                update=updater.update,
+            )
+            sync = turns.update
+            take_gpu = turns.give_to_trainer
+            await take_gpu()
+        if self.start.checkpoint:
+            await trainer.load_checkpoint(str(self.start.checkpoint.megatron))
+        version = WeightVersion(self.start.step)
+        await sync(version)
+        await stack.enter_async_context(
+            answer_verifications(self.folder, updater.verify)
+        )
+        await cluster.buffer.advance(version)
+        run = self.config.run
+        saves = CheckpointSaves(
+            self.checkpoints,
+            trainer,
+            beside_training=run.async_checkpoints,
+            note=self.observer.note,
+        )
+        return Learner(
+            trainer=trainer,
+            sync=sync,
+            take_gpu=take_gpu,
+            save=saves.save,
+            finish_saves=saves.finish,
+            schedule=SaveSchedule(steps=run.save_interval, seconds=run.save_interval_s),
+        )
+
+    def _ask_of(self, cluster: Cluster) -> None:
+        """Whom the live display asks what a phase waits for."""
+        group_size = self.config.rollout.n_samples_per_prompt
+        questions = self.awaited.questions
+
+        async def rollouts() -> str:
+            return rollouts_text(await cluster.buffer.waiting(), group_size)
+
+        questions["rollout"] = rollouts
+        if cluster.trainer is not None:
+            questions["train"] = cluster.trainer.place_text
+
+    def _note_where_rollouts_run(self, cluster: Cluster) -> None:
+        if self.config.rollout.external_environments:
+            url = f"{cluster.serving.settings.url}/tasks/lease"
+            key = f'$INVRL_ENV_KEY, or "env_key" in {self.folder.path}/private/gateway.json'
+            self.observer.note(f"environments lease tasks at {url}; key: {key}")
+        else:
+            self.observer.note(
+                f"what your agent prints: {self.folder.printed_by_agents}"
+            )
+
+    async def _train(self, cluster: Cluster, learner: Learner | None) -> int:
+        """Evaluates, trains, evaluates again. Returns the last step made."""
+        waits = report_waits(
+            cluster.buffer, self.phase, self.observer, _deadlines(self.config)
+        )
+        interval_s = self.config.run.sample_interval_s
+        samples = sample_processes(cluster, self.folder, self.observer, interval_s)
+        counts = self.metrics.watch_buffer(cluster.buffer, resumed=self.start.step > 0)
+        async with in_background(waits), in_background(samples), in_background(counts):
+            held_out = None
+            accuracy_before = None
+            if self.config.rollout.eval_tasks:
+                held_out = HeldOutEvaluations(
+                    self.config, self.folder, cluster.rollouts, self.observer
+                )
+                self.awaited.questions["evaluating"] = held_out.tasks.text
+                accuracy_before = await held_out.before_training(self.start.step)
+            cluster.rollouts.dispatch()
+            last_step = await self._run_loop(cluster, learner, held_out)
+            cluster.end_external_environments()
+            await cluster.rollouts.stop_dispatching()
+            if (
+                held_out is not None
+                and accuracy_before is not None
+                and learner is not None
+            ):
+                accuracy_after = await held_out.evaluate(last_step)
+                await held_out.report_gain(accuracy_before, accuracy_after)
+        if learner is not None:
+            await learner.finish_saves()
+        checkpoint = self.checkpoints.latest()
+        if checkpoint:
+            keep_model(checkpoint.hugging_face)
+            self.observer.note(f"model: {checkpoint.hugging_face}")
+        return last_step
+
+    async def _run_loop(
+        self,
+        cluster: Cluster,
+        learner: Learner | None,
+        held_out: HeldOutEvaluations | None,
+    ) -> int:
+        config = self.config
+        advantage = configured_advantage(config.algorithm)
+        evaluate = None
+        if held_out is not None:
+            evaluate = held_out.during_training
+        teacher = open_teacher(config)
+        trace = None
+        if self.traces is not None:
+            trace = StepTraces(self.traces, self.folder.store_path).add
+        parts = Parts(
+            buffer=cluster.buffer,
+            assemble=partial(self._assemble, advantage),
+            until_written=partial(
+                until_written, self.folder.path, "what the run saves of its batches"
+            ),
+            score=None if teacher is None else partial(self._score, teacher),
+            observer=self.observer,
+            learner=learner,
+            evaluate=evaluate,
+            show_samples=self._show_samples,
+            trace=trace,
+            record=TokenRecorder(
+                self.folder.trained_tokens_path, done=self.start.step
+            ).record,
+        )
+        reporter = FailureReporter(
+            config.buffer.failure_limits(), show_all=command_for_failures(self.folder)
+        )
+        async with in_background(
+            report_failures(cluster.buffer, reporter, self.observer)
+        ):
+            return await run_loop(
+                parts,
+                done=self.start.step,
+                num_steps=config.run.num_steps,
+                eval_interval=config.rollout.eval_interval,
+            )
+
+    def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
+        """Texts for the console. Rollouts for the trackers go to them from here."""
+        run = self.config.run
+        if run.wandb is not None and run.wandb.rollouts is not None:
+            rows = sample_rollouts(
+                self.folder.store_path, run.wandb.rollouts, step, taken
+            )
+            self.observer.rollouts(step, rows)
+        return show_samples(self.folder.store_path, run.log_samples, step, taken)
+
+    def _assemble(
+        self, advantage: AdvantageFn, step: int, taken: TakenBatch
+    ) -> TrainBatch:
+        """Reads the tokens of a batch and computes its advantages. This runs in a
+        thread, so it opens a connection of its own: the run may end before the thread
+        does."""
+        with contextlib.closing(RunStore(self.folder.store_path)) as store:
+            rollouts = store.taken_rollouts(taken)
+        batch = build_batch(
+            taken,
+            rollouts,
+            advantage,
+            self.config.algorithm.advantage_eps,
+            baseline=self.config.buffer.turn_reward_baseline,
+            use=self.config.buffer.turn_reward_use,
+            extra_columns=self.config.gateway.declared_columns.values(),
+            rules=credit_rules(
+                self.config.algorithm,
+                self.config.rollout.max_new_tokens,
+                success_reward=self.config.buffer.success_reward,
+            ),
+        )
+        teacher = self.config.algorithm.teacher
+        if teacher is None or teacher.url is None:
+            self._keep(step, batch)
+        return batch
+
+    async def _score(
+        self, teacher: Teacher, step: int, batch: TrainBatch
+    ) -> TrainBatch:
+        """Adds the log-probs of the teacher that a server has."""
+        scored = await teacher.score(batch)
+        what = "what the run saves of its batches"
+        await written_in_thread(self.folder.path, what, self._keep, step, scored)
+        return scored
+
+    def _keep(self, step: int, batch: TrainBatch) -> None:
+        """Writes the batch into the run folder, if the run saves its batches."""
+        if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
+            save_batch(batch_path(self.folder.rollout_data_path, step), batch)
+
+    async def _save_unsaved_weights(
+        self, trainer: TrainHandle, buffer: BufferHandle, *, interrupted: bool
+    ) -> None:
+        async def take_snapshot(step: int) -> bytes:
+            return await buffer.final_snapshot(WeightVersion(step))
+
+        timeout_s = self.config.train.train_step_timeout_s
+        if interrupted:
+            timeout_s = min(timeout_s, SAVE_AFTER_INTERRUPT_S)
+            interrupts.allow_more(timeout_s)
+        saving = save_unsaved_weights(
+            trainer,
+            self.checkpoints,
+            first_step=self.start.step,
+            timeout_s=timeout_s,
+            note=self.observer.note,
+            take_snapshot=take_snapshot if interrupted else None,
+        )
+        try:
+            await first_to_fail(saving, trainer.watch())
+        except ServerError as error:  # a rank does not answer any more
+            self.observer.note(f"the newest weights could not be saved: {error}")
+
+
+def _deadlines(config: Config) -> Deadlines:
+    return Deadlines(
+        rollout_timeout_s=config.rollout.rollout_timeout_s,
+        filtered_out=config.buffer.filtered_out,
+        lease_timeout_s=config.gateway.lease_timeout_s,
+        session_idle_timeout_s=config.gateway.session_idle_timeout_s or 0.0,
+    )

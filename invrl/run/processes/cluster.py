@@ -1,0 +1,486 @@
+"""The processes of a run, in the order in which they start, and their end.
+
+    start_cluster             for `invrl train`
+      start_serving           for `invrl serve` too
+        1. guardian           outlives a killed driver, and ends what is left
+        2. engines, router    OS processes (`engines/fleet.py`)
+        3. gateway            an OS process, which forks its workers
+      start_ray               (`run/processes/ray_session.py`)
+        4. trainer ranks      Ray actors
+        5. buffer             a Ray actor
+        6. rollout workers    Ray actors (`rollout/worker_pool.py`)
+
+Start-up overlaps: engines load while Ray starts and the trainer ranks load; with
+`--colocate` they load once the trainer sleeps. On return, on an error and on Ctrl-C
+everything ends in reverse order. After kill -9 of the driver the kernel
+(PR_SET_PDEATHSIG), Ray and the guardian end it.
+
+Processes that die in a run are replaced by their owners: the fleet starts engines and
+the router, the gateway its supervisor and workers, the worker pool rollout workers.
+"""
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import ExitStack, asynccontextmanager, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from invrl.algorithms.mismatched_rows import with_mismatched_rows
+from invrl.algorithms.objectives import needs_of
+from invrl.buffer.buffer_actor import BufferActor
+from invrl.buffer.buffer_handle import BufferHandle
+from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
+from invrl.engines.fleet import Fleet
+from invrl.gateway.server.gateway_server import GatewayServer
+from invrl.gateway.server.settings import GatewaySettings
+from invrl.host.actor import ActorOptions, start_actor
+from invrl.host.environment_keys import take_engine_key, take_environment_key
+from invrl.host.guardian import start_guardian
+from invrl.host.interrupts import CleanUp
+from invrl.host.ports import ReservedPort
+from invrl.host.process import random_key
+from invrl.host.traces import traces_endpoint
+from invrl.host.wait_lines import tell_waits
+from invrl.rollout.dispatcher import first_to_fail
+from invrl.rollout.external_environments import ExternalDispatcher
+from invrl.rollout.rollout_handle import RolloutHandle
+from invrl.rollout.session_client import SessionClient
+from invrl.rollout.tasks import load_tasks
+from invrl.run.processes.arena_device import arena_on_gpu
+from invrl.run.processes.awaited_work import PartsStarting
+from invrl.run.processes.ray_session import start_ray
+from invrl.run.settings.config import Config
+from invrl.store.lease_store import LeaseStore
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
+from invrl.train.cost.model_size import ComputeCost
+from invrl.train.critic.critic_actor import CriticActor
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.train.rank_settings import RankSettings
+from invrl.train.trainer.train_actor import TrainActor
+from invrl.train.trainer.train_handle import CriticRanks, TrainHandle
+
+T = TypeVar("T")
+_GATEWAY_START_TIMEOUT_S = 120.0
+_WATCH_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Engines behind a router behind a gateway: the rollout half without user code."""
+
+    fleet: Fleet
+    gateway: GatewayServer
+    settings: GatewaySettings
+    fleet_start: asyncio.Task[None]
+
+    @property
+    def env_key(self) -> str:
+        return self.settings.env_key.get_secret_value()
+
+    async def wait_ready(self) -> None:
+        """Returns once the engines are healthy and router and gateway answer. The
+        router sends no request to an engine before `Fleet.admit`."""
+        await self.fleet_start
+        await asyncio.to_thread(
+            self.gateway.wait_ready, deadline_s=_GATEWAY_START_TIMEOUT_S
+        )
+
+    async def watch(self) -> None:
+        """Runs until it is cancelled. Raises ServerError when no engine is left and
+        none may come back, when the router cannot be replaced, or when the gateway died
+        too often in a short time."""
+        wrong_answers = self.gateway.wrong_answers
+        while True:
+            self.gateway.check_alive()
+            self.fleet.check()
+            if self.gateway.wrong_answers > wrong_answers:
+                wrong_answers = self.gateway.wrong_answers
+                self.fleet.examine(self.gateway.newest_version)
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+@asynccontextmanager
+async def start_serving(
+    config: Config,
+    folder: RunFolder,
+    *,
+    longest_row: int | None = None,
+    engines_may_start: asyncio.Event | None = None,
+) -> AsyncIterator[Serving]:
+    """Starts engines, router and gateway without waiting for them; ends them on exit.
+    `longest_row`: a request that would make a conversation longer than that is refused
+    as one over the model's context. `engines_may_start`: engines start once it is set;
+    None: at once."""
+    env_key = take_environment_key()
+    engine_key = take_engine_key()
+    async with CleanUp() as stack:
+        start_guardian()
+        fleet = Fleet(
+            config.engine,
+            model_path=config.model.folder,
+            run_folder=folder.path,
+            sglang=config.sglang,
+            router=config.router,
+            weight_sync=config.weight_sync,
+            heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+            record_experts=config.train.records_experts,
+            external_key=engine_key,
+            traces_endpoint=traces_endpoint(config.run.otel_endpoint),
+            log=config.run.log_settings(folder.path.name),
+            shares_gpus=config.run.colocate,
+        )
+        stack.push_async_callback(fleet.stop)
+        fleet_start = asyncio.create_task(_start_engines(fleet, engines_may_start))
+        stack.push_async_callback(_cancel_and_wait, fleet_start)
+        # The fleet starts its processes now. They load while the caller starts others.
+        await asyncio.sleep(0)
+        with closing(ReservedPort()) as reserved:  # until the gateway listens there
+            settings = _gateway_settings(
+                config,
+                folder,
+                fleet,
+                longest_row=longest_row,
+                free_port=reserved.number,
+                env_key=env_key,
+            )
+            gateway = GatewayServer(
+                settings, folder=folder.path / "private", log=folder.log_path("gateway")
+            )
+        stack.callback(gateway.stop)
+        stack.push_async_callback(gateway.wait_end_grace)
+        yield Serving(
+            fleet=fleet, gateway=gateway, settings=settings, fleet_start=fleet_start
+        )
+
+
+async def _start_engines(fleet: Fleet, may_start: asyncio.Event | None) -> None:
+    """Who sets the event has a deadline, or fails and ends this wait."""
+    if may_start is not None:
+        await may_start.wait()
+    await fleet.start()
+
+
+async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
+    """Returns once the task has ended, with or without an error."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _gateway_settings(
+    config: Config,
+    folder: RunFolder,
+    fleet: Fleet,
+    *,
+    longest_row: int | None,
+    free_port: int,
+    env_key: str,
+) -> GatewaySettings:
+    """`free_port`: used if the settings name no port. `env_key`: the user's; "" makes a
+    random one."""
+    context_length = fleet.limits.context_length
+    if longest_row is not None:
+        context_length = min(context_length, longest_row)
+    sampling_seed = None
+    if config.engine.seeded_sampling:
+        sampling_seed = config.run.seed
+    model_name, *model_aliases = config.model.names
+    values = {
+        **config.rollout.model_dump(include={"temperature", "max_new_tokens"}),
+        **config.gateway.model_dump(),
+        **asdict(fleet.limits),
+        "context_length": context_length,
+        "run_id": folder.path.name,
+        "otel_endpoint": config.run.otel_endpoint or "",
+        "log": config.run.log_settings(folder.path.name),
+        "incarnation": secrets.token_hex(8),
+        "heartbeat_timeout_s": config.run.heartbeat_timeout_s,
+        "engine_return_s": config.engine.engine_start_timeout_s
+        + config.weight_sync.weight_sync_timeout_s,
+        "gateway_port": config.gateway.gateway_port or free_port,
+        "router_url": fleet.router.url,
+        "router_api_key": fleet.router.api_key,
+        "env_key": env_key or f"env-{secrets.token_urlsafe(24)}",
+        "model_path": str(config.model.folder),
+        "model_name": model_name,
+        "model_aliases": model_aliases,
+        "store_path": str(folder.store_path),
+        "leases": config.rollout.external_environments,
+        "sampling_seed": sampling_seed,
+        "record_experts": config.train.records_experts,
+        # More than the vocabulary has would kill an engine.
+        "record_top_logprobs": min(
+            config.rollout.rollout_top_logprobs or 0, fleet.limits.vocab_size
+        ),
+    }
+    return GatewaySettings.model_validate(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All processes of a training run, ready."""
+
+    serving: Serving
+    trainer: TrainHandle | None
+    """None with `--debug-rollout-only`."""
+    buffer: BufferHandle
+    rollouts: RolloutHandle
+
+    def end_external_environments(self) -> None:
+        """Answers environments that we did not start, if the run has any, that the run
+        is over."""
+        if self.serving.settings.leases:
+            self.serving.gateway.end_run()
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """The result of `work`. If rollouts, gateway, fleet, buffer or trainer fail
+        first, raises that."""
+        guarded = self.rollouts.guard(work)
+        guarded = first_to_fail(guarded, self.serving.watch())
+        guarded = first_to_fail(guarded, self.buffer.watch())
+        if self.trainer is not None:
+            guarded = first_to_fail(guarded, self.trainer.watch())
+        return await guarded
+
+
+@asynccontextmanager
+async def start_cluster(
+    config: Config,
+    folder: RunFolder,
+    snapshot: bytes | None,
+    starting: PartsStarting | None = None,
+) -> AsyncIterator[Cluster]:
+    """Starts everything that a training run needs, and ends it on exit. `snapshot`: the
+    buffer's, from the checkpoint that the run resumes from. `starting` learns which
+    parts are not up yet. Raises InvrlError naming what failed."""
+    starting = starting or PartsStarting()
+    trainer_sleeps = asyncio.Event() if config.run.colocate else None
+    async with CleanUp() as stack:
+        serving = await stack.enter_async_context(
+            start_serving(
+                config,
+                folder,
+                longest_row=config.train.max_row_tokens,
+                engines_may_start=trainer_sleeps,
+            )
+        )
+        told = stack.enter_context(ExitStack())
+        told.enter_context(tell_waits(starting.awaited))
+        with starting.part("Ray"):
+            stack.enter_context(start_ray(config, folder.ray_logs_path))
+        trainer = None
+        if not config.run.debug_rollout_only:
+            stack.callback(
+                shutil.rmtree, _weight_folder(config, folder), ignore_errors=True
+            )
+            trainer = _create_trainer(config, folder)
+        buffer = _create_buffer(config, folder)
+        rollouts = create_rollouts(config, folder, serving, buffer)
+        stack.push_async_callback(rollouts.stop)
+        starts = [
+            starting.until_up("engines", serving.wait_ready()),
+            starting.until_up("buffer", buffer.start(snapshot)),
+            starting.until_up("rollout workers", rollouts.start()),
+        ]
+        if trainer is not None:
+            stack.callback(trainer.stop)
+            starts.append(
+                starting.until_up("trainer", _start_trainer(trainer, trainer_sleeps))
+            )
+        await all_started(*starts)
+        told.close()
+        cluster = Cluster(
+            serving=serving, trainer=trainer, buffer=buffer, rollouts=rollouts
+        )
+        try:
+            yield cluster
+        except BaseException as error:
+            interrupted = isinstance(error, asyncio.CancelledError)
+            # After a failure the next incarnation may go on, and environments are to
+            # ask again.
+            if interrupted or not config.run.max_restarts:
+                cluster.end_external_environments()
+            raise
+
+
+@asynccontextmanager
+async def start_trainer(
+    config: Config, folder: RunFolder, starting: PartsStarting | None = None
+) -> AsyncIterator[TrainHandle]:
+    """Starts the trainer alone, and ends it on exit. SGLang need not be installed.
+    `starting` learns that it is not up yet."""
+    starting = starting or PartsStarting()
+    with ExitStack() as stack:
+        start_guardian()
+        with tell_waits(starting.awaited):
+            with starting.part("Ray"):
+                stack.enter_context(start_ray(config, folder.ray_logs_path))
+            trainer = _create_trainer(config, folder)
+            stack.callback(trainer.stop)
+            await starting.until_up("trainer", trainer.start())
+        yield trainer
+
+
+async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> None:
+    """`sleeps`: where engines share the trainer's GPUs, set when the trainer sleeps.
+    Engines take the memory that is free when they start."""
+    await trainer.start()
+    if sleeps is not None:
+        await trainer.sleep()
+        sleeps.set()
+
+
+async def all_started(*starts: Awaitable[None]) -> None:
+    """Awaits all at once. The first failure cancels the others, and is raised once they
+    have ended."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _weight_folder(config: Config, folder: RunFolder) -> Path:
+    """Of this run alone, for the weight transports `disk` and `delta`."""
+    parent = config.weight_sync.weight_folder
+    if not parent:
+        return folder.weights_path
+    return Path(parent).absolute() / f"weights-of-{folder.path.name}"
+
+
+def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
+    """Creates one actor per rank; `TrainHandle.start` makes them join."""
+    options = ActorOptions(num_gpus=min(1, count_gpus()))
+    layout = config.train.layout
+    actors = [
+        start_actor(f"trainer rank {settings.rank}", TrainActor, options, settings)
+        for settings in _rank_settings(config, folder, layout)
+    ]
+    critic = None
+    critic_layout = config.critic_layout
+    if critic_layout is not None:
+        critic_actors = [
+            start_actor(f"critic rank {settings.rank}", CriticActor, options, settings)
+            for settings in _rank_settings(config, folder, critic_layout)
+        ]
+        critic = CriticRanks(actors=critic_actors, layout=critic_layout)
+    add_rows = None
+    if needs_of(config.algorithm).mismatched_rows:
+        add_rows = partial(
+            with_mismatched_rows, max_tokens=config.train.max_row_tokens or 0
+        )
+    return TrainHandle(
+        actors,
+        layout=layout,
+        critic=critic,
+        num_minibatches=config.algorithm.num_minibatches,
+        cost=ComputeCost.of_model(config.model.folder),
+        add_rows=add_rows,
+        start_timeout_s=config.train.train_start_timeout_s,
+        step_timeout_s=config.train.train_step_timeout_s,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+    )
+
+
+def _rank_settings(
+    config: Config, folder: RunFolder, layout: ParallelLayout
+) -> list[RankSettings]:
+    """Of the ranks of one group, in their order."""
+    first = RankSettings(
+        rank=0,
+        layout=layout,
+        master_addr="127.0.0.1",  # all ranks are on this machine so far
+        store_key=random_key(),
+        model_path=str(config.model.folder),
+        reference_path=str(config.model.reference_folder),
+        teacher_path=str(config.teacher_folder or ""),
+        critic_path=str(config.critic_folder),
+        chat_template=chat_template_override(config),
+        train=config.train,
+        algorithm=config.algorithm,
+        weight_dtype=config.engine.engine_dtype,
+        transport=config.weight_sync.weight_transport,
+        arena_on_gpu=arena_on_gpu(
+            config, gpus=count_gpus(), gpu_bytes=smallest_gpu_bytes()
+        ),
+        engine_ranks=config.engine.engine_tp_size,
+        weight_folder=str(_weight_folder(config, folder)),
+        weight_full_every=config.weight_sync.weight_full_every,
+        weight_host=config.weight_sync.weight_host or "",
+        broadcast_timeout_s=config.weight_sync.broadcast_timeout_s,
+        megatron=dict(config.megatron),
+        seed=config.run.seed,
+        log=config.run.log_settings(folder.path.name),
+    )
+    return [replace(first, rank=rank) for rank in range(layout.world_size)]
+
+
+def chat_template_override(config: Config) -> str:
+    """The chat template that the run uses instead of the model's own; "" if it uses the
+    model's own."""
+    if not config.gateway.chat_template_path:
+        return ""
+    from invrl.gateway.rendering.chat_template import (
+        read_template,
+    )  # loads the tokenizers' library
+
+    return read_template(config.gateway.chat_template_path)
+
+
+def _create_buffer(config: Config, folder: RunFolder) -> BufferHandle:
+    actor = start_actor(
+        "the buffer",
+        BufferActor,
+        ActorOptions(max_concurrency=64),
+        config.buffer,
+        config.rollout,
+        tasks_factory=partial(load_tasks, config.rollout, "train", config.run.seed),
+        run_store_path=folder.store_path,
+        trains_all_roots=config.gateway.train_auxiliary_roots,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        log=config.run.log_settings(folder.path.name),
+    )
+    return BufferHandle(
+        actor=actor,
+        batch_timeout_s=config.buffer.batch_timeout_s,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        folder=folder.path,
+    )
+
+
+def create_rollouts(
+    config: Config,
+    folder: RunFolder,
+    serving: Serving,
+    buffer: BufferHandle | None = None,
+) -> RolloutHandle:
+    """The rollout workers and what assigns rollouts to them. Without a buffer they only
+    evaluate."""
+    external_dispatcher = None
+    if buffer is not None and config.rollout.external_environments:
+        store_path = Path(serving.settings.store_path)
+        external_dispatcher = ExternalDispatcher(
+            buffer,
+            LeaseStore(store_path, heartbeat_timeout_s=config.run.heartbeat_timeout_s),
+            RunStore(store_path),
+            SessionClient(serving.gateway.url, env_key=serving.env_key),
+            timeout_s=config.gateway.lease_timeout_s,
+        )
+    return RolloutHandle(
+        config.rollout,
+        buffer=buffer,
+        external_dispatcher=external_dispatcher,
+        gateway_url=serving.gateway.url,
+        env_key=serving.env_key,
+        model=serving.settings.model_name,
+        seed=config.run.seed,
+        heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+        logs=folder.logs_path,
+        log=config.run.log_settings(folder.path.name),
+    )

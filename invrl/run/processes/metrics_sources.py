@@ -1,0 +1,179 @@
+"""What a scrape measures of each part of a run, as series of
+`observe/metrics/metric_families.py`.
+
+Invariant: nothing here asks the trainer or the buffer's actor, and every question to
+another process has a deadline. All may be called from any thread."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import Request
+
+from invrl.buffer.event_counts import BufferCounts
+from invrl.buffer.open_group import RolloutState
+from invrl.engines.fleet_state import FleetState
+from invrl.host.direct_connections import open_directly
+from invrl.observe.metrics.run_exporter import Histogram, Labels, Numbers
+from invrl.run.checkpoints.checkpoints import Checkpoints
+from invrl.store.run_folder import RunFolder
+from invrl.types.reasons import DropReason, FailureReason
+
+_GATEWAY_DEADLINE_S = 7.0
+"""Longer than a worker of the gateway waits for the others, shorter than Prometheus
+waits for us (10 s)."""
+_ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
+
+
+def disk_numbers(folder: RunFolder) -> Numbers:
+    usage = shutil.disk_usage(folder.path)
+    return {
+        "invrl_disk_free_bytes": {(): float(usage.free)},
+        "invrl_disk_size_bytes": {(): float(usage.total)},
+    }
+
+
+def checkpoint_numbers(folder: RunFolder) -> Numbers:
+    """Nothing without a checkpoint."""
+    checkpoint = Checkpoints(folder.checkpoints_path).latest()
+    if checkpoint is None:
+        return {}
+    return {
+        "invrl_checkpoint_step": {(): float(checkpoint.step)},
+        "invrl_checkpoint_timestamp_seconds": {(): _written_at(checkpoint.path)},
+    }
+
+
+def _written_at(checkpoint: Path) -> float:
+    """When the last file of a checkpoint was written."""
+    return max(
+        (path.stat().st_mtime for path in checkpoint.iterdir()),
+        default=checkpoint.stat().st_mtime,
+    )
+
+
+def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
+    fleet = state()
+    restarts: dict[Labels, float] = {}
+    for name in (*fleet.alive, *fleet.lost):
+        restarts[(name,)] = float(fleet.restarts.get(name, 0))
+    return {
+        "invrl_engines": {
+            ("alive",): float(len(fleet.alive)),
+            ("lost",): float(len(fleet.lost)),
+        },
+        "invrl_engine_restarts": restarts,
+    }
+
+
+def read_gateway(
+    url: str, env_key: str, timeout_s: float = _GATEWAY_DEADLINE_S
+) -> Mapping[str, Any]:
+    """What the gateway's own `/metrics` says of all its workers. Raises OSError,
+    HTTPException or ValueError."""
+    request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
+    with open_directly(request, timeout_s=timeout_s) as answer:
+        return json.loads(answer.read())
+
+
+def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
+    """`answer`: of `read_gateway`. What is counted since a worker's start keeps the
+    worker as a label: each such series begins anew with its worker, which a sum over
+    workers would hide from Prometheus."""
+    sessions = answer["sessions"]
+    live = {(state,): float(sessions.get(state, 0)) for state in ("open", "unrewarded")}
+    requests: dict[Labels, float | Histogram] = {}
+    seconds: dict[Labels, float | Histogram] = {}
+    tokens: dict[Labels, float | Histogram] = {}
+    lag: dict[Labels, float | Histogram] = {}
+    starts: dict[Labels, float | Histogram] = {}
+    for worker, counts in answer["workers"].items():
+        starts[(worker,)] = float(counts["starts"])
+        for quantile, name in (("0.5", "p50"), ("0.99", "p99"), ("1", "max")):
+            lag[(worker, quantile)] = counts[name] / 1000
+        for kind, count in counts["tokens"].items():
+            tokens[(worker, kind)] = float(count)
+        for route, counted in counts["requests"].items():
+            for status, count in counted["statuses"].items():
+                requests[(worker, route, status)] = float(count)
+            seconds[(worker, route)] = Histogram(
+                buckets=counted["buckets"], total=counted["seconds"]
+            )
+    return {
+        "invrl_gateway_sessions": live,
+        "invrl_gateway_requests": requests,
+        "invrl_gateway_request_seconds": seconds,
+        "invrl_gateway_tokens": tokens,
+        "invrl_gateway_loop_lag_seconds": lag,
+        "invrl_gateway_worker_starts": starts,
+    }
+
+
+@dataclass(slots=True)
+class BufferNumbers:
+    """The newest counts of the buffer, which a task of the loop asks for. `resumed`:
+    the buffer's counts go on from an earlier incarnation; those of the exporter begin
+    anew with each."""
+
+    resumed: bool
+    _before: BufferCounts | None = field(default=None, init=False)
+    _now: BufferCounts | None = field(default=None, init=False)
+
+    def update(self, counts: BufferCounts) -> None:
+        if self.resumed and self._before is None:
+            self._before = counts
+        self._now = counts
+
+    def numbers(self) -> Numbers:
+        """Empty before the first update."""
+        if self._now is None:
+            return {}
+        rollouts: dict[Labels, float] = {}
+        groups: dict[Labels, float] = {}
+        ended: dict[Labels, float] = {}
+        states_before: Mapping[str, int] = {}
+        failed_before: Mapping[str, int] = {}
+        dropped_before: Mapping[str, int] = {}
+        if self._before is not None:
+            states_before = self._before.states
+            failed_before = self._before.failed
+            dropped_before = self._before.dropped
+        for name, count in self._now.states.items():
+            kind, _, state = name.partition("_")
+            if kind == "groups":
+                groups[(state,)] = float(count)
+            elif state in _ENDS:
+                ended[(state,)] = float(count - states_before.get(name, 0))
+            else:
+                rollouts[(state,)] = float(count)
+        return {
+            "invrl_rollouts": rollouts,
+            "invrl_groups": groups,
+            "invrl_rollouts_ended": ended,
+            "invrl_rollouts_failed": _since(
+                failed_before, self._now.failed, FailureReason
+            ),
+            "invrl_groups_dropped": _since(
+                dropped_before, self._now.dropped, DropReason
+            ),
+        }
+
+
+def _since(
+    before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[str]
+) -> dict[Labels, float]:
+    """By reason. All `reasons` are there from the beginning: Prometheus sees no rise in
+    a series that begins with its first event."""
+    names = dict.fromkeys([*map(str, reasons), *now])
+    return {(name,): float(now.get(name, 0) - before.get(name, 0)) for name in names}
+
+
+def memory_numbers(memory: Mapping[str, int]) -> Numbers:
+    """`memory`: resident bytes by process."""
+    return {
+        "invrl_process_resident_bytes": {
+            (name,): float(size) for name, size in memory.items()
+        }
+    }

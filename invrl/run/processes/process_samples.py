@@ -1,0 +1,164 @@
+"""Every few seconds: how busy engines and gateway are, and how much memory each kind of
+process holds.
+
+Invariants: a question that nobody answers leaves its part of the sample out; the run
+goes on. Engines are asked for the numbers that their scheduler has published already,
+so that none of its steps waits."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from http.client import HTTPException
+
+from invrl.engines.engine_server import EngineServer
+from invrl.errors import InvrlError
+from invrl.host.resident_memory import resident_memory
+from invrl.observe.sinks.sinks import Sink
+from invrl.run.processes.cluster import Cluster, Serving
+from invrl.run.processes.metrics_sources import read_gateway
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import EndedTurns, RunStore
+from invrl.store.timeline_file import EngineSample, GatewaySample, Sample
+from invrl.train.trainer.train_handle import TrainHandle
+
+logger = logging.getLogger(__name__)
+_ANSWER_S = 2.0
+_ACTORS = {"ray::BufferActor": "buffer", "ray::RolloutWorker": "rollout-workers"}
+"""Actors whose process ids the driver does not know, by the names that Ray gives their
+processes."""
+
+
+async def sample_processes(
+    cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float | None
+) -> None:
+    """Gives the observer a sample every `interval_s`, until it is cancelled.
+    None: no samples."""
+    if not interval_s:
+        return
+    with contextlib.closing(RunStore(folder.store_path)) as store:
+        sequence = await asyncio.to_thread(store.last_turn)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                ended = await asyncio.to_thread(store.ended_turns, sequence)
+                sequence = ended.sequence
+                lag_s = await asyncio.to_thread(_loop_lag_s, cluster.serving)
+                memory = await asyncio.to_thread(
+                    memory_of, cluster.serving, cluster.trainer
+                )
+                sample = Sample(
+                    time=time.time(),
+                    engines=await _engine_samples(cluster.serving),
+                    gateway=replace(
+                        gateway_sample(ended, interval_s), loop_lag_s=lag_s
+                    ),
+                    memory=memory,
+                )
+            except Exception:
+                logger.exception("a sample of the processes failed")
+            else:
+                observer.sample(sample)
+
+
+async def sample_memory(
+    trainer: TrainHandle, observer: Sink, interval_s: float | None
+) -> None:
+    """As `sample_processes`, for a trainer alone: its samples have no engines and no
+    gateway."""
+    if not interval_s:
+        return
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            memory = await asyncio.to_thread(memory_of, None, trainer)
+        except Exception:
+            logger.exception("a sample of the processes failed")
+        else:
+            observer.sample(Sample(time=time.time(), memory=memory))
+
+
+def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
+    """Resident bytes of the run's processes on this machine: "driver", "gateway",
+    "router", each engine and rank by its name, "buffer", "rollout-workers" with what
+    they start, "other". May be called from any thread."""
+    return resident_memory(
+        _kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS
+    )
+
+
+def _kinds_of(
+    serving: Serving | None, trainer: TrainHandle | None
+) -> Mapping[int, str]:
+    """What the processes are, by pid. Those of Ray but the trainer's ranks are
+    missing."""
+    kinds: dict[int, str] = {}
+    if serving is not None:
+        kinds[serving.gateway.process.pid] = "gateway"
+        kinds[serving.fleet.router.pid] = "router"
+        for name, engine in dict(serving.fleet.engines).items():
+            if isinstance(engine.server, EngineServer):
+                kinds[engine.server.pid] = name
+    if trainer is not None:
+        kinds.update({pid: name for name, pid in trainer.local_pids().items()})
+    return kinds
+
+
+async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
+    """Of the engines that answer."""
+    engines = dict(serving.fleet.engines)
+    asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    samples: list[EngineSample] = []
+    for name, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, InvrlError):
+            logger.info("%s does not say how busy it is: %s", name, answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            samples.append(
+                EngineSample(
+                    name=name,
+                    running=answer.running,
+                    waiting=answer.waiting,
+                    kv_use=answer.kv_use,
+                    cache_hit_rate=answer.cache_hit_rate or None,
+                    tokens_per_s=answer.tokens_per_s or None,
+                )
+            )
+    return tuple(samples)
+
+
+def _loop_lag_s(serving: Serving) -> float | None:
+    """The longest lag of a worker's event loop in the last minute; None if the gateway
+    does not say."""
+    try:
+        answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
+        return float(answer["loop_lag_ms"]["max"]) / 1000
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+        logger.info("the gateway does not say its lag: %r", error)
+        return None
+
+
+def gateway_sample(ended: EndedTurns, seconds: float) -> GatewaySample:
+    """Of the turns that ended in these seconds."""
+    latencies = sorted(ended.seconds)
+    hit_rate = None
+    if ended.prompt_tokens:
+        hit_rate = ended.cached_tokens / ended.prompt_tokens
+    return GatewaySample(
+        requests=len(latencies),
+        latency_p50_s=_quantile(latencies, 0.5),
+        latency_p95_s=_quantile(latencies, 0.95),
+        cache_hit_rate=hit_rate,
+        tokens_per_s=ended.sampled_tokens / seconds,
+    )
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float | None:
+    """The value that so large a share does not exceed; None without values."""
+    if not ascending:
+        return None
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

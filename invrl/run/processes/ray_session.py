@@ -1,0 +1,226 @@
+"""The Ray session of a run: starts a local Ray, or connects to the one that
+`RAY_ADDRESS` names, and shuts it down with a deadline.
+
+A local Ray is watched (`host/ray_watch.py`): when its raylet or GCS dies, the driver
+ends with the cause.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from invrl.errors import ConfigError, ServerError
+from invrl.host import lifeline
+from invrl.host.environment_keys import RAY_TOKEN, key_in_environment
+from invrl.host.ray_setup import ray_folder, worker_environment
+from invrl.host.ray_watch import end_this_process, watched_ray
+from invrl.host.wait_lines import overload
+from invrl.run.settings.config import Config
+
+_SHUTDOWN_DEADLINE_S = 60.0
+_RAYLET_DEADLINE_S = 600.0
+"""For a raylet that lives to appear at its GCS. On a busy machine that took more than a
+minute."""
+_RAYLET_POLL_S = 0.2
+_NOT_WORTH_A_RETRY = (ValueError, TypeError, ImportError, PermissionError)
+"""Errors of `ray.init` that the next start would meet again."""
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def start_ray(config: Config, logs: Path) -> Iterator[None]:
+    """A local Ray behind a token (`host/ray_setup.py`), or the Ray at `RAY_ADDRESS`. No
+    other Ray is looked for: an address that an earlier program left in a file is
+    ignored. A local Ray that does not come up is started again,
+    `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray
+    of several nodes; leaves no process of Ray behind then.
+
+    The handler of SIGTERM stays the command line's. Ray's C++ code replaces it, and
+    Ray's own Python handler would end the process from within our event loop."""
+    ray_address = os.environ.get("RAY_ADDRESS")
+    restore_sigterm = partial(
+        signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+    )
+    ray_private: Any = vars(ray)["_private"]
+    ray_private.utils.set_sigterm_handler = lambda _: None
+    _leave_unused_processes_out(ray_private.node.Node)
+    # a signal to our process group must not reach Ray's
+    os.register_at_fork(after_in_child=os.setpgrp)
+    with ExitStack() as stack:
+        try:
+            if ray_address:
+                _init_ray(runtime_env={"env_vars": worker_environment()})
+                stack.callback(_shut_ray_down)
+                refuse_several_nodes(ray_address, ray.nodes())
+            else:
+                # Processes of a local Ray inherit the environment. Ray's runtime_env
+                # agent, which would set it, costs seconds.
+                stack.enter_context(_local_ray(logs, config.run.ray_start_attempts))
+        finally:
+            restore_sigterm()
+        if not ray_address:
+            stack.callback(_shut_ray_down)
+        node = ray_private.worker._global_node
+        if node is not None:  # None for a client's address, ray://...
+            _restore_sigterm_before_kill(node, restore_sigterm)
+        if not ray_address:
+            gcs_client = ray_private.worker.global_worker.gcs_client
+            heartbeat_timeout_s = config.run.heartbeat_timeout_s
+            stack.enter_context(
+                watched_ray(node, gcs_client, heartbeat_timeout_s=heartbeat_timeout_s)
+            )
+        yield
+
+
+def _leave_unused_processes_out(node: Any) -> None:
+    """Lets a local Ray start without its autoscaler's monitor, its log monitor and its
+    dashboard, which has a process even if it is not included. They took 2 of a start's
+    32 CPU-seconds, and the monitor serves its metrics on all interfaces. `node`: Ray's
+    class."""
+    node.start_monitor = lambda self: None
+    node.start_log_monitor = lambda self: None
+    node.start_api_server = lambda self, **options: None
+
+
+def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> None:
+    """Ending Ray's processes takes seconds, in which SIGTERM must find the command
+    line's handler."""
+    kill_all_processes = node.kill_all_processes
+
+    def restore_and_kill(**options: Any) -> None:
+        restore_sigterm()
+        kill_all_processes(**options)
+
+    node.kill_all_processes = restore_and_kill
+
+
+@contextmanager
+def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
+    """A local Ray in a temporary folder of its own. A start that failed is repeated, in
+    another folder."""
+    for attempt in range(1, max_attempts + 1):
+        with ExitStack() as stack:
+            folder = stack.enter_context(ray_folder(logs))
+            try:
+                with _patience_with_raylet(_RAYLET_DEADLINE_S):
+                    _init_ray(address="local", _temp_dir=folder)
+            except ServerError as error:
+                _kill_descendants_naming(folder)
+                if attempt == max_attempts or isinstance(
+                    error.__cause__, _NOT_WORTH_A_RETRY
+                ):
+                    raise
+                logger.warning("%s", error, exc_info=True)
+                print(
+                    f"warning: {error}; it is started again (start {attempt + 1} of {max_attempts})",
+                    flush=True,
+                )
+                continue
+            yield
+            return
+
+
+@contextmanager
+def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
+    """Within the block Ray waits for its raylet for as long as that lives, `deadline_s`
+    at most. Ray itself gives up after 30 s, whatever its settings say, and another
+    start is more work for a busy machine."""
+    services = vars(ray)["_private"].services
+    get_node = services.get_node
+
+    def get_node_in_time(gcs_address: str, node_id: str) -> Any:
+        give_up_at = time.monotonic() + deadline_s
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it is not there yet
+                if time.monotonic() > give_up_at or not _raylet_lives():
+                    raise
+            time.sleep(_RAYLET_POLL_S)
+
+    services.get_node = get_node_in_time
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+def _raylet_lives() -> bool:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet" and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError if the cluster has more than one living node: Ray might put
+    the buffer on a node that has not the run folder, where it would wait for ever on an
+    empty database of its own making."""
+    num_nodes = sum(bool(node["Alive"]) for node in nodes)
+    if num_nodes > 1:
+        reason = f"this Ray has {num_nodes} nodes, and the processes of a run must share one machine"
+        fix = "unset it, or name a Ray of one node; engines may be on other machines (`invrl engine`)"
+        raise ConfigError("RAY_ADDRESS", ray_address, reason, fix)
+
+
+def _init_ray(**options: Any) -> None:
+    """Calls `ray.init`. Raises ServerError, whose cause is what Ray raised."""
+    try:
+        # Ray reads its token once, so the token need not stay in the environment.
+        with lifeline.blocked("the start of Ray"), key_in_environment(RAY_TOKEN):
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                **options,
+            )
+    except Exception as error:
+        which = "one of our own"
+        ray_address = os.environ.get("RAY_ADDRESS")
+        if ray_address:
+            which = f"the one at RAY_ADDRESS={ray_address}"
+        failure = f"Ray ({which}) did not start: {_first_line(error)}{overload()}"
+        # a part of it may have started
+        _shut_ray_down(earlier_failure=f"{failure}; and ")
+        raise ServerError(failure) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's message without the logs that it may append."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0].rstrip(".")
+
+
+def _kill_descendants_naming(folder: str) -> None:
+    """Kills the processes of a start that failed, which Ray itself forgets. Each of
+    them has Ray's temporary folder on its command line."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(folder in argument for argument in process.cmdline()):
+                process.kill()
+
+
+def _shut_ray_down(earlier_failure: str = "") -> None:
+    """Calls `ray.shutdown`, which waits for minutes if a process of Ray does not
+    answer. After the deadline this process ends with a message that begins with
+    `earlier_failure`."""
+    message = f"{earlier_failure}Ray did not end within {_SHUTDOWN_DEADLINE_S:g} s"
+    timer = threading.Timer(_SHUTDOWN_DEADLINE_S, end_this_process, [message])
+    timer.daemon = True
+    timer.start()
+    ray.shutdown()
+    timer.cancel()

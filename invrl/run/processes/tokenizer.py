@@ -1,0 +1,23 @@
+"""The copy of the tokenizer in a run's folder, with which its tokens are shown as text
+later."""
+
+import logging
+
+from invrl.run.processes.cluster import chat_template_override
+from invrl.run.settings.config import Config
+from invrl.store.run_folder import RunFolder
+from invrl.store.tokenizer_folder import copy_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def keep_tokenizer(config: Config, folder: RunFolder) -> None:
+    """Copies the tokenizer into the folder. An error is only logged: the run does not
+    need the copy."""
+    try:
+        template = chat_template_override(config)
+        copy_tokenizer(
+            config.model.folder, folder.tokenizer_path, chat_template=template
+        )
+    except OSError:
+        logger.exception("the tokenizer cannot be copied")

@@ -1,0 +1,515 @@
+"""Contradictions between settings of the algorithm: advantage, loss, KL, objective,
+teacher, critic.
+
+As those in `contradictions.py`, which runs them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from invrl.algorithms.config import GROUP_RELATIVE, LINEAR
+from invrl.algorithms.length_weights import largest_scale
+from invrl.algorithms.objectives import (
+    DISTILLATION,
+    ON_FILES,
+    ON_ROLLOUTS,
+    is_built_in,
+    needs_of,
+)
+from invrl.algorithms.surrogates import ON_TOP_TOKENS
+
+if TYPE_CHECKING:
+    from invrl.run.settings.config import Config
+
+Contradictions = Iterator[tuple[str, str, str]]
+"""Field (its value is looked up), reason, fix."""
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "aggregation": ("sft", *ON_ROLLOUTS),
+    "aggregation_constant": ("sft", *ON_ROLLOUTS),
+    "length_weights": ON_ROLLOUTS,
+    "kl": ON_ROLLOUTS,
+    "policy_loss": ON_ROLLOUTS,
+    "ratio_level": ON_ROLLOUTS,
+    "eps_clip_low": ON_ROLLOUTS,
+    "eps_clip_high": ON_ROLLOUTS,
+    "dual_clip": ON_ROLLOUTS,
+    "correction": ON_ROLLOUTS,
+    "correction_cap": ON_ROLLOUTS,
+    "correction_floor": ON_ROLLOUTS,
+    "rejection": ON_ROLLOUTS,
+    "entropy": ON_ROLLOUTS,
+    "old_logprobs": ON_ROLLOUTS,
+    "router_shift_floor": ON_ROLLOUTS,
+    "advantage": ("rl",),
+    "advantage_eps": ("rl",),
+    "reward_deviation": ("rl",),
+    "solved_nll_coef": ("rl",),
+}
+"""Settings of the algorithm, and the built-in objectives that read them."""
+
+
+def _reference(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if (
+        config.model.reference_model_path
+        and is_built_in(algorithm.objective)
+        and not needs_of(algorithm).reference
+    ):
+        reason = "there is no KL, so no reference is computed"
+        fix = "set --kl.coefficient, or leave --reference-model-path out"
+        if algorithm.objective not in ON_ROLLOUTS:
+            reason = f"the objective {algorithm.objective} has no reference"
+            fix = "leave --reference-model-path out"
+        yield "model.reference_model_path", reason, fix
+
+
+def _advantages(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    name = algorithm.advantage
+    samples = config.rollout.n_samples_per_prompt
+    if algorithm.objective == "rl" and samples == 1 and name in GROUP_RELATIVE:
+        reason = (
+            f"{name} compares the rollouts of a group; with one, every advantage is 0"
+        )
+        yield (
+            "rollout.n_samples_per_prompt",
+            reason,
+            "set --n-samples-per-prompt to 2 or more",
+        )
+    if (
+        samples == 1
+        and config.buffer.group_filter == "nonzero_variance"
+        and not config.run.debug_train_only
+    ):
+        reason = (
+            "it drops groups whose rewards are equal, which a group of one always is"
+        )
+        yield (
+            "buffer.group_filter",
+            reason,
+            "add --group-filter none, or raise --n-samples-per-prompt",
+        )
+    if name == "pass_at_k" and algorithm.pass_at_k >= samples:
+        reason = (
+            f"it must be below n_samples_per_prompt = {samples}: all subsets of that size would be one, and "
+            "every advantage 0"
+        )
+        yield (
+            "algorithm.pass_at_k",
+            reason,
+            "lower --pass-at-k or raise --n-samples-per-prompt",
+        )
+    if (
+        algorithm.discount < 1
+        and config.buffer.turn_reward_use == "replace"
+        and not algorithm.token_level
+    ):
+        reason = "no rewards are added up over turns: each token has one reward"
+        yield "algorithm.discount", reason, "add --turn-reward-use add, or leave it out"
+    if algorithm.reward_columns and not algorithm.token_level:
+        reason = f"the advantage {name} has no rewards of tokens"
+        yield "algorithm.reward_columns", reason, "leave it out, or use --advantage gae"
+    declared = config.gateway.declared_columns
+    for column in algorithm.reward_columns:
+        if column not in declared or declared[column].level == "rollout":
+            reason = f"extra_columns declares no column {column!r} of tokens or turns"
+            yield (
+                "algorithm.reward_columns",
+                reason,
+                f"add --extra-columns {column}:token, or leave it out",
+            )
+    yield from _overlong(config)
+
+
+def _overlong(config: Config) -> Contradictions:
+    overlong = config.algorithm.overlong
+    if overlong is None:
+        return
+    length = overlong.length or config.rollout.max_new_tokens
+    if overlong.buffer > length:
+        reason = f"a rollout may sample {length} tokens, and the penalty grows over the last of them"
+        yield "overlong.buffer", reason, "lower it, or set --overlong.length"
+
+
+def _loss(config: Config) -> Contradictions:
+    """Between the loss's axes."""
+    algorithm = config.algorithm
+    if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
+        reason = "the aggregation `constant` divides by it"
+        yield (
+            "algorithm.aggregation_constant",
+            reason,
+            "set it, to --max-new-tokens for example",
+        )
+    surrogate = algorithm.policy_loss
+    if algorithm.ratio_level != "token":
+        if surrogate in ("dppo_tv", "dppo_kl", *ON_TOP_TOKENS):
+            verb = "changes the ratios of" if surrogate == "simko" else "masks"
+            reason = f"{surrogate} {verb} single tokens by their own probabilities"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+        if surrogate in ("vespo", "policy_gradient"):
+            yield (
+                "algorithm.ratio_level",
+                f"{surrogate} has no ratio",
+                "leave --ratio-level out",
+            )
+        if surrogate == "gmpo":
+            reason = "gmpo clips the ratios of single tokens before it takes their mean"
+            yield "algorithm.ratio_level", reason, "leave --ratio-level out"
+    if algorithm.ratio_level != "token" or surrogate == "gmpo":
+        level = "gmpo" if surrogate == "gmpo" else algorithm.ratio_level
+        reason = (
+            f"a {level} ratio is one number for all tokens of a row, and this would give each of them a "
+            "factor of its own"
+        )
+        if algorithm.correction == "truncated":
+            fix = "set --correction geometric_truncated, sequence_truncated or none"
+            yield "algorithm.correction", reason, fix
+        if algorithm.rejection is not None and algorithm.rejection.kind == "token":
+            yield (
+                "rejection.kind",
+                reason,
+                "set --rejection geometric, sequence or none",
+            )
+    if surrogate == "vespo" and algorithm.correction != "none":
+        reason = "vespo's weight goes from the policy that sampled to the current one: it would count twice"
+        yield "algorithm.correction", reason, "set --correction none"
+    yield from _bounds_of_corrections(config)
+    yield from _router_shift(config)
+
+
+def _router_shift(config: Config) -> Contradictions:
+    """What of RSPO's weight contradicts other settings. The model and its layout are
+    checked with it (`TrainConfig.check_model`)."""
+    algorithm = config.algorithm
+    field = "algorithm.router_shift_floor"
+    if not algorithm.router_shift_floor or algorithm.objective not in ON_ROLLOUTS:
+        return
+    if algorithm.old_logprobs != "recompute":
+        reason = (
+            f"with --old-logprobs {algorithm.old_logprobs} no pass says what the routers were like under the "
+            "old policy"
+        )
+        yield field, reason, "use --old-logprobs recompute, or leave it out"
+    elif algorithm.current_is_old:
+        reason = "a batch has one optimizer step, in which the current policy is the old one: no router moves"
+        yield field, reason, "set --num-minibatches to 2 or more, or leave it out"
+    if algorithm.policy_loss in ("vespo", "policy_gradient"):
+        yield (
+            field,
+            f"{algorithm.policy_loss} has no ratio that it could weigh",
+            "leave it out",
+        )
+
+
+def _length_weights(config: Config) -> Contradictions:
+    weights = config.algorithm.length_weights
+    if weights is None:
+        return
+    samples = config.rollout.n_samples_per_prompt
+    if samples == 1:
+        reason = (
+            "lengths are compared within a group; with one rollout every weight is 1"
+        )
+        yield (
+            "rollout.n_samples_per_prompt",
+            reason,
+            "set --n-samples-per-prompt to 2 or more",
+        )
+        return
+    bound = largest_scale(samples)
+    if weights.scale >= bound:
+        reason = f"in a group of {samples} a rollout may be so short that 1 + r z is not above 0, and has no power"
+        yield "length_weights.scale", reason, f"set it below {bound:.4g}"
+
+
+def _top_logprobs(config: Config) -> Contradictions:
+    """An objective that reads the likeliest tokens, in a run that does not record them.
+    (Rows that were recorded earlier are checked when they are trained.)"""
+    algorithm = config.algorithm
+    if config.run.debug_train_only or config.run.debug_rollout_only:
+        return
+    if config.rollout.rollout_top_logprobs or not needs_of(algorithm).top_logprobs:
+        return
+    reader = f"the objective {algorithm.objective}"
+    if algorithm.policy_loss in ON_TOP_TOKENS:
+        reader = f"the policy loss {algorithm.policy_loss}"
+    reason = f"{reader} reads the likeliest tokens in the place of each sampled one, and none are recorded"
+    yield (
+        "rollout.rollout_top_logprobs",
+        reason,
+        "set --rollout-top-logprobs, to 20 for example (SimKO: 3)",
+    )
+
+
+def _bounds_of_corrections(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    floor = algorithm.correction_floor
+    if floor is not None and floor > algorithm.correction_cap:
+        reason = f"it is above correction_cap = {algorithm.correction_cap:g}"
+        yield (
+            "algorithm.correction_floor",
+            reason,
+            "lower --correction-floor or raise --correction-cap",
+        )
+    rejection = algorithm.rejection
+    if rejection is not None and rejection.low is None and rejection.high is None:
+        reason = "neither bound is set, so nothing is rejected"
+        yield (
+            "rejection.kind",
+            reason,
+            "set --rejection.high, --rejection.low or both",
+        )
+
+
+def _kl(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    if algorithm.reference_reset_optimizer and not algorithm.reference_reset_steps:
+        reason = "reference_reset_steps is not set, so nothing is reset"
+        yield (
+            "algorithm.reference_reset_optimizer",
+            reason,
+            "set --reference-reset-steps, or leave it out",
+        )
+    kl = algorithm.kl
+    if kl is None:
+        for name in ("reference_reset_steps", "reference_ema"):
+            if getattr(algorithm, name) and is_built_in(algorithm.objective):
+                yield (
+                    f"algorithm.{name}",
+                    "there is no KL, so there is no reference",
+                    "set --kl.coefficient",
+                )
+        return
+    if algorithm.reference_reset_steps and algorithm.reference_ema:
+        reason = "a reference that is reset would lose its average; the two exclude each other"
+        yield (
+            "algorithm.reference_ema",
+            reason,
+            "give one of --reference-ema and --reference-reset-steps",
+        )
+    if algorithm.reference_moves and config.train.reference_placement == "cpu_by_layer":
+        reason = "by layer the reference is kept in the dtype of its folder, which the trained weights are not"
+        yield (
+            "train.reference_placement",
+            reason,
+            "use --reference-placement cpu or device",
+        )
+    if kl.added_to == "loss" and kl.estimator == "k1":
+        reason = (
+            "as a term of the loss k1 is only noise: its gradient is that of the tokens' log-probs, whose "
+            "mean over samples of the policy is 0"
+        )
+        yield (
+            "kl.estimator",
+            reason,
+            "set --kl.added-to reward, or --kl.estimator k2, k3 or unbiased",
+        )
+    if kl.added_to != "loss" and kl.estimator == "unbiased":
+        reason = (
+            "its importance weight is there for its gradient, and a reward has none"
+        )
+        yield "kl.estimator", reason, "set --kl.estimator k1, or --kl.added-to loss"
+    if algorithm.kl_in_rollout_rewards:
+        if algorithm.advantage not in LINEAR:
+            reason = (
+                "the KL is known after advantages were computed, and only those that are linear in rewards "
+                f"can be completed with it: {', '.join(LINEAR)}"
+            )
+            yield "kl.added_to", reason, "set --kl.added-to reward, or --advantage rloo"
+        elif algorithm.advantage_whitening != "none":
+            reason = (
+                "advantages would be whitened without the KL, which is added after it"
+            )
+            yield (
+                "algorithm.advantage_whitening",
+                reason,
+                "leave it out, or set --kl.added-to reward",
+            )
+
+
+def _entropy(config: Config) -> Contradictions:
+    entropy = config.algorithm.entropy
+    if entropy is None:
+        return
+    target = entropy.target
+    if target is not None and entropy.ceiling is not None and entropy.ceiling <= target:
+        reason = f"it is not above the target {target:g}, the other end of the band"
+        yield (
+            "entropy.ceiling",
+            reason,
+            "raise --entropy.ceiling or lower --entropy.target",
+        )
+    default = type(entropy).model_fields["step"].default
+    if entropy.step != default and not entropy.is_adapted:
+        reason = (
+            "the coefficient is not adapted: there is neither a target nor a ceiling"
+        )
+        yield (
+            "entropy.step",
+            reason,
+            "set one of them, or leave this out",
+        )
+
+
+def _objective(config: Config) -> Contradictions:
+    """Settings that the objective does not read, and rows that it cannot train on."""
+    algorithm = config.algorithm
+    name = algorithm.objective
+    if not is_built_in(name):
+        return
+    for field, objectives in _READ_BY.items():
+        value = getattr(algorithm, field)
+        if (
+            value != type(algorithm).model_fields[field].default
+            and name not in objectives
+        ):
+            reason = (
+                f"the objective {name} does not read it, only {', '.join(objectives)}"
+            )
+            yield (
+                f"algorithm.{field}",
+                reason,
+                "leave it out, or choose another --objective",
+            )
+
+
+def _teacher(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    teacher = algorithm.teacher
+    if algorithm.objective != DISTILLATION:
+        if teacher is not None and is_built_in(algorithm.objective):
+            reason = (
+                f"there is a teacher, and the objective {algorithm.objective} has none"
+            )
+            yield (
+                "algorithm.objective",
+                reason,
+                "leave --objective out, or the table [teacher]",
+            )
+        return
+    if teacher is None or (teacher.model_path is None and teacher.url is None):
+        if not config.run.debug_train_only:
+            fix = "give --teacher.model-path FOLDER, or --teacher.url URL of an SGLang server"
+            yield "algorithm.objective", "distillation needs a teacher", fix
+    elif teacher.url is not None:
+        if teacher.model_path is not None:
+            reason = "there is a model_path too, and a run has one teacher"
+            yield "teacher.url", reason, "leave one of the two out"
+        yield from _teacher_server(config, teacher.url)
+    if (
+        config.buffer.group_filter == "nonzero_variance"
+        and not config.run.debug_train_only
+    ):
+        reason = "it drops groups whose rewards are equal, and distillation learns from them as from any other"
+        yield "buffer.group_filter", reason, "add --group-filter none"
+
+
+def _teacher_server(config: Config, url: str) -> Contradictions:
+    reason = _fault_of_teacher_url(url)
+    if reason:
+        yield "teacher.url", reason, "give it as http://10.0.0.5:30000"
+    if config.run.debug_train_only:
+        reason = "saved batches have the teacher's log-probs already"
+        yield "teacher.url", reason, "leave it out"
+    if config.rollout.temperature != 1.0:
+        reason = "SGLang scores given tokens at temperature 1, so the teacher would be another distribution"
+        fix = "use --temperature 1, or --teacher.model-path, which follows the temperature"
+        yield "rollout.temperature", reason, fix
+    if config.gateway.constrained == "masked":
+        reason = "SGLang scores given tokens over the whole vocabulary, and the student has a grammar's part"
+        yield "gateway.constrained", reason, "leave it out, or use --teacher.model-path"
+
+
+def _fault_of_teacher_url(url: str) -> str:
+    """What is wrong with it; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "not an http:// or https:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    return ""
+
+
+def _critic(config: Config) -> Contradictions:
+    algorithm = config.algorithm
+    critic = algorithm.critic
+    if critic is None:
+        return
+    if algorithm.objective in ON_FILES:
+        reason = f"the objective {algorithm.objective} trains on rows that are given: it has no advantages"
+        yield (
+            "algorithm.objective",
+            reason,
+            "leave --advantage and the table [critic] out, or use --objective rl",
+        )
+    if critic.targets == "vtrace":
+        if algorithm.old_logprobs != "recompute":
+            reason = f"with --old-logprobs {algorithm.old_logprobs} no ratio to the policy that sampled is known"
+            yield (
+                "critic.targets",
+                reason,
+                "use --old-logprobs recompute, or leave this out",
+            )
+        if algorithm.correction != "none":
+            reason = "V-trace's advantages contain the ratio old/rollout already"
+            yield "algorithm.correction", reason, "use --correction none"
+        if critic.length_alpha is not None:
+            reason = "V-trace has one lambda, gae_lambda, for all rows"
+            yield (
+                "critic.length_alpha",
+                reason,
+                "leave it out, or --critic.targets",
+            )
+        if critic.returns_lambda != critic.gae_lambda:
+            reason = "V-trace has one lambda, gae_lambda, for advantages and targets"
+            yield (
+                "critic.returns_lambda",
+                reason,
+                "leave it out, or --critic.targets",
+            )
+    else:
+        for name in ("vtrace_rho_cap", "vtrace_c_cap"):
+            if getattr(critic, name) != type(critic).model_fields[name].default:
+                yield (
+                    f"critic.{name}",
+                    "the targets are not vtrace",
+                    "add --critic.targets vtrace",
+                )
+    if critic.warmup_steps >= config.run.num_steps:
+        reason = (
+            f"the run has {config.run.num_steps} steps, so the policy would never learn"
+        )
+        yield "critic.warmup_steps", reason, "lower it, or raise --num-steps"
+
+
+ON_DATA = (
+    _reference,
+    _critic,
+    _loss,
+    _length_weights,
+    _kl,
+    _entropy,
+    _objective,
+    _teacher,
+)
+"""For a run on a file."""
+WITH_ROLLOUTS = (
+    _reference,
+    _advantages,
+    _critic,
+    _loss,
+    _length_weights,
+    _top_logprobs,
+    _kl,
+    _entropy,
+    _objective,
+    _teacher,
+)

@@ -1,0 +1,519 @@
+"""All settings: one tree of frozen sections, each declared beside its owner, composed
+here.
+
+Values come from these sources, later ones win: defaults, the algorithm preset, a TOML
+file, flags (`resolve`). Invariant: `resolve` returns a whole and consistent
+configuration, or raises a ConfigError that says what to change; nothing has started by
+then. Imports without torch, ray, sglang or transformers."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+import tomli_w
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+)
+
+from invrl.algorithms.config import AlgorithmConfig
+from invrl.algorithms.presets import PRESETS
+from invrl.buffer.config import BufferConfig
+from invrl.datasets.config import DataConfig
+from invrl.engines.config import EngineConfig
+from invrl.errors import ConfigError
+from invrl.gateway.config import GatewayConfig
+from invrl.host.log_lines import LogFormat, LogLevel, LogSettings
+from invrl.rollout.config import RolloutConfig
+from invrl.run.checkpoints.checkpoint_scores import ScoreKind
+from invrl.run.settings.contradictions import check
+from invrl.run.settings.former_settings import as_written_now, former_fix
+from invrl.run.settings.name_suggestions import (
+    answer_without_setting,
+    meant_setting,
+    nearest,
+    nearest_setting,
+)
+from invrl.run.settings.value_suggestions import value_fix
+from invrl.store.run_folder import CONFIG_NAME, RunFolder
+from invrl.train.config import TrainConfig
+from invrl.train.parallel_layout import ParallelLayout
+from invrl.types.section import COMMA_SEPARATED, Section, Text, merged, tables_of
+from invrl.weights.config import WeightSyncConfig
+
+Scalar = StrictBool | StrictInt | StrictFloat | str
+"""What a pass-through option or a flag can be."""
+UpstreamOptions = dict[str, Scalar]
+
+
+class WandbConfig(Section):
+    """Metrics at Weights & Biases."""
+
+    project: Text = Field(description="project to log to")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files for `wandb sync`"
+    )
+    rollouts: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        None, description="rollouts of each step in a table"
+    )
+
+
+class RunConfig(Section):
+    """The run as a whole: its name, length and what it shows."""
+
+    run_name: Text | None = Field(
+        None, description="name of the run folder; left out: the time it starts"
+    )
+    run_root: str = Field("runs", description="folder that run folders are made in")
+    num_steps: PositiveInt = Field(
+        100, description="training batches, one weight version each"
+    )
+    seed: NonNegativeInt = Field(
+        0, description="seed of task order, shuffles and initial values"
+    )
+    save_interval: PositiveInt | None = Field(
+        None, description="steps between checkpoints; left out: by save_interval_s"
+    )
+    save_interval_s: PositiveFloat | None = Field(
+        300.0,
+        description="seconds between checkpoints, more where saving would take over 5 % of the time; "
+        "--no-save-interval-s: none before the last step",
+    )
+    async_checkpoints: bool = Field(
+        False,
+        description="write checkpoints beside training, from a copy in memory while one is written: 16 bytes "
+        "a parameter (float32: 20), on the first rank of each data-parallel group",
+    )
+    keep_checkpoints: PositiveInt | None = Field(
+        2, description="newest checkpoints that stay; --no-keep-checkpoints: all"
+    )
+    keep_best: PositiveInt | None = Field(
+        None,
+        description="best checkpoints that stay beside the newest, by --keep-best-by",
+    )
+    keep_best_by: Literal["auto", "held_out", "reward"] = Field(
+        "auto",
+        description="'held_out': mean held-out accuracy; 'reward': mean training reward of 8 steps; 'auto': "
+        "held_out where eval_interval is set, else reward. On --data-path: by the held-out loss",
+    )
+    max_restarts: NonNegativeInt = Field(
+        0, description="times in a row that a failed run resumes by itself"
+    )
+    heartbeat_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="a process that has not answered for this long counts as dead",
+    )
+    ray_start_attempts: PositiveInt = Field(
+        4, description="times that a run's own Ray is started until it is up"
+    )
+    colocate: bool = Field(
+        False,
+        description="engines and trainer use the same GPUs by turns: engines give back their cache's memory "
+        "while a step is trained, the trainer its gradients and optimizer while rollouts run",
+    )
+    save_rollout_data: bool = Field(
+        False, description="write every training batch to RUN/rollout_data"
+    )
+    debug_rollout_only: bool = Field(
+        False, description="no trainer; every batch goes to RUN/rollout_data"
+    )
+    debug_train_only: bool = Field(
+        False, description="the trainer alone, on --load-rollout-data"
+    )
+    load_rollout_data: Text | None = Field(
+        None, description="folder of saved batches, for --debug-train-only"
+    )
+    load_checkpoint: Text | None = Field(
+        None, description="RUN/checkpoints/step-N that --debug-train-only begins with"
+    )
+    sample_interval_s: PositiveFloat | None = Field(
+        5.0,
+        description="seconds between samples of engines, gateway and memory in RUN/timeline.jsonl",
+    )
+    progress: Literal["auto", "plain", "none"] = Field(
+        "auto", description="auto: live display on a terminal"
+    )
+    log_samples: PositiveInt | None = Field(
+        1,
+        description="rollouts of each step whose prompt, reply and reward the console shows",
+    )
+    log_format: LogFormat = Field(
+        "text", description="lines of logs/: text, or a JSON object each"
+    )
+    log_level: LogLevel = Field(
+        "info", description="the least level that logs/ has of our own processes"
+    )
+    otel_endpoint: Text | None = Field(
+        None,
+        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "left out: the one of OTEL_EXPORTER_OTLP_ENDPOINT, and without it no traces",
+    )
+    tensorboard: bool = Field(
+        True, description="write TensorBoard events into the run folder"
+    )
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="port at which the run shows its metrics for Prometheus",
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        description="address at which metrics are shown, without a key; another than loopback shows them to "
+        "everybody who reaches it",
+    )
+    wandb: WandbConfig | None = Field(None, description="metrics at Weights & Biases")
+    mlflow_tracking_uri: Text | None = Field(
+        None, description="MLflow server or store to log to"
+    )
+
+    def log_settings(self, run: str) -> LogSettings:
+        """What the processes of the run of this name log, and how."""
+        return LogSettings(run=run, format=self.log_format, level=self.log_level)
+
+
+class ModelConfig(Section):
+    """The model that is served and trained."""
+
+    model_path: Text | None = Field(
+        None,
+        description="Hugging Face folder, checkpoint of a run, or folder of a run (its newest model)",
+    )
+
+    served_model_name: Annotated[tuple[str, ...], COMMA_SEPARATED] = Field(
+        default=(),
+        description="names under which clients call the model, answers have the first; may be given several "
+        "times; empty: that of its folder (training sessions accept any)",
+    )
+
+    reference_model_path: Text | None = Field(
+        default=None,
+        description="folder or checkpoint with the weights of the frozen reference, a model of "
+        "the same shape; left out: those of model_path",
+    )
+
+    @property
+    def folder(self) -> Path:
+        """Absolute; meaningless without a `model_path`."""
+        return model_folder(self.model_path or "")
+
+    @property
+    def reference_folder(self) -> Path:
+        """Of the frozen reference: absolute; meaningless without a `model_path`."""
+        return model_folder(self.reference_model_path or self.model_path or "")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which clients call the model; answers have the first."""
+        return self.served_model_name or (self.name,)
+
+    @property
+    def name(self) -> str:
+        """The name that the folder gives the model: for a checkpoint that of its run,
+        otherwise its own."""
+        checkpoint = self.folder
+        if checkpoint.name == "hugging_face":
+            checkpoint = checkpoint.parent
+        run = checkpoint.parent.parent
+        if checkpoint.parent.name == "checkpoints" and is_run_folder(run):
+            return run.name
+        return checkpoint.name
+
+
+def is_run_folder(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file()
+
+
+def model_folder(path: str) -> Path:
+    """The absolute folder of a model: of a checkpoint, its part for Hugging Face; of a
+    run, its newest model. The folder of a run without a model is returned as it is."""
+    folder = Path(path).expanduser().absolute()
+    if is_run_folder(folder):
+        from invrl.run.checkpoints.checkpoints import (
+            Checkpoints,
+        )  # many commands read settings and no checkpoint
+
+        return (
+            Checkpoints(RunFolder(path=folder).checkpoints_path).newest_model()
+            or folder
+        )
+    of_checkpoint = folder / "hugging_face"
+    if of_checkpoint.is_dir():
+        return of_checkpoint
+    return folder
+
+
+class Config(Section):
+    """All settings of a run, made by `resolve()`. The options in `sglang`, `router` and
+    `megatron` pass through to those packages by name."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    gateway: GatewayConfig
+    buffer: BufferConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    weight_sync: WeightSyncConfig
+    sglang: UpstreamOptions = Field(default_factory=dict)
+    router: UpstreamOptions = Field(default_factory=dict)
+    megatron: UpstreamOptions = Field(default_factory=dict)
+
+    @property
+    def trains_on_data(self) -> bool:
+        """Whether the run trains on a file, without rollouts."""
+        return bool(self.data.data_path)
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether the trainer is all that the run starts: no engine, no gateway and no
+        rollouts."""
+        return self.run.debug_train_only or self.trains_on_data
+
+    @property
+    def critic_folder(self) -> Path:
+        """Of the model that the critic begins as: absolute; meaningless without a
+        `model_path`."""
+        critic = self.algorithm.critic
+        if critic is None or critic.model_path is None:
+            return self.model.folder
+        return model_folder(critic.model_path)
+
+    @property
+    def teacher_folder(self) -> Path | None:
+        """Of a teacher that the trainer computes: absolute."""
+        teacher = self.algorithm.teacher
+        if teacher is None or teacher.model_path is None:
+            return None
+        return model_folder(teacher.model_path)
+
+    @property
+    def critic_layout(self) -> ParallelLayout | None:
+        """Of the ranks that the critic has for itself; None: it has none."""
+        return self.train.critic_layout(self.algorithm.critic)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the policy, and of a critic that has ranks of its own."""
+        return self.train.num_ranks(self.algorithm.critic)
+
+    @property
+    def best_checkpoints_by(self) -> ScoreKind:
+        """What `keep_best_by` stands for in this run."""
+        if self.trains_on_data:
+            return "held_out_loss"
+        if self.run.keep_best_by != "auto":
+            return self.run.keep_best_by
+        return "held_out" if self.rollout.eval_interval else "reward"
+
+    def settings(self) -> dict[str, dict[str, object]]:
+        """Every present setting by table and key, in the form that a TOML file has.
+        An optional table stands beside the sections; `false` is what turns off a
+        setting or a table that a default would turn on."""
+        tables: dict[str, dict[str, object]] = self.model_dump(mode="json")
+        for name, section in SECTIONS.items():
+            tables[name] = _without_absent(section, tables[name])
+        for name in PRESETS.get(self.algorithm.algorithm_preset or "", {}):
+            tables["algorithm"].setdefault(name, False)
+        for name, table in TABLES.items():
+            entries = tables[table.section].get(name)
+            if isinstance(entries, dict):
+                del tables[table.section][name]
+                tables[name] = _without_absent(table.model, entries)
+        return tables
+
+    def to_toml(self) -> str:
+        """The whole tree; `resolve` reads it back to an equal one."""
+        return tomli_w.dumps(self.settings())
+
+
+def _without_absent(
+    model: type[Section], entries: Mapping[str, object]
+) -> dict[str, object]:
+    present: dict[str, object] = {}
+    for key, value in entries.items():
+        if value is not None:
+            present[key] = value
+        elif model.model_fields[key].default is not None:
+            present[key] = False
+    return present
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+UPSTREAM = tuple(name for name in Config.model_fields if name not in SECTIONS)
+
+
+class OptionalTable(NamedTuple):
+    """A table that may be absent. In a file it stands beside the sections."""
+
+    section: str
+    """The section that has it as a field."""
+    model: type[Section]
+
+
+TABLES: dict[str, OptionalTable] = {
+    name: OptionalTable(section=section_name, model=model)
+    for section_name, section in SECTIONS.items()
+    for name, model in tables_of(section).items()
+}
+Tables = Mapping[str, Mapping[str, Scalar]]
+
+
+def model_of_table(table: str) -> type[Section] | None:
+    """The model of a section or of an optional table; None for any other name."""
+    if table in TABLES:
+        return TABLES[table].model
+    return SECTIONS.get(table)
+
+
+def default_settings(table: str) -> dict[str, object]:
+    """What the settings of a table are where it has no entry."""
+    model = model_of_table(table)
+    fields = model.model_fields if model is not None else {}
+    return {
+        key: field.default for key, field in fields.items() if not field.is_required()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Values from one place, by table and key. Errors call that place `name`."""
+
+    name: str
+    tables: Tables
+
+
+def read_toml(path: Path) -> Source:
+    """A configuration file as a source. ConfigError for what is not TOML; `resolve`
+    checks its names."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            "--config", str(path), str(error), "give a readable TOML file"
+        ) from error
+    for table, entries in document.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(
+                f"{table} in {path}", entries, "a table is expected", _table_fix(table)
+            )
+    if path.name == CONFIG_NAME:
+        section_of_table = {name: table.section for name, table in TABLES.items()}
+        document = as_written_now(document, section_of_table)
+    return Source(name=str(path), tables=document)
+
+
+def _table_fix(key: str) -> str:
+    """For a key that stands outside of all tables."""
+    former = former_fix(key)
+    if former:
+        return former
+    table = _table_of(key)
+    if table:
+        return f"move it to table [{table}]"
+    setting = meant_setting(key)
+    answer = answer_without_setting(key)
+    if answer:
+        return answer
+    if setting:
+        return f"write it as {setting}, in table [{_table_of(setting)}]"
+    return f"write [{key}] and its keys below"
+
+
+def resolve(*sources: Source) -> Config:
+    """The sources over the algorithm's preset over the defaults; later sources win.
+    Raises ConfigError for a value that is not valid, and for values that contradict
+    each other."""
+    values: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
+    for source in sources:
+        for table, entries in source.tables.items():
+            if table not in TABLES:
+                values.setdefault(table, {}).update(entries)
+        for table, entries in source.tables.items():
+            if table in TABLES:
+                section = values[TABLES[table].section]
+                section[table] = merged(section.get(table), entries)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        _refuse(error, sources)
+    check(config)
+    return config
+
+
+def _refuse(error: ValidationError, sources: Sequence[Source]) -> NoReturn:
+    """Raises the first of pydantic's findings as a ConfigError."""
+    finding = error.errors()[0]
+    location = [str(part) for part in finding["loc"]]
+    if len(location) > 2 and location[1] in TABLES:
+        location = location[1:]
+    table = location[0]
+    key = location[1] if len(location) > 1 else ""
+    known = Config.model_fields
+    model = model_of_table(table)
+    if model is not None:
+        known = model.model_fields
+
+    reason = finding["msg"]
+    fix = "give a string, a number or a boolean"
+    if finding["type"] == "extra_forbidden" and key:
+        reason = "no such key"
+        fix = _key_fix(key, table)
+    elif finding["type"] == "extra_forbidden":
+        reason = "no such table"
+        fix = former_fix(table) or nearest(table, [*SECTIONS, *TABLES, *UPSTREAM])
+    elif key in known:
+        fix = value_fix(key, finding["input"], known[key])
+        if finding["type"] == "missing":
+            fix = f"give {table}.{key} too: {known[key].description}"
+    reason += f" (from {_origin_of(table, key, sources)})"
+    if error.error_count() > 1:
+        reason += f" ({error.error_count() - 1} more)"
+    field = f"{table}.{key}" if key else table
+    raise ConfigError(field, finding["input"], reason, fix) from error
+
+
+def _origin_of(table: str, key: str, sources: Sequence[Source]) -> str:
+    """The name of the last source that sets the key; any key of the table if `key` is
+    empty."""
+    origin = "default"
+    for source in sources:
+        if table in source.tables and (not key or key in source.tables[table]):
+            origin = source.name
+    return origin
+
+
+def _key_fix(key: str, table: str) -> str:
+    """For a key that its table does not have."""
+    former = former_fix(key)
+    if former:
+        return former
+    right_table = _table_of(key)
+    if right_table:
+        return f"move it to table [{right_table}]"
+    setting = meant_setting(key)
+    if setting and _table_of(setting) != table:
+        return f"did you mean {setting}, in table [{_table_of(setting)}]?"
+    model = model_of_table(table)
+    return nearest_setting(key, model.model_fields if model else ())
+
+
+def _table_of(key: str) -> str:
+    """The table of a setting; "" if there is no such setting."""
+    for table, section in SECTIONS.items():
+        if key in section.model_fields:
+            return table
+    return ""

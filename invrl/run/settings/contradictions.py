@@ -1,0 +1,705 @@
+"""Contradictions between settings, which no single field can find. They are found
+before any process starts.
+
+One function per subject yields what is wrong. `check` is pure: `config.resolve` runs
+it. What the settings name (files, code, models) is checked in `cli/checks/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from invrl.algorithms.objectives import ON_ROLLOUTS, is_built_in
+from invrl.datasets.config import KIND_OF_OBJECTIVE
+from invrl.errors import ConfigError
+from invrl.run.settings.algorithm_contradictions import (
+    ON_DATA,
+    WITH_ROLLOUTS,
+    Contradictions,
+)
+from invrl.run.settings.value_suggestions import wrong_name
+from invrl.train.cost.activation_memory import recomputed_modules
+from invrl.types.section import Section
+from invrl.weights.config import WeightSyncConfig
+
+if TYPE_CHECKING:
+    from invrl.run.settings.config import Config
+
+_SECRET_PARTS = ("api_key", "password", "secret", "auth_token")
+_MAX_COUNT = 2**31 - 1
+_SEEDED_BACKENDS = {
+    "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
+    "sampling_backend": ("pytorch",),
+}
+"""Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on
+CPU."""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError at the first contradiction."""
+    values: dict[str, object] = {}
+    for table, section in config:
+        for name, value in dict(section).items():
+            values[f"{table}.{name}"] = value
+            if isinstance(value, Section):
+                for key, part in dict(value).items():
+                    values[f"{name}.{key}"] = part
+    for subject in _ON_DATA if config.trains_on_data else _WITH_ROLLOUTS:
+        for field, reason, fix in subject(config):
+            raise ConfigError(field, values[field], reason, fix)
+    for field, reason, fix in _secrets(config):
+        raise ConfigError(field, "(not shown)", reason, fix)
+    for (
+        field,
+        value,
+    ) in values.items():  # counts are sent as int32 (token ids, positions, versions)
+        if isinstance(value, int) and abs(value) > _MAX_COUNT:
+            raise ConfigError(field, value, "over 2^31 - 1", "choose a smaller number")
+
+
+def _names(config: Config) -> Contradictions:
+    """Names of algorithms in the wrong setting, and objectives that do not exist."""
+    for name in ("objective", "advantage", "policy_loss"):
+        fix = wrong_name(name, getattr(config.algorithm, name))
+        if fix:
+            yield (
+                f"algorithm.{name}",
+                "it is no such name, and not of the form module:name",
+                fix,
+            )
+
+
+def _choices(config: Config) -> Contradictions:
+    """Between a choice and the table that holds its settings."""
+    for section_name, section in config:
+        if not isinstance(section, Section):
+            continue
+        for table, choice in section.chosen_by.items():
+            value = getattr(section, choice.setting)
+            is_there = getattr(section, table) is not None
+            field = f"{section_name}.{choice.setting}"
+            if value in choice.values and not is_there:
+                reason = f"it needs the table [{table}], which is turned off"
+                yield field, reason, "leave one of the two out"
+            if table == "critic" and not is_built_in(config.algorithm.objective):
+                continue  # an objective of the user's may need the values itself
+            if is_there and value not in choice.values:
+                flag = f"--{choice.setting.replace('_', '-')}"
+                readers = ", ".join(choice.values)
+                reason = f"it does not read the table [{table}], only {readers}"
+                yield field, reason, f"leave {flag} or [{table}] out"
+
+
+def _data(config: Config) -> Contradictions:
+    """Training on a file."""
+    data = config.data
+    objective = config.algorithm.objective
+    if objective in ON_ROLLOUTS:
+        reason = "it trains on rollouts, and data_path is given, which makes none"
+        fix = f"add --objective {', '.join(KIND_OF_OBJECTIVE)} or one of your own; or leave --data-path out"
+        yield "algorithm.objective", reason, fix
+    if data.data_kind not in ("auto", KIND_OF_OBJECTIVE.get(objective, data.data_kind)):
+        reason = f"the objective {objective} trains on {KIND_OF_OBJECTIVE[objective]}"
+        yield "data.data_kind", reason, "leave it out, or choose another --objective"
+    if data.data_eval_path and data.data_eval_fraction:
+        reason = f"held-out rows come from the file {data.data_eval_path}"
+        yield (
+            "data.data_eval_fraction",
+            reason,
+            "give one of --data-eval-path and --data-eval-fraction",
+        )
+    if config.algorithm.num_minibatches > data.data_batch_size:
+        reason = f"a mini-batch is made of whole rows of the file, and a batch has {data.data_batch_size}"
+        yield (
+            "algorithm.num_minibatches",
+            reason,
+            "lower --num-minibatches or raise --data-batch-size",
+        )
+    if objective == "kto" and data.data_batch_size == 1:
+        reason = "kto compares each row of a batch with another one"
+        yield "data.data_batch_size", reason, "set it to 2 or more"
+    if data.data_batch_size < config.train.data_parallel_size:
+        reason = f"a batch has {data.data_batch_size} rows, fewer than there are copies of the model"
+        yield (
+            "train.data_parallel_size",
+            reason,
+            "lower --data-parallel-size or raise --data-batch-size",
+        )
+    if config.run.wandb is not None and config.run.wandb.rollouts is not None:
+        yield (
+            "wandb.rollouts",
+            "with data_path there are no rollouts",
+            "leave it out",
+        )
+    holds_out = bool(data.data_eval_path or data.data_eval_fraction)
+    if config.rollout.eval_interval and not holds_out:
+        reason = "no rows are held out that it could evaluate on"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --eval-interval out"
+        yield "rollout.eval_interval", reason, fix
+    if config.run.keep_best and not holds_out:
+        reason = "the best checkpoints are those of the lowest held-out loss, and no rows are held out"
+        fix = "give --data-eval-path or --data-eval-fraction, or leave --keep-best out"
+        yield "run.keep_best", reason, fix
+    for name in ("debug_train_only", "debug_rollout_only", "colocate"):
+        if getattr(config.run, name):
+            yield (
+                f"run.{name}",
+                "a run on data_path starts the trainer alone by itself",
+                "leave it out",
+            )
+    if config.train.routing_replay != "none":
+        reason = "no engine has chosen experts, and the data's rows have one pass"
+        yield "train.routing_replay", reason, "leave it out"
+    yield from _of_rollouts(config)
+
+
+def _without_data(config: Config) -> Contradictions:
+    objective = config.algorithm.objective
+    if objective in KIND_OF_OBJECTIVE:
+        reason = f"the objective {objective} trains on a file, and none was given"
+        yield (
+            "data.data_path",
+            reason,
+            f"give --data-path FILE.jsonl, with {KIND_OF_OBJECTIVE[objective]}",
+        )
+    for name, default in _defaults(config.data):
+        if getattr(config.data, name) != default:
+            fix = "give --data-path too, with --objective sft for example; or leave it out"
+            yield f"data.{name}", "it is read only where a run trains on data_path", fix
+
+
+def _of_rollouts(config: Config) -> Contradictions:
+    """Settings of what a run on a file does not start."""
+    used = {
+        "rollout": ("eval_interval",),
+        "engine": ("engine_dtype",),
+        "gateway": ("chat_template_path", "keep_thinking", "special_tokens_in_content"),
+        "buffer": (),
+        "weight_sync": (),
+    }
+    for table, section in config:
+        for name, default in _defaults(section) if table in used else ():
+            if name not in used[table] and getattr(section, name) != default:
+                reason = f"with data_path = {config.data.data_path!r} there are no rollouts and no engine"
+                yield (
+                    f"{table}.{name}",
+                    reason,
+                    "leave it out, or leave --data-path out",
+                )
+    for table in ("sglang", "router"):
+        for name in getattr(config, table):
+            yield (
+                f"{table}.{name}",
+                "with data_path there is neither engine nor router",
+                "leave it out",
+            )
+
+
+def _defaults(section: Section) -> Iterator[tuple[str, object]]:
+    """The settings of a section with their defaults."""
+    for name, info in type(section).model_fields.items():
+        yield name, info.get_default(call_default_factory=True)
+
+
+def _modes(config: Config) -> Contradictions:
+    run = config.run
+    if run.debug_rollout_only and run.debug_train_only:
+        reason = "the two exclude each other: one turns the trainer off, the other the rollouts"
+        yield (
+            "run.debug_train_only",
+            reason,
+            "give one of --debug-rollout-only and --debug-train-only",
+        )
+    if run.debug_train_only and not run.load_rollout_data:
+        reason = "--debug-train-only trains on saved batches"
+        yield (
+            "run.load_rollout_data",
+            reason,
+            "give --load-rollout-data RUN/rollout_data",
+        )
+    for name in ("load_rollout_data", "load_checkpoint"):
+        if getattr(run, name) and not run.debug_train_only:
+            fix = "add --debug-train-only, or leave it out"
+            yield f"run.{name}", "only --debug-train-only reads it", fix
+
+
+def _weight_sync(config: Config) -> Contradictions:
+    weight_sync = config.weight_sync
+    if weight_sync.weight_arena == "alias" and weight_sync.weight_transport != "arena":
+        reason = (
+            f"with the transport {weight_sync.weight_transport!r} there is no arena"
+        )
+        yield (
+            "weight_sync.weight_arena",
+            reason,
+            "leave --weight-transport or --weight-arena out",
+        )
+    if weight_sync.weight_arena_device == "cuda":
+        if weight_sync.weight_transport != "arena":
+            reason = (
+                f"with the transport {weight_sync.weight_transport!r} there is no arena"
+            )
+            yield (
+                "weight_sync.weight_arena_device",
+                reason,
+                "leave --weight-transport or this out",
+            )
+        if weight_sync.weight_arena == "alias":
+            reason = "SGLang's CUDA graphs compute with the memory that they were captured with"
+            yield (
+                "weight_sync.weight_arena",
+                reason,
+                "leave it out: engines copy within the GPU",
+            )
+        if len(config.train.layout.model_copy(0)) > 1:
+            reason = (
+                "several trainer ranks write the arena, and each sees its own GPU alone"
+            )
+            yield (
+                "weight_sync.weight_arena_device",
+                reason,
+                "leave it out, or do not divide the model",
+            )
+    if weight_sync.weight_folder and weight_sync.weight_transport not in (
+        "disk",
+        "delta",
+    ):
+        reason = f"the transport {weight_sync.weight_transport!r} writes no files"
+        yield (
+            "weight_sync.weight_folder",
+            reason,
+            "add --weight-transport disk, or leave it out",
+        )
+    if weight_sync.weight_host and weight_sync.weight_transport in ("arena", "bucket"):
+        reason = f"the transport {weight_sync.weight_transport!r} uses no network"
+        yield (
+            "weight_sync.weight_host",
+            reason,
+            "add --weight-transport delta, or leave it out",
+        )
+    if config.engine.engine_tp_size > 1:
+        reason = "the processes of an engine take their slices of the weights from the arena, and copy them"
+        if weight_sync.weight_transport != "arena":
+            yield (
+                "weight_sync.weight_transport",
+                reason,
+                "leave it out, or --engine-tp-size",
+            )
+        if weight_sync.weight_arena != "copy":
+            yield (
+                "weight_sync.weight_arena",
+                reason,
+                "leave it out, or --engine-tp-size",
+            )
+    default_s = WeightSyncConfig.model_fields["weight_drain_timeout_s"].default
+    if (
+        weight_sync.weight_drain_timeout_s != default_s
+        and weight_sync.weight_update_inflight != "drain"
+    ):
+        reason = f"with weight_update_inflight = {weight_sync.weight_update_inflight!r} nothing drains"
+        fix = "add --weight-update-inflight drain, or leave it out"
+        yield "weight_sync.weight_drain_timeout_s", reason, fix
+
+
+def _colocate(config: Config) -> Contradictions:
+    """Engines and trainer on the same GPUs, by turns."""
+    if not config.run.colocate:
+        return
+    for name in ("debug_train_only", "debug_rollout_only"):
+        if getattr(config.run, name):
+            yield (
+                "run.colocate",
+                f"with {name} there are not both engines and a trainer",
+                "leave it out",
+            )
+    if config.engine.external_engines:
+        reason = (
+            "engines that the run does not start use other GPUs, or give no memory back"
+        )
+        yield "engine.external_engines", reason, "leave it out, or --colocate"
+    if config.critic_layout is not None:
+        reason = "a critic with ranks of its own gives no memory back"
+        yield "critic.data_parallel_size", reason, "leave it out, or --colocate"
+    weight_sync = config.weight_sync
+    if weight_sync.weight_update == "rolling":
+        reason = (
+            "all engines give their caches' memory back before the trainer makes a step"
+        )
+        yield "weight_sync.weight_update", reason, "leave it out, or --colocate"
+    if weight_sync.weight_update_inflight == "in_place":
+        reason = "engines give their caches' memory back, so running requests cannot keep their cache"
+        yield (
+            "weight_sync.weight_update_inflight",
+            reason,
+            "use retract or drain, or leave --colocate out",
+        )
+    if config.gateway.constrained != "free":
+        reason = "SGLang ends an engine that gives memory back while a request waits for its grammar"
+        yield (
+            "gateway.constrained",
+            reason,
+            "use --constrained free, or leave --colocate out",
+        )
+
+
+def _schedule(config: Config) -> Contradictions:
+    train = config.train
+    if (
+        train.lr_decay_style != "constant"
+        and (train.lr_decay_steps or 0) <= train.lr_warmup_steps
+    ):
+        reason = f"a {train.lr_decay_style} decay must end after the warm-up of {train.lr_warmup_steps} steps"
+        yield (
+            "train.lr_decay_steps",
+            reason,
+            "set --lr-decay-steps to the optimizer steps of the run",
+        )
+    if train.lr_min > train.lr:
+        reason = f"it is above lr = {train.lr}, the highest rate of the schedule"
+        yield "train.lr_min", reason, "lower --lr-min or raise --lr"
+
+
+def _difficulty(config: Config) -> Contradictions:
+    bounds = config.buffer.difficulty
+    if bounds is not None and bounds.low > bounds.high:
+        reason = f"it is above high = {bounds.high}, so no group would be kept"
+        yield (
+            "difficulty.low",
+            reason,
+            "lower --difficulty.low or raise --difficulty.high",
+        )
+
+
+def _batch(config: Config) -> Contradictions:
+    groups = config.rollout.rollout_batch_size
+    samples = config.rollout.n_samples_per_prompt
+    ranks = config.train.data_parallel_size
+    algorithm = config.algorithm
+    if groups * samples < ranks:
+        total = groups * samples
+        reason = f"a batch has {groups} x {samples} = {total} rollouts, fewer than the {ranks} copies of the model"
+        yield (
+            "train.data_parallel_size",
+            reason,
+            "lower --data-parallel-size or raise --rollout-batch-size",
+        )
+    of_critic = config.critic_layout
+    if of_critic is not None and groups * samples < of_critic.data:
+        total = groups * samples
+        reason = f"a batch has {total} rollouts, fewer than the {of_critic.data} copies of the critic"
+        fix = "lower --critic.data-parallel-size or raise --rollout-batch-size"
+        yield "critic.data_parallel_size", reason, fix
+    if algorithm.num_minibatches > groups:
+        reason = f"a mini-batch is made of whole groups, and a batch has {groups}"
+        yield (
+            "algorithm.num_minibatches",
+            reason,
+            "lower --num-minibatches or raise --rollout-batch-size",
+        )
+
+
+def _routing_replay(config: Config) -> Contradictions:
+    replay = config.train.routing_replay
+    algorithm = config.algorithm
+    if replay == "trainer" and algorithm.old_logprobs != "recompute":
+        reason = (
+            f"with --old-logprobs {algorithm.old_logprobs} the trainer makes no pass for them whose routing "
+            "it could replay"
+        )
+        yield "train.routing_replay", reason, "use --old-logprobs recompute"
+    if replay == "trainer" and algorithm.num_minibatches == 1:
+        reason = (
+            "a batch has one optimizer step, in which the current policy is the old one: there is no earlier "
+            "pass to repeat"
+        )
+        yield "train.routing_replay", reason, "set --num-minibatches to 2 or more"
+    if replay != "none" and "moe" in recomputed_modules(config.megatron):
+        reason = "Megatron recomputes the experts' part of a layer without the routing of its micro-batch"
+        fix = "recompute whole layers (--megatron-recompute-granularity full), or leave moe out"
+        yield "megatron.recompute_modules", reason, fix
+
+
+def _evaluation(config: Config) -> Contradictions:
+    rollout = config.rollout
+    if rollout.eval_interval and not rollout.eval_tasks:
+        reason = "there are no held-out tasks to evaluate on (eval_tasks is not set)"
+        yield (
+            "rollout.eval_interval",
+            reason,
+            "set --eval-tasks, or leave --eval-interval out",
+        )
+    if config.run.keep_best_by == "held_out" and not rollout.eval_interval:
+        reason = (
+            "no checkpoint is evaluated on held-out tasks (eval_interval is not set)"
+        )
+        yield (
+            "run.keep_best_by",
+            reason,
+            "set --eval-interval and --eval-tasks, or --keep-best-by reward",
+        )
+    if rollout.eval_sets and rollout.eval_task_file:
+        reason = "eval_sets is given, so eval_task_file would be ignored"
+        yield (
+            "rollout.eval_task_file",
+            reason,
+            f"add it to --eval-sets as NAME={rollout.eval_task_file}",
+        )
+    if rollout.eval_samples_per_task > rollout.rollout_concurrency:
+        limit = rollout.rollout_concurrency
+        reason = (
+            f"all samples of a task run at the same time, but only {limit} rollouts may"
+        )
+        fix = "lower --eval-samples-per-task or raise --rollout-concurrency"
+        yield "rollout.eval_samples_per_task", reason, fix
+
+
+def _engines(config: Config) -> Contradictions:
+    rollout = config.rollout
+    gateway = config.gateway
+    capacity = config.engine.engine_max_total_tokens
+    if capacity and rollout.max_new_tokens >= capacity:
+        reason = f"an engine's KV cache holds {capacity} tokens, prompt included"
+        yield (
+            "rollout.max_new_tokens",
+            reason,
+            "lower --max-new-tokens or raise --engine-max-total-tokens",
+        )
+    if rollout.rollout_concurrency > gateway.max_open_sessions:
+        reason = f"the gateway admits {gateway.max_open_sessions} open sessions at most"
+        fix = "lower --rollout-concurrency or raise --max-open-sessions"
+        yield "rollout.rollout_concurrency", reason, fix
+    if rollout.rollout_workers > rollout.rollout_concurrency:
+        reason = f"only {rollout.rollout_concurrency} rollouts run at a time"
+        yield (
+            "rollout.rollout_workers",
+            reason,
+            "lower --rollout-workers or raise --rollout-concurrency",
+        )
+    if config.engine.smg_environment and config.engine.router != "smg":
+        yield (
+            "engine.smg_environment",
+            "only smg is started from it",
+            "add --router smg, or leave it out",
+        )
+    yield from _grammar_masks(config)
+    if config.engine.seeded_sampling:
+        yield from _seeded_backends(config)
+
+
+def _external_engines(config: Config) -> Contradictions:
+    """Engines that the run does not start."""
+    engine = config.engine
+    if not engine.external_engines:
+        if not engine.num_engines and not config.run.debug_train_only:
+            fix = "set --num-engines to 1 or more, or give --external-engines"
+            yield (
+                "engine.num_engines",
+                "nothing would sample: there are no external_engines either",
+                fix,
+            )
+        return
+    field = "engine.external_engines"
+    for url in engine.external_engines:
+        reason = _fault_of_url(url)
+        if reason:
+            yield (
+                field,
+                f"{url}: {reason}",
+                "give the URL that `invrl engine` prints, as http://10.0.0.5:30000",
+            )
+    if len({url.rstrip("/") for url in engine.external_engines}) < len(
+        engine.external_engines
+    ):
+        yield field, "an engine occurs twice", "give each URL once"
+    if engine.router == "smg":
+        reason = "smg sends all engines one key, and an external engine has a new one with each start"
+        yield "engine.router", reason, "leave --router out, or --external-engines"
+    transport = config.weight_sync.weight_transport
+    means = "the memory of the trainer's machine"
+    if transport == "collective":
+        means = "" if config.weight_sync.weight_host else "an address of loopback"
+    if transport in ("disk", "delta"):
+        means = ""
+    if means and not config.run.debug_rollout_only:
+        reason = f"its weights go by {means}, which an engine that the run does not start may not reach"
+        fix = (
+            "add --weight-transport disk (or delta), with a --weight-folder that all engines see or with "
+            "--weight-host; or --weight-transport collective with --weight-host"
+        )
+        yield "weight_sync.weight_transport", reason, fix
+
+
+def _fault_of_url(url: str) -> str:
+    """What is wrong with the URL of an engine; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is not None
+    except ValueError as error:
+        return str(error)
+    if parts.scheme != "http" or not parts.hostname:
+        return "not an http:// URL"
+    if parts.username or parts.password:
+        return "it holds a user or a key, which come from the environment only"
+    if not has_port:
+        return "it has no port"
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        return "it has a path; an engine is called at its root"
+    return ""
+
+
+def _seeded_backends(config: Config) -> Contradictions:
+    for name, value in config.sglang.items():
+        option = name.replace("-", "_")
+        if option in _SEEDED_BACKENDS and value not in _SEEDED_BACKENDS[option]:
+            reason = "SGLang cannot sample by seed with it, and seeded_sampling is on"
+            fix = f"use one of: {', '.join(_SEEDED_BACKENDS[option])}; or --no-seeded-sampling"
+            yield f"sglang.{name}", reason, fix
+
+
+def _grammar_masks(config: Config) -> Contradictions:
+    """The trainer computes which tokens a grammar allowed as SGLang does with its
+    default settings."""
+    if config.gateway.constrained != "masked":
+        return
+    for name, value in config.sglang.items():
+        option = name.replace("-", "_")
+        if option.startswith("constrained_json") or (
+            option == "grammar_backend" and value != "xgrammar"
+        ):
+            reason = (
+                "--constrained masked needs the default grammar options: with this one the engines allow "
+                "other tokens than the trainer assumes"
+            )
+            yield f"sglang.{name}", reason, "leave it out, or use --constrained free"
+
+
+def _deadlines(config: Config) -> Contradictions:
+    """What waits for a rollout must wait longer than a rollout may take."""
+    limit = config.rollout.rollout_timeout_s
+    gateway = config.gateway
+    buffer = config.buffer
+    reason = f"a rollout may take rollout_timeout_s = {limit:g} s"
+    if gateway.session_ttl_s < limit:
+        yield (
+            "gateway.session_ttl_s",
+            reason,
+            "raise --session-ttl-s or lower --rollout-timeout-s",
+        )
+    if gateway.late_reward == "accept" and not gateway.reward_deadline_s:
+        why = "--late-reward accept lets a session wait for its reward, and no reward_deadline_s is given"
+        yield (
+            "gateway.late_reward",
+            why,
+            "set --reward-deadline-s, or --late-reward drop",
+        )
+    if buffer.batch_timeout_s < (gateway.reward_deadline_s or 0):
+        why = f"the run waits at most batch_timeout_s = {buffer.batch_timeout_s:g} s for a batch"
+        yield (
+            "gateway.reward_deadline_s",
+            why,
+            "lower --reward-deadline-s or raise --batch-timeout-s",
+        )
+    if config.rollout.external_environments:
+        yield from _external_deadlines(config)
+    if buffer.batch_timeout_s < limit:
+        yield (
+            "buffer.batch_timeout_s",
+            reason,
+            "raise --batch-timeout-s or lower --rollout-timeout-s",
+        )
+
+
+def _external_deadlines(config: Config) -> Contradictions:
+    """An environment that we do not start may die with the rollouts that it leased.
+    They must become free, to be leased again, before the run gives up the batch that
+    waits for them."""
+    gateway = config.gateway
+    batch_timeout_s = config.buffer.batch_timeout_s
+    held_s = gateway.lease_timeout_s + gateway.session_ttl_s
+    parts = "lease_timeout_s + session_ttl_s"
+    if gateway.late_reward == "accept":
+        held_s += gateway.reward_deadline_s or 0
+        parts += " + reward_deadline_s"
+    if held_s >= batch_timeout_s:
+        reason = (
+            f"an environment that hangs may hold a task for {parts} = {held_s:g} s, but the run waits at "
+            f"most batch_timeout_s = {batch_timeout_s:g} s for a batch"
+        )
+        yield (
+            "gateway.session_ttl_s",
+            reason,
+            "lower --session-ttl-s or raise --batch-timeout-s",
+        )
+
+
+def _determinism(config: Config) -> Contradictions:
+    """Where the trainer is deterministic, what it trains on must be so too."""
+    if not config.train.deterministic or config.run.debug_train_only:
+        return
+    rollout = config.rollout
+    sglang = {name.replace("-", "_"): value for name, value in config.sglang.items()}
+    needed = {
+        "--seeded-sampling": config.engine.seeded_sampling,
+        "--engine-dtype float32": config.engine.engine_dtype == "float32",
+        "--num-engines 1": config.engine.num_engines == 1,
+        "no --external-engines": not config.engine.external_engines,
+        "--max-staleness 0": config.buffer.max_staleness == 0,
+        "--rollout-concurrency 1": rollout.rollout_concurrency == 1,
+        "--rollout-workers 1": rollout.rollout_workers == 1,
+        "--sglang-max-running-requests 1": str(sglang.get("max_running_requests"))
+        == "1",
+        "--sglang-disable-radix-cache": bool(sglang.get("disable_radix_cache")),
+        "--no-external-environments": not rollout.external_environments,
+    }
+    missing = [flag for flag, is_set in needed.items() if not is_set]
+    if missing:
+        reason = (
+            "the sampled tokens or their log-probs would differ between two runs: they depend on what an "
+            "engine computes at the same time and on the order in which rollouts end"
+        )
+        yield (
+            "train.deterministic",
+            reason,
+            f"add {' '.join(missing)}; or leave --deterministic out",
+        )
+
+
+_ON_DATA = (_names, _choices, _modes, _data, _schedule, *ON_DATA)
+_WITH_ROLLOUTS = (
+    _names,
+    _choices,
+    _modes,
+    _without_data,
+    _schedule,
+    _batch,
+    *WITH_ROLLOUTS,
+    _difficulty,
+    _routing_replay,
+    _evaluation,
+    _engines,
+    _external_engines,
+    _deadlines,
+    _determinism,
+    _weight_sync,
+    _colocate,
+)
+
+
+def _secrets(config: Config) -> Contradictions:
+    """The resolved configuration is written into the run folder, so it must hold no
+    secret."""
+    tables = {
+        "sglang": config.sglang,
+        "router": config.router,
+        "megatron": config.megatron,
+    }
+    for table, options in tables.items():
+        for name in options:
+            if any(part in name for part in _SECRET_PARTS):
+                reason = "invrl makes the keys of its private servers itself, new ones for each run"
+                yield (
+                    f"{table}.{name}",
+                    reason,
+                    f"leave --{table}-{name.replace('_', '-')} out",
+                )

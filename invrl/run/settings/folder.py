@@ -1,0 +1,179 @@
+"""Makes and checks the folder of a run.
+
+Invariants: a folder belongs to one configuration, and is refused to another. A new
+folder is its owner's alone, so that conversations, keys and tokens below it are,
+whoever writes them."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from invrl.errors import ConfigError
+from invrl.run.settings.config import UPSTREAM, Config
+from invrl.run.settings.resolved_config import load_resolved, write_resolved
+from invrl.store.run_folder import LOCK_NAME, RunFolder, unwritable
+
+_OWNER_ONLY = 0o700
+
+
+def check_run_folder(config: Config) -> None:
+    """What `hold_run_folder` would refuse, without making anything."""
+    root, name = _place(config)
+    if (root / name).is_dir() and name:
+        folder = RunFolder(path=root / name)
+        _check_configuration(folder, config)
+        folder.check_free()
+    while not root.exists():
+        root = root.parent
+    try:
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise unwritable(root, error) from error
+
+
+@contextmanager
+def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
+    """The run's folder as `make_run_folder` makes it, held by `command` of this
+    process. Raises ConfigError as that does, and if another process holds the folder,
+    of which nothing has changed then."""
+    folder = _find_or_create(config)
+    with folder.held(command):
+        _furnish(folder, config)
+        yield folder
+
+
+def make_run_folder(config: Config) -> RunFolder:
+    """Create the folder (or reopen that of the same configuration) and write the
+    configuration down. Raises ConfigError if the folder holds another configuration, or
+    things that are not a run's."""
+    folder = _find_or_create(config)
+    _furnish(folder, config)
+    return folder
+
+
+def _find_or_create(config: Config) -> RunFolder:
+    root, name = _place(config)
+    # Two runs of one second get two folders.
+    path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True, mode=_OWNER_ONLY)
+        folder = RunFolder(path=path)
+        _check_configuration(folder, config)
+    except OSError as error:
+        raise unwritable(root, error) from error
+    return folder
+
+
+def _furnish(folder: RunFolder, config: Config) -> None:
+    try:
+        for path in (folder.logs_path, folder.checkpoints_path, folder.report_path):
+            path.mkdir(exist_ok=True)
+        write_resolved(folder.config_path, config)
+    except OSError as error:
+        raise unwritable(folder.path.parent, error) from error
+
+
+def _place(config: Config) -> tuple[Path, str]:
+    """Root and name. Raises ConfigError for a name that is a path."""
+    name = config.run.run_name or ""
+    if Path(name).name != name or name in (".", ".."):
+        raise ConfigError(
+            "run.run_name", name, "a name, not a path", "give the folder as --run-root"
+        )
+    return Path(config.run.run_root).expanduser().absolute(), name
+
+
+def _check_configuration(folder: RunFolder, config: Config) -> None:
+    if not folder.config_path.exists():
+        # A process that has just begun holds the folder before it writes anything else.
+        if any(path.name != LOCK_NAME for path in folder.path.iterdir()):
+            reason = f"{folder.path} is not empty and is not a run folder"
+            raise ConfigError(
+                "run.run_name", folder.path.name, reason, "choose another --run-name"
+            )
+        return
+    old_values = _fixed_settings(load_resolved(folder.config_path))
+    changed: list[str] = []
+    values = _fixed_settings(config)
+    for name in {**old_values, **values}:
+        old = old_values.get(name, "absent")
+        value = values.get(name, "absent")
+        if old != value:
+            changed.append(f"{name} = {value!r}, not {old!r}")
+    if changed:
+        reason = f"{folder.path} holds a run with another configuration; now: {'; '.join(changed[:3])}"
+        fix = "choose another --run-name, or repeat that configuration"
+        raise ConfigError("run.run_name", folder.path.name, reason, fix)
+
+
+_MAY_CHANGE = frozenset(
+    {
+        "run_root",
+        "run_name",
+        "num_steps",
+        "data_epochs",
+        "progress",
+        "log_samples",
+        "wandb.rollouts",
+        "metrics_port",
+        "metrics_host",
+        "tensorboard",
+        "record_trained_tokens",
+        "sample_interval_s",
+        "max_restarts",
+        "save_interval",
+        "async_checkpoints",
+        "save_interval_s",
+        "keep_checkpoints",
+        "keep_best",
+        "keep_best_by",
+        "max_shard_gb",
+        "external_engines",
+        "ray_start_attempts",
+        "max_identical_failures",
+        "max_failures_at_start",
+        "max_filtered_batches",
+        "filtered_out",
+    }
+)
+"""Settings of a run that may differ when it resumes: none changes what a step
+computes."""
+_MAY_CHANGE_ROUNDING = frozenset(
+    {
+        "data_parallel_size",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "critic.data_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "max_tokens_per_microbatch",
+        "share_prefixes",
+        "reference_placement",
+    }
+)
+"""Settings that may differ too, so that a run can go on with other ranks or less
+memory: a checkpoint is loaded by any layout. They change in which order numbers are
+added."""
+
+
+def _fixed_settings(config: Config) -> dict[str, object]:
+    """The settings that may not differ. A setting that is newer than the folder had its
+    default there."""
+    fixed: dict[str, object] = {}
+    for table, entries in config.settings().items():
+        if table in UPSTREAM:
+            fixed[table] = entries
+            continue
+        for key, value in entries.items():
+            if not {key, f"{table}.{key}"} & (_MAY_CHANGE | _MAY_CHANGE_ROUNDING):
+                fixed[f"{table}.{key}"] = value
+    return fixed

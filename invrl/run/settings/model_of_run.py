@@ -1,0 +1,40 @@
+"""`--model-path RUN`: a run that begins with the newest model of another one, as the
+next of several stages.
+
+Invariant: which model that is, is settled once, when the run is started, and written
+into its configuration. The other run may go on and save newer ones."""
+
+from pathlib import Path
+
+from invrl.run.checkpoints.checkpoint import keep_model
+from invrl.run.settings.config import Config, is_run_folder, model_folder
+from invrl.types.section import Section
+
+
+def with_models_of_runs(config: Config) -> Config:
+    """The configuration with the checkpoint in the place of the run that a model is
+    taken from. That model is not removed from now on. A run that has saved none stays
+    as it is, for a check to refuse."""
+    model = config.model
+    settled = {
+        "model_path": _settled(model.model_path),
+        "reference_model_path": _settled(model.reference_model_path),
+    }
+    changed: dict[str, Section] = {"model": model.model_copy(update=settled)}
+    critic = config.algorithm.critic
+    if critic is not None:
+        of_critic = {"model_path": _settled(critic.model_path)}
+        tables = {"critic": critic.model_copy(update=of_critic)}
+        changed["algorithm"] = config.algorithm.model_copy(update=tables)
+    return config.model_copy(update=changed)
+
+
+def _settled(path: str | None) -> str | None:
+    """The checkpoint in the place of a run that has one; any other path as it is."""
+    if path is None or not is_run_folder(Path(path).expanduser().absolute()):
+        return path
+    folder = model_folder(path)
+    if is_run_folder(folder):
+        return path
+    keep_model(folder)
+    return str(folder.parent if folder.name == "hugging_face" else folder)

@@ -1,0 +1,146 @@
+"""Suggests the setting that a wrong name stands for: by its spelling, or by what other
+trainers call it. Pure."""
+
+import difflib
+from collections.abc import Iterable
+
+from invrl.run.settings.foreign_names import (
+    ANSWERS,
+    FOREIGN_NAMES,
+    ON_FILES,
+    ON_ROLLOUTS,
+)
+from invrl.run.settings.former_settings import FORMER_NAMES
+
+_OURS = {
+    foreign: ours for ours, names in FOREIGN_NAMES.items() for foreign in names.split()
+}
+_SHORTEST_WORD = 5
+"""Letters of a word that counts: "max", "num" and "path" are part of too many names."""
+_MOST_SHOWN = 3
+
+
+def nearest(
+    name: str, names: Iterable[str], many: str = "see --help for the valid names"
+) -> str:
+    """A fix for a wrong name: the closest valid name. If none is close, the list of
+    all; if there are too many for a list, `many`."""
+    valid = sorted(names)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    if len(valid) > 30:
+        return many
+    return f"use one of: {', '.join(valid)}"
+
+
+def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -> str:
+    """The settings, or flags, that a wrong name may stand for, as a fix; or what to do
+    where there is none. `on_file`: of a run that trains on a file."""
+    valid = {_plain(valid_name): valid_name for valid_name in names}
+    new_name = FORMER_NAMES.get(_plain(name))
+    if new_name in valid:
+        return f"it was renamed: write {valid[new_name]}"
+    answer = answer_without_setting(name)
+    if answer:
+        return answer
+    near = near_settings(name, valid.values(), on_file=on_file)
+    if not near:
+        return "see --help for the valid names"
+    return f"did you mean {' or '.join(near)}?"
+
+
+def answer_without_setting(name: str) -> str:
+    """What to do instead of a setting that other trainers have and that does not exist
+    here; "" for any other name."""
+    for spelling in _spellings(name):
+        if spelling in ANSWERS:
+            return ANSWERS[spelling]
+        if spelling in _OURS:
+            break
+    return ""
+
+
+def meant_setting(name: str) -> str:
+    """What the setting of that name is called here; "" if no trainer is known to have
+    one."""
+    for spelling in _spellings(name):
+        if spelling in _OURS:
+            return _OURS[spelling]
+    return ""
+
+
+def near_settings(
+    name: str, names: Iterable[str], *, on_file: bool = False
+) -> list[str]:
+    """The valid `names` that a wrong name may stand for. The first of these rules that
+    finds any decides: what other trainers call by it; the one that is spelt almost like
+    it; those that share words with it; the one that is spelt most like it. Empty if
+    nothing is near."""
+    valid = {_plain(valid_name): valid_name for valid_name in names}
+    for spelling in _spellings(name):
+        if spelling in valid:
+            return [valid[spelling]]
+        meant = [
+            valid[ours]
+            for ours in _for_run(_OURS.get(spelling, ""), on_file=on_file)
+            if ours in valid
+        ]
+        if meant:
+            return meant
+    wanted = _plain(name)
+    meant = [
+        valid[ours]
+        for ours in _for_run(_meant_by_misspelt(wanted, valid), on_file=on_file)
+        if ours in valid
+    ]
+    if meant:
+        return meant
+    near = (
+        difflib.get_close_matches(wanted, list(valid), n=1, cutoff=0.75)
+        or _sharing_words(wanted, valid)
+        or difflib.get_close_matches(wanted, list(valid), n=1, cutoff=0.7)
+    )
+    return [valid[plain] for plain in near]
+
+
+def _for_run(ours: str, *, on_file: bool) -> list[str]:
+    """The settings that stand for `ours` in a run on a file. In any other run, a
+    setting of files comes last: the run may be meant to be one on a file."""
+    if on_file:
+        return [ON_FILES.get(ours, ours)]
+    if ours in ON_ROLLOUTS:
+        return [ON_ROLLOUTS[ours], ours]
+    return [ours]
+
+
+def _spellings(name: str) -> list[str]:
+    """The name, then its ends behind each dot: some trainers nest their settings, as in
+    `actor_rollout_ref.rollout.n`."""
+    parts = _plain(name).split(".")
+    return ["_".join(parts[start:]) for start in range(len(parts))]
+
+
+def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
+    """The names that share most words with it, the most similar first."""
+    words = {word for word in wanted.split("_") if len(word) >= _SHORTEST_WORD}
+    shared = {plain: len(words & set(plain.split("_"))) for plain in valid}
+    most = max(shared.values(), default=0)
+    num_words = sum(len(word) > 2 for word in wanted.split("_"))
+    if not most or 2 * most < num_words:  # one word of many says little
+        return []
+    best = [plain for plain, count in shared.items() if count == most]
+    return difflib.get_close_matches(wanted, best, n=_MOST_SHOWN, cutoff=0.0)
+
+
+def _meant_by_misspelt(wanted: str, valid: Iterable[str]) -> str:
+    """Our name for the other trainers' name that `wanted` is spelt like. "" if a valid
+    name is more like it."""
+    close = difflib.get_close_matches(wanted, [*valid, *_OURS], n=1, cutoff=0.8)
+    if not close:
+        return ""
+    return _OURS.get(close[0], "")
+
+
+def _plain(name: str) -> str:
+    return name.lower().removeprefix("--").replace("-", "_")

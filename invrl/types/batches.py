@@ -1,0 +1,176 @@
+"""What a step trains: the groups taken from the buffer, and the rows made of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from invrl.types.fields import same_length
+from invrl.types.groups import Group
+from invrl.types.routed_experts import RoutedExperts
+from invrl.types.top_logprobs import TopLogprobs
+from invrl.types.weights import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenBatch:
+    """What the buffer hands to the loop: whole groups, by id. Their tokens are read
+    from the store."""
+
+    batch_id: int
+    version: WeightVersion
+    """Version that the trainer holds when the batch is taken. Staleness is counted
+    against it."""
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpan:
+    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from
+    the grammar's beginning."""
+
+    start: int
+    end: int
+    grammar: str
+
+
+SOLVED_NUMBER = "solved"
+"""The number of a row that is 1 if its rollout solved its task, else 0, where the
+objective reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSample:
+    """One flat row of training data: a branch of a rollout."""
+
+    tokens_T: NDArray[np.int32]
+    loss_mask_T: NDArray[np.bool_]
+    """Whether token t was sampled and is trained in this row."""
+    rollout_logprobs_T: NDArray[np.float32]
+    """The engine's log-prob of token t in nats; 0 where the loss mask is False."""
+    versions_T: NDArray[np.int32]
+    """The weight version that sampled token t; -1 where the loss mask is False."""
+    reward: float
+    temperature: float
+    group_id: str
+    rollout_id: str
+    attempt: int
+    turn_ids: tuple[str, ...]
+    turn_spans: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made
+    of turns."""
+    grammars: tuple[GrammarSpan, ...] = ()
+    experts_TLK: RoutedExperts | None = None
+    """The experts that computed token t in the engine; None: they were not recorded."""
+    top_logprobs: TopLogprobs | None = None
+    """The tokens that the engine's policy held likeliest in the place of token t; none
+    where the loss mask is False. None: they were not recorded."""
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """More numbers of token t, by name: log-probs of a teacher, process rewards, the
+    user's own."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """More numbers of the whole row, by name."""
+
+    def __post_init__(self) -> None:
+        if self.experts_TLK is not None:
+            same_length(tokens_T=self.tokens_T, experts_TLK=self.experts_TLK)
+        if self.top_logprobs is not None:
+            same_length(tokens_T=self.tokens_T, top_ids_TK=self.top_logprobs.ids_TK)
+        same_length(tokens_T=self.tokens_T, **self.columns)
+        length = same_length(
+            tokens_T=self.tokens_T,
+            loss_mask_T=self.loss_mask_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            versions_T=self.versions_T,
+        )
+        if length > 0 and self.loss_mask_T[0]:
+            raise ValueError(
+                f"rollout {self.rollout_id}: the first token has no log-prob to train"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedCounts:
+    """How much a mini-batch trains, over all ranks: the denominators of its loss. What
+    has no trained token is not counted."""
+
+    tokens_of_rollout: Mapping[str, int]
+    """By rollout id. A rollout may have several rows, also on several ranks."""
+    tokens_of_group: Mapping[str, int]
+    """By group id."""
+    group_of_rollout: Mapping[str, str]
+    """Rollout id -> group id."""
+    rows: int
+    solved_tokens: int = 0
+    """Of rows whose number `solved` is 1."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tokens_of_rollout.values())
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.tokens_of_rollout)
+
+    @property
+    def groups(self) -> int:
+        return len(self.tokens_of_group)
+
+    @staticmethod
+    def of(samples: Iterable[TrainSample]) -> "TrainedCounts":
+        tokens_of_rollout: dict[str, int] = {}
+        tokens_of_group: dict[str, int] = {}
+        group_of_rollout: dict[str, str] = {}
+        rows = 0
+        solved_tokens = 0
+        for sample in samples:
+            num_trained = int(sample.loss_mask_T.sum())
+            if num_trained == 0:
+                continue
+            rows += 1
+            solved_tokens += (
+                num_trained if sample.numbers.get(SOLVED_NUMBER) == 1.0 else 0
+            )
+            tokens_of_rollout[sample.rollout_id] = (
+                tokens_of_rollout.get(sample.rollout_id, 0) + num_trained
+            )
+            tokens_of_group[sample.group_id] = (
+                tokens_of_group.get(sample.group_id, 0) + num_trained
+            )
+            group_of_rollout[sample.rollout_id] = sample.group_id
+        return TrainedCounts(
+            tokens_of_rollout=tokens_of_rollout,
+            tokens_of_group=tokens_of_group,
+            group_of_rollout=group_of_rollout,
+            rows=rows,
+            solved_tokens=solved_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainBatch:
+    """Samples with one advantage per token: the whole batch, a mini-batch of it, or one
+    data-parallel rank's share of a mini-batch."""
+
+    batch_id: int
+    version: WeightVersion
+    samples: tuple[TrainSample, ...]
+    advantages: tuple[NDArray[np.float32], ...]
+    """One array [T] per sample; 0 where its loss mask is False."""
+    counts: TrainedCounts | None = None
+    """Of the whole mini-batch that these samples are a share of. None: the samples are
+    all of it."""
+
+    def __post_init__(self) -> None:
+        if len(self.samples) != len(self.advantages):
+            raise ValueError(
+                f"{len(self.samples)} samples, {len(self.advantages)} advantages"
+            )
+        for sample, advantages_T in zip(self.samples, self.advantages, strict=True):
+            same_length(tokens_T=sample.tokens_T, advantages_T=advantages_T)
+
+    @property
+    def trained(self) -> TrainedCounts:
+        """Of the whole mini-batch, for a share as well."""
+        return self.counts or TrainedCounts.of(self.samples)

@@ -1,0 +1,38 @@
+"""A version of the weights, one exported weight, and what an update of an engine's
+weights did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+WeightVersion = NewType("WeightVersion", int)
+"""The number of batches that these weights were trained on, which is the step; 0 is the
+initial model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's
+    name ("bfloat16")."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """What one committed weight update did. Gaps are in nats."""
+
+    version: WeightVersion
+    num_bytes: int
+    seconds: Mapping[str, float]
+    """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed
+    over the engines in a rolling update. `newcomers` is the wait for engines that come
+    back, `trainer_canary` the trainer's part of the canary, which it computes while the
+    engines load, `paused` the longest time during which an engine did not generate."""
+    canary_max_gap: float
+    canary_mean_gap: float
+    lost_engines: Mapping[str, str] = field(default_factory=dict)
+    """Name -> reason, of the engines that failed while others did not. They must leave
+    the fleet."""
