@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from invrl.engines import engine_launcher, fleet_router
 from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
@@ -255,13 +256,13 @@ async def mortal_fleet(
         monkeypatch.setattr(fake, "made", [])
     monkeypatch.setattr(FakeServer, "may_be_ready", threading.Event())
     monkeypatch.setattr(FakeReceiver, "trainer", Trainer(), raising=False)
-    monkeypatch.setattr(fleet_module, "EngineServer", FakeServer)
-    monkeypatch.setattr(fleet_module, "ForkParent", FakeParent)
-    monkeypatch.setattr(fleet_module, "RouterServer", FakeRouter)
-    monkeypatch.setattr(fleet_module, "SglangClient", FakeClient)
-    monkeypatch.setattr(fleet_module, "RECEIVERS", {"arena": FakeReceiver})
+    monkeypatch.setattr(engine_launcher, "EngineServer", FakeServer)
+    monkeypatch.setattr(engine_launcher, "ForkParent", FakeParent)
+    monkeypatch.setattr(fleet_router, "RouterServer", FakeRouter)
+    monkeypatch.setattr(engine_launcher, "SglangClient", FakeClient)
+    monkeypatch.setattr(engine_launcher, "RECEIVERS", {"arena": FakeReceiver})
     monkeypatch.setattr(fleet_module, "engine_death", deaths.engine)
-    monkeypatch.setattr(fleet_module, "router_death", deaths.router)
+    monkeypatch.setattr(fleet_router, "router_death", deaths.router)
     config = EngineConfig(num_engines=3, max_restarts=2)
     fleet = Fleet(
         config,

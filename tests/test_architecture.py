@@ -61,21 +61,25 @@ MAY_IMPORT["viewer"] = MAY_IMPORT["observe"] | {
 }
 MAY_IMPORT["run"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
-ROOMS_OF_THE_TRAINER = (
-    "runtime",
-    "cost",
-    "batches",
-    "parallel",
-    "weights",
-    "layers",
-    "model",
-    "ranks",
-    "critic",
-    "step",
-    "trainer",
-)
-"""The folders of the trainer from the ground up: each may import those before it. The
-files beside them are below all."""
+ROOMS: dict[str, tuple[str, ...]] = {
+    "train": (
+        "runtime",
+        "cost",
+        "batches",
+        "parallel",
+        "weights",
+        "layers",
+        "model",
+        "ranks",
+        "critic",
+        "step",
+        "trainer",
+    ),
+    "run": ("checkpoints", "settings", "processes", "loop", "exports", "incarnations"),
+    "observe": ("samples", "sinks", "metrics", "status", "screen"),
+}
+"""The folders of these packages from the ground up: each may import those before it.
+The files beside them are below all."""
 INSIDE_THE_GATEWAY: dict[str, set[str]] = {
     "types": set(),
     "config": set(),
@@ -248,7 +252,9 @@ def test_packages_import_only_what_they_may() -> None:
         for path in SOURCES:
             package = package_of(name_of(path))
             for target, line in imported_modules(path):
-                is_settings = target.endswith(".config") and target != "run.config"
+                is_settings = (
+                    target.endswith(".config") and target != "run.settings.config"
+                )
                 if package_of(target) == package or is_settings or not target:
                     continue
                 allowed = MAY_IMPORT.get(package, set())
@@ -266,24 +272,25 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[1:-1])
 
 
-def test_the_rooms_of_the_trainer_import_downwards() -> None:
-    floors = {name: floor for floor, name in enumerate(("", *ROOMS_OF_THE_TRAINER))}
+@pytest.mark.parametrize("package", ROOMS)
+def test_the_rooms_of_a_package_import_downwards(package: str) -> None:
+    floors = {name: floor for floor, name in enumerate(("", *ROOMS[package]))}
 
     def faults() -> Iterator[str]:
         for name, path in MODULES.items():
-            if not name.startswith("train.") or path.name == "__init__.py":
+            if package_of(name) != package or path.name == "__init__.py":
                 continue
             if room_of(name) not in floors:
-                yield f"{place(path)}: train/{room_of(name)}/ is not listed"
+                yield f"{place(path)}: {package}/{room_of(name)}/ is not listed"
                 continue
             for target, line in imported_modules(path):
-                if not target.startswith("train."):
+                if package_of(target) != package:
                     continue
                 if floors.get(room_of(target), 99) > floors[room_of(name)]:
                     yield f"{place(path, line)}: imports {target}, which is above it"
 
-    fix = "move the definition to the lower of the two rooms; see ROOMS_OF_THE_TRAINER"
-    check("The rooms of the trainer import downwards", faults(), fix)
+    fix = "move the definition to the lower of the two rooms; see ROOMS"
+    check(f"The rooms of {package}/ import downwards", faults(), fix)
 
 
 def test_the_packages_of_the_gateway_import_downwards() -> None:

@@ -6,9 +6,9 @@ from then on every update includes it; only then is it registered with the route
 engine that leaves (`evict`) is unknown to weight updates at once; in the background it
 is unregistered from the router and then ended. Each engine and the router have a watch
 of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
-raises when a watch itself has failed. A router that dies is started again at the same
-address. A fleet whose last engine has left waits for one that is started again
-(`engine_restarts.py`); only if none may come back any more, `check` raises.
+raises when a watch itself has failed. A router that dies is started again
+(`fleet_router.py`). A fleet whose last engine has left waits for one that is started
+again (`engine_restarts.py`); only if none may come back any more, `check` raises.
 
 An external engine (`external_engine.py`) is one of them like the others, but that
 nobody here starts or ends its process: one that left is waited for, and joins like an
@@ -21,69 +21,36 @@ long as the servers should.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
+from invrl.engines.blocking_calls import BlockingCalls
 from invrl.engines.config import EngineConfig
-from invrl.engines.engine_health import (
-    TOKEN_TIMEOUTS,
-    engine_death,
-    router_death,
-    wrong_answer,
-)
+from invrl.engines.engine_health import TOKEN_TIMEOUTS, engine_death, wrong_answer
+from invrl.engines.engine_launcher import Engine, EngineLauncher
 from invrl.engines.engine_restarts import EngineRestarts
-from invrl.engines.engine_server import (
-    ENGINE_MODULE,
-    EngineServer,
-    count_gpus,
-    max_total_tokens,
-)
-from invrl.engines.engine_spans import FLAG
-from invrl.engines.external_engine import ExternalEngine, wanted_traits
+from invrl.engines.fleet_router import FleetRouter
 from invrl.engines.fleet_state import FleetState
 from invrl.engines.router_server import RouterServer
-from invrl.engines.sglang_args import flags_of_run, router_flags
-from invrl.engines.sglang_client import EngineLimits, SglangClient
+from invrl.engines.sglang_args import router_flags
 from invrl.engines.smg import find_smg
-from invrl.engines.weight_receiver import RECEIVERS, EngineReceiver
 from invrl.errors import DeadlineError, InvrlError, ServerError
 from invrl.host.fork_parent import ForkParent
 from invrl.host.incidents import incidents
 from invrl.host.log_lines import LogSettings
-from invrl.host.process import RestartLimit, family_of
 from invrl.interfaces import WeightReceiver
 from invrl.types.weights import WeightVersion
 from invrl.weights.config import AnyWeights, ArenaWeights
 
 _LOG = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
 BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
 """Gives a new engine the fleet's version, and then calls the function, which makes it
 one of the fleet: no update comes in between."""
 
 _PORT_TRIES = 3
-_ROUTER_RESTARTS_PER_MINUTE = 3
-_ROUTER_RETURN_S = 180.0
-"""How long an engine waits for a router that is started again, beyond the time in which
-its silence is noticed."""
-_ROUTER_ANSWER_S = 5.0
 _END_DEADLINE_S = 60.0
 _END_POLL_S = 0.05
-
-
-@dataclass(slots=True, kw_only=True)
-class Engine:
-    """One engine of the fleet: its process, or its address, the client with its keys,
-    its receiver."""
-
-    server: EngineServer | ExternalEngine
-    client: SglangClient
-    receiver: EngineReceiver
 
 
 class Fleet:
@@ -121,42 +88,34 @@ class Fleet:
         forked.
         """
         self._config = engine
-        self._model_path = model_path
-        self._run_folder = run_folder
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._weights = weights or ArenaWeights.model_validate({})
-        in_place = self._weights.inflight == "in_place"
-        self._sglang_flags = flags_of_run(
-            sglang or {},
-            in_place=in_place,
-            record_experts=record_experts,
-            traces_endpoint=traces_endpoint,
-            shares_gpu=shares_gpus and count_gpus() > 0,
-        )
         self._shares_gpus = shares_gpus
         self._start_turn = asyncio.Lock()
         """Held while an engine starts again until it has joined, where GPUs are shared:
         it takes the memory that is free then."""
         self._holds_starts = False
         """The trainer has the GPUs, and holds that lock."""
-        self._traits = wanted_traits(
-            engine, model_path, in_place=in_place, record_experts=record_experts
+        installed_smg = (
+            find_smg(engine.smg_environment) if engine.router == "smg" else None
         )
-        self._external_key = external_key
-        self._log = log
-        self._external_urls = {
-            f"external-{index}": url.rstrip("/")
-            for index, url in enumerate(engine.external_engines)
-        }
-        """By name, of the engines that others start and end."""
-        self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
-        self._router_flags = router_flags(router or {}, self._smg)
-        self.limits = EngineLimits.of(
-            model_path, max_total_tokens=max_total_tokens(engine)
+        passthrough = router_flags(router or {}, installed_smg)
+        self._launcher = EngineLauncher(
+            engine,
+            model_path,
+            run_folder,
+            sglang=sglang or {},
+            weights=weights or ArenaWeights.model_validate({}),
+            record_experts=record_experts,
+            external_key=external_key,
+            traces_endpoint=traces_endpoint,
+            log=log,
+            shares_gpus=shares_gpus,
+            parent=parent,
         )
+        self.limits = self._launcher.limits
         self.engines: dict[str, Engine] = {}
         self._restarts = EngineRestarts(
-            engine.max_restarts, external=self._external_urls
+            engine.max_restarts, external=self._launcher.external_urls
         )
         self._leaving: list[Engine] = []
         """Engines that left and are not being ended yet: `stop` may come before
@@ -167,46 +126,29 @@ class Fleet:
         self._bring_up: BringUp | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
-        self._unrouted: set[str] = set()
-        """URLs of engines that a router was to know, which died first."""
         self._examination: asyncio.Task[None] | None = None
-        self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
-        # A pool of our own, large enough: threads that wait for an engine to start must
-        # not delay those that end one.
-        num_engines = engine.num_engines + len(self._external_urls)
-        self._threads = ThreadPoolExecutor(
-            max_workers=3 * num_engines + 3, thread_name_prefix="fleet"
+        # Threads of our own, enough of them: those that wait for an engine to start
+        # must not delay those that end one.
+        self._calls = BlockingCalls(3 * len(self._launcher.names) + 3, name="fleet")
+        self._router = FleetRouter(
+            engine,
+            run_folder,
+            passthrough=passthrough,
+            installed_smg=installed_smg,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            calls=self._calls,
         )
-        self._calls: set[asyncio.Future[Any]] = set()
-        """Calls in those threads, also when nobody waits for them any more."""
-        self._own_parent: ForkParent | None = None
-        self._parent = self._find_parent(parent)
-        self.router = self._launch_router()
-
-    def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
-        """The process that forks the engines; None where they cannot be forked
-        (`host/fork_parent.py`), or where spans are sent, whose exporter is chosen
-        before SGLang is imported."""
-        if not self._config.num_engines or count_gpus() or FLAG in self._sglang_flags:
-            return None
-        if given is not None:
-            return given
-        log_file = self._run_folder / "logs" / "engine-parent.log"
-        self._own_parent = ForkParent(ENGINE_MODULE, log=log_file)
-        return self._own_parent
 
     async def start(self) -> None:
         """Start all engines at once, and wait for the external ones; none gets requests
         before `admit`. After an error nothing is left. Raises ConfigError for an
         external engine that is not what the run needs."""
         try:
-            names = [f"engine-{index}" for index in range(self._config.num_engines)]
-            names += self._external_urls
-            self.engines = {name: self._launch(name) for name in names}
+            self.engines = {name: self._launch(name) for name in self._launcher.names}
             async with asyncio.TaskGroup() as starts:
                 for name, engine in self.engines.items():
                     starts.create_task(self._wait_ready(name, engine))
-            await self._in_thread(self.router.wait_ready)
+            await self._router.wait_ready()
         except ExceptionGroup as errors:
             await self.stop()
             first = errors.exceptions[0]
@@ -216,7 +158,9 @@ class Fleet:
             raise
         for name, engine in self.engines.items():
             self._watch_engine(name, engine)
-        self._watches["router"] = asyncio.create_task(self._watch_router())
+        self._watches["router"] = asyncio.create_task(
+            self._router.watch(self._route_again)
+        )
 
     async def admit(self) -> None:
         """Register the engines, which hold the fleet's version, with the router.
@@ -225,7 +169,7 @@ class Fleet:
         DeadlineError if it reaches none.
         """
         engines = dict(self.engines)
-        registrations = [self._register(engine) for engine in engines.values()]
+        registrations = [self._router.register(engine) for engine in engines.values()]
         results = await asyncio.gather(*registrations, return_exceptions=True)
         failures: dict[str, BaseException] = {}
         for name, result in zip(engines, results, strict=True):
@@ -253,6 +197,11 @@ class Fleet:
 
     async def receivers(self) -> Sequence[WeightReceiver]:
         return [engine.receiver for engine in self.engines.values()]
+
+    @property
+    def router(self) -> RouterServer:
+        """Its process of this moment."""
+        return self._router.server
 
     @property
     def evicted(self) -> Mapping[str, str]:
@@ -428,13 +377,12 @@ class Fleet:
         engines = [*self.engines.values(), *self._leaving]
         self.engines = {}
         await asyncio.gather(
-            *(self._end(engine) for engine in engines), self._end_router(self.router)
+            *(self._end(engine) for engine in engines), self._router.stop()
         )
-        self.router.address.close()
-        if self._own_parent is not None:
-            await self._in_thread(self._own_parent.stop)
+        if self._launcher.own_parent is not None:
+            await self._calls.run(self._launcher.own_parent.stop)
         # A cancelled task may have left a thread behind that ends a process.
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._calls.until_ended()
 
     # ----------------------------------------------------------------- watches
 
@@ -459,57 +407,17 @@ class Fleet:
             interval_s=self._config.health_interval_s,
         )
 
-    async def _watch_router(self) -> None:
-        """Raises ServerError or DeadlineError once the router dies again and again, or
-        does not come back."""
-        while True:
-            router = self.router
-
-            async def answers(deadline_s: float, router: RouterServer = router) -> bool:
-                return await self._in_thread(router.answers, deadline_s)
-
-            reason = await router_death(
-                family_of(router.pid)[:1],
-                answers,
-                timeout_s=self._heartbeat_timeout_s,
-                interval_s=self._config.health_interval_s,
-            )
-            if not self._router_restarts.allows():
-                raise ServerError(
-                    f"the router died {_ROUTER_RESTARTS_PER_MINUTE + 1} times in a minute: {reason}. "
-                    f"Last lines of {router.log}:\n{router.log_tail()}"
-                )
-            incidents.error("the router is started again: %s", reason)
-            await self._restart_router(router)
-            incidents.warning("the router is back")
-
-    async def _restart_router(self, dead: RouterServer) -> None:
-        """Start a router at the same address with the same keys, so that the gateway
-        need not know.
-
-        It gets the engines that the dead router routed to and that are still there.
-        """
-        await self._end_router(dead)
-        self.router = self._launch_router(dead)
-        await self._in_thread(self.router.wait_ready)
+    async def _route_again(self, dead: RouterServer) -> None:
+        """Register with a router that was started again the engines that the dead one
+        routed to and that are still there."""
         for name, engine in list(self.engines.items()):
-            if not (
-                dead.registered(engine.server.url)
-                or engine.server.url in self._unrouted
-            ):
-                continue
             try:
-                await self._register_now(engine)
-                self._unrouted.discard(engine.server.url)
-            except (ServerError, DeadlineError) as error:
-                if (
-                    not await self._router_answers()
-                ):  # it is the router again, which is started once more
-                    self._unrouted.add(engine.server.url)
+                if not await self._router.register_again(engine, dead):
                     continue
+            except (ServerError, DeadlineError) as error:
                 self.evict(name, f"the restarted router does not reach it: {error}")
             if self.engines.get(name) is not engine:  # it left meanwhile
-                await self._unregister(engine)
+                await self._router.unregister(engine)
 
     # ------------------------------------------------------------- engines come and go
 
@@ -537,7 +445,7 @@ class Fleet:
                     # of this engine: the others go on without it
                     _LOG.exception("%s did not come back (%s)", name, count)
                     self._restarts.failed(name, error)
-            if name in self._external_urls:
+            if name in self._launcher.external_urls:
                 await asyncio.sleep(self._config.health_interval_s)
         if self._restarts_engines:
             most = self._config.max_restarts
@@ -579,7 +487,7 @@ class Fleet:
     async def _register_joined(self, name: str, engine: Engine) -> None:
         """Register an engine that belongs to the fleet; it may leave meanwhile."""
         try:
-            await self._register(engine)
+            await self._router.register(engine)
         except InvrlError as error:
             if self.engines.get(name) is engine:
                 self.evict(name, f"the router does not reach it: {error}")
@@ -587,7 +495,7 @@ class Fleet:
         if self.engines.get(name) is engine:
             incidents.warning("%s is back", name)
         else:
-            await self._unregister(engine)
+            await self._router.unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
         """Do `work` with an engine that has no watch yet. Raises ServerError if the
@@ -605,50 +513,7 @@ class Fleet:
         working.result()
 
     def _launch(self, name: str) -> Engine:
-        """Start an engine's process, in this thread: the kernel ends it together with
-        the thread. The name of an external engine starts nothing."""
-        server: EngineServer | ExternalEngine
-        if name in self._external_urls:
-            server = ExternalEngine(
-                name,
-                self._external_urls[name],
-                key=self._external_key,
-                traits=self._traits,
-                total_tokens=max_total_tokens(self._config),
-                start_timeout_s=self._config.start_timeout_s,
-            )
-        else:
-            server = EngineServer(
-                name,
-                self._config,
-                model_path=self._model_path,
-                run_folder=self._run_folder,
-                passthrough=self._sglang_flags,
-                api_key=self.router.engine_api_key,
-                log=self._log,
-                parent=self._parent,
-            )
-        client = SglangClient(
-            server.url,
-            limits=self.limits,
-            api_key=server.api_key,
-            admin_key=server.admin_key,
-            name=name,
-        )
-        receiver = RECEIVERS[self._weights.transport](
-            name, client, self._weights, num_ranks=self._config.tp_size
-        )
-        receiver.replies_over_http = name in self._external_urls
-        return Engine(server=server, client=client, receiver=receiver)
-
-    def _launch_router(self, predecessor: RouterServer | None = None) -> RouterServer:
-        return RouterServer(
-            run_folder=self._run_folder,
-            start_timeout_s=self._config.router_start_timeout_s,
-            passthrough=self._router_flags,
-            address=None if predecessor is None else predecessor.address,
-            installed_smg=self._smg,
-        )
+        return self._launcher.launch(name, api_key=self.router.engine_api_key)
 
     async def _wait_ready(self, name: str, engine: Engine) -> None:
         self.engines[name] = await self._started(name, engine)
@@ -661,7 +526,7 @@ class Fleet:
         """
         for tries_left in reversed(range(_PORT_TRIES)):
             try:
-                await self._in_thread(engine.server.wait_ready)
+                await self._calls.run(engine.server.wait_ready)
                 break
             except ServerError:
                 lost_its_port = engine.server.lost_its_port()
@@ -677,49 +542,9 @@ class Fleet:
         engine.client.api_key = engine.server.api_key
         return engine
 
-    async def _register(self, engine: Engine) -> None:
-        """Registers an engine with the router, and waits for that if it has to be
-        started again first. Raises ServerError or DeadlineError if a router that
-        answers does not reach the engine."""
-        while True:
-            router = self.router
-            try:
-                return await self._register_now(engine)
-            except (ServerError, DeadlineError):
-                if self.router is router and await self._router_answers():
-                    raise
-                _LOG.warning(
-                    "%s waits for the router, which is away", engine.server.name
-                )
-                await self._until_router_answers()
-
-    async def _until_router_answers(self) -> None:
-        """Raises DeadlineError."""
-        deadline_s = self._heartbeat_timeout_s + _ROUTER_RETURN_S
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not await self._router_answers():
-                    await asyncio.sleep(_END_POLL_S)
-        except TimeoutError:
-            raise DeadlineError("the router to be started again", deadline_s) from None
-
-    async def _router_answers(self) -> bool:
-        return await self._in_thread(self.router.answers, _ROUTER_ANSWER_S)
-
-    async def _register_now(self, engine: Engine) -> None:
-        await self._in_thread(
-            self.router.register, engine.server.url, api_key=engine.server.api_key
-        )
-
-    async def _unregister(self, engine: Engine) -> None:
-        try:
-            await self._in_thread(self.router.unregister, engine.server.url)
-        except Exception as error:  # a router that is gone routes to nobody
-            _LOG.warning("%s could not be unregistered: %s", engine.server.name, error)
-
     async def _retire(self, engine: Engine) -> None:
         try:
-            await self._unregister(engine)
+            await self._router.unregister(engine)
         finally:
             await self._end(engine)
 
@@ -731,30 +556,8 @@ class Fleet:
             try:
                 await engine.client.close()
             finally:
-                await self._in_thread(engine.server.stop)
+                await self._calls.run(engine.server.stop)
         except Exception:
             _LOG.exception("%s could not be ended", engine.server.name)
         finally:
             self._num_ending -= 1
-
-    async def _end_router(self, router: RouterServer) -> None:
-        try:
-            await self._in_thread(router.stop)
-        except Exception:
-            _LOG.exception("the router could not be ended")
-
-    async def _in_thread(
-        self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.run_in_executor(
-            self._threads, lambda: call(*args, **kwargs)
-        )
-        self._calls.add(future)
-        future.add_done_callback(self._forget)
-        return await asyncio.shield(future)
-
-    def _forget(self, future: asyncio.Future[Any]) -> None:
-        self._calls.discard(future)
-        if not future.cancelled():
-            future.exception()  # a cancelled caller does not take it, and asyncio would complain of that

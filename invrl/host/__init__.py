@@ -15,7 +15,8 @@ gets SIGINT, SIGTERM, SIGHUP  `ServerProcess.stop` ends each server and Ray's sh
                               actors. `interrupts.py` ends the process after 120 s; what is left
                               below ends as after kill -9.
 the driver hangs              `lifeline.py` carries the driver's heartbeat. The supervisor
-                              (`run/processes/supervisor.py`) kills a silent driver; the rest as after kill -9.
+                              (`run/processes/supervisor.py`) kills a silent driver; the rest
+                              as after kill -9.
 kill -9 of the driver         the kernel kills its servers: its children by
                               `descendants.die_with_parent`, and what a `fork_parent.py` has forked
                               for it by the pipe in `forked_process.py`. The

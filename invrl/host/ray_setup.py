@@ -1,6 +1,6 @@
 """The environment of the Ray that a run starts, set before `ray` is imported, which
-reads it once. A cluster named by RAY_ADDRESS has its own; `run/processes/ray_session.py` then
-sends `worker_environment` along."""
+reads it once. A cluster named by RAY_ADDRESS has its own;
+`run/processes/ray_session.py` then sends `worker_environment` along."""
 
 import os
 import secrets

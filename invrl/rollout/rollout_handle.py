@@ -1,9 +1,9 @@
 """The rollout half as the driver holds it: workers, dispatcher and held-out evaluation
 in one object.
 
-It lives in the driver's event loop. `run/processes/cluster.py` runs the training loop under
-`guard`, so that a failure of the rollout half ends the run with its own cause.
-`run/evaluate.py` makes one without a buffer."""
+It lives in the driver's event loop. `run/processes/cluster.py` runs the training loop
+under `guard`, so that a failure of the rollout half ends the run with its own cause.
+`cli/commands/evaluate.py` makes one without a buffer."""
 
 import asyncio
 import sys

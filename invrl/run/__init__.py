@@ -1,16 +1,27 @@
 """A run put together: its settings, its processes, its loop and its checkpoints.
 
-May import every package but `cli`. Where to look:
+May import every package but `cli`. Its rooms from the ground up; each may import those
+before it:
 
-    each step of the loop             loop.py
-    the processes in order            cluster.py, ray_session.py
-    the bodies of the commands        train.py, evaluate.py, serve.py, replay.py
-    all settings                      config.py, contradictions.py, name_suggestions.py
-    resume                            resume.py, checkpoints.py, store_check.py
-    what is saved, and when           checkpoints.py, save_schedule.py, unsaved_weights.py
-    when the driver dies              supervisor.py
-    when an engine dies               weight_updater.py, and engines/fleet.py
-    the order of a weight update      weights/transaction.py, which weight_updater.py runs
-    evaluation                        held_out.py (in training), evaluate.py (`invrl eval`)
-    failed rollouts on the console    failed_rollouts.py
+    checkpoints/    what is saved and when, and where a run that resumes begins
+    settings/       all settings, their contradictions, the folder of a run
+    processes/      the processes in the order in which they start, and what is measured
+                    of them; the supervisor above the drivers
+    loop/           each step of the loop, weight updates, held-out evaluations
+    exports/        rollouts as rows of a data file
+    incarnations/   one incarnation of a run, from its start to its end
+
+Where to look:
+
+    each step of the loop             loop/loop.py
+    the processes in order            processes/cluster.py, processes/ray_session.py
+    `invrl train`                     incarnations/incarnation.py; the other commands are
+                                      in cli/commands/
+    resume                            checkpoints/resume.py
+    when the driver dies              processes/supervisor.py
+    when an engine dies               loop/weight_updater.py, and engines/fleet.py
+    the order of a weight update      weights/transaction.py; loop/weight_updater.py runs it
+    evaluation                        loop/held_out.py (in training),
+                                      cli/commands/evaluate.py (`invrl eval`)
+    failed rollouts on the console    loop/failed_rollouts.py
 """

@@ -82,8 +82,8 @@ class RunFolder:
     """The versions that engines load with the weight transport `disk`, below it."""
     verification_path = Below("private/verification.socket")
     """Exists from the first weights that the engines were given to the end of the
-    driver, which answers there (`run/loop/verification_socket.py`). A driver that was killed
-    leaves it."""
+    driver, which answers there (`run/loop/verification_socket.py`). A driver that was
+    killed leaves it."""
 
     @contextmanager
     def held(self, command: str) -> Iterator[None]:

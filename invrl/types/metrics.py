@@ -1,7 +1,8 @@
 """Metrics are values that know how they are reduced.
 
 Ranks and micro-batches return them, `merge` adds them up, and `resolve` turns them into
-floats. `timed` measures phases. The sinks that write metrics are in `observe/sinks/sinks.py`.
+floats. `timed` measures phases. The sinks that write metrics are in
+`observe/sinks/sinks.py`.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The base class of every configuration section: frozen, and unknown keys are refused.
 
-Sections are declared beside their owners and composed in `run/settings/config.py`. All of it
-imports without torch or Ray.
+Sections are declared beside their owners and composed in `run/settings/config.py`. All
+of it imports without torch or Ray.
 
 An absent setting is `None`, and an absent table is a feature that is turned off. TOML
 has no word for absence, so `false` stands for it where a source turns off what another

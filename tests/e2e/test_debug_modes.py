@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from e2e.runs import DEADLINE_S, NO_SGLANG, ROOT, STEPS, invrl, steps_of, train
-from invrl.run.replay import MEASURED
+from invrl.cli.commands.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 
 INTERVAL = 4

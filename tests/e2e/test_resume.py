@@ -14,7 +14,7 @@ import pytest
 
 from e2e.runs import DEADLINE_S, ROOT, flags, steps_of, train
 from invrl.buffer.ledger_store import read_incarnations
-from invrl.run.replay import MEASURED
+from invrl.cli.commands.replay import MEASURED
 from invrl.store.batch_file import batch_path, load_batch
 from invrl.store.run_folder import RunFolder
 

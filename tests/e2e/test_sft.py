@@ -18,7 +18,7 @@ import pytest
 from tiny_model import make_tiny_model
 
 from e2e.runs import DEADLINE_S, NO_SGLANG, ROOT, invrl
-from invrl.run.replay import MEASURED
+from invrl.cli.commands.replay import MEASURED
 from invrl.store.timeline_file import read_timeline
 
 STEPS = 10

@@ -17,7 +17,8 @@ from slow_cases import first_quick
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.algorithms.config import AlgorithmConfig
-from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.engine_launcher import Engine
+from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.gateway.rendering.parsers import Parsers
 from invrl.gateway.types import Tool, ToolChoice

@@ -23,8 +23,9 @@ from torch_trainer import TorchSender
 
 from invrl.engines.config import EngineConfig
 from invrl.engines.engine_health import QUESTIONS, Updated, engine_death
+from invrl.engines.engine_launcher import Engine
 from invrl.engines.engine_server import WEIGHT_LOADER, EngineServer
-from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.engines.update_routes import NAME_PATH, PAUSE_PATH
 from invrl.errors import ServerError, SessionError

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from invrl.cli.commands.evaluate import table
 from invrl.rollout.evaluation import EvalScore
-from invrl.run.evaluate import table
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600

@@ -21,7 +21,8 @@ from tiny_model import make_tiny_model
 from torch_trainer import TorchSender
 
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.engine_launcher import Engine
+from invrl.engines.fleet import Fleet
 from invrl.engines.sglang_client import GenerateRequest, SglangClient
 from invrl.errors import WeightSyncError
 from invrl.host.fork_parent import ForkParent

@@ -42,7 +42,10 @@ async def test_sampling_preferences_of_the_server_do_not_change_training_request
     fleet = Fleet(config, tiny_model, tmp_path, parent=engine_parent)
     # As a command-line option it is refused; here it stands for whatever sets defaults
     # in the server.
-    fleet._sglang_flags = ["--preferred-sampling-params", json.dumps(PREFERENCES)]
+    fleet._launcher.sglang_flags = [
+        "--preferred-sampling-params",
+        json.dumps(PREFERENCES),
+    ]
     await fleet.start()
     try:
         await fleet.admit()

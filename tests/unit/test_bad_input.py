@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,9 +63,7 @@ def refused(
     def started(*_: object) -> None:
         raise AssertionError("processes would have been started")
 
-    stand_in = types.ModuleType("stand_in")
-    vars(stand_in).update(serve=started)
-    monkeypatch.setitem(sys.modules, "invrl.run.serve", stand_in)
+    monkeypatch.setattr("invrl.cli.commands.serve.serve_model", started)
     monkeypatch.setattr(supervisor, "supervise", started)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -933,10 +930,8 @@ def test_run_folder_of_a_live_run_is_refused(
     if command == "eval":
         config = config.model_copy(update={"rollout": held_out_only(config.rollout)})
     folder = make_run_folder(config)
-    for name in ("invrl.run.evaluate", "invrl.run.replay"):
-        stand_in = types.ModuleType("stand_in")
-        vars(stand_in).update(run_evaluation=None, replay=None)
-        monkeypatch.setitem(sys.modules, name, stand_in)
+    for name in ("evaluate.run_evaluation", "replay.replay_step"):
+        monkeypatch.setattr(f"invrl.cli.commands.{name}", None)
     (folder.path / "private").mkdir()
     (folder.path / "private" / "gateway.json").write_text("the run's")
     with folder.held("train"):

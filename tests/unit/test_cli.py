@@ -32,14 +32,9 @@ TRAIN_ONLY = {"train", "algorithm", "buffer", "weights"}
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    """Stands in for the modules that start processes. No handler stays."""
+    """Stands in for the module that starts a run's processes. No handler stays."""
     stand_in = types.ModuleType("stand_in")
-    for name in (
-        "invrl.run.incarnations.incarnation",
-        "invrl.run.serve",
-        "invrl.run.evaluate",
-    ):
-        monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.setitem(sys.modules, "invrl.run.incarnations.incarnation", stand_in)
     monkeypatch.setattr("invrl.host.interrupts.catch", lambda: None)
     handlers = logging.getLogger().handlers[:]
     yield stand_in
@@ -327,12 +322,15 @@ def test_checkpoint_is_served_under_the_name_of_its_run(tmp_path: Path) -> None:
 
 
 def test_interrupt_exits_with_130(
-    model: Path, tmp_path: Path, cluster: types.ModuleType
+    model: Path,
+    tmp_path: Path,
+    cluster: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def serve(config: Config, folder: RunFolder) -> None:
+    def serve_model(config: Config, folder: RunFolder) -> None:
         raise KeyboardInterrupt
 
-    vars(cluster)["serve"] = serve
+    monkeypatch.setattr("invrl.cli.commands.serve.serve_model", serve_model)
     assert (
         cli.main(["serve", "--model-path", str(model), "--run-root", str(tmp_path)])
         == 130
@@ -367,7 +365,7 @@ def test_eval_takes_the_model_of_a_checkpoint_and_a_task_file(
     def supervise_once(config: Config, folder: RunFolder, inner: str) -> int:
         return cli.main([inner, str(folder.path)])  # in this process
 
-    vars(cluster)["run_evaluation"] = run_evaluation
+    monkeypatch.setattr("invrl.cli.commands.evaluate.run_evaluation", run_evaluation)
     monkeypatch.setattr(supervisor, "supervise_once", supervise_once)
     monkeypatch.setattr("invrl.cli.run_process.prepare_ray", lambda: None)
     tasks = tmp_path / "tasks.jsonl"

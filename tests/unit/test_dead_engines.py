@@ -21,7 +21,7 @@ from mortal_fleet import (
     receiver,
 )
 
-from invrl.engines import engine_restarts
+from invrl.engines import engine_launcher, engine_restarts
 from invrl.engines import fleet as fleet_module
 from invrl.engines.config import EngineConfig
 from invrl.engines.fleet import Fleet
@@ -462,7 +462,7 @@ async def mixed(
 ) -> AsyncIterator[Fleet]:
     """One engine of its own and two external ones. `fleet` brings the fakes."""
     monkeypatch.setattr(FakeExternal, "made", [])
-    monkeypatch.setattr(fleet_module, "ExternalEngine", FakeExternal)
+    monkeypatch.setattr(engine_launcher, "ExternalEngine", FakeExternal)
     config = EngineConfig(
         external_engines=("http://a:1", "http://b:2/"),
         max_restarts=0,

@@ -72,7 +72,7 @@ def test_evaluation_continues_unless_every_rollout_has_failed(but: str) -> None:
 
 
 def test_score_line_counts_failures_by_reason() -> None:
-    from invrl.run.evaluate import score_note
+    from invrl.cli.commands.evaluate import score_note
 
     score = EvalScore(
         mode="greedy",

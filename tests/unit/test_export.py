@@ -17,10 +17,10 @@ from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from invrl.cli import main as cli
+from invrl.cli.commands.export import export_model
 from invrl.errors import ConfigError, TrainError
 from invrl.run.checkpoints.checkpoint import check_served, keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints
-from invrl.run.export import export_model
 from invrl.run.settings.folder import make_run_folder
 from invrl.store.manifest import check_manifest
 from invrl.store.run_folder import RunFolder
@@ -184,7 +184,7 @@ def test_export_names_a_step_removed_by_the_run_during_the_export(
         source.parent.rename(source.parent.with_name("removed"))
         (source / "config.json").read_bytes()
 
-    monkeypatch.setattr("invrl.run.export._copy_model", remove_then_copy)
+    monkeypatch.setattr("invrl.cli.commands.export._copy_model", remove_then_copy)
     with pytest.raises(ConfigError, match="the run removed its checkpoint meanwhile"):
         export_model(run, 4, tmp_path / "out", max_shard_gb=1.0)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_model import make_tiny_model
 
-import invrl.run.evaluate
-import invrl.run.serve
+from invrl.cli.commands.evaluate import run_evaluation
+from invrl.cli.commands.serve import serve_model
 from invrl.run.processes.tokenizer import keep_tokenizer
 from invrl.run.settings.config import Config, Source, resolve
 from invrl.run.settings.folder import make_run_folder
@@ -36,13 +36,8 @@ async def test_evaluations_and_servers_keep_their_tokenizer(
 ) -> None:
     config = configured(tmp_path / "runs", make_tiny_model(tmp_path / "tiny"))
     folder = make_run_folder(config)
-    run = (
-        invrl.run.evaluate.run_evaluation
-        if command == "eval"
-        else invrl.run.serve.serve
-    )
-    for module in (invrl.run.evaluate, invrl.run.serve):
-        monkeypatch.setattr(module, "start_serving", started)
+    run = run_evaluation if command == "eval" else serve_model
+    monkeypatch.setattr("invrl.run.processes.cluster.start_serving", started)
     with pytest.raises(Started):
         await run(config, folder)
     kept = (folder.tokenizer_path / "tokenizer.json").read_bytes()

@@ -199,7 +199,9 @@ def test_smg_calls_its_engines_with_the_given_key(
         keys[name] = env["INVRL_KEY_FLAGS"]
 
     monkeypatch.setattr("invrl.host.process.ServerProcess.__init__", start)
-    monkeypatch.setattr("invrl.engines.fleet.ForkParent", lambda module, log: None)
+    monkeypatch.setattr(
+        "invrl.engines.engine_launcher.ForkParent", lambda module, log: None
+    )
     settings = {"router": "smg", "smg_environment": str(found.python.parents[1])}
     config = resolve(Source(name="test", tables={"engine": settings})).engine
     fleet = Fleet(config, tiny_model, tmp_path, router={"max-payload-size": 10})

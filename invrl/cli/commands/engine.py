@@ -1,5 +1,10 @@
-"""`invrl engine`: one engine alone, for the runs of others."""
+"""`invrl engine`: one engine alone, which runs of others use
+(`engines/external_engine.py`).
 
+It serves until Ctrl-C, TERM, or its own death; then every process of it has ended.
+After kill -9 of this process the kernel and the guardian end them."""
+
+import asyncio
 import ipaddress
 import re
 import sys
@@ -9,16 +14,23 @@ from pathlib import Path
 from invrl.cli.arguments import split_options
 from invrl.cli.command import CommandFailed
 from invrl.cli.run_process import checked_configuration
-from invrl.engines.engine_server import EnginePlace
-from invrl.errors import ConfigError, InvrlError
+from invrl.engines.engine_health import Clock, until_ended
+from invrl.engines.engine_server import EnginePlace, EngineServer
+from invrl.engines.sglang_args import flags_of_run
+from invrl.errors import ConfigError, InvrlError, ServerError
 from invrl.host import interrupts
 from invrl.host.environment_keys import ENGINE_KEY, take_engine_key
+from invrl.host.guardian import start_guardian
+from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.traces import traces_endpoint
 from invrl.run.processes.driver_commands import FAILURE_EXIT
+from invrl.run.settings.config import Config
 
 _OWN_FLAGS = ("--host", "--port", "--log-folder")
 _KEY = re.compile(r"[A-Za-z0-9_.+/=][A-Za-z0-9_.+/=-]{15,}")
 _KEY_FIX = f"export {ENGINE_KEY}=$(openssl rand -hex 24), here and where the run starts"
 _HIGHEST_PORT = 65_535
+_LOOK_INTERVAL_S = 0.25
 
 
 def engine(arguments: Sequence[str]) -> None:
@@ -48,8 +60,6 @@ def engine(arguments: Sequence[str]) -> None:
         key=check_key(key),
     )
     config = checked_configuration(settings, command="engine")
-    from invrl.run.engine import serve_engine
-
     folder = Path(options.get("--log-folder", ".")).expanduser().absolute()
     interrupts.catch()
     try:
@@ -59,6 +69,50 @@ def engine(arguments: Sequence[str]) -> None:
     except InvrlError as error:
         print(f"invrl: the engine failed: {error}", file=sys.stderr)
         raise CommandFailed(FAILURE_EXIT) from error
+
+
+async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None:
+    """Serves until it is cancelled. The log is below `folder`. Raises ConfigError for a
+    port that is in use, ServerError or DeadlineError if the engine does not start, and
+    ServerError when it dies."""
+    remove_abandoned()
+    in_place = config.weights.inflight == "in_place"
+    flags = flags_of_run(
+        config.sglang,
+        in_place=in_place,
+        record_experts=config.train.records_experts,
+        traces_endpoint=traces_endpoint(config.run.log.otel_endpoint),
+    )
+    async with interrupts.CleanUp() as stack:
+        start_guardian()
+        try:
+            server = EngineServer(
+                f"engine-{place.port}" if place.port else "engine",
+                config.engine,
+                model_path=config.model.folder,
+                run_folder=folder,
+                passthrough=flags,
+                place=place,
+                log=config.run.log_settings(""),
+            )
+        except OSError as error:
+            fix = "choose another port, or 0 for a free one"
+            raise ConfigError(
+                "--port", place.port, f"it is in use ({error.strerror})", fix
+            ) from error
+        stack.callback(server.stop)
+        print(
+            f"starting an engine with {config.model.folder}; log: {server.log}",
+            flush=True,
+        )
+        await asyncio.to_thread(server.wait_ready)
+        print(f"the engine is ready: {server.url}\nCtrl-C ends it", flush=True)
+        await until_ended(
+            server.processes(), interval_s=_LOOK_INTERVAL_S, clock=Clock()
+        )
+        raise ServerError(
+            f"a process of the engine has ended. Last lines of {server.log}:\n{server.log_tail()}"
+        )
 
 
 def check_key(key: str) -> str:

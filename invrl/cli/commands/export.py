@@ -1,11 +1,22 @@
-"""`invrl export`: writes the model of a step into a folder of its own."""
+"""`invrl export`: copies the model of a step out of a run's checkpoints, checked, into a
+folder of its own.
 
+The run may be live: nothing in its folder is changed, and a checkpoint that the run
+removes meanwhile is an error that says so. No engine and no trainer is needed."""
+
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from invrl.cli.arguments import read_options, read_run_folder
-from invrl.errors import ConfigError
+from invrl.errors import ConfigError, DamagedFileError
+from invrl.host.disk import flush, flush_tree
+from invrl.run.checkpoints.checkpoints import Checkpoints
 from invrl.run.settings.resolved_config import load_resolved
+from invrl.store.manifest import check_manifest, write_manifest
+from invrl.store.run_folder import RunFolder
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -16,8 +27,6 @@ def export(arguments: Sequence[str]) -> None:
     Writes a Hugging Face folder that transformers, SGLang and `invrl serve` load. Its tensors are
     those of the step byte for byte. Needs no engine and no trainer, and changes nothing in the run's
     folder, so the run may still be running."""
-    from invrl.run.export import export_model
-
     folder = read_run_folder(arguments)
     options = read_options(arguments[1:], ("--step", "--out", "--max-shard-gb"))
     step = None
@@ -48,3 +57,94 @@ def _read_shard_size(text: str) -> float:
             "--max-shard-gb", text, "not a size", "give a number of GB above 0"
         )
     return size
+
+
+def export_model(
+    folder: RunFolder, step: int | None, target: Path | None, *, max_shard_gb: float
+) -> Path:
+    """Writes the model of `step` (None: of the newest) to `target` (None: a folder in
+    the current one, named after run and step), and returns that folder. Its tensors are
+    those of the step byte for byte. Raises ConfigError if there is no such step or if
+    the folder is not empty, DamagedFileError."""
+    models = Checkpoints(folder.checkpoints_path).models_by_step()
+    if not models:
+        raise ConfigError(
+            "RUN",
+            str(folder.path),
+            "it has no checkpoint yet",
+            "wait for its first one",
+        )
+    if step is None:
+        step = max(models)
+    if step not in models:
+        steps = ", ".join(map(str, sorted(models)))
+        reason = f"the run has no checkpoint of this step; it has: {steps}"
+        raise ConfigError(
+            "--step", step, reason, "give one of these, or leave it out for the newest"
+        )
+    if target is None:
+        target = Path(f"{folder.path.name}-step-{step:06d}")
+    target = target.expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            "--out",
+            str(target),
+            "it exists and is not empty",
+            "give a new folder as --out",
+        )
+    try:
+        _check_model(models[step])
+        _copy_model(models[step], target, max_shard_bytes=max_shard_gb * 1e9)
+    except (DamagedFileError, OSError) as error:
+        if not models[step].exists():
+            reason = "the run removed its checkpoint meanwhile (--checkpoints.keep)"
+            raise ConfigError("--step", step, reason, "give a later step") from error
+        if isinstance(error, DamagedFileError):
+            raise
+        raise ConfigError(
+            "--out", str(target), f"it cannot be written: {error}", "give another one"
+        ) from error
+    return target
+
+
+def _check_model(model: Path) -> None:
+    """Raises DamagedFileError if a file of the model is not what was written."""
+    if model.name == "hugging_face":  # within a checkpoint, whose manifest covers it
+        check_manifest(model.parent, below=model.name)
+    else:
+        check_manifest(model)
+
+
+def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
+    """The folder appears whole, with a manifest."""
+    from safetensors import safe_open
+
+    from invrl.train.weights.hf_export import copy_other_files
+    from invrl.train.weights.safetensors_file import write_weights
+    from invrl.user_code.model_folder import tensor_files
+    from invrl.weights.tensor_spec import spec_of
+
+    unfinished = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    with ExitStack() as stack:
+        files = tensor_files(source)
+        opened: dict[Path, Any] = {}
+        for file in sorted(set(files.values())):
+            opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+        # In the order of the files, which is that of the trainer.
+        names = [name for file in opened.values() for name in file.offset_keys()]
+        layout = tuple(
+            spec_of(name, opened[files[name]].get_tensor(name)) for name in names
+        )
+        tensors = ((name, opened[files[name]].get_tensor(name)) for name in names)
+        copy_other_files(source, unfinished)
+        written = write_weights(
+            unfinished, layout, tensors, max_shard_bytes=max_shard_bytes
+        )
+    write_manifest(unfinished, written)
+    flush_tree(unfinished)
+    if target.exists():
+        target.rmdir()
+    unfinished.rename(target)
+    flush(target.parent)

@@ -1,22 +1,45 @@
-"""`invrl export-data`: writes the best rollouts of a run as a file that `invrl train
---data-path` reads."""
+"""`invrl export-data`: writes rollouts of a run as a file that `invrl train --data-path`
+reads. Which rows these are is decided in `run/exports/exported_rows.py`.
 
+The run may be live: its store is only read. The file appears whole."""
+
+import contextlib
+import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from invrl.cli.arguments import read_run_folder, split_options, unknown_flag
+from invrl.datasets.recorded_rows import INEXACT
 from invrl.errors import ConfigError
+from invrl.gateway.rendering.loading import load_renderer
+from invrl.gateway.rendering.renderer import Renderer
 from invrl.host.printable import for_stdout
-from invrl.observe.samples.best_samples import Wanted
-from invrl.run.exports.export_data import ExportOptions, ExportReport, export_data
+from invrl.observe.samples.best_samples import (
+    Wanted,
+    candidates_for_pairs,
+    candidates_for_rows,
+)
+from invrl.observe.samples.samples import read_samples
+from invrl.run.checkpoints.store_check import check_store
+from invrl.run.exports.exported_rows import ExportedRows, ExportOptions, ExportReport
+from invrl.run.settings.config import Config, ModelConfig
+from invrl.run.settings.resolved_config import load_resolved
+from invrl.store.run_folder import RunFolder
+from invrl.store.run_store import RunStore
+from invrl.types.tasks import Json
+from invrl.user_code.model_folder import check_is_folder
 
 _VALUES = ("--out", "--best", "--labels", "--min-reward", "--steps", "--model-path")
 _SWITCHES = ("--pairs", "--inexact", "--overwrite")
 _MAX_REFUSALS = 3
 """Different refusals that are shown."""
+_NO_LIMIT = 2**31
+"""Vocabulary size: no token id is refused."""
 
 
 def export_rollouts(arguments: Sequence[str]) -> None:
@@ -115,6 +138,118 @@ def _read_steps(text: str) -> tuple[int, int]:
             "--steps", text, "it ends before it begins", "give the earlier step first"
         )
     return begin, end
+
+
+def export_data(
+    folder: RunFolder, options: ExportOptions, note: Callable[[str], None]
+) -> ExportReport:
+    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises
+    ConfigError if there is nothing to write, or for a file that exists;
+    DamagedFileError for a store that cannot be read."""
+    _check_target(options)
+    check_store(folder.store_path)
+    config = load_resolved(folder.config_path)
+    samples = read_samples(folder.store_path, config.buffer.failures.rules())
+    if options.pairs:
+        candidates = candidates_for_pairs(samples, options.wanted)
+    else:
+        candidates = candidates_for_rows(samples, options.wanted)
+    if not candidates.by_task:
+        raise _nothing(candidates.left_out, ExportReport())
+    with contextlib.closing(RunStore(folder.store_path)) as store:
+        export = ExportedRows(options, store, _load_renderer(config, options), note)
+        _write(options.out, export.rows(candidates))
+        report = export.report
+    report.left_out.update(candidates.left_out)
+    if not report.rows:
+        options.out.with_name(f"{options.out.name}.partial").unlink()
+        raise _nothing(report.left_out, report)
+    os.replace(options.out.with_name(f"{options.out.name}.partial"), options.out)
+    return report
+
+
+def _check_target(options: ExportOptions) -> None:
+    out = options.out
+    if out.suffix.lower() == ".parquet":
+        raise ConfigError(
+            "--out",
+            str(out),
+            "JSONL is written, not Parquet",
+            "let its name end in .jsonl",
+        )
+    if out.is_dir():
+        raise ConfigError(
+            "--out", str(out), "it is a folder", "give the name of a file in it"
+        )
+    if not out.parent.is_dir():
+        raise ConfigError(
+            "--out",
+            str(out),
+            "its folder does not exist",
+            "make the folder, or give another",
+        )
+    if out.exists() and not options.overwrite:
+        raise ConfigError(
+            "--out", str(out), "it exists", "give another name, or add --overwrite"
+        )
+
+
+def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
+    """The error for an export without a row."""
+    if not left_out:
+        reason = "no rollout of this run has ended yet"
+        return ConfigError(
+            "RUN", "", reason, "wait for the first one, or look at the run's log"
+        )
+    reasons = "; ".join(
+        f"{count} rollouts: {reason}" for reason, count in left_out.most_common()
+    )
+    fix = "ask for less with --min-reward or --steps, or see the rollouts with `invrl samples RUN --step all`"
+    if any(reason in left_out for reason in INEXACT):
+        fix = f"--inexact writes rows that the template writes otherwise too; or {fix}"
+    if report.refusals:
+        reasons += f" (refused: {report.refusals.most_common(1)[0][0]})"
+    return ConfigError("RUN", "", f"there is nothing to write: {reasons}", fix)
+
+
+def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
+    """Of the run's model and template, with which it rendered what it recorded. Raises
+    ConfigError."""
+    model_path = options.model_path or config.model.model_path
+    folder = ModelConfig(model_path=model_path).folder
+    if options.model_path:
+        check_is_folder("--model-path", options.model_path, folder)
+    elif not folder.is_dir():
+        fix = "give a folder with its tokenizer and chat template: --model-path FOLDER"
+        raise ConfigError(
+            "model.model_path", model_path, "the run's model is not there any more", fix
+        )
+    return load_renderer(
+        str(folder),
+        _NO_LIMIT,
+        chat_template=config.gateway.chat_template_path,
+        keep_thinking=config.gateway.keep_thinking,
+        special_tokens_in_content=config.gateway.special_tokens_in_content,
+    )
+
+
+def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
+    """Into a partial file beside `out`, which is removed if it does not become
+    whole."""
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                # ASCII: half of a surrogate pair, which JSON can escape, is no UTF-8.
+                file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(
+            "--out", str(out), f"it cannot be written: {error}", "give another one"
+        ) from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def describe_export(report: ExportReport, options: ExportOptions) -> str:

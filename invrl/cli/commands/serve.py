@@ -1,10 +1,33 @@
-"""`invrl serve`: engines, router and gateway without a trainer."""
+"""`invrl serve`: engines, router and gateway without a trainer, for any agent.
+
+The first session is for the person at the terminal; the environment key opens more."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from typing import TYPE_CHECKING
 
 from invrl.cli.run_process import checked_configuration, failure_reported, log_to_folder
+from invrl.engines.engine_server import max_total_tokens
+from invrl.engines.sglang_client import EngineLimits
 from invrl.host import interrupts
+from invrl.host.disk_waits import watch_disk
+from invrl.host.incidents import incidents_shown
+from invrl.host.printable import for_stdout
+from invrl.host.temporary_folder import remove_abandoned
+from invrl.host.wait_lines import tell_waits
+from invrl.run.processes.awaited_work import PartsStarting
+from invrl.run.processes.background import in_background
+from invrl.run.settings.config import Config
 from invrl.run.settings.folder import hold_run_folder
+from invrl.store.run_folder import RunFolder
+from invrl.types.leases import GroupLease, GroupMember
+from invrl.types.sessions import Session
+from invrl.types.tasks import Task
+
+if TYPE_CHECKING:
+    from invrl.run.processes.cluster import Serving
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -21,6 +44,93 @@ def serve(arguments: Sequence[str]) -> None:
     with hold_run_folder(config, "serve") as folder:
         log_to_folder(folder, config)
         with failure_reported(folder):
-            from invrl.run.serve import serve as serve_model
-
             interrupts.run(serve_model(config, folder))
+
+
+async def serve_model(config: Config, folder: RunFolder) -> None:
+    """Serves until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
+    left and none comes back."""
+    from invrl.run.processes.cluster import start_serving
+    from invrl.run.processes.served_metrics import ServedMetrics
+    from invrl.run.processes.tokenizer import keep_tokenizer
+
+    remove_abandoned()
+    keep_tokenizer(config, folder)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(
+            incidents_shown(lambda line: print(for_stdout(line), flush=True))
+        )
+        await stack.enter_async_context(in_background(watch_disk(folder.path)))
+        metrics = stack.enter_context(closing(ServedMetrics(config, folder, "serve")))
+        serving = await stack.enter_async_context(
+            start_serving(with_long_answers(config), folder)
+        )
+        print(
+            f"starting {config.engine.described} behind {serving.fleet.router.program}; "
+            f"run folder {folder.path}",
+            flush=True,
+        )
+        starting = PartsStarting()
+        with tell_waits(starting.awaited):
+            await starting.until_up(
+                f"engines and gateway ({folder.path / 'logs'})", serving.wait_ready()
+            )
+        await serving.fleet.check_unchanged()
+        await serving.fleet.admit()
+        serving.fleet.restart_evicted()
+        stack.enter_context(metrics.of_serving(serving))
+        if metrics.message:
+            print(metrics.message, flush=True)
+        print(welcome(serving, await _open_session(serving)), flush=True)
+        await serving.watch()
+
+
+def with_long_answers(config: Config) -> Config:
+    """Unless `max_new_tokens` is set, an answer may be as long as the context: the
+    files of an agent that names no limit must not be cut off."""
+    if "max_new_tokens" in config.rollout.model_fields_set:
+        return config
+    limits = EngineLimits.of(
+        config.model.folder, max_total_tokens=max_total_tokens(config.engine)
+    )
+    unbounded = {"max_new_tokens": limits.context_length}
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update=unbounded)}
+    )
+
+
+async def _open_session(serving: Serving) -> Session:
+    from invrl.rollout.session_client import SessionClient
+
+    client = SessionClient(serving.gateway.url, env_key=serving.env_key)
+    task = Task(id="terminal", payload={})
+    member = GroupMember(index=0, attempt=0)
+    lease = GroupLease(group_id="terminal", task=task, members=(member,))
+    try:
+        [session] = await client.open(lease, purpose="serve")
+    finally:
+        await client.close()
+    return session
+
+
+def welcome(serving: Serving, session: Session) -> str:
+    """What a person needs to point an agent at the gateway."""
+    url = serving.settings.url
+    model = serving.settings.model_name
+    return f"""
+serving {model} ({serving.settings.model_path}); Ctrl-C ends it
+
+  OPENAI_BASE_URL={session.base_url}
+  OPENAI_API_KEY={session.key}
+  ANTHROPIC_BASE_URL={session.base_url.removesuffix("/v1")}
+  ANTHROPIC_API_KEY={session.key}
+
+try it:
+  curl -s {session.base_url}/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+
+more sessions (the environment key opens them; keep it to yourself):
+  INVRL_ENV_KEY={serving.env_key}
+  curl -s {url}/sessions -H "Authorization: Bearer $INVRL_ENV_KEY" -H 'Content-Type: application/json' \\
+    -d '{{"task_id": "a", "group_id": "a", "members": [{{"index": 0, "attempt": 0}}], "purpose": "serve"}}'
+"""

@@ -1,7 +1,8 @@
 """Where an incarnation of a run starts: at the run's newest whole checkpoint, or at
 step 0.
 
-A resume, in the order in which it happens (`run/incarnations/incarnation.py` makes these calls):
+A resume, in the order in which it happens (`run/incarnations/incarnation.py` makes these
+calls):
 
     find_start                here: the newest checkpoint whose files are what was written
     check_store_at            here: run.sqlite is whole, and fits the checkpoint

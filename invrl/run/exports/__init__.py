@@ -1,5 +1,5 @@
-"""What a finished or live run gives away besides its models: its rollouts as rows to
-train on.
+"""What a run gives away besides its models: its rollouts as rows to train on, for a file
+of data.
 
-Start with `export_data.py`.
+Start with `exported_rows.py`; `invrl export-data` writes the file.
 """

@@ -1,11 +1,12 @@
 """`invrl train`: one incarnation of a run, from its start or a checkpoint to its end.
 
-The driver's process does this; the supervisor above it (`supervisor.py`) starts the
-next incarnation. The steps themselves are in `loop.py`, the processes in `cluster.py`.
+The driver's process does this; the supervisor above it (`run/processes/supervisor.py`)
+starts the next incarnation. The steps themselves are in `run/loop/loop.py`, the
+processes in `run/processes/cluster.py`.
 
 Invariants: whatever ends the incarnation (the last step, an error, Ctrl-C), every
 process has ended when `run_incarnation` returns. A run folder with checkpoints resumes
-from the newest one that is whole (`resume.py`)."""
+from the newest one that is whole (`run/checkpoints/resume.py`)."""
 
 import asyncio
 import contextlib

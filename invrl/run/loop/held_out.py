@@ -1,6 +1,6 @@
 """The held-out evaluations of a training run: before the first step, every
 `eval.interval` steps, and after the last step; and what training gained. `invrl eval`
-is `evaluate.py`."""
+is `cli/commands/evaluate.py`."""
 
 import asyncio
 from collections.abc import Mapping

@@ -29,7 +29,8 @@ from gpu_check.rank_sender import RankSender
 from gpu_check.result import emit
 from gpu_check.settings import CheckSettings
 from invrl.engines.config import EngineConfig
-from invrl.engines.fleet import Engine, Fleet
+from invrl.engines.engine_launcher import Engine
+from invrl.engines.fleet import Fleet
 from invrl.engines.weight_receiver import RECEIVERS
 from invrl.weights.config import ArenaWeights
 

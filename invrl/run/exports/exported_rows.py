@@ -1,13 +1,9 @@
-"""Writes rollouts of a run as a data file: the best ones as conversations, all of them
+"""Rollouts of a run as rows of a data file: the best ones as conversations, all of them
 with a label, or pairs of a better and a worse one.
 
-The run may be live: its store is only read. A rollout is written whole or left out, and
-every rollout that has ended is counted once, as written or with the reason why it was
-left out. The file appears whole."""
+A rollout becomes rows whole or is left out, and every rollout that has ended is counted
+once, as written or with the reason why it was left out."""
 
-import contextlib
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +20,17 @@ from invrl.datasets.recorded_rows import (
     pair_fields,
     restore,
 )
-from invrl.errors import ConfigError
-from invrl.gateway.rendering.loading import load_renderer
 from invrl.gateway.rendering.renderer import Renderer
 from invrl.observe.samples.best_samples import (
     Candidates,
     Wanted,
-    candidates_for_pairs,
-    candidates_for_rows,
     reward_of,
     worst_first,
 )
-from invrl.observe.samples.samples import Sample, read_samples
-from invrl.run.checkpoints.store_check import check_store
+from invrl.observe.samples.samples import Sample
 from invrl.run.exports.recorded_branches import recorded_branches
-from invrl.run.settings.config import Config, ModelConfig
-from invrl.run.settings.resolved_config import load_resolved
-from invrl.store.run_folder import RunFolder
 from invrl.store.run_store import RunStore
 from invrl.types.tasks import Json
-from invrl.user_code.model_folder import check_is_folder
 
 _NOT_AMONG_BEST = "not among the best of its task"
 _SAME_TOKENS = "the same tokens as another rollout of its task"
@@ -54,8 +41,6 @@ _OTHER_PROMPT = "it answers another prompt than the chosen rollout of its group"
 _SEVERAL_ROWS = (
     "it has several branches, or replies that are not trained, and a pair has neither"
 )
-_NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
 _PROGRESS_S = 10.0
 """Seconds between two reports."""
 
@@ -100,120 +85,8 @@ class ExportReport:
     """What the conversations of the reason `Fidelity.REFUSED` were refused for."""
 
 
-def export_data(
-    folder: RunFolder, options: ExportOptions, note: Callable[[str], None]
-) -> ExportReport:
-    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises
-    ConfigError if there is nothing to write, or for a file that exists;
-    DamagedFileError for a store that cannot be read."""
-    _check_target(options)
-    check_store(folder.store_path)
-    config = load_resolved(folder.config_path)
-    samples = read_samples(folder.store_path, config.buffer.failures.rules())
-    if options.pairs:
-        candidates = candidates_for_pairs(samples, options.wanted)
-    else:
-        candidates = candidates_for_rows(samples, options.wanted)
-    if not candidates.by_task:
-        raise _nothing(candidates.left_out, ExportReport())
-    with contextlib.closing(RunStore(folder.store_path)) as store:
-        export = _Export(options, store, _load_renderer(config, options), note)
-        _write(options.out, export.rows(candidates))
-        report = export.report
-    report.left_out.update(candidates.left_out)
-    if not report.rows:
-        options.out.with_name(f"{options.out.name}.partial").unlink()
-        raise _nothing(report.left_out, report)
-    os.replace(options.out.with_name(f"{options.out.name}.partial"), options.out)
-    return report
-
-
-def _check_target(options: ExportOptions) -> None:
-    out = options.out
-    if out.suffix.lower() == ".parquet":
-        raise ConfigError(
-            "--out",
-            str(out),
-            "JSONL is written, not Parquet",
-            "let its name end in .jsonl",
-        )
-    if out.is_dir():
-        raise ConfigError(
-            "--out", str(out), "it is a folder", "give the name of a file in it"
-        )
-    if not out.parent.is_dir():
-        raise ConfigError(
-            "--out",
-            str(out),
-            "its folder does not exist",
-            "make the folder, or give another",
-        )
-    if out.exists() and not options.overwrite:
-        raise ConfigError(
-            "--out", str(out), "it exists", "give another name, or add --overwrite"
-        )
-
-
-def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
-    """The error for an export without a row."""
-    if not left_out:
-        reason = "no rollout of this run has ended yet"
-        return ConfigError(
-            "RUN", "", reason, "wait for the first one, or look at the run's log"
-        )
-    reasons = "; ".join(
-        f"{count} rollouts: {reason}" for reason, count in left_out.most_common()
-    )
-    fix = "ask for less with --min-reward or --steps, or see the rollouts with `invrl samples RUN --step all`"
-    if any(reason in left_out for reason in INEXACT):
-        fix = f"--inexact writes rows that the template writes otherwise too; or {fix}"
-    if report.refusals:
-        reasons += f" (refused: {report.refusals.most_common(1)[0][0]})"
-    return ConfigError("RUN", "", f"there is nothing to write: {reasons}", fix)
-
-
-def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
-    """Of the run's model and template, with which it rendered what it recorded. Raises
-    ConfigError."""
-    model_path = options.model_path or config.model.model_path
-    folder = ModelConfig(model_path=model_path).folder
-    if options.model_path:
-        check_is_folder("--model-path", options.model_path, folder)
-    elif not folder.is_dir():
-        fix = "give a folder with its tokenizer and chat template: --model-path FOLDER"
-        raise ConfigError(
-            "model.model_path", model_path, "the run's model is not there any more", fix
-        )
-    return load_renderer(
-        str(folder),
-        _NO_LIMIT,
-        chat_template=config.gateway.chat_template_path,
-        keep_thinking=config.gateway.keep_thinking,
-        special_tokens_in_content=config.gateway.special_tokens_in_content,
-    )
-
-
-def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
-    """Into a partial file beside `out`, which is removed if it does not become
-    whole."""
-    partial = out.with_name(f"{out.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                # ASCII: half of a surrogate pair, which JSON can escape, is no UTF-8.
-                file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(
-            "--out", str(out), f"it cannot be written: {error}", "give another one"
-        ) from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 @dataclass(frozen=True, slots=True)
-class _Export:
+class ExportedRows:
     """The rows of one file, and the account of them."""
 
     options: ExportOptions
