@@ -8,11 +8,11 @@ from pydantic import Field
 from invrl.types.section import Section, Text
 
 _WAITS_OF_A_BROADCAST = 30
-"""That fit into the deadline of a phase."""
+"""Waits that fit into the deadline of a phase."""
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the engines, and what proves that they are there."""
+    """Transport of new weights to the engines, and proof that they arrived."""
 
     weight_transport: Literal["arena", "bucket", "disk", "delta", "collective"] = Field(
         "arena",
@@ -66,6 +66,7 @@ class WeightSyncConfig(Section):
 
     @property
     def broadcast_timeout_s(self) -> float:
-        """'collective': for the engines to join, and then for each bucket. An engine
-        that hangs leaves time for a second broadcast, to the others."""
+        """Seconds that 'collective' waits for the engines to join, and then for each
+        bucket. An engine that hangs leaves time for a second broadcast to the
+        others."""
         return self.weight_sync_timeout_s / _WAITS_OF_A_BROADCAST
