@@ -1,18 +1,18 @@
 """M engines behind one router, as one object that starts, updates and ends them, or
-uses those of others.
+uses external ones.
 
 Invariant: an engine that comes back joins `engines` with the fleet's version whole, and
-from then on every update includes it; only then is it registered with the router. An
-engine that leaves (`evict`) is unknown to weight updates at once; in the background it
-is unregistered from the router and then ended. Each engine and the router have a watch
-of their own (`engine_health.py`), so a failure there concerns that one alone; `check`
-raises when a watch itself has failed. A router that dies is started again at the same
-address. A fleet whose last engine has left waits for one that is started again
-(`engine_restarts.py`); only if none may come back any more, `check` raises.
+from then on every update includes it; only then is it registered with the router.
+Weight updates ignore an engine as soon as it leaves (`evict`); in the background it is
+unregistered from the router and then ended. Each engine and the router have their own
+watch (`engine_health.py`), which fails independently; `check` raises when a watch
+itself has failed. A router that dies is started again at the same address. A fleet
+whose last engine has left waits for one that is started again (`engine_restarts.py`);
+`check` raises only if none may come back.
 
-An external engine (`external_engine.py`) is one of them like the others, but that
-nobody here starts or ends its process: one that left is waited for, and joins like an
-engine that was started again.
+An external engine (`external_engine.py`) differs only in that the fleet does not start
+or end its process: after it leaves, the fleet waits for it, and it joins like a
+restarted engine.
 
 A plain class, for `invrl serve` and for training. Start it from a thread that lives as
 long as the servers should.
@@ -63,14 +63,14 @@ _LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
-"""Gives a new engine the fleet's version, and then calls the function, which makes it
-one of the fleet: no update comes in between."""
+"""Gives a new engine the fleet's version, and then calls the function, which makes it a
+member of the fleet; no update comes in between."""
 
 _PORT_TRIES = 3
 _ROUTER_RESTARTS_PER_MINUTE = 3
 _ROUTER_RETURN_S = 180.0
-"""How long an engine waits for a router that is started again, beyond the time in which
-its silence is noticed."""
+"""Seconds that an engine waits for a restarting router, in addition to those until its
+silence is noticed."""
 _ROUTER_ANSWER_S = 5.0
 _END_DEADLINE_S = 60.0
 _END_POLL_S = 0.05
@@ -78,7 +78,7 @@ _END_POLL_S = 0.05
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process, or its address, the client with its keys,
+    """One engine of the fleet: its process or address, its client with the keys, and
     its receiver."""
 
     server: EngineServer | ExternalEngine
@@ -87,8 +87,8 @@ class Engine:
 
 
 class Fleet:
-    """Call `start`; then `router` is for the gateway, and `receivers` are for weight
-    updates."""
+    """Engines and router. Call `start`; then `router` is for the gateway, and
+    `receivers` are for weight updates."""
 
     def __init__(
         self,
@@ -106,19 +106,18 @@ class Fleet:
         shares_gpus: bool = False,
         parent: ForkParent | None = None,
     ) -> None:
-        """Starts the router's process, and one that forks engines. Raises ConfigError.
+        """Start the router's process, and one that forks engines. Raises ConfigError.
 
         `sglang` and `router` are passed through, by upstream's field names.
-        `weight_sync`: None for the defaults. An engine or a router that is silent for
-        longer than `heartbeat_timeout_s` is dead. The exception is one call of an
-        update in which an engine copies or hashes its weights: that may take
-        `weight_sync_timeout_s`. `record_experts`: engines keep which experts computed
-        each token. `external_key`: that of external engines. `traces_endpoint`: where
-        the engines that start here send their spans to; "": nowhere. `log`: how engines
-        that start here log; None for the defaults. `shares_gpus`: with the trainer, by
-        turns; engines then start one after the other. `parent`: forks the engines, and
-        is its owner's to stop; None for one of the fleet's own, where engines can be
-        forked.
+        `weight_sync`: None for the defaults. An engine or router that is silent for
+        longer than `heartbeat_timeout_s` is dead, except that a call of an update in
+        which an engine copies or hashes its weights may take `weight_sync_timeout_s`.
+        `record_experts`: engines keep the experts that computed each token.
+        `external_key`: of the external engines. `traces_endpoint`: target of the spans
+        of the engines that start here; "": none. `log`: log settings of these engines;
+        None for the defaults. `shares_gpus`: engines use the trainer's GPUs in turns,
+        and start one after the other. `parent`: forks the engines, and belongs to the
+        caller; None: the fleet makes one if engines can be forked.
         """
         self._config = engine
         self._model_path = model_path
@@ -135,8 +134,8 @@ class Fleet:
         )
         self._shares_gpus = shares_gpus
         self._start_turn = asyncio.Lock()
-        """Held while an engine starts again until it has joined, where GPUs are shared:
-        it takes the memory that is free then."""
+        """Held from an engine's restart until it has joined, if GPUs are shared: it
+        takes the memory that is free at that time."""
         self._traits = wanted_traits(
             engine, model_path, in_place=in_place, record_experts=record_experts
         )
@@ -146,7 +145,7 @@ class Fleet:
             f"external-{index}": url.rstrip("/")
             for index, url in enumerate(engine.external_engines)
         }
-        """By name, of the engines that others start and end."""
+        """URLs of the external engines, by name."""
         self._smg = find_smg(engine.smg_environment) if engine.router == "smg" else None
         self._router_flags = router_flags(router or {}, self._smg)
         self.limits = EngineLimits.of(
@@ -157,34 +156,32 @@ class Fleet:
             engine.engine_max_restarts, external=self._external_urls
         )
         self._leaving: list[Engine] = []
-        """Engines that left and are not being ended yet: `stop` may come before
-        that."""
+        """Engines that left and are not being ended yet: `stop` may come first."""
         self._num_ending = 0
-        """Engines that are being ended."""
         self._restarts_engines = False
         self._bring_up: BringUp | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._replacements: dict[str, asyncio.Task[None]] = {}
         self._unrouted: set[str] = set()
-        """URLs of engines that a router was to know, which died first."""
+        """URLs of engines whose registration the router's death interrupted."""
         self._examination: asyncio.Task[None] | None = None
         self._router_restarts = RestartLimit(_ROUTER_RESTARTS_PER_MINUTE)
-        # A pool of our own, large enough: threads that wait for an engine to start must
-        # not delay those that end one.
+        # Our own pool, large enough: threads that wait for a starting engine must not
+        # delay those that end one.
         num_engines = engine.num_engines + len(self._external_urls)
         self._threads = ThreadPoolExecutor(
             max_workers=3 * num_engines + 3, thread_name_prefix="fleet"
         )
         self._calls: set[asyncio.Future[Any]] = set()
-        """Calls in those threads, also when nobody waits for them any more."""
+        """Calls in those threads, including those that nobody awaits any more."""
         self._own_parent: ForkParent | None = None
         self._parent = self._find_parent(parent)
         self.router = self._launch_router()
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
-        """The process that forks the engines; None where they cannot be forked
-        (`host/fork_parent.py`), or where spans are sent, whose exporter is chosen
-        before SGLang is imported."""
+        """Return the process that forks the engines; None if they cannot be forked
+        (`host/fork_parent.py`), or if spans are sent, whose exporter is chosen before
+        SGLang is imported."""
         if not self._config.num_engines or count_gpus() or FLAG in self._sglang_flags:
             return None
         if given is not None:
@@ -194,9 +191,9 @@ class Fleet:
         return self._own_parent
 
     async def start(self) -> None:
-        """Start all engines at once, and wait for the external ones; none gets requests
-        before `admit`. After an error nothing is left. Raises ConfigError for an
-        external engine that is not what the run needs."""
+        """Start all engines together, and wait for the external ones; none gets
+        requests before `admit`. After an error nothing is left. Raises ConfigError for
+        an external engine that does not fit the run."""
         try:
             names = [f"engine-{index}" for index in range(self._config.num_engines)]
             names += self._external_urls
@@ -235,9 +232,9 @@ class Fleet:
             self.evict(name, f"the router does not reach it: {error}")
 
     async def check_unchanged(self) -> None:
-        """For a fleet whose weights nobody sends. Raises ServerError unless every
-        engine holds those of its model folder: an external one may have been trained
-        before."""
+        """Raise ServerError unless every engine holds the weights of its model folder:
+        an external one may have been trained before. For a fleet that gets no weight
+        updates."""
         for name, engine in self.engines.items():
             await self._check_unchanged(name, engine)
 
@@ -259,11 +256,11 @@ class Fleet:
 
     @property
     def shares_gpus(self) -> bool:
-        """With the trainer, by turns."""
+        """Whether engines and trainer use the GPUs in turns."""
         return self._shares_gpus
 
     def check(self) -> None:
-        """Raises InvrlError if the router is gone for good, no engine is left and none
+        """Raise InvrlError if the router is gone for good, no engine is left and none
         may come back, or a watch has failed."""
         for name, watch in self._watches.items():
             if not watch.done() or watch.cancelled():
@@ -279,8 +276,7 @@ class Fleet:
             raise ServerError(f"no engine is left: {self._restarts.reasons()}")
 
     def _may_return(self) -> bool:
-        """Whether one of the engines that left is being started again, and is not
-        overdue."""
+        """Whether an engine that left is being started again and is not overdue."""
         if not self._restarts_engines:
             return False
         return any(
@@ -296,7 +292,7 @@ class Fleet:
             await asyncio.sleep(_END_POLL_S)
 
     def state(self) -> FleetState:
-        """May be called from any thread."""
+        """Return the fleet's state. Any thread may call this."""
         return FleetState(
             alive={
                 name: engine.server.url for name, engine in dict(self.engines).items()
@@ -309,9 +305,9 @@ class Fleet:
     def evict(self, name: str, reason: str) -> None:
         """Take an engine out of the fleet; do nothing if it has left already.
 
-        From here on no update knows it. In the background it is unregistered, ended,
-        and, once `restart_evicted` has been called, started again. An external one is
-        only waited for.
+        Updates ignore it from now on. In the background it is unregistered, ended, and,
+        once `restart_evicted` has been called, started again. An external engine is
+        only awaited.
         """
         engine = self.engines.pop(name, None)
         if engine is None:
@@ -328,7 +324,7 @@ class Fleet:
         )
 
     async def evict_silent(self) -> None:
-        """Evict the engines that do not answer, before their watches find that out."""
+        """Evict the engines that do not answer, before their watches notice."""
         engines = dict(self.engines)
         questions = [
             engine.client.answers(deadline_s=self._heartbeat_timeout_s)
@@ -340,8 +336,8 @@ class Fleet:
                 self.evict(name, "it does not answer")
 
     def examine(self, newest_version: WeightVersion) -> None:
-        """An answer of some engine was wrong: asks each of them a short question in the
-        background. One whose answer to that is wrong, too, leaves the fleet.
+        """Examine every engine with a short request in the background, after one of
+        them gave a wrong answer. An engine that answers wrongly again leaves the fleet.
         `newest_version`: of the weights."""
         if self._examination is None or self._examination.done():
             _LOG.warning(
@@ -366,12 +362,12 @@ class Fleet:
                 self.evict(name, reason)
 
     def restart_evicted(self, bring_up: BringUp | None = None) -> None:
-        """From now on start engines that left again, also those that have left already.
+        """Start engines that leave again from now on, and those that have already left.
 
         Each is started at most `engine_max_restarts` times an hour, in the background;
-        an external one is waited for as long as the fleet lives. `bring_up` gives it
-        the fleet's version; None where nobody sends weights, and it serves those of its
-        model folder.
+        an external one is awaited as long as the fleet lives. `bring_up` gives it the
+        fleet's version; None without weight updates: it serves the weights of its model
+        folder.
         """
         self._restarts_engines = True
         self._bring_up = bring_up
@@ -382,8 +378,8 @@ class Fleet:
                 )
 
     async def hold_starts(self) -> None:
-        """Wait until the fleet has an engine and none starts, and hold starts off until
-        `allow_starts`. A start has deadlines, so this wait needs none. Raises as
+        """Wait until the fleet has an engine and none is starting, and block starts
+        until `allow_starts`. Starts have deadlines, so this wait needs none. Raises as
         `check` does."""
         while True:
             await self.until_engine()
@@ -406,7 +402,7 @@ class Fleet:
             raise DeadlineError("lost engines to end", _END_DEADLINE_S) from None
 
     async def stop(self) -> None:
-        """End everything, also if a part of it fails. Idempotent."""
+        """End everything, even if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
         if self._examination is not None:
             tasks.append(self._examination)
@@ -423,7 +419,7 @@ class Fleet:
         self.router.address.close()
         if self._own_parent is not None:
             await self._in_thread(self._own_parent.stop)
-        # A cancelled task may have left a thread behind that ends a process.
+        # A cancelled task may have left a thread that ends a process.
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     # ----------------------------------------------------------------- watches
@@ -450,8 +446,8 @@ class Fleet:
         )
 
     async def _watch_router(self) -> None:
-        """Raises ServerError or DeadlineError once the router dies again and again, or
-        does not come back."""
+        """Restart the router whenever it dies. Raises ServerError or DeadlineError once
+        it dies too often, or does not come back."""
         while True:
             router = self.router
 
@@ -475,9 +471,9 @@ class Fleet:
 
     async def _restart_router(self, dead: RouterServer) -> None:
         """Start a router at the same address with the same keys, so that the gateway
-        need not know.
+        does not notice.
 
-        It gets the engines that the dead router routed to and that are still there.
+        It gets the dead router's engines that are still there.
         """
         await self._end_router(dead)
         self.router = self._launch_router(dead)
@@ -494,7 +490,7 @@ class Fleet:
             except (ServerError, DeadlineError) as error:
                 if (
                     not await self._router_answers()
-                ):  # it is the router again, which is started once more
+                ):  # the router has died again and is restarted again
                     self._unrouted.add(engine.server.url)
                     continue
                 self.evict(name, f"the restarted router does not reach it: {error}")
@@ -507,7 +503,7 @@ class Fleet:
         self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None
     ) -> None:
         """End an engine that left, and start it again while that is wanted and allowed.
-        `after`: what started this engine, and may not have registered it yet."""
+        `after`: task that started this engine and may not have registered it yet."""
         if after is not None:
             await after
         if engine is not None:
@@ -524,7 +520,7 @@ class Fleet:
                 try:
                     return await self._restart(name)
                 except Exception as error:
-                    # of this engine: the others go on without it
+                    # this engine's failure: the others continue without it
                     _LOG.exception("%s did not come back (%s)", name, count)
                     self._restarts.failed(name, error)
             if name in self._external_urls:
@@ -536,11 +532,11 @@ class Fleet:
             )
 
     async def _restart(self, name: str) -> None:
-        """Start a new process under the name, which joins the fleet once it holds the
+        """Start a new process under the name. It joins the fleet once it holds the
         fleet's version.
 
-        Raises InvrlError before that. An engine that has joined and is not reached by
-        the router is evicted.
+        Raises InvrlError before that. An engine that has joined and cannot be reached
+        by the router is evicted.
         """
         engine = await self._started(name, self._launch(name))
 
@@ -567,7 +563,7 @@ class Fleet:
             await self._register_joined(name, engine)
 
     async def _register_joined(self, name: str, engine: Engine) -> None:
-        """Register an engine that belongs to the fleet; it may leave meanwhile."""
+        """Register an engine of the fleet; it may leave meanwhile."""
         try:
             await self._register(engine)
         except InvrlError as error:
@@ -580,7 +576,7 @@ class Fleet:
             await self._unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
-        """Do `work` with an engine that has no watch yet. Raises ServerError if the
+        """Await `work` on an engine that has no watch yet. Raises ServerError if the
         engine dies first."""
         working = asyncio.ensure_future(work)
         death = asyncio.ensure_future(self._death(engine))
@@ -595,8 +591,8 @@ class Fleet:
         working.result()
 
     def _launch(self, name: str) -> Engine:
-        """Start an engine's process, in this thread: the kernel ends it together with
-        the thread. The name of an external engine starts nothing."""
+        """Start an engine's process, in this thread: the kernel ends it with the
+        thread. For an external engine's name nothing is started."""
         server: EngineServer | ExternalEngine
         if name in self._external_urls:
             server = ExternalEngine(
@@ -644,7 +640,7 @@ class Fleet:
         self.engines[name] = await self._started(name, engine)
 
     async def _started(self, name: str, engine: Engine) -> Engine:
-        """Returns `engine` once it is up, or another one under the name if a stranger
+        """Return `engine` once it is up, or another one under the name if a stranger
         took its port.
 
         Raises ServerError or DeadlineError; the engine has ended then.
@@ -663,14 +659,14 @@ class Fleet:
             except BaseException:
                 await self._end(engine)
                 raise
-        # that of an external engine is known now
+        # an external engine's key is known now
         engine.client.api_key = engine.server.api_key
         return engine
 
     async def _register(self, engine: Engine) -> None:
-        """Registers an engine with the router, and waits for that if it has to be
-        started again first. Raises ServerError or DeadlineError if a router that
-        answers does not reach the engine."""
+        """Register an engine with the router; if the router must be restarted, wait for
+        that first. Raises ServerError or DeadlineError if a router that answers does
+        not reach the engine."""
         while True:
             router = self.router
             try:
@@ -684,7 +680,6 @@ class Fleet:
                 await self._until_router_answers()
 
     async def _until_router_answers(self) -> None:
-        """Raises DeadlineError."""
         deadline_s = self._heartbeat_timeout_s + _ROUTER_RETURN_S
         try:
             async with asyncio.timeout(deadline_s):
@@ -704,7 +699,7 @@ class Fleet:
     async def _unregister(self, engine: Engine) -> None:
         try:
             await self._in_thread(self.router.unregister, engine.server.url)
-        except Exception as error:  # a router that is gone routes to nobody
+        except Exception as error:  # a dead router routes nothing
             _LOG.warning("%s could not be unregistered: %s", engine.server.name, error)
 
     async def _retire(self, engine: Engine) -> None:
@@ -714,7 +709,8 @@ class Fleet:
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        """Only log what does not end: everything else must still be ended."""
+        """End an engine. Only log what does not end: everything else must still be
+        ended."""
         self._leaving = [other for other in self._leaving if other is not engine]
         self._num_ending += 1
         try:
@@ -747,4 +743,4 @@ class Fleet:
     def _forget(self, future: asyncio.Future[Any]) -> None:
         self._calls.discard(future)
         if not future.cancelled():
-            future.exception()  # a cancelled caller does not take it, and asyncio would complain of that
+            future.exception()  # if its caller was cancelled, asyncio would warn

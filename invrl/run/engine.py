@@ -1,8 +1,9 @@
-"""`invrl engine`: one engine alone, which runs of others use
+"""`invrl engine`: one standalone engine, which other runs use
 (`engines/external_engine.py`).
 
-It serves until Ctrl-C, TERM, or its own death; then every process of it has ended.
-After kill -9 of this process the kernel and the guardian end them."""
+It serves until Ctrl-C, TERM, or its own death; then all of its processes have ended.
+After kill -9 of this process the kernel and the guardian end them.
+"""
 
 import asyncio
 from pathlib import Path
@@ -21,8 +22,8 @@ _LOOK_INTERVAL_S = 0.25
 
 
 async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None:
-    """Serves until it is cancelled. The log is below `folder`. Raises ConfigError for a
-    port that is in use, ServerError or DeadlineError if the engine does not start, and
+    """Serve until cancelled. The log is below `folder`. Raises ConfigError for a port
+    that is in use, ServerError or DeadlineError if the engine does not start, and
     ServerError when it dies."""
     remove_abandoned()
     in_place = config.weight_sync.weight_update_inflight == "in_place"

@@ -1,9 +1,10 @@
 """`invrl eval`: measures a model on held-out tasks, without a trainer. The evaluations
 within a training run are in `held_out.py`.
 
-Engines, router, gateway and rollout workers are those of training. Invariants:
+Uses the engines, router, gateway and rollout workers of training. Invariants:
 `report/eval.json` is written once every set is measured; every process has ended when
-`run_evaluation` returns."""
+`run_evaluation` returns.
+"""
 
 import time
 from collections.abc import Iterable
@@ -32,8 +33,8 @@ from invrl.store.run_folder import RunFolder
 
 
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
-    """Prints scores as they come, and a table at the end. Raises InvrlError with the
-    cause of a failure."""
+    """Evaluate, printing scores as they come and a table at the end. Raises InvrlError
+    with the cause of a failure."""
     started_at = time.monotonic()
 
     def note(text: str) -> None:
@@ -82,7 +83,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
 
 
 def score_note(score: EvalScore) -> str:
-    """A score and its failed rollouts."""
+    """Describe a score and its failed rollouts."""
     text = f"{score.name}: mean reward {score.mean_reward:.3f}"
     if not score.failures:
         return text
@@ -90,8 +91,8 @@ def score_note(score: EvalScore) -> str:
 
 
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
-    """The content of `report/eval.json`: the measures with their 95 % intervals, the
-    rewards of each task, and model, settings and versions."""
+    """Return the content of `report/eval.json`: the measures with their 95 % intervals,
+    the rewards of each task, and model, settings and versions."""
     rows: list[dict[str, object]] = []
     for score in scores:
         row: dict[str, object] = {
@@ -121,7 +122,7 @@ def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
 
 
 def table(scores: Iterable[EvalScore]) -> str:
-    """A line per measure and per reason of failure, in columns."""
+    """Return a line per measure and per reason of failure, in columns."""
     rows = [("set", "mode", "tasks", "samples", "measure", "value", "95 % interval")]
     for score in scores:
         evaluation = (

@@ -1,8 +1,8 @@
-"""Copies the model of a step out of a run's checkpoints, checked, into a folder of its
-own.
+"""Copies the model of a step from a run's checkpoints, checked, into a separate folder.
 
-The run may be live: nothing in its folder is changed, and a checkpoint that the run
-removes meanwhile is an error that says so. No engine and no trainer is needed."""
+The run may be live: nothing in its folder is changed, and if the run removes the
+checkpoint meanwhile, the error says so. Needs no engine and no trainer.
+"""
 
 import shutil
 from contextlib import ExitStack
@@ -19,10 +19,10 @@ from invrl.store.run_folder import RunFolder
 def export_model(
     folder: RunFolder, step: int | None, target: Path | None, *, max_shard_gb: float
 ) -> Path:
-    """Writes the model of `step` (None: of the newest) to `target` (None: a folder in
-    the current one, named after run and step), and returns that folder. Its tensors are
-    those of the step byte for byte. Raises ConfigError if there is no such step or if
-    the folder is not empty, DamagedFileError."""
+    """Write the model of `step` (None: the newest) to `target` (None: a folder in the
+    current one, named after run and step), and return that folder. Its tensors are
+    those of the step byte for byte. Raises ConfigError if there is no such step or the
+    folder is not empty, DamagedFileError."""
     models = Checkpoints(folder.checkpoints_path).models_by_step()
     if not models:
         raise ConfigError(
@@ -65,7 +65,7 @@ def export_model(
 
 
 def _check_model(model: Path) -> None:
-    """Raises DamagedFileError if a file of the model is not what was written."""
+    """Raise DamagedFileError if a file of the model differs from what was written."""
     if model.name == "hugging_face":  # within a checkpoint, whose manifest covers it
         check_manifest(model.parent, below=model.name)
     else:
@@ -73,7 +73,7 @@ def _check_model(model: Path) -> None:
 
 
 def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
-    """The folder appears whole, with a manifest."""
+    """Copy a model. The folder appears complete, with a manifest."""
     from safetensors import safe_open
 
     from invrl.train.weights.hf_export import copy_other_files
@@ -89,7 +89,7 @@ def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
         opened: dict[Path, Any] = {}
         for file in sorted(set(files.values())):
             opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-        # In the order of the files, which is that of the trainer.
+        # In the order of the files, which is the trainer's.
         names = [name for file in opened.values() for name in file.offset_keys()]
         layout = tuple(
             spec_of(name, opened[files[name]].get_tensor(name)) for name in names

@@ -1,9 +1,10 @@
 """Writes rollouts of a run as a data file: the best ones as conversations, all of them
 with a label, or pairs of a better and a worse one.
 
-The run may be live: its store is only read. A rollout is written whole or left out, and
-every rollout that has ended is counted once, as written or with the reason why it was
-left out. The file appears whole."""
+The run may be live: its store is only read. A rollout is written completely or left
+out, and every ended rollout is counted once, as written or with the reason that it was
+left out. The file appears complete.
+"""
 
 import contextlib
 import json
@@ -55,57 +56,55 @@ _SEVERAL_ROWS = (
     "it has several branches, or replies that are not trained, and a pair has neither"
 )
 _NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
+"""Vocabulary size that refuses no token id."""
 _PROGRESS_S = 10.0
 """Seconds between two reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to write, and where to."""
+    """Content of a data file, and its path."""
 
     out: Path
     pairs: bool = False
     label_from: float | None = None
-    """The reward from which on a conversation has the label true; below it, false.
-    None: no labels."""
+    """Lowest reward for which a conversation has the label true. None: no labels."""
     best: int = 1
-    """Rollouts of a task at most, or pairs of it, each of another group; 0: all."""
+    """Most rollouts or pairs of a task, each of another group; 0: all."""
     wanted: Wanted = field(default_factory=Wanted)
     inexact: bool = False
-    """Rows that the template writes otherwise than they were sampled are written
-    too."""
+    """Also write samples whose text the template renders differently than it was
+    sampled."""
     overwrite: bool = False
     model_path: str = ""
-    """The folder whose tokenizer and template restore the texts; "": the run's
-    model."""
+    """Folder whose tokenizer and template restore the texts; "": the run's model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExportReport:
-    """What was written and what was not."""
+    """Counts of the rollouts that were written and left out."""
 
     rows: int = 0
     rollouts: int = 0
     tasks: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Of the conversations, or of the chosen sides."""
+    """Rewards of the conversations, or of the chosen sides."""
     labels: Counter[bool] = field(default_factory=Counter)
-    """Of the conversations, where they have labels."""
+    """Labels of the conversations, if they have them."""
     fidelities: Counter[Fidelity] = field(default_factory=Counter)
-    """Of the conversations, or of both sides of the pairs."""
+    """Fidelities of the conversations, or of both sides of the pairs."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    """Rollouts that were left out, by reason."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """What the conversations of the reason `Fidelity.REFUSED` were refused for."""
+    """Reasons for which conversations were refused (`Fidelity.REFUSED`)."""
 
 
 def export_data(
     folder: RunFolder, options: ExportOptions, note: Callable[[str], None]
 ) -> ExportReport:
-    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises
+    """Write `options.out`. `note` receives the progress every ten seconds. Raises
     ConfigError if there is nothing to write, or for a file that exists;
-    DamagedFileError for a store that cannot be read."""
+    DamagedFileError for an unreadable store."""
     _check_target(options)
     check_store(folder.store_path)
     config = load_resolved(folder.config_path)
@@ -155,7 +154,7 @@ def _check_target(options: ExportOptions) -> None:
 
 
 def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
-    """The error for an export without a row."""
+    """Return the error for an export without a row."""
     if not left_out:
         reason = "no rollout of this run has ended yet"
         return ConfigError(
@@ -173,8 +172,8 @@ def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
 
 
 def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
-    """Of the run's model and template, with which it rendered what it recorded. Raises
-    ConfigError."""
+    """Load the renderer of the run's model and template, which rendered its recorded
+    turns. Raises ConfigError."""
     model_path = options.model_path or config.model.model_path
     folder = ModelConfig(model_path=model_path).folder
     if options.model_path:
@@ -194,13 +193,13 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
 
 
 def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
-    """Into a partial file beside `out`, which is removed if it does not become
-    whole."""
+    """Write into a partial file next to `out`, which is removed unless it is
+    completed."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             for row in rows:
-                # ASCII: half of a surrogate pair, which JSON can escape, is no UTF-8.
+                # ASCII: half of a surrogate pair, which JSON can escape, is not UTF-8.
                 file.write(json.dumps(row) + "\n")
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -214,7 +213,7 @@ def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """The rows of one file, and the account of them."""
+    """Rows of one file, and their counts."""
 
     options: ExportOptions
     store: RunStore
@@ -223,8 +222,8 @@ class _Export:
     report: ExportReport = field(default_factory=ExportReport)
 
     def rows(self, candidates: Candidates) -> Iterator[dict[str, Json]]:
-        """Task by task, in the order in which the tasks came first. The report is whole
-        at the end."""
+        """Yield rows task by task, in the order in which the tasks first appeared. The
+        report is complete at the end."""
         last_note = time.monotonic()
         of_task = (
             self._pairs_of_task if self.options.pairs else self._conversations_of_task
@@ -240,7 +239,7 @@ class _Export:
             self.report.tasks += self.report.rows > num_rows
 
     def _is_enough(self, count: int) -> bool:
-        """Whether that many rollouts or pairs of one task are all that are wanted."""
+        """Whether `count` rollouts or pairs of one task suffice."""
         return bool(self.options.best) and count >= self.options.best
 
     # ------------------------------------------------------------- conversations
@@ -283,8 +282,8 @@ class _Export:
         return {"label": is_good}
 
     def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
-        """The rows of a rollout; none if one of them cannot be written, and the rollout
-        is counted as left out."""
+        """Return the rows of a rollout; none, and count the rollout as left out, if one
+        of them cannot be written."""
         if not branches:
             self.report.left_out[_NOTHING_TRAINED] += 1
         rows: list[RestoredRow] = []
@@ -317,8 +316,8 @@ class _Export:
                 yield pair
 
     def _pair(self, group: Sequence[Sample]) -> dict[str, Json] | None:
-        """The best rollout of the group that can be written, and the worst one that
-        answers the same prompt. Every rollout of the group is counted."""
+        """Return the group's best rollout that can be written, and the worst one with
+        the same prompt. Every rollout of the group is counted."""
         unused = {sample.identity.session_id for sample in group}
         lowest = reward_of(group[-1])
         for sample in group:
@@ -332,8 +331,8 @@ class _Export:
             if pair is not None:
                 self.report.left_out[_BETWEEN] += len(unused)
                 return pair
-            # The rollouts of a group have one prompt as a rule, so no other one is
-            # tried as its chosen side.
+            # The rollouts of a group usually have one prompt, so no other is tried as
+            # its chosen side.
             self.report.left_out[_NO_OTHER_SIDE] += 1
             break
         self.report.left_out[_NO_OTHER_SIDE] += len(unused)
@@ -346,8 +345,8 @@ class _Export:
         group: Sequence[Sample],
         unused: set[str],
     ) -> dict[str, Json] | None:
-        """The fields of the pair; None if no rollout of the group can be its rejected
-        side. Rollouts that are used or counted are removed from `unused`."""
+        """Return the fields of the pair; None if no rollout of the group can be its
+        rejected side. Rollouts that are used or counted are removed from `unused`."""
         for sample in worst_first(group):
             if reward_of(sample) >= reward_of(best):
                 return None
@@ -377,8 +376,8 @@ class _Export:
         return min_reward is not None and reward_of(sample) < min_reward
 
     def _side(self, sample: Sample) -> RestoredRow | None:
-        """The one row of a rollout, as a side of a pair; None, and counted, if it
-        cannot be one."""
+        """Return the only row of a rollout, as a side of a pair; None, and count it, if
+        it cannot be one."""
         rows = self._restore(recorded_branches(self.store, sample.identity.session_id))
         if not rows:
             return None
@@ -389,7 +388,7 @@ class _Export:
 
 
 def _origin(sample: Sample) -> dict[str, Json]:
-    """Fields of a row that say where it comes from. Training ignores them."""
+    """Return the fields of a row that tell its origin. Training ignores them."""
     identity = sample.identity
     return {
         "task_id": identity.task_id,

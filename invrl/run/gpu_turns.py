@@ -1,4 +1,4 @@
-"""Engines and trainer use the same GPUs by turns (`--colocate`).
+"""Lets engines and trainer use the same GPUs in turns (`--colocate`).
 
     the engines' turn    rollouts run; the trainer holds only the weights that it computes with
     the trainer's turn   a step, and its weights staged; the engines are paused and have no memory for caches
@@ -6,10 +6,10 @@
     engines: pause, sleep ─► trainer: wake, train, stage, sleep ─► engines: load, wake,
     resume, canary
 
-Invariant: the engines' caches and what the trainer needs to train are never in a GPU's
-memory together. So no engine starts in the trainer's turn, and the trainer wakes when
-no process of a lost engine is left. A turn of the trainer is the first part of a weight
-update, which ends it: what fails in between is the update's.
+Invariant: the engines' caches and the trainer's training state are never in a GPU's
+memory together. So no engine starts in the trainer's turn, and the trainer wakes only
+when no process of a lost engine is left. The trainer's turn is the first part of a
+weight update, which ends it: a failure in between is the update's.
 """
 
 import logging
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class SleepingTrainer(WeightSender, Protocol):
-    """A trainer that gives memory back. Both calls return the bytes of the fullest GPU
-    that are free without what the trainer needs to train."""
+    """A trainer that gives memory back. Both calls return the free bytes of the fullest
+    GPU, without the memory that training needs."""
 
     async def sleep(self) -> int: ...
 
@@ -35,20 +35,19 @@ class SleepingTrainer(WeightSender, Protocol):
 
 
 class EngineStarts(Protocol):
-    """The fleet, as far as it starts and ends engines."""
+    """Part of the fleet that starts and ends engines."""
 
     async def hold_starts(self) -> None:
-        """Waits for the engines that start, and holds others off until
-        `allow_starts`."""
+        """Wait for starting engines, and block further starts until `allow_starts`."""
 
     def allow_starts(self) -> None: ...
 
     async def until_lost_have_ended(self) -> None:
-        """Waits until the processes of all engines that left have ended."""
+        """Wait until the processes of all engines that left have ended."""
 
 
 class SenderThatSleeps:
-    """The trainer as the sender of an update: once its weights are staged it sleeps."""
+    """The trainer as the sender of an update: it sleeps once its weights are staged."""
 
     def __init__(self, trainer: SleepingTrainer) -> None:
         self._trainer = trainer
@@ -71,8 +70,8 @@ class SenderThatSleeps:
 
 
 class GpuTurns:
-    """The engines have the first turn. `give_to_trainer` and `update` are called one
-    after the other."""
+    """Turns of engines and trainer; the engines have the first. Call `give_to_trainer`
+    and `update` alternately."""
 
     def __init__(
         self,
@@ -90,9 +89,8 @@ class GpuTurns:
         self._update = update
 
     async def give_to_trainer(self) -> None:
-        """After this the trainer can train. Raises WeightSyncError, TrainError or
-        DeadlineError; if no engine could be put to sleep, the engines keep their
-        turn."""
+        """Let the trainer train. Raises WeightSyncError, TrainError or DeadlineError;
+        if no engine could be put to sleep, the engines keep their turn."""
         await self._starts.hold_starts()
         try:
             await self._suspend()
@@ -106,7 +104,8 @@ class GpuTurns:
         )
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
-        """The trainer's turn ends, however the update does."""
+        """Update the engines. This ends the trainer's turn, even if the update
+        fails."""
         try:
             return await self._update(version)
         finally:

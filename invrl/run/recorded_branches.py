@@ -1,10 +1,11 @@
-"""The branches of a stored rollout with their messages and tokens: what a run with
-rollouts trains of it.
+"""The trajectories of a stored rollout with their messages and tokens, as a run trains
+them.
 
-Which branches and turns these are is decided where batches are made
-(`buffer/training_samples.py`), so that a file of conversations trains what the run
-would have trained, with one exception: auxiliary conversations (titles, summaries) are
-always left out, whatever `gateway.train_auxiliary_roots` says."""
+The code that makes batches (`buffer/training_samples.py`) chooses the trajectories and
+turns, so a file of conversations trains what the run would have trained, with one
+exception: auxiliary conversations (titles, summaries) are always left out, regardless
+of `gateway.train_auxiliary_roots`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,13 +20,13 @@ from invrl.store.run_store import RunStore
 from invrl.types import TrainSample, Turn
 
 _Recorded = Mapping[str, tuple[Turn, bytes, bytes]]
-"""By turn id: the turn, its messages and its tools, as JSON."""
+"""Turn by id, with its messages and its tools as JSON."""
 
 
 def recorded_branches(store: RunStore, session_id: str) -> list[RecordedBranch]:
-    """Of a rollout that finished and its child sessions, without auxiliary
-    conversations; empty if nothing of it may be trained. Raises KeyError as
-    `RunStore.rollout`."""
+    """Return the trajectories of a finished rollout and its child sessions, without
+    auxiliary conversations; empty if none may be trained. Raises KeyError as
+    `RunStore.rollout` does."""
     rollout = store.rollout(session_id)
     recorded: dict[str, tuple[Turn, bytes, bytes]] = {}
     for member in (session_id, *rollout.summary.child_rewards):

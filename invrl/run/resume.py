@@ -1,7 +1,6 @@
-"""Where an incarnation of a run starts: at the run's newest whole checkpoint, or at
-step 0.
+"""The start of an incarnation: at the run's newest complete checkpoint, or at step 0.
 
-A resume, in the order in which it happens (`run/train.py` makes these calls):
+A resume, in order (`run/train.py` makes these calls):
 
     find_start                here: the newest checkpoint whose files are what was written
     check_store_at            here: run.sqlite is whole, and fits the checkpoint
@@ -11,9 +10,10 @@ A resume, in the order in which it happens (`run/train.py` makes these calls):
     WeightUpdater.update      run/weight_updater.py: gives the loaded weights to every engine
 
 Steps after that checkpoint are lost: their rows leave `metrics.jsonl`, and their saved
-batches are renamed. What they did in the ledger counts as lost by itself
-(`buffer/ledger_store.py`). A repeated command says where it starts, because the same
-words may begin a new run, resume one, or do nothing."""
+batches are renamed. Their ledger entries count as lost without further work
+(`buffer/ledger_store.py`). A repeated command reports where it starts, because the same
+command may begin a new run, resume one, or do nothing.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +35,13 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that was made before this incarnation; its weights have this
-        version."""
+        """Last step before this incarnation; its weights have this version."""
         if self.checkpoint is None:
             return 0
         return self.checkpoint.step
 
     def read_snapshot(self) -> bytes | None:
-        """The buffer's snapshot; None at step 0."""
+        """Return the buffer's snapshot; None at step 0."""
         if self.checkpoint is None:
             return None
         return self.checkpoint.buffer.read_bytes()
@@ -51,9 +50,9 @@ class Start:
 def find_start(
     folder: RunFolder, checkpoints: Checkpoints, model_folder: Path
 ) -> Start:
-    """Chooses the newest checkpoint whose files are what was written and that is of the
-    model in `model_folder`; sets aside what later steps left in the folder. Raises
-    DamagedFileError if there are checkpoints and none can be used."""
+    """Choose the newest undamaged checkpoint of the model in `model_folder`, and set
+    aside the remains of later steps in the folder. Raises DamagedFileError if there are
+    checkpoints and none can be used."""
     findings: list[str] = []
     checkpoint = checkpoints.newest_whole(findings.append, model_folder)
     step = Start(checkpoint=checkpoint).step
@@ -68,8 +67,8 @@ def find_start(
 
 
 def start_at_zero(folder: RunFolder) -> Start:
-    """For a run that ignores the checkpoints in its folder: all rows of its metrics are
-    lost."""
+    """Return the start of a run that ignores the checkpoints in its folder: all rows of
+    its metrics are lost."""
     metrics_finding = folder.rewind_metrics(0)
     if not metrics_finding:
         return Start(checkpoint=None)
@@ -77,8 +76,8 @@ def start_at_zero(folder: RunFolder) -> Start:
 
 
 def check_store_at(start: Start, folder: RunFolder) -> None:
-    """The run's store is whole, and holds what the checkpoint needs of it. Raises
-    DamagedFileError."""
+    """Check that the run's store is undamaged and holds what the checkpoint needs.
+    Raises DamagedFileError."""
     snapshot = start.read_snapshot()
     if start.checkpoint is not None and snapshot is not None:
         check_store_of(folder.store_path, start.checkpoint.path, snapshot)
@@ -96,7 +95,7 @@ def is_finished(folder: RunFolder, start: Start, *, num_steps: int) -> bool:
 
 
 def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
-    """One sentence for the console."""
+    """Return one sentence for the console."""
     ended_after = _ended_after(folder)
     if start.checkpoint is None:
         if ended_after is not None:
@@ -116,7 +115,7 @@ def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
 
 
 def _ended_after(folder: RunFolder) -> int | None:
-    """The last step of a run that came to its end; None if it did not."""
+    """Return the last step of a run that came to its end; None if it did not."""
     try:
         return int(folder.finished_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
