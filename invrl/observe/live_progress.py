@@ -116,7 +116,7 @@ class LiveProgress(Sink):
             self._run.steps_made = max(step, self._run.steps_made)
         self._live = Live(
             console=console,
-            redirect_stderr=sys.stderr.isatty(),  # else it is a file, which should get its lines
+            redirect_stderr=sys.stderr.isatty(),  # a file should get its lines
             get_renderable=self.render,
         )
         self._live.start()
