@@ -1,8 +1,9 @@
-"""What became of the rollouts of a run: its ledger, followed into the index as
+"""The fates of a run's rollouts: follows its ledger into the index, as
 `observe/samples.py` reads it.
 
-The ledger is followed by incarnation and sequence. An incarnation that is new may make
-entries lost that were read before, so the ledger is read again then."""
+The ledger is followed by incarnation and sequence. A new incarnation may make entries
+lost that were read before, so the ledger is then read again.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +28,14 @@ _SET_FATE = """
 
 
 class IndexedFates:
-    """Reads from `store` and writes to `index`, within the transactions of the
-    caller."""
+    """Reads from `store` and writes to `index`, within the caller's transactions."""
 
     def __init__(self, store: sqlite3.Connection, index: sqlite3.Connection) -> None:
         self._store = store
         self._index = index
 
     def read(self) -> bool:
-        """The next entries of the ledger. Returns whether there were any."""
+        """Read the next entries of the ledger. Returns whether there were any."""
         incarnations = incarnations_in(self._store)
         if len(incarnations) != meta_number(self._index, "incarnations"):
             self._index.execute("DELETE FROM fates")
@@ -60,8 +60,8 @@ class IndexedFates:
     def _follow(
         self, rows: Iterable[tuple[Any, ...]], lost_from: Mapping[int, float]
     ) -> None:
-        """The fates of the rollouts that these entries name, as `observe/samples.py`
-        reads them."""
+        """Update the fates of the rollouts that these entries name, as
+        `observe/samples.py` reads them."""
         places: dict[tuple[str, int, int], str] = {}
         fates: dict[str, tuple[str, str | None, int | None]] = {}
         for (
@@ -112,7 +112,8 @@ class IndexedFates:
         self._index.executemany(_SET_FATE, values)
 
     def of(self, session_id: str) -> tuple[str, str | None, int | None] | None:
-        """State, reason of a drop, and step; None if no entry names the session."""
+        """Return state, reason of a drop, and step; None if no entry names the
+        session."""
         sql = "SELECT state, reason, step FROM fates WHERE session_id=?"
         return self._index.execute(sql, (session_id,)).fetchone()
 

@@ -1,8 +1,8 @@
-"""Whether the model can be served and trained: its files, what the trainer computes,
+"""Checks that the model can be served and trained: its files, the trainer's support,
 its chat template.
 
-`check_model` comes first. The other checks read the same folder and rely on what it has
-checked."""
+`check_model` comes first. The other checks read the same folder and rely on it.
+"""
 
 import asyncio
 from pathlib import Path
@@ -14,12 +14,12 @@ from invrl.gateway.config import GatewayConfig
 from invrl.run.config import Config, is_run_folder
 
 _NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
+"""Vocabulary size that refuses no token id."""
 
 
 def check_model(config: Config) -> Path:
-    """A model is given, its files are those of a model that can be served, and if a
-    checkpoint of a run holds them, they are what was written."""
+    """Check that a model is given, that its files are those of a servable model, and
+    that those in a run's checkpoint are what was written."""
     from invrl.families.registry import FAMILIES
     from invrl.run.checkpoint import check_served
     from invrl.user_code.model_folder import check_is_folder, check_model_folder
@@ -40,8 +40,8 @@ def check_model(config: Config) -> Path:
 
 
 def check_trainable(config: Config) -> str:
-    """The trainer computes exactly this model, and its layout divides it. Returns the
-    model's family, and which models that is."""
+    """Check that the trainer computes exactly this model, and that its layout divides
+    it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
 
@@ -51,7 +51,7 @@ def check_trainable(config: Config) -> str:
 
 
 def check_reference(config: Config) -> str:
-    """The frozen reference is another set of weights for the same model: its folder is
+    """Check that the frozen reference is other weights of the same model: its folder is
     sound, it has the same shape, and its tokens mean the same."""
     given = config.model.reference_model_path
     if not needs_of(config.algorithm).reference:
@@ -64,7 +64,8 @@ def check_reference(config: Config) -> str:
 
 
 def check_critic(config: Config) -> str:
-    """The critic is another model of the policy's shape, whose tokens mean the same."""
+    """Check that the critic is another model of the policy's shape, whose tokens mean
+    the same."""
     critic = config.algorithm.critic
     if not needs_of(config.algorithm).values:
         return "none: the objective does not need it"
@@ -77,8 +78,8 @@ def check_critic(config: Config) -> str:
 
 
 def check_teacher(config: Config) -> str:
-    """A teacher that the trainer computes: as the frozen reference. One that a server
-    has answers now, and makes the same tokens of the same text."""
+    """Check a teacher that the trainer computes like the frozen reference, and that one
+    on a server answers now and makes the same tokens of the same text."""
     from invrl.run.teacher import open_teacher
     from invrl.user_code.model_folder import read_tokenizer
 
@@ -99,7 +100,7 @@ def check_teacher(config: Config) -> str:
 def _check_like_policy(
     config: Config, field: str, given: str, folder: Path, advice: str = ""
 ) -> str:
-    """Says where the weights are. Raises ConfigError unless the folder is sound, and
+    """Report where the weights are. Raises ConfigError unless the folder is sound, and
     its model has the policy's shape and the same tokens. `given`: the value of the
     field."""
     from invrl.families.hf_config import read_hf_config
@@ -139,16 +140,16 @@ def _check_like_policy(
 
 
 def check_servable(config: Config) -> None:
-    """The engine computes the model that the trainer computes, as far as that is known
-    of its family."""
+    """Check that the engine computes the same model as the trainer, as far as its
+    family's differences are known."""
     from invrl.families.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
 
 
 def check_engine_here(config: Config, machine: Machine) -> None:
-    """SGLang can serve the family on this machine's GPU or CPU. An engine's processes
-    divide the model. What the arena of weights is in is there."""
+    """Check that SGLang can serve the family on this machine's GPU or CPU, that an
+    engine's processes divide the model, and that the weight arena's device exists."""
     from invrl.families.registry import FAMILIES
     from invrl.user_code.model_folder import read_model_type
 
@@ -167,8 +168,8 @@ def check_engine_here(config: Config, machine: Machine) -> None:
 
 
 def _check_engine_ranks(config: Config, machine: Machine) -> None:
-    """The processes of an engine divide the model's heads among them. Several may have
-    the same head of keys and values."""
+    """Check that an engine's processes divide the model's heads evenly. Several may
+    share a key and value head."""
     from invrl.families.hf_config import read_hf_config
 
     ranks = config.engine.engine_tp_size
@@ -196,19 +197,19 @@ def _check_engine_ranks(config: Config, machine: Machine) -> None:
 
 def check_template(config: Config) -> None:
     """Render as the gateway does: a first request, and one that follows a reply. Load
-    the parsers that are named."""
+    the named parsers."""
     folder = config.model.folder
     try:
         renders = _renders(folder, config.gateway)
         _load_parsers(config.gateway)
     except ConfigError:
         raise
-    except ImportError as error:  # transformers looks for jinja2 when it renders
+    except ImportError as error:  # transformers imports jinja2 when it renders
         from invrl.cli.checks.machine_checks import packages_missing
 
         raise packages_missing(error) from error
     except Exception as error:
-        # templates raise what they like, the tokenizer bare Exceptions
+        # templates raise any error, the tokenizer bare Exceptions
         raise _template_error(folder, config.gateway, error) from error
     if not renders:
         reason = "the chat template renders a conversation to nothing"
@@ -235,7 +236,7 @@ def _renders(folder: Path, gateway: GatewayConfig) -> bool:
 def _load_parsers(gateway: GatewayConfig) -> None:
     from invrl.gateway.rendering.parsers import named_parsers
 
-    # SGLang's import is slow, so it is imported only for a parser that is named.
+    # SGLang's import is slow, so it is only imported for a named parser.
     tool_calls = gateway.tool_call_parser
     reasoning = gateway.reasoning_parser
     if tool_calls == "auto":

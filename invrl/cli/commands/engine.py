@@ -1,4 +1,4 @@
-"""`invrl engine`: one engine alone, for the runs of others."""
+"""`invrl engine`: one standalone engine, for other runs."""
 
 import ipaddress
 import re
@@ -62,7 +62,7 @@ def engine(arguments: Sequence[str]) -> None:
 
 
 def check_key(key: str) -> str:
-    """The key. Raises ConfigError unless it is one that an engine can have."""
+    """Return the key. Raises ConfigError unless an engine can have it."""
     if not key:
         reason = "it is missing, and an engine answers nobody without a key"
         raise ConfigError(ENGINE_KEY, "", reason, _KEY_FIX)

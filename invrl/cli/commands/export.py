@@ -1,4 +1,4 @@
-"""`invrl export`: writes the model of a step into a folder of its own."""
+"""`invrl export`: writes the model of a step into a separate folder."""
 
 from collections.abc import Sequence
 from pathlib import Path

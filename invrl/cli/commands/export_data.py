@@ -45,8 +45,8 @@ def export_rollouts(arguments: Sequence[str]) -> None:
 
 
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
-    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown,
-    missing or wrong."""
+    """Return the flags after RUN_FOLDER as options. Raises ConfigError for a flag that
+    is unknown, missing or wrong."""
     values, switches = split_options(arguments, _VALUES)
     for argument in switches:
         if argument not in _SWITCHES:
@@ -100,7 +100,7 @@ def _read_reward(flag: str, text: str) -> float:
 
 
 def _read_steps(text: str) -> tuple[int, int]:
-    """Both included. One number is one step."""
+    """Return the first and the last step, both included. One number is one step."""
     first, colon, last = text.partition(":")
     if not colon:
         last = first
@@ -118,7 +118,7 @@ def _read_steps(text: str) -> tuple[int, int]:
 
 
 def describe_export(report: ExportReport, options: ExportOptions) -> str:
-    """What was written, how true it is, and what was left out."""
+    """Describe what was written, how faithful it is, and what was left out."""
     noun = "pair" if options.pairs else "conversation"
     mean = fmean(report.rewards)
     of = "chosen rewards" if options.pairs else "rewards"
@@ -150,7 +150,7 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """As "1 pair", "2 pairs"."""
+    """Return "1 pair" or "2 pairs", for example."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}s"
