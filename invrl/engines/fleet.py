@@ -337,7 +337,7 @@ class Fleet:
 
     def examine(self, newest_version: WeightVersion) -> None:
         """Examine every engine with a short request in the background, after one of
-        them gave a wrong answer. An engine that answers wrongly again leaves the fleet.
+        them gave a wrong answer. One that answers wrongly again leaves the fleet.
         `newest_version`: of the weights."""
         if self._examination is None or self._examination.done():
             _LOG.warning(

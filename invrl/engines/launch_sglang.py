@@ -70,7 +70,7 @@ def _stay_on_loopback() -> None:
 
 def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
     """Rendezvous handler for torch: (store, rank, world size). The ranks of an engine
-    meet in a file of its own TMPDIR."""
+    meet in a file of its TMPDIR."""
     from urllib.parse import parse_qs, urlsplit
 
     from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """Number of expert choices that a model makes for a token."""
+    """Shape of a model's expert choices for a token."""
 
     layers: int
     """All layers. SGLang reports zeros for those without experts."""

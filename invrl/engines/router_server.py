@@ -29,8 +29,8 @@ _FLAGS = {
     "request-timeout-secs": "7200",
     "worker-startup-check-interval": "1",
     "health-check-interval-secs": "1",
-    # A dead engine refuses at once and is out after three checks; a busy machine may
-    # answer late.
+    # A dead engine refuses immediately and is out after three checks; a busy machine
+    # may answer late.
     "health-check-timeout-secs": "10",
     "health-failure-threshold": "3",
     "health-success-threshold": "1",

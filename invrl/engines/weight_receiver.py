@@ -54,7 +54,7 @@ from invrl.weights.weight_files import FileSource, ServedHandle
 logger = logging.getLogger(__name__)
 _FETCH_SHARE = 0.8
 """Share of a load's deadline in which an engine fetches files, so that it reports
-itself what is missing."""
+missing files itself."""
 _ROOM_DEADLINE_S = 10.0
 """Deadline of a canary in an engine that may be full."""
 _END_AFTER_FAILURE_S = 5.0
@@ -334,7 +334,8 @@ class ArenaReceiver(EngineReceiver):
 
     With the first load, every n-th after it (`weight_readback_every`), and one that
     follows a load which was not proved, the engine reads all its parameters back
-    instead. So it does where `check` was not called for what an alias loads.
+    instead. The same applies if `check` was not called for the slot that an alias
+    loads.
     """
 
     def __init__(

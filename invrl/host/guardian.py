@@ -13,7 +13,7 @@ A descendant is recognised in one of two ways:
 
 - It has been seen below the watched process. Its start time tells it from a later
   process with the same pid.
-- It bears the mark, as a daemon does that has left the tree at once. The mark is in the
+- It bears the mark, as a daemon does that has left the tree immediately. The mark is in the
   environment, which every program that is started inherits. It is also the name of a
   page of memory, which every fork inherits that starts no program.
 

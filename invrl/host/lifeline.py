@@ -33,7 +33,7 @@ class NoteKind(StrEnum):
     """The driver is in a call, named by `text`, that no signal interrupts. An interrupt
     may kill it there."""
     FREE = "free"
-    """That call has returned."""
+    """The blocking call has returned."""
     ENDING = "ending"
     """All work is done and reported. `text` is the driver's exit code. The end of its
     interpreter may take long, without heartbeats."""

@@ -33,7 +33,6 @@ class LogSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str = ""
-    """Name of the run."""
     format: LogFormat = "text"
     level: LogLevel = "info"
 

@@ -49,8 +49,8 @@ def without_keys(text: str) -> str:
 
 
 def mask_keys_in_logs() -> None:
-    """Mask keys in all later output of this process's logging handlers, whoever made
-    them and their formatters. For processes whose log lines are not ours, such as an
+    """Mask keys in all later output of this process's logging handlers, including those
+    of other packages. For processes whose log lines are not ours, such as an
     engine's."""
     render = logging.Handler.format
     if hasattr(render, "__wrapped__"):

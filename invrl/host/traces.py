@@ -46,8 +46,8 @@ class SpanPlace:
 
     @property
     def traceparent(self) -> str:
-        """Return the header of a request whose spans belong below this one. The trace
-        is sampled."""
+        """Header of a request whose spans belong below this one. The trace is
+        sampled."""
         return f"00-{self.trace_id}-{self.span_id}-01"
 
 

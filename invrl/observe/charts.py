@@ -10,7 +10,7 @@ from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = " .:-=+*%#"
-"""For terminals without the letters of `BLOCKS`."""
+"""Letters for terminals that lack those of `BLOCKS`."""
 
 
 def can_draw_blocks(encoding: str | None) -> bool:

@@ -1,8 +1,8 @@
 """Detects a collapsed policy: it gives the same reply to a task every time, so that all
 rewards of a group are equal and nothing can be learnt.
 
-Its training reward still varies with the tasks, but no step changes a weight. Pure: a
-judgement of rows of metrics, for console, report and overview alike.
+Its training reward still varies with the tasks, but no step changes a weight. Pure:
+judges rows of metrics, for console, report and overview.
 """
 
 from collections.abc import Mapping, Sequence

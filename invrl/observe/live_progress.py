@@ -38,7 +38,7 @@ _MAX_BAR_WIDTH = 50
 _MIN_BAR_WIDTH = 5
 _MAX_CURVE_WIDTH = 30
 _MIN_CURVE_WIDTH = 10
-"""Next to the held-out scores."""
+"""Least width of the curve next to the held-out scores."""
 
 
 @dataclass(slots=True, kw_only=True)

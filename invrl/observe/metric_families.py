@@ -33,8 +33,7 @@ class Family:
 
     @property
     def sample_name(self) -> str:
-        """Return the name in queries; of a histogram without `_bucket`, `_sum` and
-        `_count`."""
+        """Name in queries; of a histogram without `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def label_in(self, key: str) -> tuple[str, ...] | None:

@@ -44,7 +44,7 @@ SHOWN_METRICS = {
     "time/rollout_tokens_per_s": "rollout tokens/s",
     "time/train_tokens_per_s": "train tokens/s",
 }
-"""Metrics of the last step, as far as the run has them."""
+"""Metrics of the last step, if the run has them."""
 _STEP_TIME = "time/step_s"
 _RECENT_STEPS = 10
 _BAR_WIDTH = 20

@@ -1,4 +1,4 @@
-"""All settings: one tree of frozen sections, each declared beside its owner, composed
+"""All settings: one tree of frozen sections, each declared next to its owner, composed
 here.
 
 Values come from these sources, the later ones winning: defaults, the algorithm preset,

@@ -194,7 +194,7 @@ def _of_rollouts(config: Config) -> Contradictions:
 
 
 def _defaults(section: Section) -> Iterator[tuple[str, object]]:
-    """Return the settings of a section with their defaults."""
+    """Yield each setting of a section with its default."""
     for name, info in type(section).model_fields.items():
         yield name, info.get_default(call_default_factory=True)
 

@@ -63,7 +63,7 @@ _PROGRESS_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """Content of a data file, and its path."""
+    """Options of an export: its content and its file."""
 
     out: Path
     pairs: bool = False
@@ -73,7 +73,7 @@ class ExportOptions:
     """Most rollouts or pairs of a task, each of another group; 0: all."""
     wanted: Wanted = field(default_factory=Wanted)
     inexact: bool = False
-    """Also write samples whose text the template renders differently than it was
+    """Whether to write samples that the template renders differently than they were
     sampled."""
     overwrite: bool = False
     model_path: str = ""
@@ -282,8 +282,8 @@ class _Export:
         return {"label": is_good}
 
     def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
-        """Return the rows of a rollout; none, and count the rollout as left out, if one
-        of them cannot be written."""
+        """Return the rows of a rollout. If one of them cannot be written, return none,
+        and count the rollout as left out."""
         if not branches:
             self.report.left_out[_NOTHING_TRAINED] += 1
         rows: list[RestoredRow] = []
@@ -376,8 +376,8 @@ class _Export:
         return min_reward is not None and reward_of(sample) < min_reward
 
     def _side(self, sample: Sample) -> RestoredRow | None:
-        """Return the only row of a rollout, as a side of a pair; None, and count it, if
-        it cannot be one."""
+        """Return the only row of a rollout, as a side of a pair. If it cannot be one,
+        count it and return None."""
         rows = self._restore(recorded_branches(self.store, sample.identity.session_id))
         if not rows:
             return None

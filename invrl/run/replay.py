@@ -114,8 +114,8 @@ def _logprob_gaps(batch: TrainBatch, logprobs: LogProbs) -> NDArray[np.float32]:
 def _token_rows(
     batch: TrainBatch, before: LogProbs, after: LogProbs, tokenizer: Tokenizer
 ) -> list[Mapping[str, object]]:
-    """Yield a line per sample. Lists have one entry per token; log-probs of tokens that
-    are not trained are 0."""
+    """Return a line per sample. Lists have one entry per token; log-probs of tokens
+    that are not trained are 0."""
     rows: list[Mapping[str, object]] = []
     for index, sample in enumerate(batch.samples):
         ids = sample.tokens_T.tolist()

@@ -142,7 +142,7 @@ class ServedMetrics:
             await asyncio.sleep(_BUFFER_INTERVAL_S)
 
     def close(self) -> None:
-        """Frees the port."""
+        """Free the port."""
         if self._server is not None:
             with contextlib.suppress(OSError):
                 self._server.stop()

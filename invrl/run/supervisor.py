@@ -266,7 +266,7 @@ class Supervisor:
             self._wait_for_interrupt(_SPACE_POLL_S)
 
     def _wait_for_interrupt(self, seconds: float) -> None:
-        """Wait for an interrupt, at most for this time."""
+        """Wait for an interrupt, at most for `seconds`."""
         if signal.sigtimedwait(_INTERRUPTS, seconds) is not None:
             self._interrupted = True
 

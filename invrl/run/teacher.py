@@ -31,7 +31,7 @@ _ATTEMPTS = 3
 _PAUSE_S = 1.0
 """Seconds before the second attempt; twice that before the third."""
 _IDLE_CONNECTION_S = 2.0
-"""Below SGLang's 5 s."""
+"""Below the 5 s after which SGLang closes a connection."""
 _CHECK_TIMEOUT_S = 60.0
 _TEXTS_PER_REQUEST = 4096
 _FIELD = "teacher.url"

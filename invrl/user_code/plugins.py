@@ -46,7 +46,7 @@ def load_rollout_function(path: str) -> RolloutFn | GroupRolloutFn:
 
 
 def is_group_form(function: RolloutFn | GroupRolloutFn) -> bool:
-    """Whether the rollout function takes all endpoints of a group at once."""
+    """Whether the rollout function takes all endpoints of a group together."""
     return bool(getattr(function, "group", False))
 
 

@@ -33,7 +33,7 @@ _MAX_TEXT = 100_000
 _MAX_CONTEXT = 4_000
 """Context ids of one turn that are sent unless all are requested."""
 _MAX_CANDIDATES = 20
-"""Most likeliest tokens per sampled token that are sent."""
+"""Likeliest tokens that are sent for each sampled one."""
 _CHILDREN = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -174,7 +174,6 @@ class _DetailReader:
     def _explanations(
         self, recorded: Sequence[tuple[Turn, bytes, bytes]]
     ) -> Mapping[str, Explanation]:
-        """Return the explanations of all forks, by turn."""
         if not any(turn.fork_reason for turn, _, _ in recorded):
             return {}
         reader = self._run.token_reader()

@@ -135,8 +135,8 @@ def _node_of(
     nodes: dict[str, Node],
     stops: Mapping[str, str],
 ) -> Node | None:
-    """Return None if its parent is not among `nodes`, or it has no messages. Raises
-    MsgspecError or UnicodeDecodeError for damaged messages."""
+    """Return the turn's node; None if its parent is not among `nodes`, or it has no
+    messages. Raises MsgspecError or UnicodeDecodeError for damaged messages."""
     parent = None
     if turn.parent_id is not None:
         parent = nodes.get(turn.parent_id)
@@ -342,7 +342,6 @@ def _advice(
     tools: Sequence[Tool],
     recorded_tools: Sequence[Tool],
 ) -> str:
-    """Return advice for the difference."""
     names, recorded_names = (
         sorted(tool.name for tool in each) for each in (tools, recorded_tools)
     )

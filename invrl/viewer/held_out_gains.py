@@ -11,7 +11,7 @@ import numpy as np
 from invrl.rollout.intervals import EXACT_REWARD, bootstrap_interval
 
 Rewards = Mapping[tuple[str, str], Mapping[str, Sequence[float | None]]]
-"""By task and name of the evaluation: step -> rewards of its samples."""
+"""Rewards of the samples, by task and name of the evaluation, then by step."""
 Row = dict[str, Any]
 
 
@@ -53,7 +53,6 @@ def _gain(name: str, first: Row, last: Row, rewards: Rewards) -> Row:
 
 
 def _accuracies(name: str, step: int, rewards: Rewards) -> dict[str, float]:
-    """Return the accuracies by task."""
     return {
         task: fmean((reward or 0.0) >= EXACT_REWARD for reward in by_step[str(step)])
         for (task, evaluation), by_step in rewards.items()

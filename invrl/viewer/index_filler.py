@@ -66,7 +66,7 @@ _KEPT_COLUMNS = "turns_read, logprob_sum, logprob_count, logprob, advantage, gap
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Share of the store that the index holds."""
+    """Progress of the index through the store."""
 
     rollouts_indexed: int
     rollouts: int

@@ -123,7 +123,7 @@ class Page:
 
 
 EVERY_ROW = Page(limit=-1, offset=0)
-"""For an export; no URL can request it."""
+"""Page with every row, for an export; no URL can request it."""
 
 
 def read_selection(parameters: Parameters) -> Selection:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     """Tensors by name, as views of the arena's memory."""
 
 _SLOT_FREE_WITHIN_S = 60.0
-"""A lost engine may read its slot until its process has ended."""
+"""Seconds to wait for a free slot: a lost engine may read it until its process has
+ended."""
 
 
 class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """GPU memory of the slots. None: they are in the file at `path`."""
 
     def at(self, slot: int) -> ArenaHandle:
-        """Another slot of the same arena."""
+        """Return the handle of another slot of this arena."""
         return structs.replace(self, slot=slot)
 
     def check(self) -> None:

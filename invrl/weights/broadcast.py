@@ -66,7 +66,7 @@ class WeightGroup:
     BroadcastError."""
 
     def __init__(self, invitation: GroupInvitation, store: Store) -> None:
-        """Waits for all members. Raises BroadcastError."""
+        """Wait for all members. Raises BroadcastError."""
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import ProcessGroupGloo as Gloo  # pyright: ignore[reportPrivateImportUsage]
 

@@ -10,8 +10,8 @@ one broadcast.
 A broadcast breaks for all of its engines when one of them dies or hangs. Engines that
 report this are alive and were held up by another. They get the version in a new group,
 without the engines that did not reply or failed by themselves. If all engines report
-it, they are tried once more together. An engine that is silent for longer than a
-bucket's timeout, counted from another one's reply, is given up.
+it, they are tried together again. An engine that is silent for longer than a bucket's
+timeout, counted from another one's reply, is given up.
 
 Invariant: every load ends. Does not import torch, and sends an engine nothing but its
 own `load`. Use from one event loop.

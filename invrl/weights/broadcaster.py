@@ -56,7 +56,7 @@ class _Generation:
     invitations: list[GroupInvitation]
     group: WeightGroup | None = None
     is_free: bool = False
-    """The group is complete and nothing is in flight in it."""
+    """Whether the group is complete and idle."""
 
     def completed(self) -> WeightGroup:
         """Wait for the members, the first time. Raises BroadcastError, or TrainError if

@@ -48,11 +48,11 @@ class FleetUpdate:
     """Trainer's log-probs of the update's canary prompts, from the pause on."""
     paused_at: float = 0.0
     paused: bool = False
-    """Some engine may be paused."""
+    """Whether some engine may be paused."""
     asleep: bool = False
-    """Some engine may lack the memory of its cache."""
+    """Whether some engine may lack the memory of its cache."""
     touched: bool = False
-    """Some engine may have been written."""
+    """Whether some engine may have been written."""
 
     async def call_each(self, phase: Phase, call: Call) -> None:
         """Call all remaining engines concurrently, and wait for all of them.

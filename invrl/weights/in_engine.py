@@ -153,7 +153,7 @@ def _blocks_of(
 def _check_fits(
     spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int
 ) -> None:
-    """Raises LayoutError unless the tensor has the shape and dtype of these rows of the
+    """Raise LayoutError unless the tensor has the shape and dtype of these rows of the
     parameter."""
     fits = (
         len(spec.shape) == parameter.dim()
@@ -177,7 +177,7 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         _check_alias(model, parameters, places, request.tensors)
     on_gpu = any(place.is_cuda for place in places.values())
     if on_gpu:
-        _wait_for_kernels()  # a forward pass, which has a stream of its own, may still read the parameters
+        _wait_for_kernels()  # a forward pass, which has its own stream, may still read the parameters
     checksums: dict[str, str] = {}
     aliased: tuple[str, ...] = ()
     if request.arena is not None:

@@ -119,7 +119,7 @@ class WordMatrix:
     part: torch.Tensor
     """Slice, contiguous and aligned to its words."""
     word_bytes: int
-    """8, or the bytes of an element if a row is no whole number of 8-byte words."""
+    """8, or the bytes of an element if a row is not a whole number of 8-byte words."""
     columns: int
     """Words in a row."""
     first_row: int
@@ -131,7 +131,7 @@ class WordMatrix:
 
     @property
     def words(self) -> torch.Tensor:
-        """Return the words as integers [rows, columns]."""
+        """Words as integers [rows, columns]."""
         import torch
 
         dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[

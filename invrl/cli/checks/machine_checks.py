@@ -332,7 +332,7 @@ def _needed_memory(config: Config, machine: Machine) -> float:
         of_each = estimate.total - estimate.staging - estimate.copy
         needed += ranks_of_stage * of_each + estimate.staging
     if config.critic_layout is not None:
-        # Upper bound for the policy's ranks, which have no frozen model; the projection
+        # At most the needs of the policy's ranks without frozen models; the projection
         # is counted too.
         of_critic = replace(budget, frozen_models=0).largest()
         needed += config.critic_layout.world_size * (

@@ -140,8 +140,8 @@ def _check_like_policy(
 
 
 def check_servable(config: Config) -> None:
-    """Check that the engine computes the same model as the trainer, as far as its
-    family's differences are known."""
+    """Check that the engine computes the same model as the trainer, by the known
+    differences of its family."""
     from invrl.families.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
