@@ -31,8 +31,8 @@ class Headline:
 
 
 def headline(error: BaseException) -> Headline:
-    """Return the headline of an error. If Ray has wrapped the error, the inner one
-    counts."""
+    """Return the headline of an error. For an error that Ray has wrapped, it is that of
+    the inner error."""
     error = _unwrapped(error)
     text = _COLOUR.sub("", str(error)).strip()
     # The fix is the last one in the text: a quoted error of user code may have one,

@@ -5,10 +5,10 @@ Invariant: an engine that comes back joins `engines` with the fleet's version wh
 from then on every update includes it; only then is it registered with the router.
 Weight updates ignore an engine as soon as it leaves (`evict`); in the background it is
 unregistered from the router and then ended. Each engine and the router have their own
-watch (`engine_health.py`), which fails independently; `check` raises when a watch
-itself has failed. A router that dies is started again at the same address. A fleet
-whose last engine has left waits for one that is started again (`engine_restarts.py`);
-`check` raises only if none may come back.
+watch (`engine_health.py`), so a failure concerns only that one; `check` raises when a
+watch itself has failed. A router that dies is started again at the same address. A
+fleet whose last engine has left waits for one that is started again
+(`engine_restarts.py`); `check` raises only if none may come back.
 
 An external engine (`external_engine.py`) differs only in that the fleet does not start
 or end its process: after it leaves, the fleet waits for it, and it joins like a

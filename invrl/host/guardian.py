@@ -13,9 +13,9 @@ A descendant is recognised in one of two ways:
 
 - It has been seen below the watched process. Its start time tells it from a later
   process with the same pid.
-- It bears the mark, as a daemon does that has left the tree immediately. The mark is in the
-  environment, which every program that is started inherits. It is also the name of a
-  page of memory, which every fork inherits that starts no program.
+- It bears the mark, as a daemon does that has left the tree immediately. The mark is in
+  the environment, which every started program inherits. It is also the name of a page
+  of memory, which every fork inherits that starts no program.
 
 Not reached: a daemon that left the tree between two scans and was started with a new
 environment. The supervisor ends it with the run's incarnation.

@@ -26,8 +26,8 @@ from invrl.host.private_file import open_private
 from invrl.host.wait_lines import overload
 
 PYTHON_MODULE = (sys.executable, "-m")
-"""Begin of the command of a server that a parent may fork; its module and its arguments
-follow."""
+"""Beginning of the command of a server that a parent may fork; its module and its
+arguments follow."""
 _KILL_DEADLINE_S = 30.0
 """Seconds for a process to be gone after SIGKILL. Releasing gigabytes of memory takes a
 while."""

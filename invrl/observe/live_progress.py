@@ -53,7 +53,7 @@ class ShownRun:
     awaited: str = ""
     steps_made: int = 0
     step_ended_at: float | None = None
-    """End of the last step, or begin of the first one of this incarnation. None: not
+    """End of the last step, or start of the first one of this incarnation. None: not
     yet."""
     step_seconds: list[float] = field(default_factory=list)
     """Seconds from one step's end to the next one's, in this incarnation, including

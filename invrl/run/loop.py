@@ -53,7 +53,7 @@ Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
 """Keeps a step's token records; returns a warning for the console, or "". Runs in a
 thread."""
 Trace = Callable[[int, TrainBatch, Mapping[str, tuple[float, float]]], None]
-"""Adds a step to the traces of its turns, with the begin and end of each phase in Unix
+"""Adds a step to the traces of its turns, with the start and end of each phase in Unix
 seconds. Runs in a thread."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
 """Evaluates this version on held-out tasks; returns flat metric values."""
@@ -108,7 +108,7 @@ class _Phases:
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Begin and end of each phase, in Unix seconds."""
+    """Start and end of each phase, in Unix seconds."""
 
     @contextmanager
     def within(self, name: str) -> Iterator[dict[str, float]]:

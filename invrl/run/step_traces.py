@@ -17,7 +17,7 @@ from invrl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 Times = Mapping[str, tuple[float, float]]
-"""Begin and end of each phase of a step, in Unix seconds."""
+"""Start and end of each phase of a step, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ def _answer(model: torch.nn.Module, request: LoaderRequest) -> LoaderReply:
         _check_alias(model, parameters, places, request.tensors)
     on_gpu = any(place.is_cuda for place in places.values())
     if on_gpu:
-        _wait_for_kernels()  # a forward pass, which has its own stream, may still read the parameters
+        # a forward pass, which has its own stream, may still read the parameters
+        _wait_for_kernels()
     checksums: dict[str, str] = {}
     aliased: tuple[str, ...] = ()
     if request.arena is not None:
