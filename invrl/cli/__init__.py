@@ -1,4 +1,4 @@
-"""The command line: the commands, the flags, and the checks made before a run starts.
+"""The command line: commands, flags, and the checks before a run starts.
 
 May import every package; nothing imports it. Start with `main.py`, which lists the
 commands; each is a file in `commands/`.

@@ -11,7 +11,7 @@ from invrl.user_code.near_path import fix_of_path
 
 
 def split_flag(argument: str) -> tuple[str, str | None]:
-    """The flag and the text after its `=`. The text is None if the argument has no
+    """Split a flag from the text after its `=`. The text is None if the argument has no
     `=`."""
     flag, equals, text = argument.partition("=")
     if not equals:
@@ -20,8 +20,8 @@ def split_flag(argument: str) -> tuple[str, str | None]:
 
 
 def take_value(flag: str, value: str | None, rest: list[str]) -> str:
-    """The value of `flag`: the text after its `=`, or else the first of `rest`, which
-    is removed there. Raises ConfigError if there is none."""
+    """Return the value of `flag`: the text after its `=`, or else the first of `rest`,
+    which is removed there. Raises ConfigError if there is none."""
     if value is not None:
         return value
     if not rest or rest[0].startswith("--"):
@@ -32,8 +32,8 @@ def take_value(flag: str, value: str | None, rest: list[str]) -> str:
 def split_options(
     arguments: Sequence[str], known: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The values of the known flags, written `--name value` or `--name=value`, and all
-    other arguments."""
+    """Return the values of the known flags, written `--name value` or `--name=value`,
+    and all other arguments."""
     options: dict[str, str] = {}
     others: list[str] = []
     rest = list(arguments)
@@ -48,7 +48,8 @@ def split_options(
 
 
 def read_options(arguments: Sequence[str], known: Sequence[str]) -> dict[str, str]:
-    """The values of the known flags. Raises ConfigError if there is anything else."""
+    """Return the values of the known flags. Raises ConfigError if there is anything
+    else."""
     options, others = split_options(arguments, known)
     if others:
         raise unknown_flag(others[0], known)
@@ -61,8 +62,8 @@ def unknown_flag(argument: str, known: Sequence[str]) -> ConfigError:
 
 
 def read_run_folder(arguments: Sequence[str]) -> RunFolder:
-    """The run folder that the first argument names. Raises ConfigError if it is not
-    one."""
+    """Return the run folder that the first argument names. Raises ConfigError if it is
+    not one."""
     fix = "give the folder that `invrl train` printed"
     if not arguments:
         raise ConfigError("RUN", "", "it is missing", fix)

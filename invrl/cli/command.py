@@ -1,4 +1,4 @@
-"""A command of `invrl`: where its function is, and how it ends without success."""
+"""A command of `invrl`: the place of its function, and its unsuccessful end."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ _COMMANDS = Path(__file__).with_name("commands")
 
 
 class CommandFailed(Exception):
-    """Ends the command with this exit code. The user has already been shown the
-    reason."""
+    """Ends the command with this exit code. The user has already seen the reason."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -23,7 +22,7 @@ class Command(NamedTuple):
     so that help loads no command."""
 
     module: str
-    """Below `invrl.cli.commands`."""
+    """Module below `invrl.cli.commands`."""
     function: str
     """Takes the arguments after the command's name. Its docstring is the command's
     help."""
@@ -38,9 +37,8 @@ class Command(NamedTuple):
         )
 
     def help(self) -> str:
-        """The docstring of the function, without its indentation. It is read from the
-        source: what a command imports takes longer to load than to say how it is
-        used."""
+        """Return the docstring of the function, without its indentation. It is read
+        from the source, because importing a command is slow."""
         source = _COMMANDS.joinpath(f"{self.module}.py").read_text(encoding="utf-8")
         docstrings = {
             node.name: ast.get_docstring(node)

@@ -2,8 +2,8 @@
 
 `invrl serve`, `invrl eval` and `invrl engine` do not train, so most of the
 configuration has no effect on them. They take only the flags of the settings that are
-named here, and their checks look only at these. Every other command takes all
-settings."""
+named here, and their checks look only at these. Every other command takes all settings.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,12 +41,12 @@ held-out tasks."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandSettings:
-    """The settings that one command uses."""
+    """Settings that one command uses."""
 
     keys: Mapping[str, frozenset[str]]
-    """The names of the settings, by the name of their table."""
+    """Names of the settings, by the name of their table."""
     packages: tuple[str, ...] = UPSTREAM
-    """The packages whose options the command takes and passes on."""
+    """Packages whose options the command takes and passes on."""
     neutral: Tables = field(default_factory=dict)
     """Values for settings that the command does not use. They contradict no value of a
     setting that it uses."""
@@ -55,20 +55,21 @@ class CommandSettings:
         return key in self.keys.get(table, ())
 
     def source(self) -> Source:
-        """The neutral values as a source of the configuration. It must be the last
-        source."""
+        """Return the neutral values as a source of the configuration. It must be the
+        last source."""
         return Source(name="the command", tables=self.neutral)
 
 
 def _all_keys(table: str) -> frozenset[str]:
-    """The settings of a section or of an optional table, and "" for the table."""
+    """Return the settings of a section or of an optional table, and "" for the
+    table."""
     if table in TABLES:
         return frozenset({"", *TABLES[table].model.model_fields})
     return frozenset(fields_of(SECTIONS[table]))
 
 
 _NO_TRAINER: Tables = {"run": {"debug_rollout_only": True}}
-"""For commands that send no weights: it does not matter how they would."""
+"""Values for commands without a trainer, for which weight updates do not matter."""
 _EVERYTHING = CommandSettings(
     keys={table: _all_keys(table) for table in (*SECTIONS, *TABLES)}
 )
@@ -84,8 +85,7 @@ _SERVE = CommandSettings(
         "session": _all_keys("session") - _TRAINING_SESSIONS,
     },
     packages=("sglang", "router"),
-    # One rollout at a time, which is so short that no limit of a session is below its
-    # timeout.
+    # One rollout at a time, so short that no session limit is below its timeout.
     neutral={
         "rollout": {
             "rollout_concurrency": 1,
@@ -142,5 +142,5 @@ _BY_COMMAND = {"serve": _SERVE, "eval": _EVAL, "engine": _ENGINE}
 
 
 def settings_of(command: str) -> CommandSettings:
-    """The settings of `invrl COMMAND`."""
+    """Return the settings of `invrl COMMAND`."""
     return _BY_COMMAND.get(command, _EVERYTHING)

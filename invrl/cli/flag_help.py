@@ -1,4 +1,4 @@
-"""The help of the flags that are settings: the most important ones first, then every
+"""Help for the flags that are settings: the most important ones first, then every
 section, 100 columns wide."""
 
 import textwrap
@@ -54,8 +54,8 @@ _FIRST_SETTINGS = {
         "run_name",
     ),
 }
-"""What a first run sets, in the order in which a user thinks of it. Other commands: as
-`train`."""
+"""Settings of a first run, in the order in which a user thinks of them. Other commands:
+as `train`."""
 _PACKAGE_HELP = {
     "sglang": "SGLang's ServerArgs, for example --sglang-chunked-prefill-size 512",
     "router": "sglang-router's arguments, or those of smg, for example --router-policy manual",
@@ -66,7 +66,7 @@ _TEXT_COLUMN = 36
 
 
 def flag_help(command: str = "train") -> str:
-    """Every flag of the command with its default."""
+    """Describe every flag of the command with its default."""
     first = _first_settings(command)
     lines = ["sources:"]
     presets = ", ".join(preset_names())
@@ -124,7 +124,7 @@ def _setting_entry(setting: SettingFlag, *, prefix: str = "") -> list[str]:
 
 
 def _default(setting: SettingFlag) -> str:
-    """The default as the flag would be written; empty if there is none."""
+    """Return the default as the flag would be written; empty if there is none."""
     default = setting.field.default
     if default is None or default is PydanticUndefined:
         return ""
@@ -136,7 +136,7 @@ def _default(setting: SettingFlag) -> str:
 
 
 def _placeholder(setting: SettingFlag) -> str:
-    """What stands for the value: the choices, or the type."""
+    """Return the placeholder for the value: the choices, or the type."""
     annotation = present_type(setting.field)
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
@@ -150,8 +150,8 @@ def _placeholder(setting: SettingFlag) -> str:
 
 
 def _entry(names: str, text: str) -> list[str]:
-    """The names on the left and the text on the right; long names have a line of their
-    own, or several."""
+    """Return the names on the left and the text on the right; long names have separate
+    lines."""
     head = f"  {names}"
     indent = " " * _TEXT_COLUMN
     lines = textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)

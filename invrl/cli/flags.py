@@ -35,15 +35,15 @@ CONFIG_FLAG = "--config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingFlag:
-    """The flag of one setting: `key` of the table `table`."""
+    """Flag of one setting: `key` of the table `table`."""
 
     table: str
     key: str
     field: FieldInfo
     section: str
-    """The section that has the table; of a setting in a section, that section."""
+    """Section that has the table; for a setting in a section, that section."""
     name: str
-    """The flag without its dashes in front, and with underscores."""
+    """Flag without its leading dashes, and with underscores."""
 
     @property
     def flag(self) -> str:
@@ -51,15 +51,15 @@ class SettingFlag:
 
     @property
     def negative_flag(self) -> str | None:
-        """The flag that turns a switch off, or an optional setting or table."""
+        """Flag that turns a switch off, or an optional setting or table."""
         if self.is_switch or self.is_table or is_optional(self.field):
             return "--no-" + self.name.replace("_", "-")
         return None
 
     @property
     def takes_several(self) -> bool:
-        """Whether the arguments behind its value, up to the next flag, are values of it
-        too, and those of the same flag once more."""
+        """Whether the arguments after its value, up to the next flag, are also its
+        values, and whether a repeated flag adds more."""
         return get_origin(present_type(self.field)) is tuple
 
     @property
@@ -68,7 +68,8 @@ class SettingFlag:
 
     @property
     def is_table(self) -> bool:
-        """Whether it stands for an optional table: alone, or for the table's `kind`."""
+        """Whether it stands for an optional table: for the table itself, or for its
+        `kind`."""
         return self.name in TABLES
 
     @property
@@ -123,12 +124,13 @@ def parse_flags(
     *,
     command: str = "train",
 ) -> tuple[Source, ...]:
-    """The sources that the command line of `command` names: its TOML file, if any, then
+    """Return the sources of the command line of `command`: its TOML file, if any, then
     its flags. The file may set anything.
 
     Raises ConfigError for an unknown flag (with the nearest valid one), for a flag that
     the command does not use, for a missing value and for a stray one. With `mistakes`,
-    the errors are added to it instead, and what is wrong is left out."""
+    the errors are added to it instead, and the wrong arguments are left out.
+    """
     parser = _FlagParser(arguments, command)
     while parser.rest:
         try:
@@ -151,8 +153,8 @@ class _FlagParser:
         self._used = settings_of(command)
 
     def read_next(self) -> None:
-        """Read one flag and what belongs to it. Raises ConfigError; the flag and its
-        value have been removed from `rest` even then."""
+        """Read one flag and its values. Raises ConfigError; the flag and its value are
+        removed from `rest` even then."""
         flag, value = split_flag(self.rest.pop(0))
         setting = _BY_FLAG.get(flag)
         package = _package_of(flag)
@@ -213,8 +215,8 @@ class _FlagParser:
         return ConfigError("command line", flag, reason, fix)
 
     def _unknown(self, flag: str, value: str | None) -> ConfigError:
-        """The error for an unknown flag, or for a value that no flag takes. What looks
-        like the value of an unknown flag is removed with it."""
+        """Return the error for an unknown flag, or for a value that no flag takes. A
+        likely value of an unknown flag is removed with it."""
         names = [
             name
             for name, setting in _BY_FLAG.items()
@@ -229,8 +231,8 @@ class _FlagParser:
 
     @property
     def _trains_on_file(self) -> bool:
-        """Whether what has been given, behind the flag too, says that the run trains on
-        a file."""
+        """Whether the arguments, including later ones, say that the run trains on a
+        file."""
         flags = [split_flag(argument)[0] for argument in self._arguments]
         if (
             "--data-path" in flags
@@ -241,7 +243,7 @@ class _FlagParser:
 
 
 def _package_of(flag: str) -> str | None:
-    """The package whose option this is."""
+    """Return the package whose option this is."""
     for package in UPSTREAM:
         if flag.startswith(f"--{package}-"):
             return package
@@ -249,8 +251,8 @@ def _package_of(flag: str) -> str | None:
 
 
 def _package_value(value: str | None, rest: list[str]) -> Scalar:
-    """A number, true or false, or text, as it was typed; a flag without a value is
-    true."""
+    """Return a number, true or false, or text, as it was typed; a flag without a value
+    is true."""
     if value is None:
         if not rest or rest[0].startswith("--"):
             return True
@@ -258,7 +260,7 @@ def _package_value(value: str | None, rest: list[str]) -> Scalar:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     for number_type in (int, float):
-        # "007" and "1e400" stay text: what was typed is passed on.
+        # "007" and "1e400" stay text, passed on as typed.
         with contextlib.suppress(ValueError):
             number = number_type(value)
             if str(number) == value:

@@ -1,6 +1,5 @@
-"""An error as the terminal shows it: what happened in one line, and what to do about
-it. The log has the details: tracebacks, what other processes raised, the last lines of
-their logs."""
+"""An error as the terminal shows it: the reason in one line, and the fix. The log has
+the details: tracebacks, errors of other processes, the last lines of their logs."""
 
 import re
 import traceback
@@ -15,7 +14,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RAISED = re.compile(
     r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
 )
-"""A line of a traceback, or of a log, that says what was raised."""
+"""Line of a traceback or a log that names a raised exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +23,20 @@ class Headline:
     fix: str = ""
 
     def lines(self, log: Path) -> list[str]:
-        """Two lines: the reason, then the fix, if there is one, and the path of the
-        log."""
+        """Return two lines: the reason, then the fix, if there is one, and the path of
+        the log."""
         if not self.fix:
             return [self.reason, f"  log: {log}"]
         return [self.reason, f"  fix: {self.fix}; log: {log}"]
 
 
 def headline(error: BaseException) -> Headline:
-    """The headline of an error. If Ray has wrapped the error in one of its own, of the
-    error inside."""
+    """Return the headline of an error. For an error that Ray has wrapped, it is that of
+    the inner error."""
     error = _unwrapped(error)
     text = _COLOUR.sub("", str(error)).strip()
-    # The fix is the last one in the text: a quoted error of user code may have one too.
+    # The fix is the last one in the text: a quoted error of user code may have one,
+    # too.
     reason, _, fix = text.rpartition(_FIX)
     if not reason:
         reason = fix
@@ -48,9 +48,9 @@ def headline(error: BaseException) -> Headline:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The exception that an actor raised, without Ray's exception around it, whose text
-    is a whole traceback. Ray is recognised by the module's name, because commands that
-    do not import Ray use this too."""
+    """Return the exception that an actor raised, without Ray's exception around it,
+    whose text is a whole traceback. Ray is recognised by the module's name, because
+    commands that do not import Ray use this too."""
     cause = getattr(error, "cause", None)
     made_by_ray = any(
         kind.__module__.startswith("ray.") for kind in type(error).__mro__
@@ -61,8 +61,8 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _one_line(text: str) -> str:
-    """The first line of the text, and the last line that names an exception. If none
-    does, the last line."""
+    """Return the first line of the text, and the last line that names an exception. If
+    none does, the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return ""
@@ -78,7 +78,7 @@ def _one_line(text: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The file and the line that raised the error."""
+    """Return the file and the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

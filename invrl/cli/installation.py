@@ -1,13 +1,14 @@
-"""Installs what invrl needs beyond its own dependencies: torch, SGLang and Megatron, in
-pinned versions; and smg, if it is wanted.
+"""Installs the packages beyond invrl's own dependencies: torch, SGLang and Megatron, in
+pinned versions; and optionally smg.
 
-In a checkout, `launch/install.sh` makes the whole environment. An installed wheel has
-what the command line and the gateway need. `invrl install` adds the rest to the
-environment that invrl itself runs in.
+In a checkout, `launch/install.sh` makes the whole environment. An installed wheel
+suffices for the command line and the gateway; `invrl install` adds the rest to invrl's
+environment.
 
 The installation takes two steps, because SGLang (on CPU) and Megatron declare
 dependencies that only CUDA machines can install. Both are installed without their
-dependencies; the extras `cpu` and `gpu` name those that are needed."""
+dependencies; the extras `cpu` and `gpu` name the necessary ones.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +29,8 @@ _INSTALL_SCRIPT = PACKAGE.parent / "launch" / "install.sh"
 
 
 def install_command(*, gpu: bool) -> str:
-    """The shell command that installs what is missing, as the fix of an error."""
+    """Return the shell command that installs missing packages, as the fix of an
+    error."""
     device = "cpu"
     if gpu:
         device = "gpu"
@@ -61,8 +63,8 @@ def _run(steps: Iterable[Sequence[str]]) -> None:
 
 
 def install_steps(device: str) -> list[list[str]]:
-    """The installer's command lines, in order. Raises ConfigError if there is neither
-    pip nor uv."""
+    """Return the installer's command lines, in order. Raises ConfigError if there is
+    neither pip nor uv."""
     suffix = {"cpu": "", "gpu": "-gpu"}[device]
     pins = REQUIREMENTS / f"constraints{suffix}.txt"
     without_dependencies = REQUIREMENTS / f"nodeps{suffix}.txt"
@@ -74,7 +76,7 @@ def install_steps(device: str) -> list[list[str]]:
 
 
 def smg_steps() -> list[list[str]]:
-    """The command lines that make smg's virtual environment, in order. Raises
+    """Return the command lines that make smg's virtual environment, in order. Raises
     ConfigError if neither this Python nor uv can make one."""
     folder = str(smg.INSTALLED_FOLDER)
     python = str(smg.INSTALLED_FOLDER / "bin" / "python")
@@ -97,8 +99,8 @@ def smg_steps() -> list[list[str]]:
 
 
 def nvidia_driver_works() -> bool:
-    """Whether `nvidia-smi` succeeds. launch/install.sh decides in the same way. torch
-    may not be installed yet, so it cannot be asked."""
+    """Whether `nvidia-smi` succeeds, as launch/install.sh decides. torch may not be
+    installed yet, so it cannot be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return False
@@ -112,10 +114,11 @@ def nvidia_driver_works() -> bool:
 
 
 def _installer() -> list[str]:
-    """`pip install` of this environment, or uv's where the environment has no pip."""
+    """Return `pip install` of this environment, or uv's if the environment has no
+    pip."""
     # Not importlib.util.find_spec("pip"): setuptools would then assume that pip is
     # running and would not replace distutils. Megatron, which imports setuptools, could
-    # not be imported in this process any more.
+    # no longer be imported in this process.
     if any(importlib.metadata.distributions(name="pip")):
         return [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")

@@ -1,8 +1,9 @@
 """`invrl`: reads the name of the command and runs it. Errors that a user can correct
 are printed here, as one block, with exit code 2.
 
-Imports only what every command needs: `invrl --help` and `invrl --version` must answer
-at once."""
+Imports only what every command needs: `invrl --help` and `invrl --version` must be
+fast.
+"""
 
 import os
 import sys
@@ -118,13 +119,13 @@ INNER_COMMANDS = {
     EVALUATION_COMMAND: Command("evaluate", "run_evaluation_in_folder"),
     REPLAY_COMMAND: Command("replay", "replay_step_in_folder"),
 }
-"""What a supervisor starts as its driver; not for users."""
+"""Commands that a supervisor starts as its driver; not for users."""
 MOVED_COMMANDS = {
     "bench": "from a source checkout, run `python -m benchmarks.train` or `python -m benchmarks.weights` "
     "with the same flags",
     "soak": "from a source checkout, run `python tests/soak.py --minutes M [flags of invrl train]`",
 }
-"""Commands of earlier versions, and what takes their place."""
+"""Commands of earlier versions, and their replacements."""
 
 _INTRO = """\
 invrl: an RL post-training server. Point any program that speaks the OpenAI or Anthropic API at its gateway:
@@ -138,7 +139,7 @@ Exit codes: 0 success, 2 bad input, 1 any other failure."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process. `arguments`: those after
-    the program's name; None: of this process."""
+    the program's name; None: this process's."""
     if arguments is None:
         use_utf8()
         arguments = sys.argv[1:]
@@ -167,8 +168,8 @@ def exit_code_of(work: Callable[[], None]) -> int:
         print("invrl: interrupted", file=sys.stderr)
         return INTERRUPT_EXIT
     except BrokenPipeError:
-        # `invrl ... | head`: nobody reads any more. Python flushes stdout once more
-        # when it exits.
+        # `invrl ... | head`: nobody reads any more. Python flushes stdout again when it
+        # exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE_EXIT
     return 0
@@ -236,8 +237,8 @@ def _print_bad_input(error: ConfigError) -> None:
 
 
 def _tell_supervisor(exit_code: int) -> None:
-    """A driver's supervisor expects no heartbeat any more: the end of the interpreter
-    may take long."""
+    """Tell a driver's supervisor to expect no more heartbeats: the end of the
+    interpreter may take long."""
     from invrl.host import lifeline
 
     lifeline.tell(lifeline.NoteKind.ENDING, str(exit_code))

@@ -1,7 +1,8 @@
-"""What a person can do with a run whose command has ended, as commands to copy.
+"""Commands to copy for a run whose command has ended.
 
 Every path is absolute and exists. The run's configuration may name tasks and code
-relative to the folder that it was started in, so that folder is named too."""
+relative to its working folder, so that folder is named too.
+"""
 
 import contextlib
 import shlex
@@ -25,7 +26,7 @@ class NextCommand:
 
     @property
     def text(self) -> str:
-        """To copy into a shell."""
+        """Command for a shell."""
         return shlex.join(self.arguments)
 
     def __str__(self) -> str:
@@ -35,13 +36,13 @@ class NextCommand:
 def next_commands(
     config: Config, folder: RunFolder, *, finished: bool
 ) -> list[NextCommand]:
-    """The commands that can be used with what the run has written. `finished`: it
-    reached its last step, or it has none, as an evaluation."""
+    """Return the commands that are useful with the run's output. `finished`: it reached
+    its last step, or it has none, as an evaluation."""
     return list(_commands(config, folder, finished=finished))
 
 
 def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
-    """Prints `describe_next`, and keeps the model that it names."""
+    """Print `describe_next`, and keep the model that it names."""
     text = describe_next(config, folder, finished=finished)
     model = Checkpoints(folder.checkpoints_path).newest_model()
     if model is not None:
@@ -52,7 +53,7 @@ def print_next(config: Config, folder: RunFolder, *, finished: bool) -> None:
 
 
 def describe_next(config: Config, folder: RunFolder, *, finished: bool) -> str:
-    """A heading and one line per command. Empty if there are no commands."""
+    """Return a heading and one line per command. Empty if there are no commands."""
     commands = next_commands(config, folder, finished=finished)
     if not commands:
         return ""
@@ -111,9 +112,9 @@ def _commands(
 
 
 def _program(name: str) -> tuple[str, ...]:
-    """How a shell starts the program "invrl" or "tensorboard" of this environment: by
-    its name if PATH leads to it, otherwise by its path beside this Python, or else as a
-    module."""
+    """Return how a shell starts the program "invrl" or "tensorboard" of this
+    environment: by its name if PATH leads to it, otherwise by its path next to this
+    Python, or else as a module."""
     ours = Path(sys.executable).parent / name
     on_path = shutil.which(name)
     if on_path is not None and (not ours.exists() or Path(on_path).samefile(ours)):

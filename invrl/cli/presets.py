@@ -11,14 +11,14 @@ _FOLDER = Path(__file__).parents[1] / "presets"
 
 
 def preset_names() -> list[str]:
-    """The names of all presets, sorted."""
+    """Return the names of all presets, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def configuration_file(name_or_path: str) -> Path:
-    """The file that the value of `--config` means: the path of a file, or else the name
-    of a preset. Raises ConfigError if it is neither, with the nearest file or preset.
-    """
+    """Return the file for a value of `--config`: the path of a file, or else the name
+    of a preset. Raises ConfigError if it is neither, with the nearest file or
+    preset."""
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path

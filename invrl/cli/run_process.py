@@ -1,5 +1,5 @@
-"""What the commands that start or drive a run have in common: the checked
-configuration, the driver's log, and the two lines that a failed run prints."""
+"""Shared parts of the commands that start or drive a run: the checked configuration,
+the driver's log, and the two lines that a failed run prints."""
 
 import logging
 import sys
@@ -27,8 +27,8 @@ from invrl.store.run_folder import RunFolder
 
 
 def checked_configuration(arguments: Sequence[str], *, command: str) -> Config:
-    """The configuration of `invrl COMMAND` with these flags, after the checks of the
-    command. Prints the warnings. Raises ConfigError."""
+    """Return the configuration of `invrl COMMAND` with these flags, after the checks of
+    the command. Prints the warnings. Raises ConfigError."""
     sources = parse_flags(arguments, command=command)
     config = resolve(*sources, settings_of(command).source())
     if command == "eval":
@@ -54,8 +54,8 @@ def log_to_folder(
 
 @contextmanager
 def driver_of(folder: RunFolder) -> Iterator[Config]:
-    """Around the work of a driver, in a folder that its supervisor holds. Yields the
-    run's configuration."""
+    """Yield the run's configuration, around the work of a driver, in a folder that its
+    supervisor holds."""
     lifeline.hold()
     fork_parent.hold()
     config = load_resolved(folder.config_path)
@@ -67,9 +67,9 @@ def driver_of(folder: RunFolder) -> Iterator[Config]:
 
 @contextmanager
 def failure_reported(folder: RunFolder) -> Iterator[None]:
-    """Around a run's work: a failure becomes two lines on the terminal, and the whole
-    of it goes to the driver's log. Raises CommandFailed in its place; a ConfigError
-    passes through."""
+    """Report a failure of the run's work in two lines on the terminal, and in full in
+    the driver's log. Raises CommandFailed in its place; a ConfigError passes
+    through."""
     interrupts.catch()
     try:
         yield

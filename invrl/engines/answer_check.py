@@ -1,9 +1,9 @@
-"""What an engine's answer must be before its tokens count: an engine is another
+"""Checks of an engine's replies before their tokens count: an engine is another
 program, and may be wrong.
 
 Invariant: tokens that pass are ids of the vocabulary, each with a log-prob that a
-softmax can have, as many as were counted and no more than were asked for, sampled by
-weights that exist. What was aborted may be shorter than its counts, because it is never
+softmax can have, as many as were counted and no more than were requested, sampled by
+weights that exist. An aborted reply may be shorter than its counts, because it is never
 trained.
 """
 
@@ -18,13 +18,12 @@ from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
 
 _LOGPROB_ROUNDING = 1e-2
-"""How far above 0 a log-prob may be: engines compute some in bfloat16."""
+"""Largest log-prob above 0 that passes: engines compute some in bfloat16."""
 _LOWEST_LOGPROB = -1e6
-"""No logits of a model differ by more, at the lowest temperature that a request can
-have."""
+"""Below any log-prob of a model, at the lowest temperature that a request can have."""
 
 NewestVersion = Callable[[], WeightVersion]
-"""The newest version of the weights that an engine can hold by now."""
+"""Returns the newest version of the weights that an engine can hold by now."""
 
 
 class AnswerCheck:
@@ -39,8 +38,8 @@ class AnswerCheck:
         top_logprobs: int,
         newest_version: NewestVersion | None,
     ) -> None:
-        """`top_logprobs`: how many of the likeliest tokens each sampled one must have.
-        `newest_version`: None where it is not known."""
+        """`top_logprobs`: number of likeliest tokens that each sampled one must have.
+        `newest_version`: None if it is unknown."""
         self._rid = rid
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
@@ -50,7 +49,7 @@ class AnswerCheck:
         self._ended = False
 
     def check_event(self, event: GenerateEvent, meta: MetaInfo) -> None:
-        """`meta`: the event's. To be called before its tokens are converted."""
+        """Check an event and its `meta`. Call this before its tokens are converted."""
         if (
             meta.id != self._rid
         ):  # whatever went wrong on the way: no tokens of another session
@@ -82,7 +81,7 @@ class AnswerCheck:
             )
 
     def check_spans(self, spans: Sequence[VersionSpan]) -> None:
-        """No tokens can be of a version that does not exist yet."""
+        """Check that no token is of a version that does not exist yet."""
         if self._newest_version is None or not spans:
             return
         newest = self._newest_version()
@@ -93,7 +92,7 @@ class AnswerCheck:
             )
 
     def check_end(self, meta: MetaInfo) -> None:
-        """`meta`: of the last event of an answer that was not aborted."""
+        """Check the end of a reply that was not aborted. `meta`: of its last event."""
         if self._num_tokens == 0:
             raise WrongAnswerError("an answer without any token")
         if meta.completion_tokens != self._num_tokens:
@@ -129,8 +128,8 @@ class AnswerCheck:
     def _check_top(
         self, rows: Sequence[Sequence[TopLogprob] | None], num_tokens: int
     ) -> None:
-        """One row of the likeliest tokens for each sampled one, if they were asked
-        for."""
+        """Check that each sampled token has its likeliest tokens, if they were
+        requested."""
         if not self._top_logprobs:
             return
         if len(rows) != num_tokens or any(
@@ -142,14 +141,14 @@ class AnswerCheck:
         for row in rows:
             for logprob, token, _ in row or ():
                 self._check_id(token)
-                # None is minus infinity: a token that a grammar forbids.
+                # None is minus infinity: a grammar forbids the token.
                 if logprob is not None and not logprob <= _LOGPROB_ROUNDING:
                     raise WrongAnswerError(f"token {token} has the log-prob {logprob}")
 
 
 def check_prompt_logprobs(logprobs_T: NDArray[np.float32]) -> None:
-    """Raises WrongAnswerError for a number that is no log-prob. Those of a prompt may
-    be as low as can be: nobody has sampled its tokens."""
+    """Raise WrongAnswerError for a number that is not a log-prob. Log-probs of a prompt
+    have no lower bound: its tokens were not sampled."""
     wrong = logprobs_T[~(np.isfinite(logprobs_T) & (logprobs_T <= _LOGPROB_ROUNDING))]
     if wrong.size:
         raise WrongAnswerError(f"a token of a prompt has the log-prob {wrong[0]}")

@@ -1,9 +1,8 @@
-"""The canary of a weight update is computed before the requests that wait in an
-engine's queue.
+"""Moves the canary of a weight update before the requests that wait in an engine's
+queue.
 
-Those may be all that were in flight: a resume brings them back before the canary is
-asked. Whatever the policy by which the scheduler orders its queue, canaries go to the
-front of it.
+These may be all requests that were in flight: a resume brings them back before the
+canary arrives. Canaries go to the front of the queue under every scheduling policy.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _PREFIX = "invrl-canary-"
 
 
 def canary_rid() -> str:
-    """A request id of a canary."""
+    """Return a request id of a canary."""
     return f"{_PREFIX}{uuid4().hex}"
 
 
 def put_canaries_first() -> None:
-    """To be called in the scheduler's process or in what it is forked from. Imports
-    SGLang."""
+    """Put canaries first. Call this in the scheduler's process or the one that it is
+    forked from. Imports SGLang."""
     from sglang.srt.managers.schedule_policy import SchedulePolicy
 
     order = SchedulePolicy.calc_priority

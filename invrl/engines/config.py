@@ -57,7 +57,7 @@ class EngineConfig(Section):
 
     @property
     def described(self) -> str:
-        """For a message: how many engines there are."""
+        """Describe the number of engines for a message."""
         text = f"{self.num_engines} engine(s)"
         if self.external_engines:
             text += f" beside {len(self.external_engines)} external"

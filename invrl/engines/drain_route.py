@@ -1,9 +1,8 @@
-"""`POST /drain_generation`: an engine finishes what it generates, and new requests
-wait.
+"""`POST /drain_generation`: an engine finishes its running requests, and new ones wait.
 
-SGLang can pause what runs or abort it, but not let it end. The route is of the engine's
-HTTP process, for which every running request holds a lock; `/continue_generation` ends
-the wait of the new ones.
+SGLang can pause or abort running requests, but not let them finish. The route lives in
+the engine's HTTP process, where every running request holds a lock;
+`/continue_generation` lets the new ones start.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ _POLL_INTERVAL_S = 0.02
 
 
 def add_drain_route() -> None:
-    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    """Add the route. Call this in the engine's HTTP process before it serves. Imports
+    SGLang."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     @http_server.app.post(DRAIN_PATH)
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def drain_generation(timeout: float) -> dict[str, bool]:
-        """Answers when nothing runs any more, or after `timeout` seconds."""
+        """Answer when no request runs any more, or after `timeout` seconds."""
         manager = tokenizer_manager()
         deadline = time.monotonic() + timeout
         async with manager.is_pause_cond:

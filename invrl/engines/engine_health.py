@@ -48,48 +48,49 @@ from invrl.types.weights import WeightVersion
 _LOG = logging.getLogger(__name__)
 
 QUESTIONS = 3
-"""In a row. One alone proves nothing: our own event loop may have been blocked."""
+"""Failed polls in a row that count as death. One alone proves nothing: our own event
+loop may have been blocked."""
 TOKEN_TIMEOUTS = 3
 _EXAMINED_TOKENS = 16
-"""Of the question that is put to an engine once an answer was wrong."""
+"""Tokens of the request by which an engine is examined after a wrong answer."""
 _MAX_POLL_INTERVAL_S = 0.25
-"""How long an ended process may go unnoticed: less than the gateway waits before it
-asks the router again."""
+"""Longest time until an ended process is noticed: less than the gateway waits before it
+tries the router again."""
 
 Ask = Callable[[float], Awaitable[bool]]
-"""Was there an answer within that many seconds?"""
+"""Takes a deadline in seconds. Returns whether the server answered within it."""
 
 
 class Answers(Protocol):
-    """The part of `SglangClient` that is asked."""
+    """Part of `SglangClient` that is polled."""
 
     async def answers(self, *, deadline_s: float) -> bool: ...
     async def generates(self, *, deadline_s: float) -> bool: ...
 
 
 class Generates(Protocol):
-    """The part of `SglangClient` that samples."""
+    """Part of `SglangClient` that samples."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
 
 
 class Updated(Protocol):
-    """The part of a weight receiver that says what can be expected of its engine."""
+    """Part of a weight receiver that tells the state of its engine."""
 
     @property
     def is_paused(self) -> bool:
-        """It makes no token."""
+        """Whether the engine makes no token."""
         ...
 
     @property
     def is_loading(self) -> bool:
-        """It answers nothing."""
+        """Whether the engine answers nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """The time as the health check sees it; tests have their own."""
+    """Time as the health check sees it; tests replace it."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -98,10 +99,9 @@ class Clock:
 async def until_silent(
     ask: Ask, *, timeout_s: float, interval_s: float, clock: Clock
 ) -> None:
-    """Ask every `interval_s`; return once the answers have been missing for
-    `timeout_s`.
+    """Ask every `interval_s`; return once answers have been missing for `timeout_s`.
 
-    A question that fails early takes its part of the time all the same.
+    A poll that fails early still takes its share of the time.
     """
     question_s = timeout_s / QUESTIONS
     unanswered = 0
@@ -124,7 +124,7 @@ async def until_silent(
 async def until_ended(
     processes: Sequence[psutil.Process], *, interval_s: float, clock: Clock
 ) -> None:
-    """Return once one of the processes has ended; at once if there are none."""
+    """Return once one of the processes has ended; immediately if there are none."""
     while processes and all(state_of(process) != ENDED for process in processes):
         await clock.sleep(min(interval_s, _MAX_POLL_INTERVAL_S))
 
@@ -138,8 +138,8 @@ async def engine_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once this engine is dead, with the reason. `processes` are those that it
-    cannot be without; None if they are not ours to see: then its silence alone
+    """Wait until this engine is dead, and return the reason. `processes` are those that
+    it cannot run without; None if they are not visible to us: then only its silence
     tells."""
     clock = clock or Clock()
     seen = processes or ()
@@ -181,8 +181,9 @@ async def wrong_answer(
     newest_version: WeightVersion,
     deadline_s: float,
 ) -> str:
-    """Why an engine's answers cannot be true; "" if the one to a short question can, or
-    if there is none within `deadline_s`: silence is for `engine_death` to judge."""
+    """Examine an engine with a short request. Returns the reason that its answer is
+    impossible; "" if the answer is possible, or if there is none within `deadline_s`:
+    `engine_death` judges silence."""
     prompt_T = np.arange(_EXAMINED_TOKENS, dtype=np.int32) % vocab_size
     request = GenerateRequest(
         rid=f"examination-{secrets.token_hex(8)}",
@@ -212,7 +213,7 @@ async def router_death(
     interval_s: float,
     clock: Clock | None = None,
 ) -> str:
-    """Returns once the router is dead, with the reason. `processes` holds its
+    """Wait until the router is dead, and return the reason. `processes` holds its
     process."""
     clock = clock or Clock()
     names = [_name(process) for process in processes]
@@ -236,7 +237,7 @@ def _any_stopped(processes: Sequence[psutil.Process]) -> bool:
 
 
 def _name(process: psutil.Process) -> str:
-    """For a message; to be asked while the process lives."""
+    """Return a process's name for a message. Call this while the process lives."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return f"{process.name()}, pid {process.pid}"
     return f"pid {process.pid}"
@@ -247,7 +248,7 @@ async def _first_cause(
     processes: Sequence[psutil.Process],
     names: Sequence[str],
 ) -> str:
-    """The cause that came first, and the states of the processes at that moment."""
+    """Return the first cause, and the states of the processes at that moment."""
     waits = {asyncio.ensure_future(wait): cause for cause, wait in causes.items()}
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,13 +1,13 @@
-"""What an engine says of itself to a run that has not started it: `GET
+"""The identity that an engine reports to a run that has not started it: `GET
 /engine_identity`.
 
-Invariant: the key that samples is new with each start of an external engine. The engine
-and the run compute it from the engine's key, which both have from their environment,
-and from the name of the start, which the engine tells. So a router that knows an engine
-from before cannot reach it once it has been started again: it is refused until the run
-has asked for the new name, and it asks only to bring the engine up to date.
+Invariant: the sampling key is new with each start of an external engine. The engine and
+the run compute it from the engine's key, which both read from their environment, and
+from the name of the start, which the engine reports. A router therefore cannot reach an
+engine that was started again until the run has asked for the new name, which it does
+only to bring the engine up to date.
 
-The answer is for the holder of the engine's key, and holds no key.
+Only the holder of the engine's key may ask, and the answer holds no key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from invrl import __version__
 
 IDENTITY_PATH = "/engine_identity"
 START_VARIABLE = "INVRL_ENGINE_START"
-"""In the engine's environment: the name of this start."""
+"""Environment variable of an engine with the name of this start."""
 
 
 class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """What run and engine must agree on. None, in what a run wants: either is right."""
+    """Traits that run and engine must agree on. None in a run's wish: any value is
+    right."""
 
     invrl: str
-    """The version of this package."""
+    """Version of this package."""
     model_type: str
     vocab_size: int
     num_layers: int
@@ -39,7 +40,7 @@ class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tp_size: int
     weight_loaders: list[str]
-    """By import path."""
+    """Weight loaders by import path."""
     streams_new_tokens: bool
     shared_experts_fusion: bool
     overlap_schedule: bool | None
@@ -48,22 +49,20 @@ class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
-
     start: str
-    """The name of this start of the engine."""
+    """Name of this start of the engine."""
     total_tokens: int
-    """What the KV cache holds."""
+    """Tokens that the KV cache holds."""
     traits: EngineTraits
 
 
 def sampling_key(engine_key: str, start: str) -> str:
-    """The key that samples, for this start of the engine."""
+    """Return the key that samples, for this start of the engine."""
     return hmac.digest(engine_key.encode(), start.encode(), "sha256").hex()
 
 
 def model_traits(model_path: Path) -> dict[str, Any]:
-    """Those of `EngineTraits` that the folder's config.json decides."""
+    """Return the fields of `EngineTraits` that the folder's config.json determines."""
     config = orjson.loads((model_path / "config.json").read_bytes())
     return {
         "model_type": str(config["model_type"]),
@@ -74,7 +73,8 @@ def model_traits(model_path: Path) -> dict[str, Any]:
 
 
 def add_identity_route() -> None:
-    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    """Add the route. Call this in the engine's HTTP process before it serves. Imports
+    SGLang."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -93,7 +93,7 @@ def add_identity_route() -> None:
 
 
 def _traits_of(settings: dict[str, Any]) -> EngineTraits:
-    """`settings`: SGLang's, as resolved."""
+    """`settings`: SGLang's resolved settings."""
     return EngineTraits(
         invrl=__version__,
         **model_traits(Path(settings["model_path"])),

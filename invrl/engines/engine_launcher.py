@@ -24,7 +24,7 @@ from invrl.weights.config import AnyWeights
 
 @dataclass(slots=True, kw_only=True)
 class Engine:
-    """One engine of the fleet: its process, or its address, the client with its keys,
+    """One engine of the fleet: its process or address, its client with the keys, and
     its receiver."""
 
     server: EngineServer | ExternalEngine
@@ -74,7 +74,7 @@ class EngineLauncher:
             f"external-{index}": url.rstrip("/")
             for index, url in enumerate(config.external_engines)
         }
-        """By name, of the engines that others start and end."""
+        """URLs of the external engines, by name."""
         self.limits = EngineLimits.of(
             model_path, max_total_tokens=max_total_tokens(config)
         )
@@ -83,9 +83,9 @@ class EngineLauncher:
         self._parent = self._find_parent(parent)
 
     def _find_parent(self, given: ForkParent | None) -> ForkParent | None:
-        """The process that forks the engines; None where they cannot be forked
-        (`host/fork_parent.py`), or where spans are sent, whose exporter is chosen
-        before SGLang is imported."""
+        """Return the process that forks the engines; None if they cannot be forked
+        (`host/fork_parent.py`), or if spans are sent, whose exporter is chosen before
+        SGLang is imported."""
         if not self._config.num_engines or count_gpus() or FLAG in self.sglang_flags:
             return None
         if given is not None:

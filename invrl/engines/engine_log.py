@@ -1,9 +1,10 @@
-"""An engine logs in the line format of our own processes: each line says which engine,
-which of its processes, and which run.
+"""Gives an engine's log the line format of our own processes: each line names the
+engine, its process and the run.
 
-SGLang takes a logging configuration from a file, in each of its processes. What it
-prints without logging stays as it is. A user's own `SGLANG_LOGGING_CONFIG_PATH` takes
-precedence."""
+SGLang takes a logging configuration from a file, in each of its processes. Output that
+bypasses logging is unchanged. A user's own `SGLANG_LOGGING_CONFIG_PATH` takes
+precedence.
+"""
 
 import json
 import logging.config
@@ -18,15 +19,16 @@ _NAME = "INVRL_ENGINE_NAME"
 _SETTINGS = "INVRL_ENGINE_LOG"
 _FORMATTER = "invrl.engines.engine_log.EngineLineFormatter"
 _TITLE_PREFIX = "sglang::"
-"""Of the titles that SGLang gives its processes, such as `sglang::scheduler_TP0`."""
+"""Prefix of the titles that SGLang gives its processes, such as
+`sglang::scheduler_TP0`."""
 
 
 class EngineLineFormatter(LineFormatter):
-    """For one process of the engine that the environment describes."""
+    """Formatter for one process of the engine that the environment describes."""
 
     def __init__(self, **_: object) -> None:
-        """Formats of others are ignored: SGLang gives uvicorn's formatters some."""
-        import setproctitle  # a package of SGLang's
+        """Ignore all arguments: SGLang passes uvicorn's formatters some."""
+        import setproctitle  # a dependency of SGLang
 
         name = os.environ[_NAME]
         title = setproctitle.getproctitle()
@@ -38,8 +40,8 @@ class EngineLineFormatter(LineFormatter):
 def log_environment(
     name: str, settings: LogSettings, *, level: str, folder: Path
 ) -> dict[str, str]:
-    """The variables with which an engine of this name logs so, from `level` on
-    (SGLang's `log_level`). Writes a file into `folder`, which must exist for as long as
+    """Return the environment that gives an engine of this name such a log, from `level`
+    on (SGLang's `log_level`). Writes a file into `folder`, which must exist as long as
     the engine does."""
     if _CONFIG_PATH in os.environ:
         return {}
@@ -49,8 +51,8 @@ def log_environment(
 
 
 def log_in_lines() -> None:
-    """To be called in an engine's HTTP process before it imports SGLang, which warns
-    before it configures its logs."""
+    """Configure logging. Call this in an engine's HTTP process before it imports
+    SGLang, which warns before it configures its logs."""
     if _NAME not in os.environ:
         return
     from uvicorn.config import LOGGING_CONFIG
@@ -64,7 +66,7 @@ def log_in_lines() -> None:
 
 
 def _logging_config(level: str) -> dict[str, object]:
-    """As `logging.config.dictConfig` takes it."""
+    """Return the argument for `logging.config.dictConfig`."""
     return {
         "version": 1,
         "disable_existing_loggers": False,

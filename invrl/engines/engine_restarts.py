@@ -1,7 +1,7 @@
-"""Which engines are away from the fleet, why, and whether they may still come back.
+"""The engines that have left the fleet, the reasons, and whether they may come back.
 
 Invariant: an engine that the run starts is started again at most `most` times in an
-hour. One that others start is waited for as often as it leaves.
+hour. An external engine is awaited as often as it leaves.
 """
 
 import logging
@@ -16,7 +16,7 @@ _HOUR_S = 3600.0
 
 
 class EngineRestarts:
-    """`external`: the names of the engines that others start."""
+    """`external`: names of the engines that others start."""
 
     def __init__(self, most: int, *, external: Container[str] = ()) -> None:
         self._most = most
@@ -27,7 +27,7 @@ class EngineRestarts:
         """Restarts since the start of the fleet, by name."""
         self._limits = defaultdict(lambda: RestartLimit(most, period_s=_HOUR_S))
         self._overdue: set[str] = set()
-        """Engines that are away and did not come back within a deadline."""
+        """Engines that left and did not come back within a deadline."""
 
     def left(self, name: str, reason: str) -> None:
         self.away[name] = reason
@@ -40,7 +40,7 @@ class EngineRestarts:
         return name in self._external or not self._limits[name].is_reached()
 
     def begin(self, name: str) -> str:
-        """Count one more. Returns which restart it is, and how many there may be."""
+        """Count a restart. Returns its number and the limit as text."""
         self.counts[name] += 1
         self._limits[name].allows()
         count = str(self.counts[name])
@@ -52,16 +52,16 @@ class EngineRestarts:
         return count
 
     def failed(self, name: str, error: Exception) -> None:
-        """A restart has failed. The next one may follow."""
+        """Record a failed restart. The next one may follow."""
         self.away[name] = f"it did not come back: {error}"
         if isinstance(error, DeadlineError) or name in self._external:
             self._overdue.add(name)
 
     def is_overdue(self, name: str) -> bool:
-        """Whether a deadline for its return has passed: nobody is to wait for it,
-        though it may come back all the same."""
+        """Whether the deadline for its return has passed. Nobody waits for it, but it
+        may still come back."""
         return name in self._overdue
 
     def reasons(self) -> str:
-        """Why each engine is away."""
+        """Return the reason that each engine left."""
         return "; ".join(f"{name}: {reason}" for name, reason in self.away.items())

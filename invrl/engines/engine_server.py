@@ -1,12 +1,12 @@
 """One SGLang server as an OS process: its command line, its keys, its start and its
 end.
 
-Invariant: everything of it listens on loopback (an engine of `invrl engine` by its HTTP
-process where it is told to), and it answers nobody without a key. `api_key` may sample;
-the router holds it. `admin_key` may pause the engine and change its weights; the weight
-receiver holds it. Keys travel in the environment, which no process listing shows. What
-the engine's processes put into TMPDIR goes with them, also when they are killed. What
-differs between CPU and GPU when an engine is started is in this file.
+Invariant: it listens on loopback only (except the HTTP process of `invrl engine`, which
+has a configurable address), and answers nobody without a key. `api_key` may sample; the
+router holds it. `admin_key` may pause the engine and change its weights; the weight
+receiver holds it. Keys travel in the environment, which no process listing shows. Files
+that the engine's processes put into TMPDIR disappear with them, even if they are
+killed. This file has all differences between CPU and GPU in an engine's start.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ from invrl.host.temporary_folder import TemporaryFolder
 from invrl.user_code.model_folder import read_model_type
 
 WEIGHT_LOADER = "invrl.weights.in_engine.run"
-"""The loader that SGLang imports into its scheduler process, as an import path."""
+"""Import path of the loader that SGLang imports into its scheduler process."""
 
 ENGINE_MODULE = "invrl.engines.launch_sglang"
 _PROCESS_NAME = "sglang::"
-"""The prefix of the names of the processes that SGLang starts for an engine."""
+"""Prefix of the names of the processes that SGLang starts for an engine."""
 _FIRST_TOKEN_DEADLINE_S = 60.0
 _POLL_INTERVAL_S = 0.5
 _CPU_TOTAL_TOKENS = 16384
@@ -68,8 +68,8 @@ _CPU_FLAGS = {
 
 
 def count_gpus() -> int:
-    """GPUs that the installed torch can use. Asks the driver library, as importing
-    torch takes seconds."""
+    """Return the number of GPUs that the installed torch can use. Asks the driver
+    library, as importing torch takes seconds."""
     try:
         if version("torch").endswith("+cpu"):
             return 0
@@ -82,7 +82,7 @@ def count_gpus() -> int:
 
 
 def smallest_gpu_bytes() -> int:
-    """Memory of the smallest of these GPUs; 0 without one."""
+    """Return the memory of the smallest of these GPUs; 0 without one."""
     sizes: list[int] = []
     for index in range(count_gpus()):
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -96,26 +96,27 @@ def smallest_gpu_bytes() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """Where an engine listens, and the key that it has for whoever comes with the
-    same."""
+    """Address and key of an engine. A restart with the same place keeps both."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0: any free one."""
+    """0: any free port."""
     key: str = ""
     """"": the engine belongs to the run that starts it."""
 
     @property
     def reached_from_here(self) -> str:
-        """The host for connections from this machine."""
+        """Host for connections from this machine."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
 
 class EngineServer(ServerProcess):
-    """Start it from a thread that lives as long as it should."""
+    """Server of one engine. Start it from a thread that lives as long as the server
+    should."""
 
     grace_s = 1.0
-    """SGLang's own draining would only wait for requests whose callers are gone."""
+    """Short, because SGLang's draining would only wait for requests whose callers are
+    gone."""
 
     def __init__(
         self,
@@ -130,11 +131,11 @@ class EngineServer(ServerProcess):
         log: LogSettings | None = None,
         parent: Forks | None = None,
     ) -> None:
-        """`api_key`: None makes a random one. `place`: None for a free port of
-        loopback, and a random key. `log`: None for the defaults. `parent`: forks the
-        engine; None: it imports SGLang itself.
+        """`api_key`: None makes a random one. `place`: None for a free port of loopback
+        and a random key. `log`: None for the defaults. `parent`: forks the engine;
+        None: it imports SGLang itself.
 
-        Raises OSError if somebody listens on the port of the place.
+        Raises OSError if the port of the place is in use.
         """
         place = place or EnginePlace()
         self.admin_key = place.key or random_key()
@@ -171,8 +172,8 @@ class EngineServer(ServerProcess):
         )
 
     def processes(self) -> list[psutil.Process]:
-        """The HTTP server and the processes that SGLang names: the engine cannot be
-        without any of them."""
+        """Return the HTTP server and the processes that SGLang names: the engine needs
+        all of them."""
         return engine_processes(self.pid)
 
     def wait_ready(self) -> None:
@@ -190,7 +191,7 @@ class EngineServer(ServerProcess):
         self.wait_until(makes_a_token, deadline_s=self._config.start_timeout_s)
 
     def lost_its_port(self) -> bool:
-        """It has ended, and a stranger's program listens on its port: another try may
+        """Whether it has ended and another program listens on its port: a retry may
         succeed."""
         return not self.alive() and self._port.is_listened_on()
 
@@ -202,8 +203,8 @@ class EngineServer(ServerProcess):
             self._temporary.remove()
 
     def _makes_a_token(self, processes: "_StartingProcesses") -> bool:
-        """Ask for one token, in place of SGLang's own warm-up: the server counts as up
-        only after it."""
+        """Request one token, in place of SGLang's warm-up: only then does the server
+        count as up."""
         body = orjson.dumps(
             {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
         )
@@ -231,10 +232,10 @@ class EngineServer(ServerProcess):
 
 
 def engine_processes(pid: int) -> list[psutil.Process]:
-    """Process `pid` and the processes below it that SGLang has named.
+    """Return process `pid` and its descendants that SGLang has named.
 
-    A program that one of them starts has its parent's name between the fork and the
-    exec. It is left out: it may end at any time.
+    A child program, which has its parent's name between fork and exec, is left out: it
+    may end at any time.
     """
     family = family_of(pid)
     names: dict[int, str] = {}
@@ -254,7 +255,7 @@ def engine_processes(pid: int) -> list[psutil.Process]:
 
 
 class _StartingProcesses:
-    """The processes of an engine that have been seen while it starts.
+    """Processes of an engine seen while it starts.
 
     SGLang's HTTP process notices late, and not always, that one of the others has
     ended.
@@ -263,11 +264,11 @@ class _StartingProcesses:
     def __init__(self, server: EngineServer) -> None:
         self._server = server
         self._seen: dict[str, psutil.Process] = {}
-        """By name and pid, as they were while the process lived."""
+        """Processes by name and pid, as read while they lived."""
         self._looked_at = -math.inf
 
     def check_alive(self) -> None:
-        """Raises ServerError once one of the processes has ended."""
+        """Raise ServerError once one of the processes has ended."""
         self._server.check_alive()
         # To look for new ones reads all of /proc.
         if time.monotonic() - self._looked_at > _POLL_INTERVAL_S:
@@ -291,7 +292,7 @@ def _post(
     *,
     meanwhile: Callable[[], None],
 ) -> int:
-    """Returns the answer's status. Calls `meanwhile` again and again until the answer
+    """Return the response's status. Calls `meanwhile` repeatedly until the response
     begins.
 
     Raises TimeoutError or another OSError, or HTTPException.
@@ -312,17 +313,17 @@ def _post(
 
 
 def max_total_tokens(config: EngineConfig) -> int | None:
-    """How many tokens an engine's KV cache holds. None: as many as SGLang finds room
-    for on a GPU."""
+    """Return the tokens that an engine's KV cache holds. None: as many as SGLang finds
+    room for on a GPU."""
     if config.max_total_tokens:
         return config.max_total_tokens
     return None if count_gpus() else _CPU_TOTAL_TOKENS
 
 
 def _ranks_environment(config: EngineConfig) -> dict[str, str]:
-    """For an engine of several ranks. They send one another requests by their process
-    group: SGLang's queue would be a file in /dev/shm that stays there. On a CPU SGLang
-    wants to know the cores of each rank."""
+    """Return the environment of an engine of several ranks. They send requests to each
+    other by their process group: SGLang's queue would leave a file in /dev/shm. On a
+    CPU SGLang needs each rank's cores."""
     if config.tp_size == 1:
         return {}
     no_queue = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
@@ -334,7 +335,7 @@ def _ranks_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def _log_level(command: Sequence[str]) -> str:
-    """The last one counts, as for SGLang."""
+    """Return the log level. The last flag counts, as for SGLang."""
     last = len(command) - 1 - list(reversed(command)).index("--log-level")
     return command[last + 1]
 

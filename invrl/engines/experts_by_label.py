@@ -1,18 +1,19 @@
-"""How a request asks an engine for the experts that computed its tokens: by a label.
+"""Requests the experts that computed a reply's tokens from an engine: by a label.
 
-SGLang has two fields for that. sglang-router 0.3.2 drops them, because it passes on
-only the fields of `/generate` that it knows. `custom_labels`, which SGLang uses for its
-metrics alone, is one of those. So the request has a label, and the engine's HTTP
-process sets the two fields by it.
+SGLang has two fields for that. sglang-router 0.3.2 drops them, because it forwards only
+known fields of `/generate`. One of these is `custom_labels`, which SGLang uses only for
+metrics. So the request carries a label, from which the engine's HTTP process sets the
+two fields.
 """
 
 EXPERTS_LABEL = "invrl_experts_from"
-"""The position of the first token whose experts are wanted. Without the label no
-experts are returned."""
+"""Label with the position of the first token whose experts are returned. Without the
+label no experts are returned."""
 
 
 def answer_with_experts() -> None:
-    """To be called in the engine's HTTP process. Imports SGLang."""
+    """Set the fields from the label. Call this in the engine's HTTP process. Imports
+    SGLang."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     normalize = GenerateReqInput.normalize_batch_and_arguments

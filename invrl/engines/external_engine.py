@@ -1,10 +1,9 @@
 """An engine that others start and end, as `invrl engine` does, reached by its URL and a
 key.
 
-For the fleet it is what `EngineServer` is for an engine of its own. The run sees no
-process of it: it waits until the engine answers, checks that it is what the run needs,
-and never ends it. When the run has done with it, it is left running and not paused,
-with the weights that it has then.
+It replaces `EngineServer` in the fleet. The run sees no process: it waits until the
+engine answers, checks its traits, and never ends it. At the end the run leaves it
+running, not paused, with its current weights.
 
 Every call blocks; `stop` ends `wait_ready` from another thread.
 """
@@ -57,8 +56,8 @@ _FIXES: Mapping[str, str] = {
 def wanted_traits(
     config: EngineConfig, model_path: Path, *, in_place: bool, record_experts: bool
 ) -> EngineTraits:
-    """What a run needs of its engines. `in_place`: requests go on in place while
-    weights change."""
+    """Return the traits that a run needs of its engines. `in_place`: requests continue
+    in place while weights change."""
     return EngineTraits(
         invrl=__version__,
         **model_traits(model_path),
@@ -74,7 +73,7 @@ def wanted_traits(
 
 
 class ExternalEngine:
-    """The part of `EngineServer` that a fleet uses."""
+    """Part of `EngineServer` that a fleet uses."""
 
     def __init__(
         self,
@@ -86,29 +85,29 @@ class ExternalEngine:
         total_tokens: int | None,
         start_timeout_s: float,
     ) -> None:
-        """`key`: the engine's. `total_tokens`: what its KV cache must hold, if the run
-        assumes it."""
+        """`key`: of the engine. `total_tokens`: required size of its KV cache, if the
+        run assumes one."""
         self.name = name
         self.url = url
         self.admin_key = key
         self.api_key = ""
-        """The key that samples. Known once `wait_ready` has returned."""
+        """Key that samples. Known once `wait_ready` has returned."""
         self._traits = traits
         self._total_tokens = total_tokens or 0
         self._start_timeout_s = start_timeout_s
         self._stopped = threading.Event()
 
     def processes(self) -> None:
-        """They are not ours to see."""
+        """None: its processes are not visible to us."""
 
     def lost_its_port(self) -> bool:
         return False
 
     def wait_ready(self) -> None:
-        """Wait until the engine answers, is what the run needs, and has made a token.
+        """Wait until the engine answers, fits the run, and has made a token.
 
-        Raises ConfigError for an engine that refuses the key or is another than the run
-        needs, ServerError after `start_timeout_s` without an answer.
+        Raises ConfigError for an engine that refuses the key or does not fit the run,
+        ServerError after `start_timeout_s` without an answer.
         """
         identity = self._wait_identity()
         _check(self.url, identity, self._traits, self._total_tokens)
@@ -128,8 +127,8 @@ class ExternalEngine:
             )
 
     def stop(self) -> None:
-        """Leave the engine as it is, but not paused. Idempotent. An engine that does
-        not answer is left, too: whoever uses it next resumes it."""
+        """Leave the engine running and not paused. Idempotent. An engine that does not
+        answer is left as it is: its next user resumes it."""
         self._stopped.set()
         if self.api_key:
             self.api_key = ""
@@ -154,8 +153,8 @@ class ExternalEngine:
                 raise ServerError(f"{self._called} is not waited for any more")
 
     def _ask_identity(self) -> EngineIdentity:
-        """Raises ServerError if it does not answer (yet), ConfigError if it never
-        will."""
+        """Request the identity. Raises ServerError if it does not answer (yet),
+        ConfigError if it never will."""
         answer = self._call("GET", IDENTITY_PATH, deadline_s=_ANSWER_DEADLINE_S)
         if answer.status_code in (401, 403):
             fix = f"give both the same {ENGINE_KEY} in their environments"
@@ -176,8 +175,7 @@ class ExternalEngine:
             raise ConfigError(_FIELD, self.url, reason, _OUR_LAUNCHER) from error
 
     def _free(self, *, deadline_s: float) -> None:
-        """End what a run that was killed may have left: an open weight update, and the
-        pause of one."""
+        """End the remains of a killed run: an open weight update and its pause."""
         calls: tuple[tuple[str, dict[str, object]], ...] = (
             ("/end_weight_update", {}),  # refused if none is open
             ("/continue_generation", {"torch_empty_cache": False}),
@@ -197,7 +195,8 @@ class ExternalEngine:
         key: str = "",
         deadline_s: float,
     ) -> httpx.Response:
-        """`key`: by default the engine's. Raises ServerError if there is no answer."""
+        """Send a request. `key`: the engine's by default. Raises ServerError if there
+        is no response."""
         headers = {"Authorization": f"Bearer {key or self.admin_key}"}
         try:
             with httpx.Client(
@@ -211,7 +210,7 @@ class ExternalEngine:
 def _check(
     url: str, identity: EngineIdentity, wanted: EngineTraits, total_tokens: int
 ) -> None:
-    """Raises ConfigError unless the engine is what the run needs."""
+    """Raise ConfigError unless the engine fits the run."""
     for name, fix in _FIXES.items():
         needed = getattr(wanted, name)
         found = getattr(identity.traits, name)

@@ -45,8 +45,8 @@ from invrl.weights.config import AnyWeights, ArenaWeights
 _LOG = logging.getLogger(__name__)
 
 BringUp = Callable[[WeightReceiver, Callable[[], None]], Awaitable[None]]
-"""Gives a new engine the fleet's version, and then calls the function, which makes it
-one of the fleet: no update comes in between."""
+"""Gives a new engine the fleet's version, and then calls the function, which makes it a
+member of the fleet; no update comes in between."""
 
 _PORT_TRIES = 3
 _END_DEADLINE_S = 60.0
@@ -54,8 +54,8 @@ _END_POLL_S = 0.05
 
 
 class Fleet:
-    """Call `start`; then `router` is for the gateway, and `receivers` are for weight
-    updates."""
+    """Engines and router. Call `start`; then `router` is for the gateway, and
+    `receivers` are for weight updates."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Fleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._shares_gpus = shares_gpus
         self._start_turn = asyncio.Lock()
-        """Held while an engine starts again until it has joined, where GPUs are shared:
-        it takes the memory that is free then."""
+        """Held from an engine's restart until it has joined, if GPUs are shared: it
+        takes the memory that is free at that time."""
         self._holds_starts = False
         """The trainer has the GPUs, and holds that lock."""
         installed_smg = (
@@ -118,10 +118,8 @@ class Fleet:
             engine.max_restarts, external=self._launcher.external_urls
         )
         self._leaving: list[Engine] = []
-        """Engines that left and are not being ended yet: `stop` may come before
-        that."""
+        """Engines that left and are not being ended yet: `stop` may come first."""
         self._num_ending = 0
-        """Engines that are being ended."""
         self._restarts_engines = False
         self._bring_up: BringUp | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -140,9 +138,9 @@ class Fleet:
         )
 
     async def start(self) -> None:
-        """Start all engines at once, and wait for the external ones; none gets requests
-        before `admit`. After an error nothing is left. Raises ConfigError for an
-        external engine that is not what the run needs."""
+        """Start all engines together, and wait for the external ones; none gets
+        requests before `admit`. After an error nothing is left. Raises ConfigError for
+        an external engine that does not fit the run."""
         try:
             self.engines = {name: self._launch(name) for name in self._launcher.names}
             async with asyncio.TaskGroup() as starts:
@@ -181,9 +179,9 @@ class Fleet:
             self.evict(name, f"the router does not reach it: {error}")
 
     async def check_unchanged(self) -> None:
-        """For a fleet whose weights nobody sends. Raises ServerError unless every
-        engine holds those of its model folder: an external one may have been trained
-        before."""
+        """Raise ServerError unless every engine holds the weights of its model folder:
+        an external one may have been trained before. For a fleet that gets no weight
+        updates."""
         for name, engine in self.engines.items():
             await self._check_unchanged(name, engine)
 
@@ -210,11 +208,11 @@ class Fleet:
 
     @property
     def shares_gpus(self) -> bool:
-        """With the trainer, by turns."""
+        """Whether engines and trainer use the GPUs in turns."""
         return self._shares_gpus
 
     def check(self) -> None:
-        """Raises InvrlError if the router is gone for good, no engine is left and none
+        """Raise InvrlError if the router is gone for good, no engine is left and none
         may come back, or a watch has failed."""
         for name, watch in self._watches.items():
             if not watch.done() or watch.cancelled():
@@ -230,8 +228,7 @@ class Fleet:
             raise ServerError(f"no engine is left: {self._restarts.reasons()}")
 
     def _may_return(self) -> bool:
-        """Whether one of the engines that left is being started again, and is not
-        overdue."""
+        """Whether an engine that left is being started again and is not overdue."""
         if not self._restarts_engines:
             return False
         return any(
@@ -251,7 +248,7 @@ class Fleet:
             await asyncio.sleep(_END_POLL_S)
 
     def state(self) -> FleetState:
-        """May be called from any thread."""
+        """Return the fleet's state. Any thread may call this."""
         return FleetState(
             alive={
                 name: engine.server.url for name, engine in dict(self.engines).items()
@@ -264,9 +261,9 @@ class Fleet:
     def evict(self, name: str, reason: str) -> None:
         """Take an engine out of the fleet; do nothing if it has left already.
 
-        From here on no update knows it. In the background it is unregistered, ended,
-        and, once `restart_evicted` has been called, started again. An external one is
-        only waited for.
+        Updates ignore it from now on. In the background it is unregistered, ended, and,
+        once `restart_evicted` has been called, started again. An external engine is
+        only awaited.
         """
         engine = self.engines.pop(name, None)
         if engine is None:
@@ -283,7 +280,7 @@ class Fleet:
         )
 
     async def evict_silent(self) -> None:
-        """Evict the engines that do not answer, before their watches find that out."""
+        """Evict the engines that do not answer, before their watches notice."""
         engines = dict(self.engines)
         questions = [
             engine.client.answers(deadline_s=self._heartbeat_timeout_s)
@@ -295,8 +292,8 @@ class Fleet:
                 self.evict(name, "it does not answer")
 
     def examine(self, newest_version: WeightVersion) -> None:
-        """An answer of some engine was wrong: asks each of them a short question in the
-        background. One whose answer to that is wrong, too, leaves the fleet.
+        """Examine every engine with a short request in the background, after one of
+        them gave a wrong answer. One that answers wrongly again leaves the fleet.
         `newest_version`: of the weights."""
         if self._examination is None or self._examination.done():
             _LOG.warning(
@@ -337,8 +334,8 @@ class Fleet:
                 )
 
     async def hold_starts(self) -> None:
-        """Wait until the fleet has an engine and none starts, and hold starts off until
-        `allow_starts`. A start has deadlines, so this wait needs none. Raises as
+        """Wait until the fleet has an engine and none is starting, and block starts
+        until `allow_starts`. Starts have deadlines, so this wait needs none. Raises as
         `check` does."""
         while True:
             await self.until_engine()
@@ -365,7 +362,7 @@ class Fleet:
             raise DeadlineError("lost engines to end", _END_DEADLINE_S) from None
 
     async def stop(self) -> None:
-        """End everything, also if a part of it fails. Idempotent."""
+        """End everything, even if a part of it fails. Idempotent."""
         tasks = [*self._watches.values(), *self._replacements.values()]
         if self._examination is not None:
             tasks.append(self._examination)
@@ -425,7 +422,7 @@ class Fleet:
         self, name: str, engine: Engine | None, *, after: asyncio.Task[None] | None
     ) -> None:
         """End an engine that left, and start it again while that is wanted and allowed.
-        `after`: what started this engine, and may not have registered it yet."""
+        `after`: task that started this engine and may not have registered it yet."""
         if after is not None:
             await after
         if engine is not None:
@@ -454,11 +451,11 @@ class Fleet:
             )
 
     async def _restart(self, name: str) -> None:
-        """Start a new process under the name, which joins the fleet once it holds the
+        """Start a new process under the name. It joins the fleet once it holds the
         fleet's version.
 
-        Raises InvrlError before that. An engine that has joined and is not reached by
-        the router is evicted.
+        Raises InvrlError before that. An engine that has joined and cannot be reached
+        by the router is evicted.
         """
         engine = await self._started(name, self._launch(name))
 
@@ -485,7 +482,7 @@ class Fleet:
             await self._register_joined(name, engine)
 
     async def _register_joined(self, name: str, engine: Engine) -> None:
-        """Register an engine that belongs to the fleet; it may leave meanwhile."""
+        """Register an engine of the fleet; it may leave meanwhile."""
         try:
             await self._router.register(engine)
         except InvrlError as error:
@@ -498,7 +495,7 @@ class Fleet:
             await self._router.unregister(engine)
 
     async def _while_alive(self, engine: Engine, work: Awaitable[None]) -> None:
-        """Do `work` with an engine that has no watch yet. Raises ServerError if the
+        """Await `work` on an engine that has no watch yet. Raises ServerError if the
         engine dies first."""
         working = asyncio.ensure_future(work)
         death = asyncio.ensure_future(self._death(engine))
@@ -519,7 +516,7 @@ class Fleet:
         self.engines[name] = await self._started(name, engine)
 
     async def _started(self, name: str, engine: Engine) -> Engine:
-        """Returns `engine` once it is up, or another one under the name if a stranger
+        """Return `engine` once it is up, or another one under the name if a stranger
         took its port.
 
         Raises ServerError or DeadlineError; the engine has ended then.
@@ -549,7 +546,8 @@ class Fleet:
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        """Only log what does not end: everything else must still be ended."""
+        """End an engine. Only log what does not end: everything else must still be
+        ended."""
         self._leaving = [other for other in self._leaving if other is not engine]
         self._num_ending += 1
         try:

@@ -24,8 +24,8 @@ from invrl.host.process import RestartLimit, family_of
 _LOG = logging.getLogger(__name__)
 _RESTARTS_PER_MINUTE = 3
 _RETURN_S = 180.0
-"""How long an engine waits for a router that is started again, beyond the time in which
-its silence is noticed."""
+"""Seconds that an engine waits for a restarting router, in addition to those until its
+silence is noticed."""
 _ANSWER_S = 5.0
 _POLL_S = 0.05
 
@@ -53,7 +53,7 @@ class FleetRouter:
         self._calls = calls
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._unrouted: set[str] = set()
-        """URLs of engines that a router was to know, which died first."""
+        """URLs of engines whose registration the router's death interrupted."""
         self.server = self._launch()
 
     def _launch(self, predecessor: RouterServer | None = None) -> RouterServer:
@@ -100,9 +100,9 @@ class FleetRouter:
             incidents.warning("the router is back")
 
     async def register(self, engine: Engine) -> None:
-        """Registers an engine with the router, and waits for that if it has to be
-        started again first. Raises ServerError or DeadlineError if a router that
-        answers does not reach the engine."""
+        """Register an engine with the router; if the router must be restarted, wait for
+        that first. Raises ServerError or DeadlineError if a router that answers does
+        not reach the engine."""
         while True:
             router = self.server
             try:
@@ -145,7 +145,6 @@ class FleetRouter:
             _LOG.warning("%s could not be unregistered: %s", engine.server.name, error)
 
     async def _until_it_answers(self) -> None:
-        """Raises DeadlineError."""
         deadline_s = self._heartbeat_timeout_s + _RETURN_S
         try:
             async with asyncio.timeout(deadline_s):

@@ -1,4 +1,4 @@
-"""What the fleet is at one moment, for those who only look at it."""
+"""The state of the fleet at one moment, for observers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetState:
-    """Engines are named, as in the logs."""
+    """State of a fleet. Engines are named as in the logs."""
 
     alive: Mapping[str, str]
-    """The addresses of the engines that belong to the fleet."""
+    """Addresses of the fleet's engines."""
     lost: Sequence[str]
     """Engines that left and have not come back."""
     restarts: Mapping[str, int]
-    """How often each engine that left was started again."""
+    """Number of restarts of each engine that left."""
     router_metrics_url: str
-    """Where the router shows its own metrics for Prometheus."""
+    """Prometheus address of the router's own metrics."""

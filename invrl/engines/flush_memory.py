@@ -1,9 +1,9 @@
-"""A flush of an engine's cache keeps the GPU memory that torch holds ready.
+"""Keeps torch's cached GPU memory when an engine's cache is flushed.
 
 An engine is flushed in the pause of an update. SGLang frees that memory in every flush
-that is asked for over HTTP; to free it block by block, and to take it again for the
-requests that go on, lengthens the pause. What SGLang flushes itself, before it gives
-its memory to others, frees it as before.
+requested over HTTP; freeing it block by block and allocating it again for the resumed
+requests lengthens the pause. SGLang's own flushes, before it gives its memory away,
+still free it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def keep_memory_in_flushes() -> None:
-    """To be called in the scheduler's process or in what it is forked from. Imports
-    SGLang."""
+    """Keep memory in flushes. Call this in the scheduler's process or the one that it
+    is forked from. Imports SGLang."""
     from sglang.srt.managers.scheduler_components.flush_wrapper import (
         SchedulerFlushWrapper,
     )

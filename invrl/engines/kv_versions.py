@@ -1,14 +1,13 @@
-"""Cached keys and values serve only requests that begin under the weights that computed
-them.
+"""Lets cached keys and values serve only requests that begin under the weights that
+computed them.
 
 SGLang finds cached tokens by the tokens and by an extra key of the request. Here that
-key names how often the engine's weights have changed. A request gets it when it enters
-the queue, and again if the weights change while it waits there: at both times it holds
-no cache. A request that runs keeps its key, so that what it adds to the cache, computed
-by two versions, is found by nobody who comes later.
+key counts the changes of the engine's weights. A request gets it when it enters the
+queue, and again if the weights change while it waits: at both times it holds no cache.
+A running request keeps its key, so no later request finds its entries, which two
+versions have computed.
 
-With a flushed cache (`retract`, `drain`) there is nothing to be found; with `in_place`
-there is.
+This matters for `in_place`; `retract` and `drain` flush the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _SEPARATOR = "|weights="
 
 
 def key_of_changes(key: str | None, changes: int) -> str:
-    """The request's own key (an adapter, say) with the number of changes instead of the
-    one it had."""
+    """Replace the number of changes in a request's key, and keep the rest (an adapter,
+    say)."""
     own, _, _ = (key or "").partition(_SEPARATOR)
     return f"{own}{_SEPARATOR}{changes}"
 
 
 def separate_kv_of_versions() -> None:
-    """To be called in the scheduler's process or in what it is forked from. Imports
-    SGLang."""
+    """Separate the versions. Call this in the scheduler's process or the one that it is
+    forked from. Imports SGLang."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import get_serving
 

@@ -12,8 +12,8 @@ from importlib import import_module
 
 
 def main(package: str, argv: list[str]) -> None:
-    # Not PACKAGE.launch_router: sglang-router's imports sglang and with it torch (5 s)
-    # for a debug mode.
+    # Not PACKAGE.launch_router: sglang-router's imports sglang and torch (5 s) for a
+    # debug mode.
     router_class = import_module(f"{package}.router").Router
     arguments_class = import_module(f"{package}.router_args").RouterArgs
 

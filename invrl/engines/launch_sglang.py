@@ -3,18 +3,18 @@ server, also on CPU.
 
 Invariant: `prepare_process` runs at module level, because SGLang's spawned processes
 (scheduler, detokenizer) import the main module again and need it too. The server starts
-only under the `__main__` guard. On a CPU they are forked, and so is the server itself
-from a process that has imported SGLang (`host/fork_parent.py`).
+only under the `__main__` guard. On a CPU these processes are forked, and the server is
+forked from a process that has imported SGLang (`host/fork_parent.py`).
 
-Nothing of an engine listens beyond loopback, but its HTTP process where it is told to:
-torch's own rendezvous opens a store without a key on every interface, so an engine's
-ranks get a store in a file instead, and an engine of one rank in its memory.
+An engine listens only on loopback, except for its HTTP process if configured. Torch's
+rendezvous would open a store without a key on every interface, so an engine's ranks get
+a store in a file, and an engine of one rank a store in memory.
 
 SGLang writes the load of its scheduler into a file of /dev/shm that nobody removes.
-Here it is a file in TMPDIR, which is the engine's own and goes with it.
+Here the file is in the engine's TMPDIR, which is removed with the engine.
 
-On CUDA `sglang_on_cpu` does nothing. What shortens the imports (no garbage collection,
-no Megatron, our families' classes first) is the same there; it has not been tried.
+On CUDA `sglang_on_cpu` does nothing. The shorter imports (no garbage collection, no
+Megatron, our families' classes first) apply there too, but have not been tried.
 """
 
 import functools
@@ -47,8 +47,8 @@ _RENDEZVOUS = "invrl-engine"
 
 
 def prepare_process() -> None:
-    """To be called in every process of an engine that has not been forked, before it
-    imports SGLang."""
+    """Prepare the imports. Call this in every process of an engine that has not been
+    forked, before it imports SGLang."""
     sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's dumper would import it: 1.5 s
     os.environ.setdefault(
         "SGLANG_EXTERNAL_MODEL_PACKAGE", "invrl.engines.sglang_models"
@@ -60,20 +60,19 @@ def prepare_process() -> None:
 
 
 def _stay_on_loopback() -> None:
-    """To be called before SGLang makes its process group."""
+    """Listen only on loopback. Call this before SGLang makes its process group."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     register_rendezvous_handler(_RENDEZVOUS, _rendezvous)
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"{_RENDEZVOUS}://engine"
-    # Gloo and NCCL listen even without peers, by default on the address of the host
-    # name.
+    # Gloo and NCCL listen even without peers, by default on the host name's address.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 
 
 def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
-    """A rendezvous handler for torch: (store, rank, world size). The ranks of an engine
-    meet in a file of TMPDIR, which is the engine's own."""
+    """Rendezvous handler for torch: (store, rank, world size). The ranks of an engine
+    meet in a file of its TMPDIR."""
     from urllib.parse import parse_qs, urlsplit
 
     from torch.distributed import FileStore, HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -88,8 +87,8 @@ def _rendezvous(url: str, **_: object) -> "Iterator[tuple[Store, int, int]]":
 
 
 def _change_scheduler() -> None:
-    """To be called in every process of an engine that has not been forked, once SGLang
-    may be imported."""
+    """Patch the scheduler. Call this in every process of an engine that has not been
+    forked, once SGLang may be imported."""
     _load_tokenizer_once()
     _keep_load_in_tmpdir()
     keep_memory_in_flushes()
@@ -100,8 +99,8 @@ def _change_scheduler() -> None:
 
 
 def _load_tokenizer_once() -> None:
-    """SGLang loads the tokenizer four times, half a CPU-second each. Forked processes
-    share it."""
+    """Cache the tokenizer, which SGLang loads four times, half a CPU-second each.
+    Forked processes share it."""
     from sglang.srt.utils import hf_transformers_utils
 
     hf_transformers_utils.get_tokenizer = functools.cache(
@@ -119,21 +118,20 @@ def _keep_load_in_tmpdir() -> None:
 
 
 def prepare() -> None:
-    """Imports, in the process that forks engines."""
+    """Import SGLang, in the process that forks engines."""
     prepare_process()
     import_sglang()
 
 
 def main(flags: Sequence[str]) -> None:
-    """One engine, in a process that has been forked."""
+    """Serve one engine, in a forked process."""
     log_in_lines()
     serve(flags)
 
 
 def import_sglang() -> None:
-    """Imports what the server of any engine needs, and changes what is to be another
-    way in all of them."""
-    # Until everything is imported: to look for garbage among 7,000 modules took 3
+    """Import and patch what every engine's server needs."""
+    # Until everything is imported: collecting garbage among 7,000 modules took 3
     # CPU-seconds.
     gc.disable()
     _change_scheduler()
@@ -146,12 +144,12 @@ def import_sglang() -> None:
     add_reply_route()
     add_update_routes()
     sglang_on_cpu.fork_children()
-    gc.freeze()  # children share this memory until somebody writes to it, as a collection does
+    gc.freeze()  # children share this memory until it is written, as a collection does
     gc.enable()
 
 
 def serve(flags: Sequence[str]) -> None:
-    """Serves until the engine ends, in a process that has imported SGLang. `flags`:
+    """Serve until the engine ends, in a process that has imported SGLang. `flags`:
     SGLang's."""
     if "--enable-deterministic-inference" in flags:
         sglang_on_cpu.support_seeds()

@@ -13,7 +13,8 @@ _KEY_FIELDS = ("api_key", "admin_api_key")
 
 
 def hide_keys_in_answers() -> None:
-    """To be called in an engine's HTTP process before it serves. Imports SGLang."""
+    """Hide the keys. Call this in an engine's HTTP process before it serves. Imports
+    SGLang."""
     from sglang.srt.server_args import ServerArgs
 
     resolved_dict = ServerArgs.resolved_dict

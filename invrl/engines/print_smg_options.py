@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 
 def options() -> list[dict[str, object]]:
-    """Of each option what `smg.Option` has."""
+    """Return the fields of `smg.Option` for each option."""
     from smg.router_args import RouterArgs  # pyright: ignore[reportMissingImports]
 
     parser = argparse.ArgumentParser(add_help=False)

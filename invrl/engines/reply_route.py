@@ -1,9 +1,9 @@
-"""`GET /loader_reply/NAME`: what the weight loader inside an engine answered, for a run
+"""`GET /loader_reply/NAME`: the reply of the weight loader inside an engine, for a run
 on another machine.
 
-The loader (`weights/in_engine.py`) can answer with a file only. Where it has a bare
-name for one, the file is in the engine's TMPDIR, which the engine's HTTP process shares
-with it. A reply is given out once.
+The loader (`weights/in_engine.py`) can reply only with a file. A file with a bare name
+is in the engine's TMPDIR, which the engine's HTTP process shares. A reply is served
+once.
 """
 
 import tempfile
@@ -11,11 +11,12 @@ from pathlib import Path
 
 REPLY_PATH = "/loader_reply"
 REPLY_PREFIX = "invrl-reply-"
-"""Of the names of replies; nothing else is given out."""
+"""Prefix of the names of replies; nothing else is served."""
 
 
 def add_reply_route() -> None:
-    """To be called in the engine's HTTP process before it serves. Imports SGLang."""
+    """Add the route. Call this in the engine's HTTP process before it serves. Imports
+    SGLang."""
     from fastapi import Response
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -23,7 +24,7 @@ def add_reply_route() -> None:
     @http_server.app.get(REPLY_PATH + "/{name}")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def loader_reply(name: str) -> Response:
-        """`name` has no slash: it is one part of the path."""
+        """Serve a reply. `name` has no slash: it is one part of the path."""
         if not name.startswith(REPLY_PREFIX):
             return Response(status_code=404)
         path = Path(tempfile.gettempdir(), name)

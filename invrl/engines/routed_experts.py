@@ -1,10 +1,9 @@
-"""Which experts of a model computed each token of a turn, from what SGLang reports.
+"""The experts of a model that computed each token of a turn, from SGLang's report.
 
-SGLang keeps them with the keys and values of a token and returns them when an answer
-ends. A turn's record has one row for each of its tokens: the experts of the pass that
-predicted the token, which is the pass at the position before. So the records of the
-turns of a path follow each other without gap or overlap, whichever engines answered.
-Pure.
+SGLang keeps them with the keys and values of a token and returns them when a reply
+ends. A turn's record has one row per token: the experts of the pass that predicted the
+token, which is the pass at the previous position. The records of a trajectory's turns
+therefore follow each other without gap or overlap, whichever engines replied. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsShape:
-    """How many choices a model makes for a token."""
+    """Shape of a model's expert choices for a token."""
 
     layers: int
     """All layers. SGLang reports zeros for those without experts."""
@@ -39,8 +38,8 @@ class ExpertsShape:
 
     @classmethod
     def of(cls, model_path: Path | str) -> ExpertsShape:
-        """Raises ValueError for a model without experts, ConfigError for one that the
-        trainer refuses."""
+        """Read the shape from a model folder. Raises ValueError for a model without
+        experts, ConfigError for one that the trainer refuses."""
         config = read_hf_config(model_path)
         if config.experts is None:
             raise ValueError(f"{model_path}: the model has no experts")
@@ -52,8 +51,8 @@ class ExpertsShape:
 
 
 def first_row(path_tokens: int) -> int:
-    """The first position whose experts a turn records. `path_tokens`: tokens of the
-    turns before it."""
+    """Return the first position whose experts a turn records. `path_tokens`: tokens of
+    the turns before it."""
     return max(0, path_tokens - 1)
 
 
@@ -65,17 +64,17 @@ def turn_experts(
     prompt_tokens: int,
     spans: Sequence[VersionSpan],
 ) -> RoutedExperts | None:
-    """The record of a turn, or None if the engine's report is missing or is not one of
-    this turn.
+    """Return the record of a turn, or None if the engine's report is missing or does
+    not fit this turn.
 
     `encoded`: base64 of int32 [positions, layers, chosen], of all positions but the
-    last one from `first_row` on. `path_tokens`: how many of the prompt's tokens belong
-    to earlier turns. `spans`: the versions of the sampled tokens.
+    last one from `first_row` on. `path_tokens`: prompt tokens that belong to earlier
+    turns. `spans`: versions of the sampled tokens.
 
     Before weights change, engines drop the keys and values of running requests, and
-    compute them again under the new weights, experts included. The experts that sampled
-    the tokens before the change are lost then, so those are unknown. So are those of
-    the first token of a path, which nothing predicted.
+    compute them again under the new weights, experts included. The experts of the
+    tokens before the change are lost then, and so recorded as unknown, as are those of
+    a trajectory's first token, which nothing predicted.
     """
     if encoded is None:
         _log.warning(

@@ -3,10 +3,10 @@ engines that it routes to.
 
 Invariant: the router is private. It listens on loopback; sampling needs `api_key`,
 which the gateway holds; management needs another key, which never leaves this file.
-Towards an engine sglang-router uses that engine's key, and smg the key of the request:
-behind smg all engines have `api_key`. The router never retries, never sheds load, and
-never ejects an engine that is only paused. It routes to an engine only after
-`register`, which is called once that engine holds the fleet's version.
+sglang-router sends an engine that engine's key, smg the key of the request: behind smg
+all engines have `api_key`. The router never retries, never sheds load, and never ejects
+an engine that is only paused. It routes to an engine only after `register`, which is
+called once that engine holds the fleet's version.
 """
 
 import sys
@@ -29,18 +29,18 @@ _FLAGS = {
     "request-timeout-secs": "7200",
     "worker-startup-check-interval": "1",
     "health-check-interval-secs": "1",
-    # A dead engine refuses at once and is out after three checks; a busy machine may
-    # answer late.
+    # A dead engine refuses immediately and is out after three checks; a busy machine
+    # may answer late.
     "health-check-timeout-secs": "10",
     "health-failure-threshold": "3",
     "health-success-threshold": "1",
-    # Answered while generation is paused; /health is not. `engine_health.py` finds a
+    # Answered while generation is paused, unlike /health. `engine_health.py` finds a
     # hung scheduler.
     "health-check-endpoint": "/server_info",
     "shutdown-grace-period-secs": "1",
     "log-level": "warn",
 }
-# The gateway owns retries; and 4xx answers would count as failures and open the breaker
+# The gateway retries; and 4xx responses would count as failures and open the breaker
 # for everyone.
 _SWITCHES = ("--disable-retries", "--disable-circuit-breaker")
 _CALL_DEADLINE_S = 30.0
@@ -48,8 +48,8 @@ _ROUTING_DEADLINE_S = 60.0
 
 
 class RouterAddress:
-    """Where a router listens and with which keys. Others hold it, so a restarted router
-    has the same."""
+    """Ports and keys of a router. Others hold them, so a restarted router keeps
+    them."""
 
     def __init__(self) -> None:
         self.port = ReservedPort()
@@ -58,13 +58,13 @@ class RouterAddress:
         self.management_key = random_key()
 
     def close(self) -> None:
-        """Give the ports back."""
+        """Release the ports."""
         self.port.close()
         self.prometheus_port.close()
 
 
 class RouterServer(ServerProcess):
-    """Call `wait_ready`, then `register` engines. Every call blocks."""
+    """Router process. Call `wait_ready`, then `register` engines. Every call blocks."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class RouterServer(ServerProcess):
         address: RouterAddress | None = None,
         installed_smg: smg.Smg | None = None,
     ) -> None:
-        """`address`: of the router that this one succeeds. Without smg it is
+        """`address`: of the previous router that this one replaces. Without smg it is
         sglang-router."""
         self.address = address or RouterAddress()
         self.api_key = self.address.api_key
         self.engine_api_key: str | None = None
-        """The API key that engines must have. None: each may have its own."""
+        """API key that engines must have. None: each may have its own."""
         self.url = f"http://127.0.0.1:{self.address.port.number}"
         self.metrics_url = (
             f"http://127.0.0.1:{self.address.prometheus_port.number}/metrics"
         )
         self._start_timeout_s = start_timeout_s
         self._worker_ids: dict[str, str] = {}
-        """The router's own ids of the registered engines, by URL."""
+        """Router's ids of the registered engines, by URL."""
         flags = {
             "host": "127.0.0.1",
             "port": str(self.address.port.number),
@@ -104,13 +104,13 @@ class RouterServer(ServerProcess):
             self.engine_api_key = self.api_key
             flags |= smg.FLAGS
             switches += smg.SWITCHES
-            # -I: nothing of our environment or of PYTHONPATH.
+            # -I: ignore our environment and PYTHONPATH.
             command = [str(installed_smg.python), "-I", launch_router.__file__, "smg"]
         for name, value in flags.items():
             command += [f"--{name}", value]
         command += [*switches, *passthrough]
-        # Sampling needs one key, management another; an engine's is given when it is
-        # registered.
+        # Sampling and management need different keys; an engine's key comes with its
+        # registration.
         keys = f"--api-key={self.api_key}"
         keys += (
             f" --control-plane-api-keys invrl:invrl:admin:{self.address.management_key}"
@@ -140,7 +140,8 @@ class RouterServer(ServerProcess):
         )
 
     def register(self, url: str, *, api_key: str) -> None:
-        """Returns once the router routes to this engine, at once if it does already.
+        """Register an engine, and wait until the router routes to it; return
+        immediately if it already does.
 
         Raises DeadlineError, ServerError.
         """
@@ -158,8 +159,8 @@ class RouterServer(ServerProcess):
         self.wait_until(is_routed, f"route to {url}", deadline_s=_ROUTING_DEADLINE_S)
 
     def unregister(self, url: str) -> None:
-        """Returns once the router no longer routes to this engine, at once if it is not
-        registered."""
+        """Unregister an engine, and wait until the router no longer routes to it;
+        return immediately if it is not registered."""
         worker_id = self._worker_ids.pop(url, None)
         if worker_id is None:
             return

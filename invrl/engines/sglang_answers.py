@@ -1,5 +1,5 @@
-"""The JSON that SGLang answers `/generate` with: the fields that we read. Decoding
-checks them."""
+"""JSON of SGLang's `/generate` responses: the fields that we read. Decoding checks
+them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from invrl.errors import ServerError, WrongAnswerError
 from invrl.types.turns import FinishReason
 
 TokenLogprob = tuple[float, int, str | None]
-"""Log-prob, token id, and text that we do not ask for."""
+"""Log-prob, token id, and text, which we do not request."""
 TopLogprob = tuple[float | None, int, str | None]
-"""As `TokenLogprob`; None stands for minus infinity, which JSON does not have."""
+"""`TokenLogprob` in which None stands for minus infinity, which JSON lacks."""
 
 
 class Finish(msgspec.Struct):
@@ -26,24 +26,24 @@ class Finish(msgspec.Struct):
 
 
 class MetaInfo(msgspec.Struct):
-    """The part of SGLang's `meta_info` that we read."""
+    """Part of SGLang's `meta_info` that we read."""
 
     id: str
     prompt_tokens: int
     weight_version: str
     completion_tokens: int = 0
-    """Of the whole answer so far."""
+    """Tokens of the whole reply so far."""
     cached_tokens: int = 0
     output_token_logprobs: list[TokenLogprob] = []
     output_top_logprobs: list[list[TopLogprob] | None] | None = None
     finish_reason: Finish | None = None
     weight_versions: list[EngineSpan] | None = None
     routed_experts: str | None = None
-    """Only at the end of an answer."""
+    """Present only at the end of a reply."""
 
 
 class GenerateEvent(msgspec.Struct):
-    """One event of a stream (the tokens since the event before), or a whole answer."""
+    """One event of a stream (the tokens since the previous event), or a whole reply."""
 
     meta_info: MetaInfo | None = None
     output_ids: list[int] = []
@@ -51,15 +51,15 @@ class GenerateEvent(msgspec.Struct):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a scheduler is, or several of one engine together."""
+    """Load of a scheduler, or of several of one engine together."""
 
     running: int = msgspec.field(name="num_running_reqs", default=0)
     waiting: int = msgspec.field(name="num_waiting_reqs", default=0)
     kv_use: float = msgspec.field(name="token_usage", default=0.0)
-    """Share of the KV cache."""
+    """Used share of the KV cache."""
     cache_hit_rate: float = 0.0
-    """Of the last prompts. 0 as well where SGLang's own metrics are off, as is the next
-    one."""
+    """Hit rate of the last prompts. 0 also if SGLang's own metrics are off, as is the
+    next field."""
     tokens_per_s: float = msgspec.field(name="gen_throughput", default=0.0)
 
 
@@ -68,7 +68,7 @@ class _Loads(msgspec.Struct):
 
 
 def decode_load(data: bytes) -> EngineLoad:
-    """Raises ServerError for an answer of another form."""
+    """Decode a load. Raises ServerError for a response of another form."""
     try:
         loads = msgspec.json.decode(data, type=_Loads).loads
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -108,8 +108,7 @@ class _PromptAnswer(msgspec.Struct):
 
 
 def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
-    """For each prompt [T]: the log-prob of each token; that of the first one is
-    None."""
+    """Return the log-prob of each token [T] of each prompt; None for the first."""
     try:
         answers = msgspec.json.decode(data, type=list[_PromptAnswer])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -118,8 +117,8 @@ def decode_prompt_logprobs(data: bytes) -> list[list[TopLogprob]]:
 
 
 async def events_of(response: HttpConnection) -> AsyncIterator[bytes]:
-    """The server-sent events of a streamed answer, for `decode_event`, without the
-    final `[DONE]`. One read may bring hundreds of them: others get their turn in
+    """Yield the server-sent events of a streamed response, for `decode_event`, without
+    the final `[DONE]`. One read may bring hundreds; other tasks get their turn in
     between."""
     pending = b""
     async for data in response.pieces():

@@ -1,16 +1,15 @@
-"""What a user passes through to SGLang (`--sglang-*`) and to the router (`--router-*`).
+"""Options passed through to SGLang (`--sglang-*`) and to the router (`--router-*`).
 
-Invariant: every option that passes has been parsed by the installed package's own
-parser, as the process will parse it, and no option is dropped silently. An option that
-invrl sets itself, or that would break it, is refused with the reason and what to do
-instead. All of this happens before a process starts. Importable without sglang or
-torch.
+Invariant: every accepted option has been parsed by the installed package's own parser,
+as the process will parse it, and no option is dropped silently. An option that invrl
+sets itself, or that would break it, is refused with the reason and an alternative,
+before a process starts. Importable without sglang or torch.
 
 Tokens are sampled from the policy that is trained, and recorded with its log-probs. So
 every option of SGLang 0.5.21 that changes what is sampled, or lets the KV cache of one
 weight version serve another, is in `SGLANG_OWNED` (invrl sets it) or in
-`SGLANG_REFUSED`; one whose name only suggests it is in `SGLANG_HARMLESS`. A test walks
-the installed package's options for names of this kind that no table has.
+`SGLANG_REFUSED`; an option whose name only suggests it is in `SGLANG_HARMLESS`. A test
+searches the installed package's options for such names that are in no table.
 """
 
 import argparse
@@ -35,9 +34,9 @@ _HTTP = "leave it out: an engine is a process of its own, called over HTTP at it
 _LEAVE_OUT = "leave it out"
 
 _SHARED_GPU = ("--enable-memory-saver", "--mem-fraction-static", "0.8")
-"""An engine that starts while the trainer sleeps leaves a fifth of the memory that it
-finds: for its own activations and CUDA graphs, and for the trainer's canary and what
-the trainer grows by while it trains."""
+"""An engine that starts while the trainer sleeps leaves a fifth of the free memory for
+its own activations and CUDA graphs, the trainer's canary, and the trainer's growth
+while it trains."""
 
 SGLANG_OWNED = {
     **dict.fromkeys(("host", "ssl_"), _LOOPBACK),
@@ -87,7 +86,7 @@ SGLANG_OWNED = {
     ),
     "disaggregation_": _BOTH,
 }
-"""Field, or the prefix of fields that ends in "_" -> what to use instead."""
+"""Field, or prefix of fields that ends in "_" -> alternative."""
 
 _POLICY = (
     "tokens would be sampled from another distribution than the policy that is trained"
@@ -180,7 +179,7 @@ SGLANG_REFUSED = {
         (_LISTENS, "leave it out: an engine listens on its HTTP port of loopback only"),
     ),
 }
-"""Field, or the prefix of fields that ends in "_" -> (reason, fix)."""
+"""Field, or prefix of fields that ends in "_" -> (reason, fix)."""
 
 SGLANG_HARMLESS = {
     "sampling_defaults": "where SGLang's OpenAI routes take their defaults from; /generate has none",
@@ -213,8 +212,8 @@ SGLANG_HARMLESS = {
     "disable_outlines_disk_cache": "grammars, which depend on no weight",
     "default_chat_template_kwargs": "of SGLang's OpenAI routes; the gateway renders",
 }
-"""Field or prefix that looks as if it changed what is sampled, or kept KV -> why it
-does not."""
+"""Field or prefix that seems to change sampling, or to keep KV -> reason that it does
+not."""
 
 ROUTER_OWNED = {
     **dict.fromkeys(("host", "prometheus_host", "tls_"), _LOOPBACK),
@@ -237,7 +236,7 @@ _Option = tuple[argparse.Action, str]
 _TRUE = ("true", "1", "yes", "")
 _FALSE = ("false", "0", "no")
 _NO_VALUE = "True"
-"""The value of a flag that has none on the command line."""
+"""Value of a flag that has none on the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -246,7 +245,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
-    """A parser for one option at a time: no option is required."""
+    """Return a parser for one option at a time: no option is required."""
     parser = _Parser(allow_abbrev=False)
     add_options(parser)
     for action in parser._actions:
@@ -255,8 +254,8 @@ def _parser(add_options: Callable[[argparse.ArgumentParser], None]) -> _Parser:
 
 
 def sglang_flags(options: Mapping[str, object]) -> list[str]:
-    """Command-line flags for `options` (names as in `--sglang-NAME`, kebab or snake).
-    Raises ConfigError."""
+    """Return the command-line flags for `options` (names as in `--sglang-NAME`, kebab
+    or snake). Raises ConfigError."""
     return _flags("sglang", options, sglang_parser, SGLANG_OWNED, SGLANG_REFUSED)
 
 
@@ -268,19 +267,18 @@ def flags_of_run(
     traces_endpoint: str = "",
     shares_gpu: bool = False,
 ) -> list[str]:
-    """As `sglang_flags`, with those that a run's settings need. `in_place`: requests go
-    on in place while weights change. `record_experts`: engines keep which experts
-    computed each token. `traces_endpoint`: where engines send their spans to; "":
-    nowhere. `shares_gpu`: with the trainer, by turns."""
+    """Return `sglang_flags` and the flags that a run's settings need. `in_place`:
+    requests continue in place while weights change. `record_experts`: engines keep the
+    experts that computed each token. `traces_endpoint`: target of the engines' spans;
+    "": none. `shares_gpu`: with the trainer, in turns."""
     flags = sglang_flags(options) + span_flags(traces_endpoint)
     if shares_gpu:
-        flags = [*_SHARED_GPU, *flags]  # the user's options count, which come later
+        flags = [*_SHARED_GPU, *flags]  # the user's options come later and win
     if record_experts:
         flags.append("--enable-return-routed-experts")
     if in_place:
-        # A step that is computed while the results of the one before are read would
-        # still be under way when the weights change, and its tokens would bear the new
-        # version.
+        # A step that is computed while the previous results are read would still be in
+        # flight when the weights change, and its tokens would bear the new version.
         flags.append("--disable-overlap-schedule")
     return flags
 
@@ -288,8 +286,8 @@ def flags_of_run(
 def router_flags(
     options: Mapping[str, object], installed_smg: smg.Smg | None = None
 ) -> list[str]:
-    """As `sglang_flags`, for `--router-NAME`: options of smg, if it is given, or else
-    of sglang-router."""
+    """Return the flags for `--router-NAME`: options of smg, if it is given, else of
+    sglang-router. Raises as `sglang_flags` does."""
     if installed_smg is None:
         return _flags("router", options, router_parser, ROUTER_OWNED)
     return _flags(
@@ -330,7 +328,7 @@ def _flags(
         try:
             arguments = _arguments(action, spelling, value)
             parser.parse_args(arguments)
-        except Exception as error:  # the types of some options raise any kind of error
+        except Exception as error:  # some options' types raise any kind of error
             raise ConfigError(
                 shown_name, value, _reason(action, error), _fix(action, value)
             ) from error
@@ -339,7 +337,8 @@ def _flags(
 
 
 def entry_for(field: str, table: Mapping[str, T]) -> T | None:
-    """The entry of a table for a field, by its name or by a prefix that ends in "_"."""
+    """Return a table's entry for a field, by its name or by a prefix that ends in
+    "_"."""
     if field in table:
         return table[field]
     for name, entry in table.items():
@@ -357,8 +356,8 @@ def _nearest_names(prefix: str, name: str, known: Mapping[str, _Option]) -> str:
 
 
 def _reason(action: argparse.Action, error: Exception) -> str:
-    """The parser's message, without the flag and the list of choices: the fix names
-    those."""
+    """Return the parser's message without the flag and the list of choices, which the
+    fix names."""
     message = str(error).removeprefix(f"argument {'/'.join(action.option_strings)}: ")
     message = message.partition(" (choose from")[0].rstrip(".")
     return message or repr(error)
@@ -378,7 +377,7 @@ def _fix(action: argparse.Action, value: str) -> str:
 
 
 def _arguments(action: argparse.Action, spelling: str, value: str) -> list[str]:
-    """The flag and its value as the package's command line has them. Raises
+    """Return the flag and its value as the package's command line takes them. Raises
     ValueError."""
     if action.nargs == 0:
         return _switch(action, spelling, value)
@@ -387,7 +386,7 @@ def _arguments(action: argparse.Action, spelling: str, value: str) -> list[str]:
         if action.nargs in ("?", "*"):
             return [spelling]
         raise ValueError("a value is missing")
-    if takes_many and value[:1] in ("{", "["):  # JSON stays whole
+    if takes_many and value[:1] in ("{", "["):  # keep JSON whole
         return [spelling, value]
     if takes_many:  # written with commas or spaces
         return [spelling, *value.replace(",", " ").split()]
@@ -397,13 +396,13 @@ def _arguments(action: argparse.Action, spelling: str, value: str) -> list[str]:
 
 
 def _switch(action: argparse.Action, spelling: str, value: str) -> list[str]:
-    """The arguments for an option without a value. Raises ValueError."""
+    """Return the arguments for an option without a value. Raises ValueError."""
     if value.lower() in _TRUE:
         return [spelling]
     if value.lower() not in _FALSE:
         raise ValueError("this is a switch")
     if not isinstance(action, argparse.BooleanOptionalAction):
-        return []  # off already: a switch can only be turned on
+        return []  # already off: a switch can only be turned on
     is_negative = spelling.startswith("--no-")
     for other in action.option_strings:
         if other.startswith("--no-") != is_negative:
@@ -413,8 +412,8 @@ def _switch(action: argparse.Action, spelling: str, value: str) -> list[str]:
 
 @functools.cache
 def sglang_parser() -> _Parser:
-    """The installed package's own parser, which knows its options, their types and
-    choices. ConfigError."""
+    """Return the installed package's own parser, which knows its options, their types
+    and choices. Raises ConfigError."""
     try:
         import torch  # noqa: F401
 
@@ -431,7 +430,7 @@ def sglang_parser() -> _Parser:
 
 @functools.cache
 def router_parser() -> _Parser:
-    """As `sglang_parser`."""
+    """Return the router's parser, as `sglang_parser` does."""
     try:
         from sglang_router.router_args import RouterArgs
     except ImportError as error:
@@ -443,7 +442,8 @@ def router_parser() -> _Parser:
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, _Option]:
-    """By snake_case name, aliases too (--tensor-parallel-size is tp_size)."""
+    """Return the options by snake_case name, aliases included (--tensor-parallel-size
+    is tp_size)."""
     options: dict[str, _Option] = {}
     for spelling, action in parser._option_string_actions.items():
         if spelling.startswith("--") and spelling != "--help":

@@ -1,11 +1,11 @@
 """A typed async client of SGLang's native API: token ids in; ids, log-probs and version
 spans out.
 
-`generate_json` is the JSON of a generation as it is sent. The methods under "control"
-show the other requests. `sglang_answers.py` has the JSON that comes back.
+`generate_json` makes the JSON of a generation request. The methods under "control" make
+the other requests. `sglang_answers.py` has the JSON of the responses.
 
-Invariant: the client sends nothing that would kill a server (a token id outside the
-vocabulary does) or that the server would cut short without an error. Every call has a
+Invariant: the client sends nothing that would kill a server (as a token id outside the
+vocabulary does) or that the server would truncate without an error. Every call has a
 deadline. One instance talks to one base URL: to the router (for the gateway, with the
 key that samples), or to one engine (for the weight receiver and the health check, with
 the admin key too).
@@ -68,12 +68,13 @@ from invrl.types.weights import WeightVersion
 _CONTROL_DEADLINE_S = 60.0
 _NO_ENGINE_STATUS = 503
 _CACHE_MEMORY = "kv_cache"
-"""SGLang's tag of the memory of keys and values."""
+"""SGLang's tag for the memory of keys and values."""
 _IDLE_CONNECTION_S = 2.0
-"""Less than the server's 5 s: it must not close a connection just as we write to it."""
+"""Below the server's 5 s, so that it does not close a connection just as we write to
+it."""
 _RESERVED_KV_SLOTS = 64
-"""SGLang keeps a few KV slots for itself; a request that needs them all would wait for
-ever."""
+"""KV slots that SGLang keeps for itself; a request that needs all slots would wait
+forever."""
 
 NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "top_k": -1,
@@ -95,31 +96,29 @@ NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "custom_params": None,
     "beam_width": None,
 }
-"""Every parameter of SGLang that changes what is sampled, at the value where it changes
-nothing. Each request has all of them: what a request leaves out, the server may fill in
-by itself."""
+"""Every SGLang parameter that changes sampling, at its neutral value. Each request has
+all of them, because the server may choose values for missing ones."""
 
 TOP = np.dtype([("id", np.int32), ("logprob", np.float32)])
-"""A token that could have been sampled."""
+"""A candidate token of a position."""
 NO_TOP: NDArray[np.void] = np.empty(0, TOP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can take: known from the model folder and the engine's
-    settings."""
+    """Limits of an engine, from the model folder and the engine's settings."""
 
     vocab_size: int
     context_length: int
-    """Prompt and answer together; the KV cache's size where that is known and
+    """Tokens of prompt and reply together; the KV cache's size if that is known and
     smaller."""
 
     @classmethod
     def of(
         cls, model_path: Path | str, *, max_total_tokens: int | None
     ) -> EngineLimits:
-        """`max_total_tokens`: what the KV cache holds. None: not known; only the model
-        bounds them."""
+        """`max_total_tokens`: tokens that the KV cache holds. None: unknown; only the
+        model bounds them."""
         config = json.loads(
             (Path(model_path) / "config.json").read_text(encoding="utf-8")
         )
@@ -144,26 +143,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ...)."""
     routing_key: str = ""
     top_logprobs: int = 0
-    """How many of the likeliest tokens are wanted for each sampled token."""
+    """Number of likeliest tokens to return for each sampled token."""
     path_tokens: int = 0
-    """How many of the prompt's tokens belong to earlier turns. Their experts were
-    recorded then."""
+    """Prompt tokens that belong to earlier turns, which recorded their experts."""
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The tokens that arrived since the chunk before."""
+    """Tokens that arrived since the previous chunk."""
 
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
     spans: tuple[VersionSpan, ...]
-    """Of the whole output so far: a caller that cancels keeps what was sampled. Exact
-    in the last chunk. Before it they are what `VersionTracker` makes of the chunks'
-    labels, never newer than the tokens are."""
+    """Spans of the whole output so far: a caller that cancels keeps the sampled tokens.
+    Exact in the last chunk. Before, `VersionTracker` derives them from the chunks'
+    labels; they are never newer than the tokens."""
     cached_tokens: int = 0
-    """How many tokens of the prompt the engine had in its cache."""
+    """Prompt tokens that the engine had in its cache."""
     top: NDArray[np.void] = msgspec.field(default_factory=lambda: NO_TOP)
-    """[T * top_logprobs]: for each token in turn the likeliest tokens in its place, the
-    likeliest first."""
+    """[T * top_logprobs]: likeliest tokens at each position in turn, the likeliest
+    first."""
 
 
 class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -172,16 +170,16 @@ class GenerateEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     matched_stop: int | str | None
-    """The token id or the string that ended it."""
+    """Token id or string that ended it."""
     prompt_tokens: int
     cached_tokens: int
     experts_TLK: RoutedExperts | None = None
-    """Of the turn's tokens: those of the prompt that no earlier turn has, then the
-    sampled ones. None if they are not recorded, or are missing."""
+    """Experts of the turn's tokens: those of the prompt that no earlier turn has, then
+    the sampled ones. None if they are not recorded, or missing."""
 
 
 class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
-    """A whole finished generation. An aborted one holds what was sampled before."""
+    """A whole finished generation. An aborted one holds the tokens sampled before."""
 
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
@@ -191,8 +189,8 @@ class GenerateResult(GenerateEnd, frozen=True, kw_only=True, eq=False):
 def generate_json(
     request: GenerateRequest, *, stream: bool, with_experts: bool = False
 ) -> dict[str, Json]:
-    """The body of `POST /generate`. `with_experts`: the answer has the experts that
-    computed the tokens."""
+    """Return the body of `POST /generate`. `with_experts`: the response includes the
+    experts that computed the tokens."""
     sampling_params: dict[str, Json] = {
         **NEUTRAL_SAMPLING,
         **request.extra_sampling,
@@ -222,7 +220,8 @@ def generate_json(
 
 
 class SglangClient:
-    """Use it inside one event loop, with `async with`, or call `close()` at the end."""
+    """Async client of one server. Use it inside one event loop, with `async with`, or
+    call `close()` at the end."""
 
     def __init__(
         self,
@@ -237,16 +236,16 @@ class SglangClient:
         newest_version: NewestVersion | None = None,
         on_wrong_answer: Callable[[], object] = lambda: None,
     ) -> None:
-        """`name` is how errors call the server. `experts`: those of the model, if
-        generations record which of them computed a token. `newest_version`: tokens of a
-        later one are refused; None: any version may be. `on_wrong_answer` is called for
+        """`name`: the server's name in errors. `experts`: the model's shape, if
+        generations record the experts of their tokens. `newest_version`: tokens of a
+        later one are refused; None: any version may be. `on_wrong_answer`: called for
         each generation that ends with WrongAnswerError."""
         self.base_url = base_url.rstrip("/")
         self.name = name or self.base_url
         self.limits = limits
         self.api_key = api_key
-        """The key that samples. That of an external engine is known once the engine has
-        been reached."""
+        """Key that samples. For an external engine it is known once the engine has been
+        reached."""
         self._admin_key = admin_key
         self._generate_deadline_s = generate_deadline_s
         self._experts = experts
@@ -266,10 +265,9 @@ class SglangClient:
     # ----------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """One whole answer. Cancelling the call cancels the generation.
+        """Generate a whole reply. Cancelling the call cancels the generation.
 
-        Raises SessionError (400) for a request that must not be sent, ServerError,
-        DeadlineError.
+        Raises SessionError (400) for an invalid request, ServerError, DeadlineError.
         """
         self.validate(request.input_ids_T, request.sampling.max_new_tokens)
         answer = await self._ask(
@@ -294,8 +292,8 @@ class SglangClient:
     async def stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[GenerateChunk | GenerateEnd, None]:
-        """Chunks of new tokens as they come; they are not kept here. The last item is
-        the end.
+        """Yield chunks of new tokens as they come, without keeping them. The last item
+        is the end.
 
         Errors as in `generate`. Closing the iterator drops the connection, which ends
         the generation within 0.1 s.
@@ -345,8 +343,9 @@ class SglangClient:
     async def prompt_logprobs(
         self, prompts: Sequence[Sequence[int]], *, deadline_s: float = 120.0
     ) -> list[NDArray[np.float32]]:
-        """For each prompt [T-1]: the log-prob of token t >= 1 given those before it, at
-        temperature 1. Computed before what waits in the engine's queue."""
+        """Return the log-prob [T-1] of each prompt's token t >= 1 given those before
+        it, at temperature 1. Runs before the requests that wait in the engine's
+        queue."""
         for prompt in prompts:
             self.validate(prompt, 1)
         body: dict[str, Json] = {
@@ -372,8 +371,8 @@ class SglangClient:
     def validate(
         self, input_ids: Sequence[int] | NDArray[np.int32], max_new_tokens: int
     ) -> None:
-        """Raises SessionError (400) for what would kill the engine, or what it would
-        refuse or cut short."""
+        """Raise SessionError (400) for a request that would kill the engine, or that it
+        would refuse or truncate."""
         ids_T = np.asarray(input_ids, np.int64)
         if ids_T.size == 0:
             raise SessionError("the prompt is empty", status=400, code="empty_prompt")
@@ -395,8 +394,8 @@ class SglangClient:
     # --------------------------------------------- control (an engine, not the router)
 
     async def pause(self, mode: Literal["retract", "in_place"] = "retract") -> None:
-        """Running requests go on after `resume`. `retract` frees their cache, which is
-        computed again then; `in_place` keeps it."""
+        """Pause generation. Running requests continue after `resume`. `retract` frees
+        their cache, which is then computed again; `in_place` keeps it."""
         await self._control("/pause_generation", {"mode": mode})
 
     async def pause_and_flush(self) -> None:
@@ -405,8 +404,8 @@ class SglangClient:
         await self._control(PAUSE_PATH, {})
 
     async def drain(self, timeout_s: float) -> bool:
-        """New requests wait until `resume`. True when all running ones have ended;
-        False if one has not after `timeout_s`."""
+        """Let running requests end; new ones wait until `resume`. Returns False if a
+        request is still running after `timeout_s`."""
         path = f"{DRAIN_PATH}?timeout={timeout_s:g}"
         reply = await self._control(
             path, {}, deadline_s=timeout_s + _CONTROL_DEADLINE_S
@@ -417,22 +416,23 @@ class SglangClient:
         await self._control("/continue_generation", {"torch_empty_cache": False})
 
     async def flush_cache(self, *, idle_within_s: float = 0.0) -> None:
-        """The engine refuses while a request runs, and for a moment after its answer.
+        """Flush the cache. The engine refuses while a request runs, and for a moment
+        after its reply.
 
-        So it waits for `idle_within_s` until it is idle. A paused engine, whose
-        requests wait, needs no time.
+        It therefore waits up to `idle_within_s` until it is idle. A paused engine,
+        whose requests wait, needs no time.
         """
         await self._control(f"/flush_cache?timeout={idle_within_s:g}", {})
 
     async def release_cache_memory(self) -> None:
         """Free the memory of the cache. The engine must be paused and flushed: SGLang
-        ends its scheduler while a request runs. Without its memory saver (on a CPU) it
-        answers the same and frees nothing."""
+        ends its scheduler if a request runs. Without its memory saver (on a CPU) it
+        reports success and frees nothing."""
         await self._control("/release_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def resume_cache_memory(self) -> None:
-        """After `release_cache_memory`, once: SGLang ends its scheduler at a second
-        call."""
+        """Take the memory of the cache back, once after `release_cache_memory`: SGLang
+        ends its scheduler at a second call."""
         await self._control("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]})
 
     async def begin_weight_update(self) -> None:
@@ -462,13 +462,13 @@ class SglangClient:
         return str(orjson.loads(reply)["weight_version"])
 
     async def weight_version(self) -> str:
-        """The name that the engine gives to what it holds."""
+        """Return the engine's name for its weights."""
         answer = await self._ask("/model_info", deadline_s=_CONTROL_DEADLINE_S)
         return str(orjson.loads(answer)["weight_version"])
 
     async def loader_reply(self, name: str) -> bytes:
-        """What the engine's weight loader has answered under this name; each answer is
-        given out once."""
+        """Return the reply of the engine's weight loader with this name; each reply is
+        served once."""
         path = f"{REPLY_PATH}/{name}"
         return await self._ask(
             path, deadline_s=_CONTROL_DEADLINE_S, key=self._admin_key
@@ -483,8 +483,8 @@ class SglangClient:
         return False
 
     async def load(self, *, deadline_s: float) -> EngineLoad:
-        """What the schedulers published last; no step of theirs waits for it. Raises
-        ServerError, DeadlineError."""
+        """Return the load that the schedulers published last, without delaying a step.
+        Raises ServerError, DeadlineError."""
         return decode_load(
             await self._ask("/v1/loads?include=core", deadline_s=deadline_s)
         )
@@ -517,7 +517,8 @@ class SglangClient:
         key: str | None = None,
         routing_key: str = "",
     ) -> bytes:
-        """The whole answer of `_open`. `key` None stands for the key that samples."""
+        """Return the whole response of `_open`. `key` None stands for the key that
+        samples."""
         if key is None:
             key = self.api_key
         try:
@@ -538,10 +539,10 @@ class SglangClient:
         key: str,
         routing_key: str = "",
     ) -> AsyncIterator[HttpConnection]:
-        """POST `body`, or GET without one. Yields the connection once the answer
+        """POST `body`, or GET without one. Yields the connection once the response
         begins.
 
-        Raises ServerError if there is no answer, or if its status is not 200:
+        Raises ServerError if there is no response, or if its status is not 200:
         NoEngineError if it comes from a router without engines.
         """
         headers = {"Content-Type": "application/json"}
@@ -571,7 +572,7 @@ class SglangClient:
 
 class _GenerationReader:
     """Reads one generation: its disjoint events (`--incremental-streaming-output`), or
-    one whole answer."""
+    one whole response."""
 
     def __init__(
         self, request: GenerateRequest, experts: ExpertsShape | None, check: AnswerCheck
@@ -636,7 +637,8 @@ class _GenerationReader:
     def _turn_experts(
         self, meta: MetaInfo, finish_reason: FinishReason
     ) -> RoutedExperts | None:
-        """What was aborted is never trained."""
+        """Return the turn's experts; None for an aborted reply, which is never
+        trained."""
         if self._experts is None or finish_reason == "abort":
             return None
         return turn_experts(

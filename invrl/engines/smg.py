@@ -1,9 +1,9 @@
 """smg, the successor of sglang-router, as the router in front of the engines (`--router
 smg`).
 
-It lives in a virtual environment of its own, because both packages install a program
-called `smg`. So this process asks that environment's Python for its version and its
-options. Neither is imported here.
+It lives in a separate virtual environment, because both packages install a program
+called `smg`. This process asks that environment's Python for its version and options,
+and imports neither package.
 """
 
 import argparse
@@ -18,10 +18,10 @@ import msgspec
 from invrl.errors import ConfigError
 
 VERSION = "1.13.0"
-"""The only one that is started: another one may have other flags, or send an engine
-other keys."""
+"""Only version that is started: others may have other flags, or send engines other
+keys."""
 INSTALLED_FOLDER = Path(sys.prefix) / "smg"
-"""The virtual environment that `invrl install --router smg` makes."""
+"""Virtual environment that `invrl install --router smg` makes."""
 
 _PRINT_OPTIONS = Path(__file__).with_name("print_smg_options.py")
 _ANSWER_DEADLINE_S = 120.0
@@ -30,23 +30,23 @@ _VALUE_TYPES: dict[str, Callable[[str], object]] = {
     "_non_negative_int": int,
     "float": float,
 }
-"""By their names in smg. All others are read as text here; smg itself checks them when
-it starts."""
+"""Readers of values by their names in smg. Others are read as text; smg checks them
+when it starts."""
 _LISTS = {"_AppendAction": "append", "_ExtendAction": "extend"}
 
 FLAGS = {
     # An engine makes no token while its weights change. By default an engine that makes
     # none for three seconds, while requests pile up, gets no new ones.
     "worker-wedge-secs": "86400",
-    # Comments in streams that wait.
+    # Comments in waiting streams.
     "sse-keepalive-secs": "0",
-    # The gateway keeps connections for as long as it likes, and limits requests itself.
+    # The gateway keeps connections open indefinitely, and limits requests itself.
     "idle-connection-timeout-secs": "0",
     "max-concurrent-requests": "0",
 }
-"""Beside those of both routers."""
+"""Flags in addition to those of both routers."""
 SWITCHES = (
-    "--disable-worker-overload-protection",  # a session stays on its engine, however busy that is
+    "--disable-worker-overload-protection",  # sessions stay on busy engines
     "--disable-load-monitoring",
     "--disable-tokenizer-autoload",  # a download for each engine
 )
@@ -72,7 +72,7 @@ OWNED = {
     "enable_rl": "leave it out: weights are changed by the trainer alone",
     "tenant_api_key": "leave it out: random keys are made",
 }
-"""Options that only smg has and that invrl sets itself -> what to do instead."""
+"""Options that only smg has and that invrl sets itself -> alternative."""
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,10 +81,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     dest: str
     spellings: list[str]
     kind: str
-    """The name of argparse's class."""
+    """Name of argparse's class."""
     nargs: str | int | None
     value_type: str
-    """The name of the function that reads a value. Empty: text."""
+    """Name of the function that reads a value. Empty: text."""
     choices: list[str] | None
 
 
@@ -96,8 +96,8 @@ class Smg(msgspec.Struct, frozen=True, kw_only=True):
     options: list[Option]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """As smg's own code adds them, but for types of values that this module does
-        not know."""
+        """Add the options as smg's own code does, except for value types that this
+        module does not know."""
         for option in self.options:
             if option.kind == "_StoreTrueAction":
                 parser.add_argument(
@@ -124,7 +124,7 @@ class Smg(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What `print_smg_options.py` prints."""
+    """Output of `print_smg_options.py`."""
 
     version: str
     options: list[Option]
@@ -132,10 +132,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @functools.cache
 def find_smg(folder: str | None) -> Smg:
-    """The smg of a virtual environment; None is the one that `invrl install` makes. Takes
-    half a second.
+    """Return the smg of a virtual environment, by default of the one that `invrl
+    install` makes. Takes half a second.
 
-    Raises ConfigError if it is not there, or in another version.
+    Raises ConfigError if it is missing, or has another version.
     """
     environment = INSTALLED_FOLDER
     if folder:

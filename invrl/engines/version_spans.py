@@ -1,11 +1,10 @@
-"""Under which weights the tokens of one generation were sampled, from what SGLang
-reports. Pure.
+"""The weight versions that sampled the tokens of one generation, from SGLang's report.
+Pure.
 
-Only the event that ends an answer reports the version of every token. Each event before
-it has one label: the version that the engine's HTTP process held when it passed the
-event on. Tokens that were on their way while the weights changed bear the new label,
-although the old weights sampled them. So a label is the newest version that its tokens
-can have.
+Only the last event of a reply reports the version of every token. Each earlier event
+has one label: the version that the engine's HTTP process held when it forwarded the
+event. Tokens in transit while the weights changed bear the new label, although the old
+weights sampled them. A label is thus the newest version that its tokens can have.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from invrl.types.turns import VersionSpan
 from invrl.types.weights import WeightVersion
 
 _MOST_DIGITS = 18
-"""Of a version; such a number fits into 64 bits."""
+"""Most digits of a version; such a number fits into 64 bits."""
 
 
 class EngineSpan(msgspec.Struct):
-    """The version of tokens [start, end) of an answer, as the engine reports it."""
+    """Version of tokens [start, end) of a reply, as the engine reports it."""
 
     version: str
     start: int
@@ -31,14 +30,14 @@ class EngineSpan(msgspec.Struct):
 
 
 class VersionTracker:
-    """The version spans of one generation, which grow event by event."""
+    """Version spans of one generation, which grow event by event."""
 
     def __init__(self) -> None:
         self.spans: tuple[VersionSpan, ...] = ()
-        """They tile the tokens so far."""
+        """Spans that tile the tokens so far."""
         self.certain = True
-        """The engine has reported the version of every token, or there was only one
-        label."""
+        """Whether the engine has reported the version of every token, or there was only
+        one label."""
         self._previous_label: str | None = None
         self._num_tokens = 0
 
@@ -46,17 +45,17 @@ class VersionTracker:
         self, label: str, num_new_tokens: int, engine_spans: Sequence[EngineSpan] | None
     ) -> None:
         """Add an event with its label. Only the last event has `engine_spans`, for all
-        tokens of the answer.
+        tokens of the reply.
 
-        Without them the new tokens count as sampled under the label of the event
-        before. That version is no newer than theirs, as long as what was on its way
-        during an update came as one event. So the record of an answer that broke off
-        may overstate how old its weights were. The first event has no label before it,
-        and its own is too new if the update came between the sampling and the passing
-        on. A turn that broke off is never trained.
+        Without them the new tokens count as sampled under the previous event's label.
+        That version is no newer than theirs, as long as the tokens in transit during an
+        update came as one event. The record of an interrupted reply may therefore
+        overstate the age of its weights. The first event has no label before it, and
+        its own is too new if the update came between sampling and forwarding. An
+        interrupted turn is never trained.
 
-        Raises WrongAnswerError if the engine's spans leave a token out, or if a version
-        is no number.
+        Raises WrongAnswerError if the engine's spans omit a token, or if a version is
+        not a number.
         """
         self._num_tokens += num_new_tokens
         if engine_spans:
@@ -73,7 +72,7 @@ class VersionTracker:
         self._previous_label = label
 
     def _extend(self, label: str) -> None:
-        """The tokens that no span covers yet are of this version."""
+        """Assign this version to the tokens that no span covers yet."""
         version = _version(label)
         start = 0
         earlier = self.spans
@@ -92,7 +91,7 @@ class VersionTracker:
 def _exact_spans(
     engine_spans: Sequence[EngineSpan], num_tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """The engine's spans without empty ones, cut at `num_tokens`."""
+    """Return the engine's spans without empty ones, cut at `num_tokens`."""
     spans: list[VersionSpan] = []
     covered = 0
     for span in engine_spans:

@@ -1,5 +1,4 @@
-"""One engine's side of a weight update: what the transaction calls, as requests to
-SGLang.
+"""One engine's side of a weight update: the transaction's calls as requests to SGLang.
 
 Invariant: names, shapes and dtypes are checked inside the engine before any of its
 weights is overwritten (a wrong shape would kill it, and it would silently accept an
@@ -8,9 +7,9 @@ the trainer's. Only `commit` changes the version's name.
 
 With `ArenaReceiver` the engine copies from the trainer's shared memory, with
 `FolderReceiver` from a folder that the trainer wrote; with `DeltaReceiver` it applies
-what has changed; with `BroadcastReceiver` it takes what the trainer sends to several
-engines at once. `BucketReceiver` uses SGLang's own flattened buckets. What runs inside
-the engine is `weights/in_engine.py`.
+differences; with `BroadcastReceiver` it receives the trainer's broadcast to several
+engines. `BucketReceiver` uses SGLang's own flattened buckets. The code inside the
+engine is `weights/in_engine.py`.
 """
 
 import asyncio
@@ -54,18 +53,18 @@ from invrl.weights.weight_files import FileSource, ServedHandle
 
 logger = logging.getLogger(__name__)
 _FETCH_SHARE = 0.8
-"""Of the deadline of a load, for the files that an engine fetches: it then says itself
-what is missing."""
+"""Share of a load's deadline in which an engine fetches files, so that it reports
+missing files itself."""
 _ROOM_DEADLINE_S = 10.0
-"""Of a canary in an engine that may be full."""
+"""Deadline of a canary in an engine that may be full."""
 _END_AFTER_FAILURE_S = 5.0
-"""To end an update that has failed or was cancelled, as by the deadline of its phase:
-an engine that has hung until then does not answer to this either, and meanwhile no
-other engine goes on."""
+"""Seconds to end an update that has failed or was cancelled, as by the deadline of its
+phase: an engine that has hung until then does not answer this call either, and the
+other engines wait meanwhile."""
 
 
 class EngineReceiver(ABC):
-    """What every transport shares; a transport implements `load`."""
+    """Code shared by every transport; a transport implements `_load`."""
 
     def __init__(
         self,
@@ -87,21 +86,20 @@ class EngineReceiver(ABC):
         self._aliases = False
         self._approved_layout: WeightLayout = ()
         self._answered: tuple[WeightVersion, Mapping[str, str]] | None = None
-        """What was loaded last, and the checksums that the load answered with, until
-        they have been asked."""
+        """Version loaded last, and the load's checksums until they are read."""
         self._is_asleep = False
         self.is_paused = False
-        """For the health check: a paused engine makes no token."""
+        """Tells the health check that a paused engine makes no token."""
         self.is_loading = False
-        """For the health check: the engine copies or hashes its weights in one call,
-        during which its scheduler answers nothing. That call has `deadline_s`, and an
+        """Tells the health check that the engine copies or hashes its weights in one
+        call, during which its scheduler is silent. That call has `deadline_s`, and an
         engine that exceeds it fails the update."""
         self.replies_over_http = False
-        """The engine may be on another machine, so its weight loader cannot write into
-        a folder of ours."""
+        """The engine may be on another machine, where its weight loader cannot write
+        into our folders."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """Raises LayoutError unless the layout is exactly the engine's weights.
+        """Raise LayoutError unless the layout is exactly the engine's weights.
 
         The engine is asked once per layout: outside a pause it answers only when no
         request runs, and its parameters do not change.
@@ -132,8 +130,8 @@ class EngineReceiver(ABC):
         await self._client.pause_and_flush()
 
     async def sleep(self) -> None:
-        """The engine is paused and its cache flushed, as `retract` and `drain` leave
-        it."""
+        """Free the cache of an engine that is paused and flushed, as `retract` and
+        `drain` leave it."""
         self._is_asleep = True
         try:
             await self._client.release_cache_memory()
@@ -147,7 +145,7 @@ class EngineReceiver(ABC):
             self._is_asleep = False
 
     async def load(self, staged: StagedWeights) -> None:
-        """Raises as the transport's `_load` does."""
+        """Load the weights. Raises as the transport's `_load` does."""
         self._answered = None
         checksums = await self._load(staged)
         if checksums is not None:
@@ -155,12 +153,12 @@ class EngineReceiver(ABC):
 
     @abstractmethod
     async def _load(self, staged: StagedWeights) -> Mapping[str, str] | None:
-        """Returns the checksums that the engine answered with, None if it gave none."""
+        """Return the checksums of the engine's reply, None if it has none."""
         ...
 
     async def checksums(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Those that the load of `staged` answered with, once; without them, or asked
-        again, the engine's parameters are read back now."""
+        """Return the checksums from the load of `staged`, once; without them, or at a
+        second call, read the engine's parameters back."""
         answered = self._answered
         self._answered = None
         if answered is not None and answered[0] == staged.version:
@@ -169,9 +167,9 @@ class EngineReceiver(ABC):
         return reply.checksums
 
     async def read_back(self, layout: WeightLayout) -> ReadBack:
-        """What the engine holds, while it serves: it pauses between two steps, and its
-        requests go on with their caches. Not during an update. After an error the
-        engine may still be paused: `is_paused`."""
+        """Read the engine's weights while it serves: it pauses between two steps, and
+        its requests continue with their caches. Not during an update. After an error
+        the engine may still be paused: `is_paused`."""
         paused_at = time.monotonic()
         self.is_paused = True
         try:
@@ -200,8 +198,9 @@ class EngineReceiver(ABC):
     async def logprobs(
         self, prompts: Sequence[Sequence[int]]
     ) -> list[NDArray[np.float32]]:
-        """Before what waits in the engine's queue. Requests that went on in place may
-        leave no room for more: then they are retracted, and go on after this."""
+        """Return the prompts' log-probs before the engine's queue continues. Requests
+        that continued in place may leave no room: then they are retracted, and continue
+        afterwards."""
         if self._settings.inflight == "in_place":
             with contextlib.suppress(DeadlineError):
                 return await self._client.prompt_logprobs(
@@ -260,8 +259,8 @@ class EngineReceiver(ABC):
         )
 
     def _located(self, staged: StagedWeights) -> tuple[str, FileSource | None]:
-        """What is staged, by files, and where the engine fetches these; None: it opens
-        them."""
+        """Return the handle of the staged files, and their source if the engine fetches
+        them; None: it opens them."""
         settings = self._settings
         if not isinstance(settings, FileWeights) or not settings.host:
             return staged.handle, None
@@ -269,7 +268,8 @@ class EngineReceiver(ABC):
         return served.handle, served.source
 
     def _path_for_loader(self, path: Path) -> str:
-        """What the loader is told: our path, or a bare name that no other reply has."""
+        """Return the loader's reply path: ours, or a bare name that no other reply
+        has."""
         if self.replies_over_http:
             return f"{path.parent.name}-{path.name}"
         return str(path)
@@ -281,7 +281,7 @@ class EngineReceiver(ABC):
             )
 
     async def _send(self, payloads: Sequence[str], load_format: str) -> None:
-        """A payload for each rank."""
+        """Send a payload to each rank."""
         self.is_loading = True
         try:
             await self._client.update_weights_from_tensor(
@@ -292,8 +292,7 @@ class EngineReceiver(ABC):
 
 
 def _payload(request: LoaderRequest) -> str:
-    """SGLang takes pickled tensors by their names: the name of an empty tensor carries
-    the request."""
+    """Return a request as SGLang takes it: the name of an empty pickled tensor."""
     import torch
 
     request_json = msgspec.json.encode(request).decode()
@@ -330,11 +329,11 @@ class ArenaReceiver(EngineReceiver):
         self._must_read_back = True
         self._loads_since_readback = 0
         self._hashed: StagedWeights | None = None
-        """Whose slot holds the bytes that were staged, as `check` saw."""
+        """Version whose slot holds the staged bytes, as `check` verified."""
 
     async def check(self, layout: WeightLayout, staged: StagedWeights) -> None:
-        """Where parameters alias a slot of the host's memory it raises ChecksumError,
-        too, unless the slot holds what was staged."""
+        """Check the layout and the arena. If parameters alias a slot of host memory,
+        also raise ChecksumError unless the slot holds the staged bytes."""
         arena = _arena_of(staged)
         arena.check()
         await super().check(layout, staged)
@@ -371,8 +370,8 @@ def _arena_of(staged: StagedWeights) -> ArenaHandle:
 
 
 class FolderReceiver(EngineReceiver):
-    """The engine copies from the folder of the version, which is on a disk that it
-    shares with the trainer, or which it fetches."""
+    """Copies from the folder of the version, on a disk shared with the trainer or
+    fetched."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         folder, source = self._located(staged)
@@ -383,7 +382,7 @@ class FolderReceiver(EngineReceiver):
 
 
 class DeltaReceiver(EngineReceiver):
-    """The engine applies the differences that it lacks, from such folders."""
+    """Applies the differences that the engine lacks, from such folders."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
         handle, source = self._located(staged)
@@ -395,12 +394,12 @@ class DeltaReceiver(EngineReceiver):
 
 
 class BroadcastReceiver(EngineReceiver):
-    """The engine receives a broadcast of the trainer, together with others
+    """Receives a broadcast of the trainer, together with other engines
     (`weights/broadcast_loads.py`)."""
 
     async def _load(self, staged: StagedWeights) -> Mapping[str, str]:
-        """Raises BroadcastError, after which the engine may hold a mix, if the
-        broadcast broke."""
+        """Load from the broadcast. Raises BroadcastError if it broke; the engine may
+        then hold a mix."""
         invitation = msgspec.json.decode(staged.handle, type=GroupInvitation)
         reply = await self._ask_loader(
             self._approved_layout, broadcast=invitation, digest=True
@@ -409,9 +408,10 @@ class BroadcastReceiver(EngineReceiver):
 
 
 class BucketReceiver(EngineReceiver):
-    """SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC (GPU).
+    """Uses SGLang's own path: flattened buckets by shared memory (CPU) or CUDA IPC
+    (GPU).
 
-    SGLang accepts unknown names and dies of wrong shapes there, so `check` must have
+    SGLang accepts unknown names and dies of wrong shapes here, so `check` must have
     passed.
     """
 
@@ -448,4 +448,4 @@ RECEIVERS: dict[str, type[EngineReceiver]] = {
     "delta": DeltaReceiver,
     "disk": FolderReceiver,
 }
-"""By transport; the trainer's ends are in `train/trainer/train_rank.py`."""
+"""Receivers by transport; the trainer's ends are in `train/trainer/train_rank.py`."""

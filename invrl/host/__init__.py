@@ -1,11 +1,11 @@
 """Processes and files on one machine: starting, watching and ending processes, signals,
-Ray's environment, what is on disk.
+Ray's environment, disks.
 
-Imports only the modules of `invrl/` itself. Start with `process.py`.
+Imports only the top-level modules of `invrl/`. Start with `process.py`.
 
-What we start, we end. No single mechanism can do that: a process that is killed runs no
-code, the kernel signals only direct children, and a dead ancestor adopts nobody. Which
-one covers which death:
+What we start, we end. No single mechanism can do that: a killed process runs no code,
+the kernel signals only direct children, and a dead ancestor adopts nobody. Each death
+has its mechanism:
 
 ============================  ======================================================================
 what happens                  what ends the processes below it
@@ -30,7 +30,7 @@ or of a driver without one    Ray's processes then. The driver's `guardian.py`, 
 a rollout worker ends or      Ray ends the worker's process group; the worker's own guardian ends
 is killed                     what user code has put into another session. What has escaped both
                               ends with the incarnation, by the supervisor.
-a process that forks dies     nothing has to: what it has forked goes on, and the next fork starts
+a process that forks dies     nothing: what it has forked continues, and the next fork starts
                               another one.
 a gateway process dies        the kernel kills the workers of a dead gateway supervisor
                               (`descendants.die_with_parent`); a dead worker has no children.
@@ -41,11 +41,11 @@ or of what it calls           supervisor. It covers the installation too, before
 A process that hangs is found by its silence, which is measured by
 `lived_time.Stopwatch`: a driver's in its `lifeline.py`, Ray's own processes' by
 `ray_watch.py`, an actor's by `actor_heartbeat.py`, a gateway process's in the gateway's
-`heartbeat_page.py`. Engines and the router, which are not our code, are asked over HTTP
-(`engines/engine_health.py`).
+`heartbeat_page.py`. Engines and the router, which are not our code, are polled over
+HTTP (`engines/engine_health.py`).
 
 The guardian cannot use `descendants.py`: it must outlive the process that it watches,
 so it is not an ancestor that could adopt orphans. The watched process cannot adopt them
-either: it would have to collect them when they end, beside user code that waits for
-children of its own.
+either: it would have to reap them, in conflict with user code that waits for its own
+children.
 """

@@ -1,12 +1,11 @@
-"""The one way to hold a Ray actor: typed calls with a deadline, a heartbeat, and plain
-errors.
+"""Ray actors with typed calls that have deadlines, a heartbeat, and plain errors.
 
-Ray's own handles have no types, wait for ever, and raise Ray's exceptions. A role of
-the run is a plain class with `async` methods (tests use it without Ray); `start_actor`
-runs it in a process of its own, and `ActorHandle` calls it. What the actor's code
-raises arrives as the exception that it raised. A process that died is an
-ActorDiedError, and one that does not answer in time an ActorSilentError; both name the
-actor and the method."""
+Ray's own handles have no types, wait forever, and raise Ray's exceptions. A role of the
+run is a plain class with `async` methods (tests use it without Ray); `start_actor` runs
+it in its own process, and `ActorHandle` calls it. Exceptions of the actor's code arrive
+unchanged. A dead process raises ActorDiedError, and one that does not answer in time
+ActorSilentError; both name the actor and the method.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -27,14 +26,14 @@ from invrl.host.lived_time import lived_wait
 from invrl.host.ray_memory import killed_for_memory
 
 _BEAT_GROUP = "beat"
-"""The concurrency group in which `beat` is answered, by a thread of its own."""
+"""Concurrency group in which a separate thread answers `beat`."""
 
 
 class Role(Protocol):
-    """What the class of an actor must have."""
+    """Interface of an actor's class."""
 
     async def beat(self) -> Pulse:
-        """Answers at once, whatever the actor's other methods do."""
+        """Return the pulse immediately, even if other methods are busy."""
         ...
 
 
@@ -45,13 +44,13 @@ RoleT = TypeVar("RoleT", bound=Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorOptions:
-    """What Ray needs to know about an actor."""
+    """Ray's options for an actor."""
 
     max_concurrency: int = 1000
-    """Calls that run at a time; further calls wait in Ray's queue. The default is Ray's
-    for async actors."""
+    """Concurrent calls; further calls wait in Ray's queue. The default is Ray's for
+    async actors."""
     num_gpus: float | None = None
-    """GPUs that the process sees; None leaves its environment as it is."""
+    """GPUs that the process sees; None leaves its environment unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class ActorHandle(Generic[RoleT]):
     """An actor of the class `RoleT`. Can be pickled."""
 
     name: str
-    """What messages call it: "rollout worker 0"."""
+    """Name in messages: "rollout worker 0"."""
     ray_handle: Any
     """Ray's own handle, which has no type."""
 
@@ -71,9 +70,9 @@ class ActorHandle(Generic[RoleT]):
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Answer:
-        """Calls a method, given as `Class.method`, with these arguments, and waits for
-        its answer. Raises ActorSilentError after `deadline_s`, ActorDiedError, and what
-        the method raises."""
+        """Call a method, given as `Class.method`, and wait for its answer. Raises
+        ActorSilentError after `deadline_s`, ActorDiedError, and what the method
+        raises."""
         name = method.__name__
         reference = getattr(self.ray_handle, name).remote(*args, **kwargs)
         try:
@@ -87,8 +86,8 @@ class ActorHandle(Generic[RoleT]):
             if not done:
                 raise ActorSilentError(f"{self.name} to answer {name}()", deadline_s)
             return answer.result()
-        # In this order: an error that was raised in the actor is a RayTaskError and has
-        # its own class too.
+        # In this order: an error raised in the actor is a RayTaskError and also has its
+        # own class.
         except (RayActorError, OutOfMemoryError, TaskCancelledError) as error:
             # Code in the actor that cancels every task of its event loop cancels our
             # call too.
@@ -104,13 +103,13 @@ class ActorHandle(Generic[RoleT]):
         return await asyncio.wrap_future(reference.future())
 
     async def watch(self, timeout_s: float) -> None:
-        """Asks for heartbeats, once the actor has started. Never returns; raises
-        ServerError once the actor has been silent for `timeout_s`. Its process is
-        killed then, if it runs on this machine."""
+        """Poll heartbeats, once the actor has started. Never returns; raises
+        ServerError once the actor has been silent for `timeout_s`. A process on this
+        machine is killed then."""
         await ActorHeartbeat(self.name, self.beat, timeout_s=timeout_s).watch()
 
     def kill(self) -> None:
-        """Ends the process. Calls that wait for its answers raise ActorDiedError."""
+        """End the process. Calls that wait for its answers raise ActorDiedError."""
         ray.kill(self.ray_handle)
 
 
@@ -121,9 +120,9 @@ def start_actor(
     *args: Parameters.args,
     **kwargs: Parameters.kwargs,
 ) -> ActorHandle[RoleT]:
-    """Starts a process with an object of the class `role`, which is made there with
-    these arguments. Returns at once; what its constructor raises, the first call
-    raises. Ray neither restarts the actor nor repeats a call."""
+    """Start a process with an object of the class `role`, made there with these
+    arguments. Returns immediately; an error of its constructor is raised by the first
+    call. Ray neither restarts the actor nor repeats a call."""
     resources: dict[str, float] = {"num_cpus": 0}
     if options.num_gpus is not None:
         resources["num_gpus"] = options.num_gpus

@@ -1,13 +1,13 @@
-"""The heartbeat of a Ray actor: asks it again and again for a sign of life, and says
-when it counts as dead.
+"""The heartbeat of a Ray actor: polls it for signs of life, and decides when it counts
+as dead.
 
 Not to be confused with `engines/engine_health.py` (engines and the router, over HTTP)
 and with `gateway/server/heartbeat_page.py` (the gateway's processes, in shared memory).
 
 Ray reports an actor's process that was killed. It does not report one that is stopped
-(SIGSTOP), or that hangs with the interpreter's lock held: that one keeps its sockets,
-and its callers wait. So each actor class has a method that only answers, beside
-whatever the actor works on. Silence for `run.heartbeat_timeout_s` is death.
+(SIGSTOP), or that hangs while it holds the interpreter's lock: that one keeps its
+sockets, and its callers wait. So each actor class has a method that only answers,
+alongside the actor's work. Silence for `run.heartbeat_timeout_s` is death.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ from invrl.host.lived_time import Stopwatch
 _LOOKS_PER_TIMEOUT = 30
 _QUESTIONS_PER_TIMEOUT = 6
 _BUSY = 0.2
-"""CPUs. A silent process that uses more is working, in a library that holds the
+"""CPUs. A silent process that uses more is working in a library that holds the
 interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """A process's answer: who it is. `pid` means something here only if `host` is this
-    machine."""
+    """Identity of a process that answers. `pid` is meaningful here only if `host` is
+    this machine."""
 
     pid: int
     host: str
 
 
 def pulse() -> Pulse:
-    """The pulse of this process."""
+    """Return the pulse of this process."""
     return Pulse(pid=os.getpid(), host=os.uname().nodename)
 
 
 class ActorHeartbeat:
     """Watches one actor, called `name` in messages.
 
-    `ask` returns its pulse. It may raise, and is then asked again: the caller of the
-    actor's other methods learns of such an error.
+    `ask` returns its pulse. It may raise, and is then called again: the caller of the
+    actor's other methods sees such an error.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class ActorHeartbeat:
         self._last_pulse: Pulse | None = None
 
     async def watch(self) -> None:
-        """Never returns. Raises ServerError that names the process once it counts as
-        dead.
+        """Watch the actor. Never returns; raises ServerError that names the process
+        once it counts as dead.
 
-        A process on this machine has been killed by then, so that nothing waits for it
-        any more.
+        A process on this machine has been killed by then, so nothing waits for it any
+        more.
         """
         while True:
             question = asyncio.ensure_future(self._ask())
@@ -99,7 +99,8 @@ class ActorHeartbeat:
             self._last_pulse = question.result()
 
     def _local_pid(self) -> int | None:
-        """None if the process is on another machine, or has never answered."""
+        """Return the pid; None if the process is on another machine, or has never
+        answered."""
         pulse = self._last_pulse
         if pulse is None or pulse.host != os.uname().nodename:
             return None
@@ -120,7 +121,8 @@ class ActorHeartbeat:
         return 0.0
 
     def _kill(self) -> None:
-        """Ray asks a worker to end itself, which a stopped worker does not hear."""
+        """Kill the process. Ray asks a worker to end itself, which a stopped worker
+        does not do."""
         pid = self._local_pid()
         if pid is not None:
             with contextlib.suppress(OSError):

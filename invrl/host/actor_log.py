@@ -1,5 +1,4 @@
-"""The last lines that an actor's process printed: what a person reads first when it has
-died."""
+"""The last lines that an actor's process printed, for the error about its death."""
 
 import os
 from pathlib import Path
@@ -13,12 +12,13 @@ from invrl.host.actor_output import PROCESS_MARK
 _NUM_LINES = 12
 _TAIL_BYTES = 16_384
 _MARKS = (":job_id:", ":actor_name:", ":task_name:", PROCESS_MARK)
-"""Beginnings of lines that say whose output follows."""
+"""Beginnings of lines that identify the output that follows."""
 
 
 def last_lines(pulse: Pulse | None) -> str:
-    """For the end of an error: the process's last lines, and the file that has them.
-    Empty if it has printed nothing, ran on another machine, or never said who it is."""
+    """Return the process's last lines, and the file that has them, for the end of an
+    error. Empty if it has printed nothing, ran on another machine, or never
+    answered."""
     if pulse is None or pulse.host != os.uname().nodename:
         return ""
     for log in sorted(_ray_logs().glob(f"worker-*-{pulse.pid}.err")):
@@ -35,8 +35,8 @@ def last_lines(pulse: Pulse | None) -> str:
 
 
 def _ray_logs() -> Path:
-    """Where Ray's processes write while they run; `ray_setup.py` copies it into the
-    run's folder."""
+    """Return the folder into which Ray's processes write while they run; `ray_setup.py`
+    copies it into the run's folder."""
     ray_private: Any = vars(ray)["_private"]
     node = ray_private.worker.global_worker.node
     if node is None:

@@ -1,5 +1,5 @@
-"""Where what is computed of a run for those who look at it lies: in the user's cache,
-never in the run."""
+"""Folder for data computed from a run for its viewers: in the user's cache, never in
+the run."""
 
 import hashlib
 import os
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Below $XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder below $XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "invrl" / "viewer"
 
 
 def folder_of_run(cache: Path, run: Path) -> Path:
-    """The folder for what is computed of the run at this path."""
+    """Return the folder for data computed from the run at this path."""
     digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:24]
     return cache / digest

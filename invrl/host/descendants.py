@@ -1,9 +1,9 @@
-"""The processes below this one: how they end with it, and how it finds and ends those
-that are left.
+"""The processes below this one: ending with it, and finding and ending those that are
+left.
 
 The only place that calls `prctl`. Linux only, and standard library only:
 `launch/run_contained.py` imports this file before anything is installed.
-`invrl/host/__init__.py` says which death each mechanism covers.
+`invrl/host/__init__.py` lists the deaths that each mechanism covers.
 """
 
 import contextlib
@@ -31,10 +31,9 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, whatever session it has
-    moved to.
+    """Become the parent of every orphan below this process, in whatever session it is.
 
-    From then on this process has to collect them (`collect_ended_children`).
+    This process must then reap them (`collect_ended_children`).
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -56,7 +55,7 @@ class Descendant:
             return "?"
 
     def send(self, number: signal.Signals) -> None:
-        """Do nothing if the process has ended."""
+        """Send a signal. Do nothing if the process has ended."""
         status = _read_status(self.pid)
         if status is None or status.start_ticks != self.start_ticks:
             return
@@ -74,7 +73,7 @@ class _Status:
 
 
 def _read_status(pid: int) -> _Status | None:
-    """None if there is no such process."""
+    """Return the status; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -86,8 +85,8 @@ def _read_status(pid: int) -> _Status | None:
 
 
 def descendants() -> list[Descendant]:
-    """The processes below this one, parents before their children. Zombies are left
-    out."""
+    """Return the processes below this one, parents before their children. Zombies are
+    left out."""
     children: dict[int, list[Descendant]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -112,7 +111,7 @@ def end_descendants(
     """End every process below this one; call `adopt_orphans` first, or some are not
     found.
 
-    For `grace_s` the processes may end by themselves, after SIGTERM if `terminate`.
+    The processes have `grace_s` to end by themselves, after SIGTERM if `terminate`.
     Then they get SIGKILL. A killed process's children become ours, so the search
     repeats until none is left. Returns the processes that SIGKILL has not ended within
     `kill_within_s`.
@@ -136,7 +135,7 @@ def end_descendants(
 
 
 def collect_ended_children(*, except_pid: int | None = None) -> None:
-    """Remove ended children, adopted ones too, from the process table.
+    """Remove ended children, including adopted ones, from the process table.
 
     `except_pid` stays: its exit code is for the `Popen` that waits for it. An ended
     child that comes after it is collected by a later call.

@@ -1,11 +1,10 @@
-"""Connections to our own processes never go through the proxy that the environment
-names.
+"""Keeps connections to our own processes away from the environment's proxy.
 
 A machine behind a proxy sets `http_proxy`, `https_proxy` or `all_proxy`, and most HTTP
-clients then send even what is meant for 127.0.0.1 there. User code needs the proxy to
-reach the internet, so the variables stay. The hosts of our own processes are added to
-`no_proxy` instead, which every client reads, whatever its language. Our own clients do
-not read these variables at all.
+clients then send even requests to 127.0.0.1 there. User code needs the proxy to reach
+the internet, so the variables stay. The hosts of our own processes are added to
+`no_proxy` instead, which clients in every language read. Our own clients ignore these
+variables.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ WITHOUT_PROXIES = dict.fromkeys(
     ),
     "",
 )
-"""The variables of a process that talks to processes of ours alone, on other machines
-too. `no_proxy=*` would not do: the HTTP client of the routers (reqwest) takes it for
+"""Variables of a process that talks only to our processes, also on other machines.
+`no_proxy=*` does not suffice: the HTTP client of the routers (reqwest) takes it for
 names only, not for addresses."""
 _NO_PROXY = ("no_proxy", "NO_PROXY")
-"""Some clients read one spelling, some the other."""
+"""Clients read one spelling or the other."""
 
 
 def bypass_proxies(*hosts: str) -> None:
@@ -43,16 +42,17 @@ def bypass_proxies(*hosts: str) -> None:
         host for name in _NO_PROXY for host in os.environ.get(name, "").split(",")
     ]
     names = [host.strip() for host in (*exempt, *hosts)]
-    # Each client has its own idea of which spelling counts if they differ, so both get
-    # all hosts.
+    # Clients disagree about which spelling counts if they differ, so both get all
+    # hosts.
     value = ",".join(dict.fromkeys(name for name in names if name))
     if "*" in names:
-        value = "*"  # Python's clients know it only alone
+        value = "*"  # Python's clients accept it only alone
     os.environ.update(dict.fromkeys(_NO_PROXY, value))
 
 
 def open_directly(request: Request | str, *, timeout_s: float) -> HTTPResponse:
-    """`urllib.request.urlopen` without a proxy. Raises OSError, HTTPException."""
+    """Open a URL as `urllib.request.urlopen` does, without a proxy. Raises OSError,
+    HTTPException."""
     from urllib.request import (
         ProxyHandler,
         build_opener,

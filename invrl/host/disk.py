@@ -1,5 +1,4 @@
-"""Files that are whole or not there, what is on disk when a call returns, and whether a
-disk is full."""
+"""Atomic and durable writing of files, and the space left on a disk."""
 
 import errno
 import os
@@ -10,8 +9,8 @@ from pathlib import Path
 from invrl.errors import DiskFullError
 
 FULL_BYTES = 16_000_000
-"""With less free space a disk counts as full: SQLite's log and a few log lines need as
-much."""
+"""A disk with less free space counts as full: SQLite's log and a few log lines need
+this much."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -27,8 +26,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Force a file's contents, or a folder's names, to disk: a power loss after it
-    takes nothing back."""
+    """Force a file's contents, or a folder's names, to disk: they survive a power
+    loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -37,13 +36,13 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """The folder and everything below it."""
+    """Flush the folder and everything below it."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 def full_disk(folder: Path) -> str:
-    """Which disk of `folder` is full and how much of it is free; "" if it is not
+    """Describe which disk of `folder` is full and how much is free; "" if it is not
     full."""
     free = shutil.disk_usage(folder).free
     if free >= FULL_BYTES:
@@ -52,7 +51,7 @@ def full_disk(folder: Path) -> str:
 
 
 def space_left(folder: Path) -> str:
-    """Which disk the folder is on, and how much of it is free."""
+    """Describe which disk the folder is on, and how much is free."""
     free = shutil.disk_usage(folder).free
     return f"the disk at {_mount(folder)} has {free / 1e6:,.1f} MB left"
 
@@ -65,7 +64,7 @@ def _mount(folder: Path) -> Path:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises DiskFullError unless so many bytes fit on the disk of the folder."""
+    """Raise DiskFullError unless `num_bytes` fit on the disk of the folder."""
     if shutil.disk_usage(folder).free < num_bytes:
         raise DiskFullError(
             f"{space_left(folder)}, and {num_bytes / 1e6:,.1f} MB are to be written"
@@ -73,9 +72,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def is_full(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether something could not be written because a disk, or the user's quota on it,
-    is full. `folder`: of the file, if that is SQLite's: where its shared index cannot
-    grow, it calls that an I/O error."""
+    """Whether a write failed because a disk, or the user's quota on it, is full.
+    `folder`: of the file, if it is SQLite's, which reports an I/O error if its shared
+    index cannot grow."""
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:

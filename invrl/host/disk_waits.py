@@ -1,8 +1,8 @@
-"""Work that finds its disk full: it waits for space and is then done again.
+"""Work that waits for space when its disk is full, and is then done again.
 
-The console is told once when the first work of this process begins to wait for a disk,
-rarely again, and once when the last one has found space. A cancellation ends a wait at
-once.
+The console shows one line when the first work of this process begins to wait for a
+disk, repeats it rarely, and shows another when the last one has found space. A
+cancellation ends a wait immediately.
 """
 
 import asyncio
@@ -21,31 +21,31 @@ T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 _POLL_S = 1.0
 _REPEAT_S = 600.0
-"""Between two lines about one disk."""
+"""Seconds between two lines about one disk."""
 
 
 @dataclass(slots=True)
 class _FullDisk:
-    """What waits for a disk, and when the console was told last."""
+    """Work that waits for a disk, and the time of the last console line."""
 
     waiting: set[str] = field(default_factory=set)
     told_at: float = 0.0
 
 
 _full_disks: dict[int, _FullDisk] = {}
-"""By the number of their device."""
+"""Full disks by device number."""
 _lock = threading.Lock()
 
 
 class DiskWait:
-    """One thing that may have to wait for the disk of `folder`: `what`."""
+    """Wait of one piece of work, `what`, for the disk of `folder`."""
 
     def __init__(self, folder: Path, what: str) -> None:
         self._folder = folder
         self._what = what
 
     def goes_on(self) -> None:
-        """It has found no space."""
+        """Record that it has found no space."""
         device = os.stat(self._folder).st_dev
         now = time.monotonic()
         with _lock:
@@ -60,7 +60,7 @@ class DiskWait:
         incidents.warning("%s; the run waits for space (%s)", state, waiting)
 
     def ends(self) -> None:
-        """It has found space, or needs none any more."""
+        """Record that it has found space, or needs none any more."""
         with _lock:
             for device, disk in list(_full_disks.items()):
                 disk.waiting.discard(self._what)
@@ -70,8 +70,8 @@ class DiskWait:
 
 
 async def until_written(folder: Path, what: str, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, which is called again while the disk of `folder` is full.
-    Raises its other errors."""
+    """Return the result of `work`, which is called again while the disk of `folder` is
+    full. Raises its other errors."""
     wait = DiskWait(folder, what)
     try:
         while True:
@@ -93,8 +93,8 @@ async def written_in_thread(
     *args: Parameters.args,
     **named: Parameters.kwargs,
 ) -> T:
-    """The result of `write`, which is called in a thread, and again while the disk of
-    `folder` is full. Raises its other errors."""
+    """Return the result of `write`, which is called in a thread, and again while the
+    disk of `folder` is full. Raises its other errors."""
 
     async def try_once() -> T:
         return await asyncio.to_thread(write, *args, **named)
@@ -103,12 +103,12 @@ async def written_in_thread(
 
 
 async def write_patiently(path: Path, text: str) -> None:
-    """As `write_atomically`, but waits while the disk is full."""
+    """Write as `write_atomically` does, but wait while the disk is full."""
     await written_in_thread(path.parent, path.name, write_atomically, path, text)
 
 
 async def watch_disk(folder: Path) -> None:
-    """Never returns. Says when the run's disk is full, whatever writes there."""
+    """Report when the run's disk is full, independently of writes. Never returns."""
     wait = DiskWait(
         folder, "calls of agents; other requests are answered with 503 meanwhile"
     )

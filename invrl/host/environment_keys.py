@@ -1,16 +1,14 @@
-"""Keys that processes get from their environment, and how they are removed from it
-before user code runs.
+"""Keys from the environment, and their removal from it before user code runs.
 
-Every process that is started inherits the environment: a key that stays there is in
-every tool that user code runs. So a command takes the keys into its memory before
-anything else (`hold_keys`), because its checks import user code too. The keys are in an
-environment again only for a process that needs them: a driver gets them from its
-supervisor, and Ray's own processes get Ray's token while they are started.
+Child processes inherit the environment, so a key in it reaches every tool that user
+code runs. A command therefore first moves the keys into memory (`hold_keys`), because
+its checks import user code too. Only processes that need the keys have them in their
+environment: a driver gets them from its supervisor, and Ray's own processes get Ray's
+token when they start.
 
-What this cannot prevent: user code runs as the same user as the run. It may read files,
-memory, and the environments of other processes (the raylet's and the GCS' hold Ray's
-token, and so do those of Ray's workers until our actor in them begins). Code that is
-not trusted needs separate users or a sandbox.
+Limits: user code runs as the same user as the run. It may read files, memory, and the
+environments of other processes (those of the raylet, the GCS, and Ray's workers until
+our actor begins hold Ray's token). Untrusted code needs separate users or a sandbox.
 """
 
 import ctypes
@@ -21,22 +19,22 @@ from pathlib import Path
 
 ENVIRONMENT_KEY = "INVRL_ENV_KEY"
 ENGINE_KEY = "INVRL_ENGINE_KEY"
-"""Of engines that `invrl engine` starts."""
+"""Key of engines that `invrl engine` starts."""
 TEACHER_KEY = "INVRL_TEACHER_KEY"
-"""Of the server with the teacher."""
+"""Key of the teacher's server."""
 RAY_TOKEN = "RAY_AUTH_TOKEN"
 _NAMES = (ENVIRONMENT_KEY, ENGINE_KEY, TEACHER_KEY, RAY_TOKEN)
 _ENV_START_FIELD = 50
-"""The number of `env_start` in /proc/PID/stat, as in proc(5); `env_end` follows."""
+"""Number of `env_start` in /proc/PID/stat, as in proc(5); `env_end` follows."""
 _ENV_END_FIELD = 51
 _FIRST_FIELD_AFTER_NAME = 3
 
 _HELD: dict[str, str] = {}
-"""Keys by name, which this process knows and its environment does not have."""
+"""Keys by name that this process knows and its environment lacks."""
 
 
 def hold_keys() -> None:
-    """At the beginning of a command: move the keys from the environment into memory."""
+    """Move the keys from the environment into memory, at the beginning of a command."""
     for name in _NAMES:
         _HELD.pop(name, None)  # held for an earlier command in this process
         if name in os.environ:
@@ -44,25 +42,25 @@ def hold_keys() -> None:
 
 
 def hold_key(name: str, value: str) -> None:
-    """Keep the key in memory, and not in the environment."""
+    """Keep the key in memory, and remove it from the environment."""
     _HELD[name] = value
     forget_keys(name)
 
 
 def held_key(name: str) -> str | None:
-    """None if the user gave no such key."""
+    """Return the key; None if the user gave none."""
     return os.environ.get(name, _HELD.get(name))
 
 
 def held_keys() -> Mapping[str, str]:
-    """The variables that a process of ours needs beside this one's environment, if it
-    is to have the keys."""
+    """Return the variables that give the keys to a process of ours, in addition to this
+    one's environment."""
     return dict(_HELD)
 
 
 @contextmanager
 def key_in_environment(name: str) -> Iterator[None]:
-    """What this process starts within the block inherits the key, if this process has
+    """Let processes started within the block inherit the key, if this process has
     it."""
     value = held_key(name)
     if value is None:
@@ -76,14 +74,14 @@ def key_in_environment(name: str) -> Iterator[None]:
 
 
 def take_environment_key() -> str:
-    """The key that opens sessions, or "" if the user gave none. This process no longer
-    has it after this."""
+    """Return the key that opens sessions, or "" if the user gave none. This process no
+    longer has it then."""
     return _take(ENVIRONMENT_KEY)
 
 
 def take_engine_key() -> str:
-    """The key of external engines, or "" if the user gave none. This process no longer
-    has it after this."""
+    """Return the key of external engines, or "" if the user gave none. This process no
+    longer has it then."""
     return _take(ENGINE_KEY)
 
 
@@ -98,8 +96,8 @@ def forget_keys(*names: str) -> None:
     """Remove keys, all of them without `names`, from the environment and from
     /proc/PID/environ.
 
-    What this process starts from now on does not inherit them. Ray has read its token
-    by the time that user code is loaded, and does not need it again.
+    Later child processes do not inherit them. Ray has read its token before user code
+    is loaded, and does not need it again.
     """
     for name in names or _NAMES:
         value = os.environ.pop(name, "")
@@ -108,7 +106,7 @@ def forget_keys(*names: str) -> None:
 
 
 def _overwrite(entry: bytes) -> None:
-    """Overwrite the value in the memory that the kernel shows as this process's first
+    """Overwrite the value in the memory that the kernel shows as this process's initial
     environment."""
     fields = (
         Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -118,7 +116,7 @@ def _overwrite(entry: bytes) -> None:
     if start == 0:
         return
     # A zero byte ends each entry. With one before the first entry, an offset in
-    # `entries` is that of a zero byte, and the entry's own offset in the environment.
+    # `entries` is that of a zero byte, and the entry's offset in the environment.
     entries = b"\0" + ctypes.string_at(start, end - start)
     offset = entries.find(b"\0" + entry + b"\0")
     if offset >= 0:

@@ -1,15 +1,14 @@
-"""A process that has imported a module and forks servers of it: their imports are two
-thirds of the start of an engine on a CPU, and nearly all of the start of a gateway.
+"""A process that has imported a module and forks servers of it: imports take two thirds
+of an engine's start on a CPU, and nearly all of a gateway's.
 
-`ForkParent` is what others hold of it. Run as a program it is the process itself. The
-module has two functions: `prepare()` imports what any of its servers needs, and
-`main(arguments)` is one server, which then is what `python -m MODULE ARGUMENTS` would
-be.
+`ForkParent` is its handle in other processes; this file as a program is the process
+itself. The module has two functions: `prepare()` imports what its servers need, and
+`main(arguments)` runs one server, as `python -m MODULE ARGUMENTS` would.
 
 Invariants. A forked process dies with the process that asked for it
 (`forked_process.py`), not with its parent, which only forks. A parent that died is
-started again for the next fork. Requests are kept while it imports, so that nobody
-waits for that.
+started again for the next fork. Requests queue while it imports, so nobody waits for
+that.
 
 Not for a module that uses a GPU: CUDA does not survive a fork.
 """
@@ -35,32 +34,31 @@ from invrl.host.process import ServerProcess, log_tail
 
 _VARIABLE = "INVRL_FORK_PARENT"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Libraries read these when they are imported. A fork has none of the threads of its
-parent."""
+"""Libraries read these when they are imported. A fork has no threads of its parent."""
 _MOST_DESCRIPTORS = 200
-"""That a message may carry: Linux has a limit of 253."""
+"""Most descriptors in a message: Linux has a limit of 253."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a process is to be started with."""
+    """Arguments for starting a process."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     folder: str
-    """The working folder."""
+    """Working folder."""
     descriptors: Sequence[int]
-    """The numbers under which it inherits open files."""
+    """Numbers under which it inherits open files."""
 
 
 _held: dict[str, int] = {}
-"""By module: the socket to a process that imports it already, which the supervisor has
-started for us."""
+"""Sockets, by module, to processes that the supervisor has started and that already
+import it."""
 
 
 def hold() -> None:
-    """In a driver: take over the socket that its supervisor has left it, so that no
-    child of ours does."""
+    """Take over the socket that a driver's supervisor has left it, so that no child of
+    ours does."""
     value = os.environ.pop(_VARIABLE, "")
     if value:
         module, _, descriptor = value.partition("=")
@@ -69,8 +67,7 @@ def hold() -> None:
 
 
 class EarlyParent:
-    """A process that begins to import while the driver that will use it is still
-    starting."""
+    """A process that begins to import while its driver is still starting."""
 
     def __init__(self, module: str, *, log: Path) -> None:
         self._process, self._requests = _start(module, log)
@@ -79,21 +76,22 @@ class EarlyParent:
         self.environment = {_VARIABLE: f"{module}={self.descriptor}"}
 
     def opened_in_child(self) -> None:
-        """The driver has its copy of the descriptor now, and the process ends with
-        that."""
+        """Close our copy of the descriptor after the driver has its own: the process
+        ends when the driver's copy closes."""
         self._requests.close()
 
 
 class ForkParent:
-    """Start it from a thread that lives as long as processes are to be forked."""
+    """Handle of the process. Start it from a thread that lives as long as processes are
+    forked."""
 
     def __init__(self, module: str, *, log: Path) -> None:
-        """Takes the process that the supervisor has started, or starts it. `module`: an
-        import path."""
+        """Take over the supervisor's process, or start one. `module`: an import
+        path."""
         self._module = module
         self._log = log
         self._process: ServerProcess | None = None
-        """None for the supervisor's."""
+        """None for the supervisor's process."""
         descriptor = _held.pop(module, None)
         if descriptor is None:
             self._process, self._requests = _start(module, log)
@@ -108,9 +106,9 @@ class ForkParent:
         log: int,
         keep: Sequence[int],
     ) -> ForkedProcess:
-        """Returns at once. `name`: for errors. `log`: an open file for the output;
-        `keep`: open files that the process inherits under the same numbers. It gets
-        copies of all of them."""
+        """Fork a process, and return immediately. `name`: for errors. `log`: an open
+        file for the output; `keep`: open files that the process inherits under the same
+        numbers. It gets copies of all of them."""
         if _has_hung_up(self._requests):
             self.stop()
             self._process, self._requests = _start(self._module, self._log)
@@ -121,7 +119,7 @@ class ForkParent:
             reports.sendall(json.dumps(asdict(start)).encode() + b"\n")
             with contextlib.suppress(
                 BrokenPipeError
-            ):  # it ended just now: so has the process
+            ):  # it ended just now, and so did the process
                 socket.send_fds(
                     self._requests, [b"."], [theirs.fileno(), lifeline, log, *keep]
                 )
@@ -134,15 +132,15 @@ class ForkParent:
         return f"{_name(self._module)} ended. Last lines of {self._log}:\n{log_tail(self._log)}"
 
     def stop(self) -> None:
-        """Ends the process and what it has forked. The supervisor's process ends by
-        itself. Idempotent."""
+        """End the process and its forks. The supervisor's process ends by itself.
+        Idempotent."""
         self._requests.close()
         if self._process is not None:
             self._process.stop()
 
 
 def _start(module: str, log: Path) -> tuple[ServerProcess, socket.socket]:
-    """The process, and the socket by which it is asked."""
+    """Start the process. Returns it and the socket for requests."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", __name__, module, str(theirs.fileno())]
@@ -172,18 +170,18 @@ class _Child:
 
 
 class _Forks:
-    """The children of the process, and the socket by which it is asked for more."""
+    """Children of the process, and the socket for requests."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """By a descriptor that can be read once the child has ended."""
+        """Children by a descriptor that becomes readable once the child has ended."""
 
     def next_start(self) -> _Start | None:
-        """Returns in each process that is forked, with what it starts with. Returns
-        None in the parent, once nobody is left to ask."""
+        """Fork on request. Returns in each forked process, with its arguments; returns
+        None in the parent, once nobody can send requests any more."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._requests:
@@ -199,7 +197,7 @@ class _Forks:
                     return start
 
     def _fork(self, descriptors: Sequence[int]) -> _Start | None:
-        """Returns what the process starts with, in that process; None in the parent."""
+        """Fork. Returns the process's arguments in the child, None in the parent."""
         reports = socket.socket(fileno=descriptors[0])
         with reports.makefile("rb") as lines:
             start = _Start(**json.loads(lines.readline()))
@@ -218,7 +216,7 @@ class _Forks:
         return None
 
     def _leave(self) -> None:
-        """In a fork: closes what belongs to the parent and its other children."""
+        """Close what belongs to the parent and its other children, in a fork."""
         self._selector.close()
         self._requests.close()
         for process, child in self._children.items():
@@ -235,14 +233,14 @@ class _Forks:
 
 
 def _tell(reports: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # nobody wants to know any more
+    with contextlib.suppress(OSError):  # nobody reads it any more
         reports.sendall(b"%d\n" % number)
 
 
 def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
-    """In a fork: makes the log its output, and gives the files behind it their
-    `numbers`. The copy of the socket of its reports stays open, so that the death of
-    the parent alone is no end of the reports."""
+    """Make the log a fork's output, and give the files after it their `numbers`. The
+    copy of the reports' socket stays open, so that the parent's death alone does not
+    end the reports."""
     os.setpgid(0, 0)
     moved = [
         fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers, default=0) + 100)
@@ -265,8 +263,7 @@ def _take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _die_with_writer(lifeline: int) -> None:
-    """Lets the kernel kill this process when the last writing end of the pipe
-    closes."""
+    """Let the kernel kill this process when the last writing end of the pipe closes."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(
@@ -279,21 +276,21 @@ def _die_with_writer(lifeline: int) -> None:
 
 
 def _set_environment(module: str, start: _Start, prepared: Mapping[str, str]) -> None:
-    """In a fork. `prepared`: the variables that the module has set for its servers."""
+    """Set a fork's environment. `prepared`: variables that the module has set for its
+    servers."""
     import setproctitle
 
     command = [sys.executable, "-m", module, *start.arguments]
-    # before the environment changes, beside which it is kept
+    # before the environment changes, whose memory it uses
     setproctitle.setproctitle(" ".join(command))
     os.environ.clear()
     os.environ.update({**start.environment, **prepared})
     os.chdir(start.folder)
-    tempfile.tempdir = None  # that of the parent's environment
+    tempfile.tempdir = None  # of the parent's environment
 
 
 def main(module: str, descriptor: int) -> None:
-    """Imports the module, and serves whoever has the other end of the socket
-    `descriptor`."""
+    """Import the module, and serve the other end of the socket `descriptor`."""
     inherited = dict(os.environ)
     program: Any = importlib.import_module(module)
     program.prepare()

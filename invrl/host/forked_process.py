@@ -1,9 +1,10 @@
-"""A process that a `ForkParent` has forked for us, which is not our child: the part of
+"""A process that a `ForkParent` has forked, which is not our child: the part of
 `subprocess.Popen` that a server uses.
 
-Invariant: it dies with its `ForkedProcess`, by a pipe of which only this process has
-the writing end. The kernel kills the reader when that end closes, whatever became of
-the parent."""
+Invariant: it dies with its `ForkedProcess`, by a pipe whose writing end only this
+process has. The kernel kills the reader when that end closes, even if the parent is
+dead.
+"""
 
 import contextlib
 import os
@@ -17,12 +18,12 @@ from subprocess import TimeoutExpired
 from invrl.errors import DeadlineError, ServerError
 
 _FORK_DEADLINE_S = 300.0
-"""For the imports of the parent on a busy machine, and the fork."""
+"""Seconds for the parent's imports on a busy machine, and the fork."""
 _POLL_INTERVAL_S = 0.05
 
 
 class ForkedProcess:
-    """It may be made before the process is forked: nothing waits for that but `pid`."""
+    """A forked process. It may be made before the fork: only `pid` waits for that."""
 
     def __init__(
         self,
@@ -31,8 +32,8 @@ class ForkedProcess:
         lifeline: int,
         parents_last_words: Callable[[], str],
     ) -> None:
-        """`reports`: where the parent sends a line with the pid, and one with the exit
-        code. `lifeline`: the writing end of the pipe."""
+        """`reports`: socket on which the parent sends a line with the pid, and one with
+        the exit code. `lifeline`: the writing end of the pipe."""
         self._name = name
         reports.setblocking(False)
         self._reports = reports
@@ -45,8 +46,8 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Waits for the fork. Raises ServerError if the parent ended first,
-        DeadlineError if that takes `_FORK_DEADLINE_S`."""
+        """Wait for the fork, and return the pid. Raises ServerError if the parent ended
+        first, DeadlineError after `_FORK_DEADLINE_S`."""
         deadline = time.monotonic() + _FORK_DEADLINE_S
         while self.poll() is None and self._pid is None:
             if time.monotonic() > deadline:
@@ -61,20 +62,20 @@ class ForkedProcess:
         return self._pid is not None
 
     def not_forked(self) -> ServerError:
-        """The error of a process whose parent ended first."""
+        """Return the error of a process whose parent ended first."""
         return ServerError(f"{self._name} did not start. {self._parents_last_words()}")
 
     def poll(self) -> int | None:
-        """The exit code, as Popen gives it; None while the process lives or is not
+        """Return the exit code as Popen does; None while the process lives or is not
         forked yet. A process that outlived its parent ends with the code of SIGKILL:
-        nobody knows another one."""
+        the real one is unknown."""
         with self._lock:
             if self.returncode is None:
                 self._read()
             return self.returncode
 
     def _read(self) -> None:
-        at_end = True  # the parent has the other end, and so has the process
+        at_end = True  # both the parent and the process have the other end
         try:
             while chunk := self._reports.recv(64):
                 self._unread += chunk
@@ -92,7 +93,7 @@ class ForkedProcess:
             self.returncode = -signal.SIGKILL
 
     def wait(self, timeout: float) -> int:
-        """Raises TimeoutExpired."""
+        """Wait for the exit code. Raises TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -106,7 +107,7 @@ class ForkedProcess:
                 os.kill(self.pid, signal.SIGTERM)
 
     def close(self) -> None:
-        """Kills the process if it lives; one that is not forked never starts.
+        """Kill the process if it lives; one that is not forked never starts.
         Idempotent."""
         with self._lock:
             if self.returncode is None:

@@ -1,24 +1,24 @@
 """A process that outlives a killed driver or rollout worker just long enough to end
-what that one started.
+that one's descendants.
 
-Servers that we start die with us through PR_SET_PDEATHSIG. Ray's own processes do not
-all: after kill -9 of a driver its raylet goes at once, its agents linger for up to a
-minute. The guardian records the descendants of the process that it watches while that
-one lives, and kills those that are left once it is gone. A rollout worker has a
-guardian too: processes that user code put into a session of their own end with their
-worker. At last the guardian removes the temporary folders whose owners are gone
+Servers that we start die with us through PR_SET_PDEATHSIG. Not all of Ray's own
+processes do: after kill -9 of a driver its raylet ends immediately, its agents linger
+for up to a minute. The guardian records the watched process's descendants while it
+lives, and kills those that are left once it is gone. A rollout worker has a guardian
+too, so processes that user code put into their own session end with their worker.
+Finally the guardian removes the temporary folders whose owners are gone
 (`temporary_folder.py`).
 
-A descendant is known by one of two things:
+A descendant is recognised in one of two ways:
 
 - It has been seen below the watched process. Its start time tells it from a later
   process with the same pid.
-- It bears the mark, as a daemon does that has left the tree at once. The mark is in the
-  environment, which every program that is started inherits. It is also the name of a
-  page of memory, which every fork inherits that starts no program.
+- It bears the mark, as a daemon does that has left the tree immediately. The mark is in
+  the environment, which every started program inherits. It is also the name of a page
+  of memory, which every fork inherits that starts no program.
 
-Not reached: a daemon that has left the tree between two looks and was started with an
-environment made anew. It ends with the run's incarnation, by the supervisor.
+Not reached: a daemon that left the tree between two scans and was started with a new
+environment. The supervisor ends it with the run's incarnation.
 (`invrl/host/__init__.py` says why the watched process does not adopt orphans itself.)
 
 Invariant: no other process is ever touched. A process has one guardian, which ends with
@@ -43,14 +43,14 @@ _LOOK_INTERVAL_S = 2.0
 _GRACE_S = 3.0
 _MARK_VARIABLE = "INVRL_STARTED_BY"
 _PAGES: list[mmap.mmap] = []
-"""The pages of the marks. They stay mapped for as long as this process lives."""
+"""Pages of the marks, mapped as long as this process lives."""
 
 Family = dict[tuple[int, float], psutil.Process]
-"""By pid and start time."""
+"""Processes by pid and start time."""
 
 
 def start_guardian() -> None:
-    """Watch this process from a session of its own, which Ctrl-C and a killed process
+    """Watch this process from a separate session, which Ctrl-C and a killed process
     group do not reach."""
     _start(os.getpid())
 
@@ -74,8 +74,8 @@ def _page_name(mark: str) -> str:
 
 
 def _named_page(name: str) -> mmap.mmap:
-    """A page whose name is in /proc/PID/maps of this process and of every process that
-    it forks."""
+    """Map a page whose name is in /proc/PID/maps of this process and of every process
+    that it forks."""
     descriptor = os.memfd_create(name)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -85,11 +85,11 @@ def _named_page(name: str) -> mmap.mmap:
 
 
 def guard(pid: int, mark: str) -> None:
-    """Returns once process `pid` is gone, and everything below it too."""
+    """Wait until process `pid` is gone, then end everything below it."""
     family: Family = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         _record_until_gone(psutil.Process(pid), family)
-    # Descendants that appeared since the last look: below the known ones, and below the
+    # Descendants that appeared since the last scan: below the known ones, and below the
     # marked ones.
     for process in [*family.values(), *_marked(mark)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -118,8 +118,8 @@ def _record(family: Family, processes: list[psutil.Process]) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """This user's processes that were started with the mark in their environment, or
-    forked with its page."""
+    """Return this user's processes that were started with the mark in their
+    environment, or forked with its page."""
     variable = f"{_MARK_VARIABLE}={mark}".encode()
     page_name = _page_name(mark).encode()
     marked: list[psutil.Process] = []

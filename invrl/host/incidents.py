@@ -1,8 +1,7 @@
-"""Incidents: what has gone wrong in a run's own processes, as lines for the person at
-the console.
+"""Incidents: failures in a run's own processes, as lines for the person at the console.
 
-The run goes on, so nothing else would say it there. An incident is a record of the
-logger `incidents`, and so stands in the log of its process, too.
+The run continues, so nothing else would show them there. An incident is a record of the
+logger `incidents`, and so also appears in its process's log.
 """
 
 import logging
@@ -20,7 +19,7 @@ class _Shown(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line: the log has the others."""
+        """Show one line: the log has the others."""
         first_line, _, rest = record.getMessage().partition("\n")
         more = " (the log has more)" if rest else ""
         self._show(without_keys(f"warning: {first_line}{more}"))
@@ -28,7 +27,7 @@ class _Shown(logging.Handler):
 
 @contextmanager
 def incidents_shown(show: Callable[[str], object]) -> Iterator[None]:
-    """Within the block `show` gets a line for each incident of this process."""
+    """Give `show` a line for each incident of this process within the block."""
     handler = _Shown(show)
     incidents.addHandler(handler)
     try:

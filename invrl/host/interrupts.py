@@ -2,8 +2,8 @@
 nothing, and a deadline ends the process.
 
 Invariant: no signal raises an exception inside a loop that `run` runs. asyncio's own
-runner raises at the second SIGINT. That can hit any callback, also one whose result the
-clean-up waits for.
+runner raises at the second SIGINT, which can hit any callback, even one whose result
+the clean-up waits for.
 """
 
 import _thread
@@ -26,8 +26,8 @@ from invrl.host.live_lines import past_display
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 DEADLINE_S = 120.0
-"""From the first interrupt to the end of this process. A server that hangs takes 65 s
-of it."""
+"""Seconds from the first interrupt to the end of this process. A server that hangs
+takes 65 s of it."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,7 +40,7 @@ class _State:
 
 
 class CleanUp(contextlib.AsyncExitStack):
-    """An exit stack whose exit the first interrupt does not cut short either."""
+    """An exit stack whose exit even the first interrupt does not cut short."""
 
     async def __aexit__(self, *error: Any) -> bool | None:
         _State.cleans_up = True
@@ -48,8 +48,8 @@ class CleanUp(contextlib.AsyncExitStack):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in the main thread. After an interrupt it always raises
-    KeyboardInterrupt."""
+    """Run `work` as `asyncio.run` does, in the main thread. After an interrupt it
+    always raises KeyboardInterrupt."""
     try:
         runner = asyncio.Runner()
         loop = runner.get_loop()
@@ -71,7 +71,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Let a signal that comes just before the loop begins to wait end that wait.
+    """Let a signal that arrives just before the loop begins to wait end that wait.
 
     Python itself calls handlers only between two of its instructions.
     """
@@ -90,10 +90,10 @@ def _woken(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    """The signal handler. Another signal may come at any line of it."""
+    """Handle a signal. Another one may come at any line of it."""
     signal.alarm(
         0
-    )  # Ray's own handler of SIGTERM, if it ran first, would end the process by this in 3 s
+    )  # Ray's own handler of SIGTERM, if it came first, would end the process in 3 s
     count = next(_State.received)
     task = _State.task
     if count == 1:
@@ -112,8 +112,8 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def catch(handler: Any = _interrupt) -> None:
-    """Handle the signals from here on. Raises KeyboardInterrupt at a signal while no
-    loop runs."""
+    """Handle signals from now on. Raises KeyboardInterrupt at a signal while no loop
+    runs."""
     for number in _SIGNALS:
         is_ignored_hangup = (
             number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
@@ -123,7 +123,7 @@ def catch(handler: Any = _interrupt) -> None:
 
 
 def allow_more(seconds: float) -> None:
-    """Put the deadline off: what is done now, before the end, may take that long."""
+    """Extend the deadline by the seconds that the current work may take."""
     _State.more_s += seconds
 
 
@@ -154,4 +154,4 @@ def _end_after_deadline() -> None:
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
         text = past_display(f"invrl: {message}\n", 2)
-        os.write(2, text.encode())  # `print` may be what was interrupted
+        os.write(2, text.encode())  # the signal may have interrupted `print`

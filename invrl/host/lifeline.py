@@ -1,9 +1,9 @@
-"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and its
-last words.
+"""The pipe between a run's supervisor and its driver: the driver's heartbeat, and the
+reason of its end.
 
-The supervisor reads lines; a line is a `Note` as JSON. A driver can be ended without a
-chance to speak (Ray's C++ ends it when its raylet is gone), so it says what it knows at
-once, by a write that needs no event loop.
+The supervisor reads lines; a line is a `Note` as JSON. A driver can be ended without
+warning (Ray's C++ ends it when its raylet is gone), so it reports immediately, by a
+write that needs no event loop.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ BEAT_EVERY_S = 1.0
 class NoteKind(StrEnum):
     BEAT = "beat"
     CAUSE = "cause"
-    """Why the driver is about to end."""
+    """Reason that the driver is about to end."""
     REPORTED = "reported"
     """The driver has shown the user why it ends."""
     FINAL = "final"
     """Another incarnation would fail in the same way."""
     FOLDER = "folder"
-    """A temporary folder, to be removed when the incarnation is over."""
+    """A temporary folder that must be removed when the incarnation is over."""
     BLOCKED = "blocked"
     """The driver is in a call, named by `text`, that no signal interrupts. An interrupt
     may kill it there."""
     FREE = "free"
-    """That call has returned."""
+    """The blocking call has returned."""
     ENDING = "ending"
-    """All work is done and reported. `text` is the exit code that the driver ends with.
-    The end of its interpreter may take long, and has no beats."""
+    """All work is done and reported. `text` is the driver's exit code. The end of its
+    interpreter may take long, without heartbeats."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,35 +46,35 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Pipe:
     descriptor: int | None = None
-    """The writing end, in a driver."""
+    """Writing end, in a driver."""
 
 
 def environment(descriptor: int) -> dict[str, str]:
-    """The variables that the driver's process needs, beside the open descriptor."""
+    """Return the variables that the driver's process needs, in addition to the open
+    descriptor."""
     return {_VARIABLE: str(descriptor)}
 
 
 def hold() -> None:
-    """In the driver: take the pipe over, so that no child of ours inherits it, and
-    begin to beat.
+    """Take the pipe over in the driver, so that no child of ours inherits it, and begin
+    to beat.
 
-    A thread beats: a call that blocks the event loop for a while (Ray's start) is no
-    death.
+    A thread beats, so a call that blocks the event loop for a while (Ray's start) does
+    not count as death.
     """
     descriptor = os.environ.pop(_VARIABLE, "")
     if not descriptor:
         return
     _Pipe.descriptor = int(descriptor)
     os.set_inheritable(_Pipe.descriptor, False)
-    # a stopped supervisor reads nothing: beats are lost then
+    # a stopped supervisor does not read: beats are lost then
     os.set_blocking(_Pipe.descriptor, False)
     tell(NoteKind.BEAT)
     threading.Thread(target=_beat, name="lifeline", daemon=True).start()
 
 
 def is_held() -> bool:
-    """Whether this process has a supervisor, which prints what the driver reports to
-    it."""
+    """Whether this process has a supervisor, which prints the driver's reports."""
     return _Pipe.descriptor is not None
 
 
@@ -91,7 +91,7 @@ def tell(kind: NoteKind, text: str = "") -> None:
 
 @contextlib.contextmanager
 def blocked(what: str) -> Iterator[None]:
-    """Around a call that no signal interrupts, and during which killing this process
+    """Mark a call that no signal interrupts, and during which killing this process
     loses nothing."""
     tell(NoteKind.BLOCKED, what)
     try:
@@ -113,14 +113,14 @@ class Listener:
         self.descriptor, self.writer = os.pipe()
         os.set_blocking(self.descriptor, False)
         self._unread = b""
-        """The beginning of a line whose end has not come."""
+        """Beginning of an incomplete line."""
 
     def opened_in_child(self) -> None:
-        """The child has its copy of the writing end now."""
+        """Close our copy of the writing end after the child has its own."""
         os.close(self.writer)
 
     def notes(self) -> list[Note]:
-        """The notes that have come since the last call."""
+        """Return the notes that have come since the last call."""
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(self.descriptor, 65_536):
                 self._unread += chunk

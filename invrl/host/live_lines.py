@@ -1,9 +1,9 @@
-"""The lines at the end of the terminal that a live display of this process draws again
-and again, for text that goes past the display: what a signal handler writes to the
-terminal itself.
+"""The lines of this process's live display at the end of the terminal, for text that
+bypasses the display: what a signal handler writes directly to the terminal.
 
 Invariant: nothing here takes a lock, so that a signal handler may call it at any
-instruction."""
+instruction.
+"""
 
 import os
 
@@ -16,15 +16,15 @@ class _State:
 
 
 def drawn(count: int) -> None:
-    """A live display has drawn so many lines, and the cursor is in the last of them. 0:
-    there is none."""
+    """Record that a live display has drawn `count` lines, with the cursor in the last
+    of them. 0: there is none."""
     _State.count = count
 
 
 def past_display(text: str, descriptor: int) -> str:
-    """`text`, which ends with a new line, as it is to be written to the terminal
-    `descriptor`: in place of the display, which draws itself again below it. Unchanged
-    where nothing is displayed or the descriptor is no terminal."""
+    """Return `text`, which ends with a new line, in the form for the terminal
+    `descriptor`: it replaces the display, which redraws itself below. Unchanged if
+    nothing is displayed or the descriptor is not a terminal."""
     count = _State.count
     if not count or not os.isatty(descriptor):
         return text

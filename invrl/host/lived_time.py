@@ -1,10 +1,11 @@
-"""Time that a process has lived through: what silence, and deadlines of sessions and
-leases, are measured in.
+"""Time that a process has lived through, which measures silence and the deadlines of
+sessions and leases.
 
-The clock of the machine is for people. It jumps when it is set, and when a machine
-wakes up; the monotonic clock does not, but goes on while a process is stopped. Nobody
-could make a call in such a gap, so no deadline may pass in it. Invariant: whatever
-happened between two looks at the clock, at most a longest gap of it counts."""
+The machine's clock is for people. It jumps when it is set, and when a machine wakes up;
+the monotonic clock does not, but continues while a process is stopped. Nobody could
+make a call in such a gap, so no deadline may pass in it. Invariant: between two
+readings of the clock, at most a longest gap counts.
+"""
 
 import asyncio
 import time
@@ -14,13 +15,13 @@ from typing import Any, TypeVar
 FutureT = TypeVar("FutureT", bound=asyncio.Future[Any])
 
 _LONGEST_GAP_S = 10.0
-"""More than a busy process needs from one look to the next, and less than a deadline
-that anybody sets."""
+"""More than a busy process needs between two readings, and less than any deadline in
+use."""
 _MICROSECONDS = 1_000_000
 
 
 class Stopwatch:
-    """Measures the time between two looks at it. A late look means that this process
+    """Measures the time between two readings. A late reading means that this process
     was stopped or busy, and perhaps those that it watches too: at most `longest_gap_s`
     count."""
 
@@ -32,7 +33,7 @@ class Stopwatch:
         self._last_look = clock()
 
     def lap_s(self) -> float:
-        """Seconds that were lived through since the last look."""
+        """Return the seconds lived through since the last reading."""
         now = self._clock()
         elapsed_s = min(now - self._last_look, self._longest_gap_s)
         self._last_look = now
@@ -40,9 +41,9 @@ class Stopwatch:
 
 
 class LivedTime:
-    """Has to be looked at regularly. `word`: one uint64 of memory that outlives the
-    process, in which a later process with the same word goes on counting microseconds;
-    by default the count begins at 0."""
+    """Clock of lived time, which must be read regularly. `word`: one uint64 of memory
+    that outlives the process, in which a later process with the same word continues to
+    count microseconds; by default the count begins at 0."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class LivedTime:
         self._stopwatch = Stopwatch(longest_gap_s=_LONGEST_GAP_S, clock=clock)
 
     def now(self) -> float:
-        """Seconds that were lived through. They never decrease."""
+        """Return the seconds lived through. They never decrease."""
         self._word[0] += round(self._stopwatch.lap_s() * _MICROSECONDS)
         return self._word[0] / _MICROSECONDS
 
@@ -66,8 +67,8 @@ async def lived_wait(
     return_when: str = asyncio.ALL_COMPLETED,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[set[FutureT], set[FutureT]]:
-    """Waits as `asyncio.wait` does, until `timeout_s` were lived through. Returns what
-    is done and what is not."""
+    """Wait as `asyncio.wait` does, until `timeout_s` were lived through. Returns the
+    done and the pending futures."""
     lived_time = LivedTime(clock=clock)
     while True:
         left_s = max(0.0, timeout_s - lived_time.now())

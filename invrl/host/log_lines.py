@@ -1,8 +1,9 @@
 """The lines that our own processes log: time, level, process, run, session where there
 is one, and message.
 
-A line is text or a JSON object. Invariant: keys are masked in all of it, after the
-traceback was rendered."""
+A line is text or a JSON object. Invariant: keys are masked in the whole line, after the
+traceback was rendered.
+"""
 
 import json
 import logging
@@ -22,24 +23,22 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 CHATTY_LOGGERS = ("httpx", "httpcore", "matplotlib", "asyncio", "urllib3")
 """Libraries that log every request at the level `info`."""
 session_of_task: ContextVar[str] = ContextVar("session_of_task", default="")
-"""The id of the session that the current task works for; "" if there is none. Tasks
-that it starts inherit it."""
+"""Id of the session that the current task works for; "" if there is none. Its child
+tasks inherit it."""
 
 
 class LogSettings(BaseModel):
-    """What all processes of a run log, and how."""
+    """Log format and level of all processes of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str = ""
-    """The name of the run."""
     format: LogFormat = "text"
     level: LogLevel = "info"
 
 
 class LineFormatter(logging.Formatter):
-    """Makes a line of a record. `process` is what the process is called in its
-    lines."""
+    """Formats a record as a line. `process`: the process's name in its lines."""
 
     def __init__(self, process: str, settings: LogSettings) -> None:
         super().__init__()
@@ -63,8 +62,8 @@ class LineFormatter(logging.Formatter):
         )
 
     def _json(self, record: logging.LogRecord) -> str:
-        """Keys are masked before the text is quoted, because quoting changes what is
-        around a key."""
+        """Return a JSON line. Keys are masked before the text is quoted, because
+        quoting changes the characters around a key."""
         line = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -82,7 +81,7 @@ class LineFormatter(logging.Formatter):
         return json.dumps(line)
 
     def _details(self, record: logging.LogRecord) -> list[str]:
-        """Traceback and stack, rendered."""
+        """Return traceback and stack, rendered."""
         details: list[str] = []
         if record.exc_info:
             details.append(self.formatException(record.exc_info))
@@ -96,8 +95,8 @@ class LineFormatter(logging.Formatter):
 def write_log_lines(
     process: str, settings: LogSettings, *, file: Path | None = None
 ) -> None:
-    """Send everything that this process logs to `file`, or to its standard error. A
-    later call replaces an earlier one, for example in a process that was forked."""
+    """Send this process's log to `file`, or to its standard error. A later call
+    replaces an earlier one, for example in a forked process."""
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if file is not None:
         handler = logging.FileHandler(file, encoding="utf-8")
@@ -111,14 +110,14 @@ def write_log_lines(
 
 
 def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Drops a line that cannot be written: each one's traceback would flood the console
+    """Drop a line that cannot be written: a traceback for each would flood the console
     on a full disk."""
     if not isinstance(sys.exception(), OSError):
         logging.Handler.handleError(handler, record)
 
 
 def _time(record: logging.LogRecord) -> str:
-    """UTC, in milliseconds."""
+    """Return the time in UTC, in milliseconds."""
     return (
         datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[
             :-3

@@ -1,16 +1,17 @@
-"""The one mask of keys, for whatever is written into logs.
+"""Masks keys in everything that is written into logs.
 
-It covers session keys (`isk-...`), values that are called a key or a token of an API
-(as arguments, in JSON, in headers), `Authorization` headers, and keys and passwords in
-URLs. Invariant: what it is applied to is the whole text of a log record, with the
-traceback."""
+It covers session keys (`isk-...`), values named as a key or a token of an API (as
+arguments, in JSON, in headers), `Authorization` headers, and keys and passwords in
+URLs. Invariant: it is applied to the whole text of a log record, including the
+traceback.
+"""
 
 import functools
 import logging
 import re
 
 HIDDEN = "(not shown)"
-"""No pattern below takes it for a key: text may be masked twice."""
+"""Replacement that no pattern below takes for a key: text may be masked twice."""
 SESSION_KEY_HIDDEN = "(session key)"
 _SESSION_KEY = re.compile(r"isk-[A-Za-z0-9_=-]{8,}")
 _VALUE = r"""[^"',\s)}]+"""
@@ -35,12 +36,12 @@ _MASKS = (_NAMED, _FLAG, _IN_PAIR, _HEADER, _BEARER, _IN_QUERY, _IN_ADDRESS)
 
 
 def without_session_keys(text: str) -> str:
-    """`text` without session keys."""
+    """Return `text` without session keys."""
     return _SESSION_KEY.sub(SESSION_KEY_HIDDEN, text)
 
 
 def without_keys(text: str) -> str:
-    """`text` without keys of any kind."""
+    """Return `text` without keys of any kind."""
     text = without_session_keys(text)
     for mask in _MASKS:
         text = mask.sub(rf"\1\2{HIDDEN}", text)
@@ -48,9 +49,9 @@ def without_keys(text: str) -> str:
 
 
 def mask_keys_in_logs() -> None:
-    """Mask keys in what every logging handler of this process writes from now on,
-    whoever made the handler and its formatter. For processes whose log lines are not
-    ours, such as an engine's."""
+    """Mask keys in all later output of this process's logging handlers, including those
+    of other packages. For processes whose log lines are not ours, such as an
+    engine's."""
     render = logging.Handler.format
     if hasattr(render, "__wrapped__"):
         return

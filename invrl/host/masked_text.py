@@ -1,4 +1,4 @@
-"""A text stream of a process, without keys in it."""
+"""A text stream of a process, with keys masked."""
 
 import io
 

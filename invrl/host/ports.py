@@ -8,13 +8,13 @@ import socket
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT = 20_000
 _FIRST_EPHEMERAL_PORT = 32_768
-"""Linux gives ports from here on to whoever asks for any."""
+"""First port that Linux assigns by itself."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, for a server that binds it at once.
+    """Return a port that nobody listens on now, for a server that binds it immediately.
 
-    A server that takes longer to start is given a `ReservedPort`.
+    A server that takes longer to start needs a `ReservedPort`.
     """
     with contextlib.closing(ReservedPort()) as port:
         return port.number
@@ -24,16 +24,16 @@ class ReservedPort:
     """A port that stays ours until our server listens on it, and while that server
     restarts.
 
-    A bound socket that never listens holds it. Linux lets a second socket bind beside
-    it only with SO_REUSEADDR, which uvicorn, tokio and libuv set. A program that looks
-    for a free port without that option finds this one in use, and so does this class.
-    The number is below those that Linux gives away by itself, because an engine takes a
-    minute until it listens.
+    A bound socket that never listens holds it. Linux lets a second socket bind the same
+    port only with SO_REUSEADDR, which uvicorn, tokio and libuv set. A program that
+    searches for a free port without that option finds this one in use, and so does this
+    class. The number is below those that Linux assigns by itself, because an engine
+    takes a minute until it listens.
     """
 
     def __init__(self, number: int = 0) -> None:
         """`number`: a port that a user has chosen; 0: any free one. Raises OSError if
-        somebody listens on the chosen one, or if no port is free."""
+        another process listens on the chosen one, or if no port is free."""
         if number:
             self.number = number
             self._socket = socket.socket()
@@ -49,8 +49,8 @@ class ReservedPort:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def is_listened_on(self) -> bool:
-        """Whether somebody listens on the port. Ask once our own server could not: then
-        it is a stranger."""
+        """Whether a process listens on the port. Ask after our own server has failed
+        to: then it is a stranger."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -60,14 +60,13 @@ class ReservedPort:
         return False
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the port. Idempotent."""
         self._socket.close()
 
 
 def _bound_socket() -> socket.socket:
-    """A socket bound to a port that nobody is bound to: a random one of our range or,
-    where that is busy, one of those that Linux gives away. Raises OSError if none of
-    these is free either."""
+    """Return a socket bound to an unused port: a random one of our range or, if that is
+    busy, one assigned by Linux. Raises OSError if none of these is free either."""
     size = _FIRST_EPHEMERAL_PORT - _FIRST_PORT
     for _ in range(size):
         bound = socket.socket()

@@ -1,4 +1,4 @@
-"""Text that may be shown in a terminal, whatever it holds.
+"""Makes any text safe to show in a terminal.
 
 A model's reply and an exception's message can hold any bytes. An escape sequence in
 them would move the cursor, colour the screen or set the terminal's title. Here such
@@ -10,12 +10,12 @@ import unicodedata
 
 _KEPT = "\n\t"
 _SEPARATORS = ("Zl", "Zp")
-"""Unicode's own line and paragraph separators break lines in some terminals."""
+"""Unicode's line and paragraph separators, which break lines in some terminals."""
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """`text` with escapes such as \\x1b or \\u202e in place of the characters that a
-    terminal must not get.
+    """Return `text` with escapes such as \x1b or \u202e in place of the characters that
+    a terminal must not get.
 
     These are control characters, format characters (some reverse the writing
     direction), lone surrogates, and what `encoding` lacks. New lines and tabs stay.
@@ -26,7 +26,7 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def for_stdout(text: str) -> str:
-    """`printable` in the encoding of this process's standard output."""
+    """Return `printable` text in the encoding of this process's standard output."""
     return printable(text, getattr(sys.stdout, "encoding", None) or "utf-8")
 
 
@@ -42,13 +42,13 @@ def _visible(character: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` with one space in place of any white space."""
+    """Return `text` with one space in place of any white space."""
     return " ".join(text.split())
 
 
 def trimmed(text: str, characters: int) -> str:
-    """At most about `characters` of it: the beginning, the end, and between them how
-    much is left out."""
+    """Shorten text to about `characters`: the beginning, the end, and between them the
+    number of characters left out."""
     if len(text) <= characters:
         return text
     head = characters * 2 // 3

@@ -1,5 +1,5 @@
-"""Files of a run that only their owner may read, from the moment they exist: keys,
-conversations, and logs that may hold either."""
+"""Files of a run that are readable only by their owner from the moment they exist:
+keys, conversations, and logs that may contain either."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ def make_private(path: Path) -> None:
     """Create an empty file, or make an existing file of ours private and leave its
     content.
 
-    An existing file is not opened: to close it again would drop every lock that this
-    process has on it, also those of SQLite.
+    An existing file is not opened: closing it again would drop every lock that this
+    process has on it, including SQLite's.
     """
     try:
         os.close(

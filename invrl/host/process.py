@@ -1,4 +1,4 @@
-"""A server in a process of its own: how it is started, watched and ended.
+"""A server in its own process: starting, watching and ending it.
 
 Invariant: what we start, we end. The kernel kills a server when the thread that started
 it dies (`descendants.die_with_parent`), so start servers from a thread that lives as
@@ -26,25 +26,25 @@ from invrl.host.private_file import open_private
 from invrl.host.wait_lines import overload
 
 PYTHON_MODULE = (sys.executable, "-m")
-"""How the command of a server begins that a parent may fork; its module and its
+"""Beginning of the command of a server that a parent may fork; its module and its
 arguments follow."""
 _KILL_DEADLINE_S = 30.0
-"""For a process to be gone after SIGKILL. Giving back gigabytes of memory takes a
+"""Seconds for a process to be gone after SIGKILL. Releasing gigabytes of memory takes a
 while."""
 _LOG_TAIL_BYTES = 64_000
 
 
 def random_key() -> str:
-    """A key for a private server. It becomes a command-line argument: no spaces, no "-"
-    at its beginning."""
+    """Return a key for a private server. It becomes a command-line argument: no spaces,
+    no "-" at its beginning."""
     return secrets.token_hex(24)
 
 
 def still_running(
     processes: Collection[psutil.Process], *, within_s: float
 ) -> list[psutil.Process]:
-    """The processes that have not ended after `within_s`. Returns earlier if all have
-    ended.
+    """Return the processes that have not ended after `within_s`. Returns earlier if all
+    have ended.
 
     A zombie has ended: not every init process collects them.
     """
@@ -69,7 +69,7 @@ def end_processes(
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Process `pid` and everything below it; empty once it is gone."""
+    """Return process `pid` and everything below it; empty once it is gone."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -82,8 +82,8 @@ STOPPED = psutil.STATUS_STOPPED
 
 
 def state_of(process: psutil.Process) -> str:
-    """`ENDED` (also for a zombie), `STOPPED` (by SIGSTOP), or another of the kernel's
-    words."""
+    """Return `ENDED` (also for a zombie), `STOPPED` (by SIGSTOP), or another of the
+    kernel's states."""
     try:
         if not process.is_running():
             return ENDED
@@ -96,7 +96,7 @@ def state_of(process: psutil.Process) -> str:
 
 
 def log_tail(path: Path, lines: int = 25) -> str:
-    """The last lines of a log."""
+    """Return the last lines of a log."""
     with path.open("rb") as file:
         size = path.stat().st_size
         file.seek(max(0, size - _LOG_TAIL_BYTES))
@@ -105,8 +105,7 @@ def log_tail(path: Path, lines: int = 25) -> str:
 
 
 class RestartLimit:
-    """How often something that died is started again: at most `most` times in any
-    `period_s` seconds."""
+    """Limit of restarts: at most `most` in any `period_s` seconds."""
 
     def __init__(
         self,
@@ -126,14 +125,14 @@ class RestartLimit:
         return not self._times or self._clock() - self._times[0] < self._period_s
 
     def allows(self) -> bool:
-        """Count one more restart. False if the limit was reached before it."""
+        """Count one more restart. Returns False if the limit was already reached."""
         allowed = not self.is_reached()
         self._times.append(self._clock())
         return allowed
 
 
 class Forks(Protocol):
-    """Of a process that has imported a server's module (`fork_parent.py`)."""
+    """Interface of a process that has imported a server's module (`fork_parent.py`)."""
 
     def fork(
         self,
@@ -148,13 +147,12 @@ class Forks(Protocol):
 class ServerProcess:
     """A server with its log file. Its process starts when the object is made.
 
-    `keep` holds open file descriptors of ours that the server inherits. With a
-    `parent`, which has imported the module that `command` runs, the process is forked
-    by that.
+    `keep` holds open file descriptors of ours that the server inherits. A `parent`,
+    which has imported the module that `command` runs, forks the process.
     """
 
     grace_s = 5.0
-    """Between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
 
     def __init__(
         self,
@@ -199,11 +197,11 @@ class ServerProcess:
         return self._process.poll() is None
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines of the log: what a person reads first when a server fails."""
+        """Return the last lines of the log, for an error about the server."""
         return log_tail(self.log, lines)
 
     def check_alive(self) -> None:
-        """Raises ServerError if the process has ended."""
+        """Raise ServerError if the process has ended."""
         if not self.alive():
             if (
                 isinstance(self._process, ForkedProcess)
@@ -237,8 +235,8 @@ class ServerProcess:
         """End the process and everything below it: SIGTERM, then SIGKILL after
         `grace_s`. Idempotent.
 
-        Raises ServerError that names what has not ended `_KILL_DEADLINE_S` after
-        SIGKILL.
+        Raises ServerError with the processes that have not ended `_KILL_DEADLINE_S`
+        after SIGKILL.
         """
         if isinstance(self._process, ForkedProcess) and not self._process.is_forked():
             self._process.close()

@@ -1,6 +1,6 @@
-"""What Ray's memory monitor did, in a sentence.
+"""Explains in a sentence what Ray's memory monitor did.
 
-When the memory of the machine is nearly full, whoever filled it, Ray kills processes of
+When the machine's memory is nearly full, for whatever reason, Ray kills processes of
 ours and explains that in twenty lines. A reader needs to know what was killed, whether
 the run itself used the memory, and which setting helps.
 """
@@ -18,14 +18,14 @@ _GB = 1e9
 
 
 def threshold() -> float:
-    """The share of the machine's memory at which Ray begins to kill."""
+    """Return the share of the machine's memory at which Ray begins to kill."""
     with contextlib.suppress(ValueError):
         return float(os.environ.get(_THRESHOLD, _DEFAULT_THRESHOLD))
     return _DEFAULT_THRESHOLD
 
 
 def killed_for_memory(error: BaseException | None, who: str) -> str:
-    """The sentence if `error` says that Ray's monitor killed `who`, else "".
+    """Return the sentence if `error` says that Ray's monitor killed `who`, else "".
 
     An error that the actor itself raised does not count: torch's error for a full GPU
     has the same name.
@@ -50,7 +50,7 @@ def killed_for_memory(error: BaseException | None, who: str) -> str:
 
 
 def _used_by_this_run() -> int:
-    """Bytes of this process and all below it; memory that several share counts once
+    """Return the bytes of this process and all below it; shared memory counts once
     (PSS)."""
     used = 0
     me = psutil.Process()

@@ -16,18 +16,18 @@ from invrl.host.lifeline import NoteKind
 from invrl.host.temporary_folder import TemporaryFolder, short_folder
 
 _RAYS_OWN = "r"
-"""The folder that Ray is given, in one that only its owner may enter. Short, as its
-sockets are below it."""
+"""Ray's folder, in one that only its owner may enter. Short, as its sockets are below
+it."""
 
 
 def prepare_ray() -> None:
-    """To be called before anything imports Ray.
+    """Prepare the environment. Call this before anything imports Ray.
 
-    Its processes are on this machine alone and listen on loopback, where only those
-    that have a token made here may join. Only Ray's own processes get it: engines and
-    the gateway, which are started before, do not inherit it, and neither does what user
-    code in this process starts. Idle workers started ahead and Ray's own metrics are
-    off: they cost a laptop more than they save.
+    Its processes are only on this machine and listen on loopback, where only holders of
+    a token made here may join. Only Ray's own processes get it: engines and the
+    gateway, which start earlier, do not inherit it, nor do child processes of user code
+    in this process. Idle workers started ahead and Ray's own metrics are off: on a
+    laptop they take more time than they save.
     """
     if os.environ.get("RAY_ADDRESS") or "ray" in sys.modules:
         return  # too late: whoever imported Ray has Ray's own token, in the home folder
@@ -53,8 +53,8 @@ def prepare_ray() -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """What a worker process needs: the user's modules and ours, UTF-8 whatever the
-    locale is, one thread per process.
+    """Return a worker process's variables: the user's modules and ours, UTF-8 in every
+    locale, one thread per process.
 
     No uvloop: if user code leaves one of its transports open and another thread
     collects it, the process ends.
@@ -70,14 +70,14 @@ def worker_environment() -> dict[str, str]:
 
 @contextmanager
 def ray_folder(logs: Path) -> Iterator[str]:
-    """A new folder for the sockets and logs of a Ray of our own.
+    """Make a new folder for the sockets and logs of a run's own Ray.
 
-    By default Ray shares a folder with every other program of the machine, and looks
-    there for the address of a running cluster; the address of a dead one made a start
-    hang. Ray lets every user write into its folder, so it is within another one, which
-    is this user's alone. At the end the folder is removed, and its logs go to `logs`.
-    If this process is killed, the supervisor does that; if that is killed too, the next
-    command removes the folder (`remove_abandoned`).
+    By default Ray shares a folder with every other program of the machine, and searches
+    it for the address of a running cluster; the address of a dead one made a start
+    hang. Ray lets every user write into its folder, so it is within one that only this
+    user can enter. At the end the folder is removed, and its logs go to `logs`. If this
+    process is killed, the supervisor does that; if that is killed too, the next command
+    removes the folder (`remove_abandoned`).
     """
     with TemporaryFolder("ray", parent=short_folder()) as folder:
         lifeline.tell(NoteKind.FOLDER, str(folder.path))
@@ -88,8 +88,8 @@ def ray_folder(logs: Path) -> Iterator[str]:
 
 
 def remove_ray_folder(folder: str, logs: Path) -> None:
-    """Remove the folder, but keep what Ray's processes and the workers, user code too,
-    have printed."""
+    """Remove the folder, but keep the output of Ray's processes and the workers,
+    including user code's."""
     with suppress(OSError):
         for pattern in ("*.out", "*.err"):
             for log in Path(folder).glob(f"{_RAYS_OWN}/session_2*/logs/{pattern}"):

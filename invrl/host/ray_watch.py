@@ -1,13 +1,13 @@
 """Watches the raylet and the GCS of a Ray that we started, and ends this process with
 the cause when one is gone.
 
-Without either of them a run can neither go on nor end in order: a raylet takes the
+Without either of them a run can neither continue nor end in order: a raylet takes the
 driver with it within a second, a lost GCS aborts it from C++ after a minute, and
-`ray.shutdown` beside a stopped GCS took seven minutes. So when one is gone or does not
-answer, the cause is reported and this process ends at once; the supervisor (or the
+`ray.shutdown` with a stopped GCS took seven minutes. So when one is gone or does not
+answer, this process reports the cause and ends immediately; the supervisor (or the
 guardian) ends what is left below it.
 
-Only for a Ray of our own: that of RAY_ADDRESS is not ours to end.
+Only for a Ray that we started: that of RAY_ADDRESS is not ours to end.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Watched:
 
 
 class RayWatch:
-    """Calls `end` once, with the cause, when a process has ended or has not answered
+    """Calls `end` with the cause, once, when a process has ended or has not answered
     for a timeout."""
 
     def __init__(
@@ -70,7 +70,7 @@ class RayWatch:
                 ).start()
 
     def stop(self) -> None:
-        """Report nothing from here on: what ends now was meant to end."""
+        """Report nothing from now on: processes that end now were meant to."""
         self._stopped.set()
 
     def _wait_for_end(self, process: Watched) -> None:
@@ -79,7 +79,7 @@ class RayWatch:
         except ProcessLookupError:
             return self._report(f"{process.name} (process {process.pid}) has ended")
         except OSError as error:
-            # a kernel before 5.3: its silence is noticed all the same
+            # a kernel before 5.3: its silence is still noticed
             logger.warning("no pidfd of %s: %s", process.name, error)
             return None
         try:
@@ -93,8 +93,8 @@ class RayWatch:
             os.close(descriptor)
 
     def _ask(self, process: Watched) -> None:
-        """Ask again and again, in a thread of its own, because a call to a stopped
-        process may hang."""
+        """Poll repeatedly, in a separate thread, because a call to a stopped process
+        may hang."""
         while not self._stopped.is_set():
             answered = threading.Event()
             asker = threading.Thread(
@@ -134,7 +134,7 @@ def _answer(ask: Callable[[], object], answered: threading.Event) -> None:
 
 
 def _how_it_ended(descriptor: int) -> str:
-    """Reads how the process ended, without collecting it: Ray does that."""
+    """Describe how the process ended, without reaping it: Ray does that."""
     with contextlib.suppress(OSError):
         info = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if info is not None and info.si_code != os.CLD_EXITED:
@@ -145,7 +145,7 @@ def _how_it_ended(descriptor: int) -> str:
 
 
 def end_this_process(cause: str) -> None:
-    """Report the cause to the user, the log and the supervisor, and end without any
+    """Report the cause to the user, the log and the supervisor, and end without
     clean-up."""
     lifeline.tell(NoteKind.CAUSE, cause)
     with contextlib.suppress(OSError):
@@ -156,9 +156,9 @@ def end_this_process(cause: str) -> None:
 
 
 def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
-    """A call that the raylet of `node` answers by itself.
+    """Return a call that the raylet of `node` answers by itself.
 
-    Not a call for its statistics: for those it asks every worker, and a stopped worker
+    Not the call for its statistics, for which it asks every worker: a stopped worker
     would look like a silent raylet.
     """
     from ray._private.grpc_utils import init_grpc_channel
@@ -179,8 +179,8 @@ def raylet_question(node: Any, *, timeout_s: float) -> Callable[[], object]:
 def watched_ray(
     node: Any, client: Any, *, heartbeat_timeout_s: float
 ) -> Iterator[None]:
-    """Around the work on a Ray that this process started. `node` is Ray's own; `client`
-    is for its GCS."""
+    """Watch a Ray that this process started within the block. `node` is Ray's own;
+    `client` is for its GCS."""
     wait_s = max(1.0, heartbeat_timeout_s / 3)
     ask: Mapping[str, Callable[[], object]] = {
         "gcs_server": lambda: client.internal_kv_get(

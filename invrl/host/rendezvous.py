@@ -1,13 +1,13 @@
-"""The ranks' rendezvous: the store in which the processes of a torch process group find
-each other, on one address and closed to strangers once the group is complete.
+"""Rendezvous of the ranks: the store through which the processes of a torch process
+group find each other, on one address and closed to strangers once the group is
+complete.
 
-torch's own rendezvous makes a store that listens on every interface and asks for no
-key: whoever reaches it can read, change and delete what the ranks tell each other. Here
-the store listens only on the address that it is given (loopback where all processes are
-on one machine). Once the group is complete, `refuse_newcomers` lets nobody in, and
-`refuse_strangers` finds a stranger that came before and is still connected; a stranger
-that has left again is not found. On GPUs, where groups connect when they are first
-used, neither is called.
+torch's own rendezvous makes a store that listens on every interface without a key:
+anyone who reaches it can read, change and delete the ranks' messages. Here the store
+listens only on the given address (loopback if all processes are on one machine). Once
+the group is complete, `refuse_newcomers` admits nobody else, and `refuse_strangers`
+finds a stranger that connected earlier and is still connected, but not one that has
+left again. On GPUs, where groups connect when they are first used, neither is called.
 
 Torch is imported inside functions: a process that only listens does not wait for it.
 """
@@ -33,16 +33,17 @@ _DROP_EVERYTHING = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on this address alone, at a free port. Raises OSError."""
+    """Return a socket that listens only on this address, at a free port. Raises
+    OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def interface_towards(host: str) -> str:
-    """The network interface through which this machine reaches `host`; for its own
-    address the loopback's.
+    """Return the network interface through which this machine reaches `host`; for its
+    own address the loopback's.
 
-    Raises OSError where there is no route.
+    Raises OSError if there is no route.
     """
     addresses = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = addresses[0]
@@ -62,7 +63,7 @@ def interface_towards(host: str) -> str:
 def serve_store(
     listener: socket.socket, *, world_size: int, timeout: timedelta
 ) -> TCPStore:
-    """The store behind `listener`, in this process. It owns a duplicate of the
+    """Return the store behind `listener`, in this process. It owns a duplicate of the
     socket."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -81,8 +82,8 @@ def serve_store(
 def join_store(
     host: str, port: int, *, world_size: int, timeout: timedelta
 ) -> TCPStore:
-    """The store that another process serves at this address. Raises torch's error if it
-    does not answer in time."""
+    """Connect to the store that another process serves at this address. Raises torch's
+    error if it does not answer in time."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -95,10 +96,10 @@ def join_store(
 
 
 def refuse_newcomers(listener: socket.socket) -> None:
-    """Makes the kernel drop whatever arrives at the listening socket from now on, as if
-    nobody listened. Connections that exist already go on.
+    """Make the kernel drop everything that arrives at the listening socket from now on,
+    as if nobody listened. Existing connections continue.
 
-    If the socket were closed instead, torch's thread would go on polling the closed
+    If the socket were closed instead, torch's thread would continue to poll the closed
     one.
     """
     program = ctypes.create_string_buffer(_DROP_EVERYTHING, len(_DROP_EVERYTHING))
@@ -107,7 +108,7 @@ def refuse_newcomers(listener: socket.socket) -> None:
 
 
 def refuse_strangers(listener: socket.socket, *, members: int) -> None:
-    """Raises TrainError if the store behind `listener` has more connections than the
+    """Raise TrainError if the store behind `listener` has more connections than the
     group has members.
 
     Call it once the group is complete, in the process that serves the store. Each

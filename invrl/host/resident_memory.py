@@ -1,6 +1,7 @@
-"""How much memory the processes below this one hold, by kind.
+"""Memory of the processes below this one, by kind.
 
-One line of the kernel per process is read, and nothing is asked of the processes."""
+Reads one line of the kernel per process, without calling the processes.
+"""
 
 import os
 from collections.abc import Mapping
@@ -10,10 +11,10 @@ from types import MappingProxyType
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NAME_BYTES = 15
-"""What the kernel keeps of a process's name."""
+"""Bytes of a process's name that the kernel keeps."""
 _PARENT = 1
 _RESIDENT_PAGES = 21
-"""Places in /proc/PID/stat after the name, which may itself hold spaces and
+"""Positions in /proc/PID/stat after the name, which may itself contain spaces and
 parentheses."""
 
 
@@ -31,10 +32,10 @@ def resident_memory(
     others: str,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Resident bytes of this process and of those below it, by kind: `own` for this
-    process, else what `kinds` says (by pid), or `names` (by the process's name), of the
-    process or of its nearest ancestor, else `others`. Memory that processes share
-    counts once for each of them. Processes on other machines are not seen."""
+    """Return the resident bytes of this process and of those below it, by kind: `own`
+    for this process, else by `kinds` (by pid), or `names` (by the process's name), of
+    the process or of its nearest ancestor, else `others`. Shared memory counts once for
+    each process. Processes on other machines are not seen."""
     kernel_names = {name[:_NAME_BYTES]: kind for name, kind in names.items()}
     processes = _all_processes()
     known = {
@@ -56,7 +57,7 @@ def resident_memory(
 def _kind_below(
     pid: int, processes: Mapping[int, _Process], kinds: Mapping[int, str], others: str
 ) -> str:
-    """The kind of a process below this one; "" for one of another family."""
+    """Return the kind of a process below this one; "" for one of another family."""
     while pid in processes:
         if pid in kinds:
             return kinds[pid]

@@ -46,7 +46,7 @@ class _PlaceholderModule(types.ModuleType):
 
 
 def make_importable() -> None:
-    """After this `import sglang` works. Idempotent; does nothing on CUDA."""
+    """Make `import sglang` work. Idempotent; does nothing on CUDA."""
     import torch
 
     is_done = isinstance(sys.modules.get("sgl_kernel"), _PlaceholderModule)
@@ -70,9 +70,8 @@ def make_importable() -> None:
 
 
 def leave_uncompiled() -> None:
-    """Let decorated functions stay what they are: to compile them would need a compiler
-    of C++, and to import torch's, at the first decorator, takes a second. Does nothing
-    on CUDA."""
+    """Leave decorated functions uncompiled: compiling them needs a C++ compiler, and
+    importing torch's, at the first decorator, takes a second. Does nothing on CUDA."""
     import torch
 
     if not torch.cuda.is_available():
@@ -82,7 +81,7 @@ def leave_uncompiled() -> None:
 def _leave_uncompiled(
     function: Callable[..., Any] | None = None, **options: object
 ) -> Any:
-    """In place of `torch.compile`: the function itself; without one, a decorator."""
+    """Replace `torch.compile`: return the function itself; without one, a decorator."""
     if function is None:
         return lambda decorated: decorated
     return function
@@ -93,8 +92,8 @@ def support_seeds() -> None:
     attention.
 
     Does nothing on CUDA. The kernels that make a result independent of the batch are
-    CUDA's. Here a generation is repeated bit for bit only beside the same others, or
-    alone.
+    CUDA's. Here a generation is repeated bit for bit only together with the same
+    others, or alone.
     """
     import torch
 
@@ -115,9 +114,9 @@ def support_seeds() -> None:
 
 
 def support_routed_experts() -> None:
-    """Let SGLang keep which experts computed each token
-    (`--enable-return-routed-experts`): it would register the memory for them with CUDA.
-    Does nothing on CUDA."""
+    """Let SGLang keep the experts that computed each token
+    (`--enable-return-routed-experts`), whose memory it would register with CUDA. Does
+    nothing on CUDA."""
     import torch
 
     if torch.cuda.is_available():
@@ -131,8 +130,8 @@ def support_routed_experts() -> None:
 def seeded_noise(
     seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
 ) -> torch.Tensor:
-    """Random numbers for SGLang's sampler to compare with log-probs, in place of its
-    hash of the same.
+    """Return random numbers for SGLang's sampler to compare with log-probs, in place of
+    its hash.
 
     Each row has its own numbers, by its seed and position (numpy's Philox). [N], [N],
     [V] -> uint32 [N, V].
@@ -148,10 +147,9 @@ def seeded_noise(
 
 
 def fork_children() -> None:
-    """Let SGLang fork its processes where it would spawn them. Does nothing on CUDA.
+    """Let SGLang fork its processes instead of spawning them. Does nothing on CUDA.
 
-    Forked processes share what is imported already, which halves the time to start and
-    the memory.
+    Forked processes share earlier imports, which halves start-up time and memory.
     """
     import multiprocessing
 

@@ -1,10 +1,10 @@
-"""Folders for what processes leave in TMPDIR, such as the sockets of an engine.
+"""Folders for files that processes leave in TMPDIR, such as an engine's sockets.
 
-Invariant: a folder has one owner, the process that made it, which locks it for as long
-as it lives. Its name has the owner's pid. A folder of this user that nobody locks was
-left by a process that was killed; the next command removes it (`remove_abandoned`). The
-kernel knows the lock in every container that shares the folder's file system, where a
-pid alone could mean another process.
+Invariant: a folder has one owner, the process that made it, which locks it as long as
+it lives. Its name has the owner's pid. A folder of this user that nobody locks was left
+by a killed process; the next command removes it (`remove_abandoned`). The kernel knows
+the lock in every container that shares the folder's file system, where a pid alone
+could mean another process.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from typing import Self
 _NAME = re.compile(r"invrl-[a-z]+-[0-9]+-[a-z0-9_]{8}")
 _SHORT = Path("/tmp")
 _LONGEST_PARENT = 24
-"""Characters. The path of a Unix socket has at most 107 bytes, and folders are made
-within folders."""
+"""Most characters of the parent's path. A Unix socket's path has at most 107 bytes, and
+folders are nested."""
 _KERNEL_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class TemporaryFolder:
-    """A new folder, removed with all it holds by `remove`, or at the end of a `with`
+    """A new folder, removed with its contents by `remove`, or at the end of a `with`
     block."""
 
     def __init__(self, kind: str, *, parent: Path | None = None) -> None:
@@ -47,14 +47,14 @@ class TemporaryFolder:
         self._lock = lock
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the folder. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def environment(self) -> Mapping[str, str]:
-        """The variables with which a process keeps its temporary files here.
+        """Return the variables that make a process keep its temporary files here.
 
         Kernels that torch has compiled stay where the next process finds them.
         """
@@ -80,7 +80,7 @@ class TemporaryFolder:
 
 
 def short_folder() -> Path:
-    """/tmp if it can be written, for sockets whose path leaves no room for that of
+    """Return /tmp if it can be written, for sockets whose path would be too long in
     TMPDIR."""
     if os.access(_SHORT, os.W_OK):
         return _SHORT
@@ -104,7 +104,7 @@ def _short_parent() -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """The temporary folders of this user, of living and of dead owners."""
+    """Yield this user's temporary folders, of living and dead owners."""
     for parent in {short_folder(), _short_parent(), Path(tempfile.gettempdir())}:
         with contextlib.suppress(OSError):
             for entry in os.scandir(parent):

@@ -1,10 +1,11 @@
 """OpenTelemetry traces of a process. OpenTelemetry is imported only in a process that
 sends them.
 
-Spans go to a collector by OTLP over HTTP, in batches, from a thread of their own.
-Invariants: nobody waits for the collector. Spans that it does not take are lost, and so
+Spans go to a collector by OTLP over HTTP, in batches, from a separate thread.
+Invariants: nobody waits for the collector. Spans that it does not accept are lost, as
 are those that come while the queue is full. Spans have numbers and ids, never text of
-prompts or replies, messages of errors, or keys."""
+prompts or replies, error messages, or keys.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class SpanPlace:
 
     @property
     def traceparent(self) -> str:
-        """The header of a request whose spans are to be below this one. The trace is
+        """Header of a request whose spans belong below this one. The trace is
         sampled."""
         return f"00-{self.trace_id}-{self.span_id}-01"
 
@@ -81,8 +82,8 @@ class Traces:
     has a thread."""
 
     def __init__(self, endpoint: str, *, service: str, run: str) -> None:
-        """`endpoint`: as `traces_endpoint` returns it. `service`: what the process is
-        called in traces."""
+        """`endpoint`: as `traces_endpoint` returns it. `service`: the process's name in
+        traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
             OTLPSpanExporter,
         )
@@ -106,8 +107,8 @@ class Traces:
     def call(
         self, name: str, traceparent: str, attributes: Attributes
     ) -> Iterator[None]:
-        """A span around a request that came with this `traceparent` header: it goes on
-        with that trace, or begins a new one if the header is missing or malformed.
+        """Make a span around a request with this `traceparent` header: it continues
+        that trace, or begins a new one if the header is missing or malformed.
         `child_span` makes spans below it."""
         span = self._tracer.start_span(
             name, _context(_remote(traceparent)), attributes=dict(attributes)
@@ -124,7 +125,7 @@ class Traces:
         end: float,
         attributes: Attributes,
     ) -> SpanPlace:
-        """A span of something that has ended, below another span, which may be of
+        """Make a span of something that has ended, below another span, which may be of
         another process. Without `parent` it begins a trace. `start`, `end`: Unix
         seconds."""
         context = _context(None if parent is None else _remote(parent.traceparent))
@@ -135,7 +136,7 @@ class Traces:
         return _place(span)
 
     def close(self, *, deadline_s: float = 3.0) -> None:
-        """Sends what has not been sent, for at most so many seconds."""
+        """Send the remaining spans, for at most `deadline_s`."""
         closing = threading.Thread(
             target=self._provider.shutdown, name="close-traces", daemon=True
         )
@@ -144,7 +145,7 @@ class Traces:
 
 
 def open_traces(setting: str, *, service: str, run: str) -> Traces | None:
-    """None if no endpoint is set."""
+    """Open the traces; None if no endpoint is set."""
     endpoint = traces_endpoint(setting)
     if not endpoint:
         return None
@@ -153,14 +154,14 @@ def open_traces(setting: str, *, service: str, run: str) -> Traces | None:
 
 _Current = tuple["Tracer", "Span"]
 _current_span: ContextVar[_Current | None] = ContextVar("current_span", default=None)
-"""Of this task and those that it starts."""
+"""Current span of this task and its child tasks."""
 
 
 @contextlib.contextmanager
 def child_span(
     name: str, attributes: Attributes | None = None
 ) -> Iterator[SpanPlace | None]:
-    """A span below the current one, and the current one inside of the block; None if
+    """Make a span below the current one, which is current inside of the block; None if
     there is no current one, or if its trace is not sampled."""
     current = _current_span.get()
     if current is None:
@@ -173,7 +174,7 @@ def child_span(
 
 
 def current_traceparent() -> str:
-    """The header that the requests of this task are to have; "" if there is no current
+    """Return the header for the requests of this task; "" if there is no current
     span."""
     current = _current_span.get()
     if current is None:
@@ -184,7 +185,7 @@ def current_traceparent() -> str:
 
 @contextlib.contextmanager
 def _current(tracer: Tracer, span: Span) -> Iterator[None]:
-    """Ends the span with the block. Of an exception only the type is kept: its message
+    """End the span with the block. Only the type of an exception is kept: its message
     may quote a prompt."""
     from opentelemetry.trace import Status, StatusCode
 
@@ -201,7 +202,7 @@ def _current(tracer: Tracer, span: Span) -> Iterator[None]:
 
 
 def _remote(traceparent: str) -> SpanContext | None:
-    """The span that a header names; None if it names none."""
+    """Return the span that a header names; None if it names none."""
     from opentelemetry.trace import SpanContext, TraceFlags
 
     match = _TRACEPARENT.fullmatch(traceparent.strip())
@@ -215,8 +216,8 @@ def _remote(traceparent: str) -> SpanContext | None:
 
 
 def _context(parent: SpanContext | Span | None):
-    """OpenTelemetry's context for a new span. It is never the context of the caller, in
-    which other libraries may have a span of theirs."""
+    """Return OpenTelemetry's context for a new span. It is never the caller's context,
+    in which other libraries may have a span."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
 

@@ -1,8 +1,8 @@
-"""UTF-8 in every process of ours, whatever the locale is.
+"""UTF-8 in every process of ours, in every locale.
 
 Our own code names the encoding of each file. Libraries and user code often do not:
 under a locale such as en_US.ISO-8859-1 a template's full-width characters would
-silently become other tokens. So a command runs in Python's UTF-8 mode, and so does
+silently become other tokens. A command therefore runs in Python's UTF-8 mode, as does
 everything that it starts.
 """
 
@@ -14,16 +14,16 @@ from io import TextIOWrapper
 
 _MODE = "PYTHONUTF8"
 _TERMINALS_OF_UTF8 = ("utf-8", "ascii")
-"""A locale that knows ASCII only says nothing about the terminal: containers often have
-no other."""
+"""An ASCII locale says nothing about the terminal: containers often have no other."""
 
 
 def use_utf8() -> None:
-    """At the beginning of a command: start it again in UTF-8 mode where the locale has
-    another encoding.
+    """Restart the command in UTF-8 mode at its beginning, if the locale has another
+    encoding.
 
-    From then on `print` never raises: a terminal of another encoding gets escapes for
-    what it lacks."""
+    Afterwards `print` never raises: a terminal of another encoding gets escapes for
+    characters that it lacks.
+    """
     if (
         locale.getpreferredencoding(False).lower() != "utf-8"
         and os.environ.get(_MODE) != "1"

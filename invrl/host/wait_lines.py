@@ -1,5 +1,5 @@
-"""Lines that say what a long start waits for, and that the machine is overloaded if it
-is."""
+"""Lines that tell what a long start waits for, and whether the machine is
+overloaded."""
 
 import os
 import threading
@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 INTERVAL_S = 15.0
 _OVERLOADED = 1.5
-"""Processes that want to run, per core. Below that a start takes about as long as on a
-quiet machine."""
+"""Runnable processes per core. Below that a start takes about as long as on a quiet
+machine."""
 
 
 def overload() -> str:
-    """Such as "; the machine is overloaded: load 9.2 on 2 cores". Empty if it is
-    not."""
+    """Describe an overload, such as "; the machine is overloaded: load 9.2 on 2 cores".
+    Empty if there is none."""
     load = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0))
     if load < _OVERLOADED * cores:
@@ -27,9 +27,9 @@ def overload() -> str:
 def tell_waits(
     awaited: Callable[[], str], *, interval_s: float = INTERVAL_S
 ) -> Iterator[None]:
-    """Print every `interval_s` what the block waits for. A thread does that, because
-    the start of Ray blocks the event loop. `awaited`: such as "engines, trainer", or ""
-    for nothing."""
+    """Print every `interval_s` what the block waits for, in a thread, because the start
+    of Ray blocks the event loop. `awaited`: such as "engines, trainer", or "" for
+    nothing."""
     is_over = threading.Event()
     began = time.monotonic()
 

@@ -1,5 +1,5 @@
-"""What a person sees of a run: metrics sinks, progress, and samples of what
-the model said.
+"""A person's view of a run: metrics sinks, progress, and samples of the model's
+replies.
 
 May import `store`, `host`, `buffer` and the gateway's types. Its rooms
 from the ground up; each may import those before it:

@@ -1,4 +1,4 @@
-"""A run put together: its settings, its processes, its loop and its checkpoints.
+"""Assembly of a run: its settings, processes, loop and checkpoints.
 
 May import every package but `cli`. Its rooms from the ground up; each may import those
 before it:

@@ -1,4 +1,4 @@
-"""Input of a user: functions, paths and model folders, checked before a run starts.
+"""User input: functions, paths and model folders, checked before a run starts.
 
-Every package may import this one. It imports `types`, `interfaces` and `errors` alone.
+Every package may import this one. It imports only `types`, `interfaces` and `errors`.
 """

@@ -1,8 +1,8 @@
-"""Where in the user's own code a failure comes from: file, line, function and the text
-of the line. Pure.
+"""The place in the user's own code where a failure comes from: file, line, function and
+the text of the line. Pure.
 
-User code is every file that does not belong to Python, to an installed package or to
-this package. The file of the user's function counts as user code wherever it is.
+User code is every file outside of Python, installed packages and this package. The file
+of the user's function always counts as user code.
 """
 
 import ast
@@ -17,14 +17,13 @@ from types import TracebackType
 from typing import Any
 
 USER_FRAME_PREFIX = "at "
-"""Begins the last line of a failure's detail where that line names a line of user
-code."""
+"""Beginning of the last line of a failure's detail if it names a line of user code."""
 _MAX_LINE_CHARS = 160
 _INNER_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def _library_folders() -> tuple[str, ...]:
-    """Folders of Python, of installed packages and of this package."""
+    """Return the folders of Python, of installed packages and of this package."""
     installed = sysconfig.get_paths()
     folders = {
         installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -37,11 +36,11 @@ _LIBRARY_FOLDERS = _library_folders()
 
 
 def raised_at(error: BaseException, function: Callable[..., Any] | None = None) -> str:
-    """The innermost line of user code that the error passed through, as "FILE:LINE, in
-    NAME: TEXT".
+    """Return the innermost line of user code that the error passed through, as
+    "FILE:LINE, in NAME: TEXT".
 
-    Returns "" if there is none. Of a group of exceptions, the first one in it is looked
-    at first. `function` is the user's function that was called, where it is known.
+    Returns "" if there is none. In a group of exceptions, the first one is examined
+    first. `function` is the user's function that was called, if known.
     """
     function_file = ""
     if function is not None:
@@ -54,8 +53,8 @@ def raised_at(error: BaseException, function: Callable[..., Any] | None = None) 
 
 
 def describe_exception(error: BaseException) -> str:
-    """The error's type and message. The message is the user's code, so asking for it
-    may fail in turn."""
+    """Return the error's type and message. The message is computed by the user's code,
+    and may fail in turn."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -63,7 +62,7 @@ def describe_exception(error: BaseException) -> str:
 
 
 def returned_at(function: Callable[..., Any]) -> str:
-    """Where the function's result comes from, as "FILE:LINE, in NAME: TEXT": its
+    """Return the place of the function's result, as "FILE:LINE, in NAME: TEXT": its
     `return` if it has exactly one, else its first line. Returns "" for a function
     without source."""
     code = undecorated(function)
@@ -106,7 +105,7 @@ def is_user_file(file: str) -> bool:
 
 
 def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function below its decorators; for an object that can be called, its
+    """Return the function below its decorators; for a callable object, its
     `__call__`."""
     inner = inspect.unwrap(function)
     if inspect.isroutine(inner):
@@ -122,8 +121,8 @@ def _source_file(function: Callable[..., Any]) -> str:
 
 
 def _return_statements(function: ast.AST) -> Iterator[ast.Return]:
-    """The return statements of the function itself, without those of functions and
-    classes inside it."""
+    """Yield the return statements of the function itself, without those of functions
+    and classes inside it."""
     for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Return):
             yield child

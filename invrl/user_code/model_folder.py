@@ -1,11 +1,12 @@
-"""The one check of a model folder: what it must hold, read from its files alone and
+"""The check of a model folder: its required content, read only from its files and
 without torch.
 
 Invariant: a folder that passes can be read by the engine (transformers' tokenizer and
 config), the trainer (safetensors by Hugging Face names) and the gateway (tokenizer),
-which do not check these rules again. Two things are not looked at here. The trainer
+which do not check these rules again. Two things are not checked here. The trainer
 refuses features that it does not compute (`families/hf_config.py`). The gateway reads
-the chat template, or what `--chat-template-path` gives in its place."""
+the chat template, or the one of `--chat-template-path`.
+"""
 
 import difflib
 import json
@@ -27,10 +28,10 @@ _SAVE_TOKENIZER = (
     "(`invrl prepare-model --from-folder` does it)"
 )
 ADDITIONAL_TEMPLATES = "additional_chat_templates"
-"""The folder of the chat templates that a model has beside its default one
+"""Folder of a model's chat templates in addition to its default one
 (`tool_use.jinja`)."""
 _TIED_BY_DEFAULT = {"gemma3_text"}
-"""Model types whose output layer is the embedding where config.json does not say it."""
+"""Model types whose output layer is the embedding unless config.json says otherwise."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -39,9 +40,9 @@ def _refuse(path: Path, reason: str, fix: str = _PREPARE) -> ConfigError:
 
 
 def check_model_folder(path: Path, *, families: Collection[str]) -> None:
-    """Checks a folder that exists. Raises ConfigError (field model.model_path) for the
-    first thing that is missing or broken. `families`: the model types that are
-    supported (`families/registry.py`)."""
+    """Check an existing folder. Raises ConfigError (field model.model_path) for the
+    first thing that is missing or broken. `families`: the supported model types
+    (`families/registry.py`)."""
     if (path / "megatron").is_dir():
         raise _refuse(
             path,
@@ -65,9 +66,9 @@ def check_model_folder(path: Path, *, families: Collection[str]) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of the folder, which may have no weights: rendering needs none.
-    Truncation and padding, which may be saved with it, are turned off: it encodes whole
-    texts. Raises ConfigError if tokenizer.json is missing or broken, or if
+    """Return the tokenizer of the folder, which may have no weights: rendering needs
+    none. Truncation and padding, which may be saved with it, are turned off: it encodes
+    whole texts. Raises ConfigError if tokenizer.json is missing or broken, or if
     tokenizer_config.json contradicts it."""
     file = path / "tokenizer.json"
     if not file.is_file():
@@ -99,7 +100,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The texts of the special tokens by their names (`bos_token`, ...), which chat
+    """Return the texts of the special tokens by name (`bos_token`, ...), which chat
     templates may use. tokenizer_config.json takes precedence over
     special_tokens_map.json."""
     texts: dict[str, str] = {}
@@ -114,8 +115,8 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def end_ids(folder: Path) -> set[int]:
-    """The ids of the end tokens that the model's own settings name. Engines stop at
-    them. Raises ConfigError for a setting that is no id and no list of ids."""
+    """Return the ids of the end tokens that the model's own settings name. Engines stop
+    at them. Raises ConfigError for a setting that is not an id or a list of ids."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         setting = read_optional_json(folder / name).get("eos_token_id")
@@ -137,17 +138,17 @@ def end_ids(folder: Path) -> set[int]:
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:
-    """The content of a file of a model folder; an empty dictionary if there is no such
-    file. Raises ConfigError if it is damaged."""
+    """Return the content of a file of a model folder; an empty dictionary if there is
+    no such file. Raises ConfigError if it is damaged."""
     if not file.exists():
         return {}
     return _read_json(file, file.parent)
 
 
 def check_is_folder(field: str, given: str, folder: Path) -> None:
-    """Raises ConfigError if there is no such folder. `given`: the path as the user
-    wrote it. If it looks like the id of a model on a hub, the error says so: invrl
-    reads folders only."""
+    """Raise ConfigError if there is no such folder. `given`: the path as the user wrote
+    it. If it looks like the id of a model on a hub, the error says so: invrl reads only
+    folders."""
     if folder.is_dir():
         return
     plausible_path = Path(given).expanduser().parent
@@ -164,7 +165,7 @@ def check_is_folder(field: str, given: str, folder: Path) -> None:
 
 
 def _in_hub_cache(model_id: str) -> Path | None:
-    """The newest snapshot of the model that the hub's own client has on this
+    """Return the newest snapshot of the model in the hub client's cache on this
     machine."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
@@ -178,14 +179,14 @@ def _in_hub_cache(model_id: str) -> Path | None:
 
 
 def read_model_type(path: Path) -> object:
-    """The `model_type` of the folder's config.json. Raises ConfigError if that file
-    cannot be read."""
+    """Return the `model_type` of the folder's config.json. Raises ConfigError if that
+    file cannot be read."""
     return _read_json(path / "config.json", path).get("model_type")
 
 
 def supported_families(wanted: object, families: Collection[str]) -> str:
-    """The names of all families, for an error message, and which of them is most like
-    the wanted one."""
+    """Return the names of all families, for an error message, and the one most like the
+    wanted one."""
     text = ", ".join(sorted(families))
     nearest = difflib.get_close_matches(str(wanted), sorted(families), n=1, cutoff=0.65)
     if nearest:
@@ -214,7 +215,7 @@ def _read_json(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_config(path: Path, families: Collection[str]) -> int:
-    """Checks config.json. Returns the size of the vocabulary that it declares."""
+    """Check config.json. Returns the size of the vocabulary that it declares."""
     config = _read_json(path / "config.json", path)
     model_type = config.get("model_type")
     vocab_size = config.get("vocab_size")
@@ -233,8 +234,8 @@ def _check_config(path: Path, families: Collection[str]) -> int:
 
 
 def tensor_files(path: Path) -> dict[str, Path]:
-    """The safetensors file of each tensor, as the index says. Raises ConfigError if the
-    index is broken."""
+    """Return the safetensors file of each tensor, by the index. Raises ConfigError if
+    the index is broken."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if not index.exists():
@@ -246,7 +247,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Tensor name -> shape, of all weights of a folder that has passed
+    """Return tensor name -> shape, of all weights of a folder that has passed
     `check_model_folder`."""
     shapes: dict[str, list[int]] = {}
     for shard in sorted(set(tensor_files(path).values())):
@@ -258,8 +259,8 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 def largest_item(path: Path) -> int:
-    """Bytes of a number in the widest dtype of a folder's weights (1 for those of 8
-    bits)."""
+    """Return the bytes of a number in the widest dtype of a folder's weights (1 for
+    those of 8 bits)."""
     largest = 1
     for shard in set(tensor_files(path).values()):
         with safe_open(shard, framework="np") as tensors:
@@ -271,8 +272,8 @@ def largest_item(path: Path) -> int:
 
 
 def _shapes(shard: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in the file. Raises ConfigError unless its size fits its
-    header."""
+    """Return the shape of each tensor in the file. Raises ConfigError unless its size
+    fits its header."""
     if not shard.is_file():
         raise _refuse(
             shard.parent,
@@ -286,7 +287,7 @@ def _shapes(shard: Path) -> dict[str, list[int]]:
 
 
 def _check_weights(path: Path, vocab_size: int) -> None:
-    """Checks that every shard is whole, that every tensor of the index is in a shard,
+    """Check that every shard is complete, that every tensor of the index is in a shard,
     that the embedding has a row for every id of the vocabulary, and that there is an
     output layer."""
     files = tensor_files(path)

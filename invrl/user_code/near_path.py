@@ -1,4 +1,4 @@
-"""The file or folder that a path which does not exist may stand for."""
+"""Suggests the existing file or folder that a wrong path may stand for."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def fix_of_path(path: Path, fix: str, *, names: Iterable[str] = ()) -> str:
-    """A fix for a path that leads nowhere: what is spelt almost like it and exists, in
-    the folder where the path goes wrong or among `names`, which stand for files too;
-    otherwise `fix`."""
+    """Return a fix for a path that does not exist: an existing name with a similar
+    spelling, in the folder where the path goes wrong or among `names`, which stand for
+    files too; otherwise `fix`."""
     missing = path.expanduser()
     while not missing.parent.is_dir() and missing.parent != missing:
         missing = missing.parent

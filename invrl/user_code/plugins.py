@@ -1,12 +1,12 @@
 """User code by import path: turns `package.module:name` into a callable, or raises a
 PluginError.
 
-The error says what is wrong and what to write instead.
+The error describes the fault and the fix.
 
-Invariant: what a loader returns has been imported, is callable, and accepts the call
-that its Protocol in `interfaces.py` describes. Loaders run at start-up, before any
-process exists, and again in the process that runs the code. The current working
-directory is importable, so a file in the user's own folder works.
+Invariant: a loader's result has been imported, is callable, and accepts the call that
+its Protocol in `interfaces.py` describes. Loaders run at start-up, before any process
+exists, and again in the process that runs the code. The current working directory is
+importable, so a file in the user's own folder works.
 """
 
 import difflib
@@ -37,8 +37,8 @@ MakeError = Callable[[str, str], PluginError]
 
 
 def load_rollout_function(path: str) -> RolloutFn | GroupRolloutFn:
-    """A function with `group = True` set on it is checked as the group form. Raises
-    PluginError."""
+    """Load a rollout function. One with `group = True` set on it is checked as the
+    group form. Raises PluginError."""
     function = load_plugin(path, "rollout_function_path", RolloutFn)
     if is_group_form(function):
         return load_plugin(path, "rollout_function_path", GroupRolloutFn)
@@ -46,12 +46,12 @@ def load_rollout_function(path: str) -> RolloutFn | GroupRolloutFn:
 
 
 def is_group_form(function: RolloutFn | GroupRolloutFn) -> bool:
-    """Whether the rollout function takes all endpoints of a group at once."""
+    """Whether the rollout function takes all endpoints of a group together."""
     return bool(getattr(function, "group", False))
 
 
 def load_reward_function(path: str) -> RewardFn:
-    """Raises PluginError."""
+    """Load a reward function. Raises PluginError."""
     return load_plugin(path, "reward_function_path", RewardFn)
 
 
@@ -71,8 +71,8 @@ def takes_keyword(function: Callable[..., object], name: str) -> bool:
 def load_group_filter(
     path: str, built_ins: Mapping[str, GroupFilter | HistoryGroupFilter]
 ) -> GroupFilter | HistoryGroupFilter:
-    """A function with a parameter `history` is checked as the form that takes it.
-    Raises PluginError."""
+    """Load a group filter. A function with a parameter `history` is checked as the form
+    that takes it. Raises PluginError."""
     if path in built_ins:
         return built_ins[path]
     make_error = partial(PluginError, "group_filter", path)
@@ -106,8 +106,8 @@ def load_plugin(
     protocol: type[Plugin],
     built_ins: Mapping[str, Plugin] | None = None,
 ) -> Plugin:
-    """The built-in of that name, or the callable at `module:name`; dots after the colon
-    reach into objects.
+    """Return the built-in of that name, or the callable at `module:name`; dots after
+    the colon reach into objects.
 
     The callable is checked against the parameters of `protocol.__call__`. A file below
     the working directory may be given instead of its module: `my_agent.py:name`.
@@ -125,7 +125,7 @@ def load_plugin(
 def _find(
     path: str, built_in_names: list[str], make_error: MakeError
 ) -> tuple[object, str]:
-    """The object at `module:name`, and its name. Raises PluginError."""
+    """Return the object at `module:name`, and its name. Raises PluginError."""
     module_name, colon, attribute = path.partition(":")
     file = ""
     if colon and _is_file_path(module_name):
@@ -148,7 +148,8 @@ def _all_identifiers(dotted: str) -> bool:
 
 
 def _malformed(path: str, built_ins: list[str], make_error: MakeError) -> PluginError:
-    """The error for a path that is neither a built-in nor of the form module:name."""
+    """Return the error for a path that is neither a built-in nor of the form
+    module:name."""
     form = _suggested_form(path)
     if not built_ins:
         return make_error(
@@ -159,7 +160,7 @@ def _malformed(path: str, built_ins: list[str], make_error: MakeError) -> Plugin
 
 
 def _suggested_form(path: str) -> str:
-    """How an import path without a colon should be written: its last part may be the
+    """Suggest how to write an import path without a colon: its last part may be the
     function's name."""
     without_suffix = path.removesuffix(".py")
     module_name, dot, name = without_suffix.replace("/", ".").rpartition(".")
@@ -171,9 +172,10 @@ def _suggested_form(path: str) -> str:
 
 
 def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
-    """The module name under which Python imports the file from the working directory.
+    """Return the module name under which Python imports the file from the working
+    directory.
 
-    Raises PluginError where there is no such file, or where no module name leads to it.
+    Raises PluginError if there is no such file, or if no module name leads to it.
     """
     working_folder = Path.cwd()
     path = (working_folder / Path(file).expanduser()).resolve()
@@ -202,7 +204,7 @@ def _module_of_file(file: str, attribute: str, make_error: MakeError) -> str:
 
 
 def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
-    """The module. `attribute`: what is wanted of it, for the fix. Raises
+    """Import the module. `attribute`: the wanted part of it, for the fix. Raises
     PluginError."""
     working_folder = os.getcwd()
     if working_folder not in sys.path:
@@ -231,8 +233,8 @@ def _import(module_name: str, attribute: str, make_error: MakeError) -> object:
 
 
 def _siblings(missing: str) -> list[str]:
-    """Full names of the modules that can be imported from the package in which
-    `missing` was looked for."""
+    """Return the full names of the importable modules in the package in which `missing`
+    was looked up."""
     parent = missing.rpartition(".")[0]
     if not parent:
         return [module.name for module in pkgutil.iter_modules()]
@@ -246,8 +248,8 @@ def _siblings(missing: str) -> list[str]:
 def _check_same_file(
     module: object, module_name: str, file: str, make_error: MakeError
 ) -> None:
-    """Raises PluginError where Python finds a module of this name at another place than
-    the user's file."""
+    """Raise PluginError if Python finds a module of this name elsewhere than in the
+    user's file."""
     imported_file = getattr(module, "__file__", None)
     if Path(file).expanduser().samefile(imported_file or os.devnull):
         return
@@ -260,7 +262,7 @@ def _check_same_file(
 def _reach(
     module: object, module_name: str, attribute: str, make_error: MakeError
 ) -> object:
-    """The object at `attribute` of the module; dots reach into objects."""
+    """Return the object at `attribute` of the module; dots reach into objects."""
     target = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -279,7 +281,7 @@ def _check_call(
     *,
     or_as: type | None = None,
 ) -> None:
-    """Raises PluginError unless `target` accepts the call that the protocol describes.
+    """Raise PluginError unless `target` accepts the call that the protocol describes.
     `or_as`: another form that the fix names too."""
     fix = "give a function, or an object with a __call__ method"
     if inspect.isclass(target):
@@ -312,7 +314,8 @@ def _check_call(
 
 
 def _call_parameters(protocol: type) -> list[inspect.Parameter]:
-    """The parameters of the call that the protocol describes, without their types."""
+    """Return the parameters of the call that the protocol describes, without their
+    types."""
     parameters = list(inspect.signature(protocol.__call__).parameters.values())[1:]
     return [
         parameter.replace(annotation=parameter.empty, default=parameter.empty)
@@ -321,7 +324,7 @@ def _call_parameters(protocol: type) -> list[inspect.Parameter]:
 
 
 def _suggest(wrong: str, valid: Iterable[str], otherwise: str) -> str:
-    """A fix that names the valid name nearest to the wrong one, if there is one
+    """Return a fix that names the valid name nearest to the wrong one, if one is
     near."""
     nearest = difflib.get_close_matches(wrong, list(valid), n=1)
     if not nearest:

@@ -1,8 +1,9 @@
-"""What the source of user code says before it runs: which attributes it reads, whether
-it uses an argument, and what an async function calls that blocks its event loop.
+"""Static hints from user code's source before it runs: the attributes that it reads,
+whether it uses an argument, and calls that block an async function's event loop.
 
 Only the user's own files are read, found through the globals of the function's module.
-A finding is a hint, never a proof: code may be called in ways that no source shows."""
+A finding is a hint, not a proof: code may be called in ways that no source shows.
+"""
 
 import ast
 import inspect
@@ -36,7 +37,7 @@ BLOCKING = frozenset(
         "urllib.request.urlopen",
     }
 )
-"""Synchronous clients, and what waits without letting others run."""
+"""Synchronous clients, and calls that wait without letting other tasks run."""
 OTHER_LOOPS = frozenset(
     {
         "asyncio.run",
@@ -49,8 +50,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def reads_attribute(function: Callable[..., Any], name: str) -> str:
-    """The file of the user's, among that of the function and those that it imports,
-    which reads `.NAME` of anything. Empty if there is none."""
+    """Return the user's file, of the function or imported by it, that reads `.NAME` of
+    anything. Empty if there is none."""
     for file in _user_files(function):
         for node in ast.walk(_parsed(file)):
             if (
@@ -63,8 +64,8 @@ def reads_attribute(function: Callable[..., Any], name: str) -> str:
 
 
 def uses_argument(function: Callable[..., Any], position: int) -> bool:
-    """Whether the function names its argument at `position` anywhere; True too where
-    its source is not known."""
+    """Whether the function names its argument at `position` anywhere; also True if its
+    source is unknown."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
         source = textwrap.dedent(inspect.getsource(undecorated(function)))
@@ -83,7 +84,7 @@ def uses_argument(function: Callable[..., Any], position: int) -> bool:
 
 
 def calls_in_async(function: Callable[..., Any], names: Collection[str]) -> str:
-    """The first call of one of these names from an async function of the user's,
+    """Return the first call of one of these names from an async function of the user's,
     directly or in a function of the same file that it calls: "requests.post
     (my_agent.py:12)". Empty if there is none."""
     for file in _user_files(function):
@@ -93,7 +94,7 @@ def calls_in_async(function: Callable[..., Any], names: Collection[str]) -> str:
 
 
 def _async_calls(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The names that are called, each with its line."""
+    """Yield the called names, each with its line."""
     definitions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
     reached = {
         definition.name: definition
@@ -113,7 +114,7 @@ def _async_calls(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str
 
 
 def _own_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls that the function itself makes, without those of functions inside
+    """Yield the calls that the function itself makes, without those of functions inside
     it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
@@ -125,8 +126,8 @@ def _own_calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _user_files(function: Callable[..., Any]) -> Iterator[Path]:
-    """The file of the function, wherever it is, then the user's files that it imports,
-    directly or not."""
+    """Yield the file of the function, wherever it is, then the user's files that it
+    imports, directly or indirectly."""
     first = inspect.getmodule(undecorated(function))
     pending = [first] if first is not None else []
     seen: set[str] = set()
@@ -143,7 +144,7 @@ def _user_files(function: Callable[..., Any]) -> Iterator[Path]:
 
 
 def _imported_modules(module: ModuleType) -> list[ModuleType]:
-    """The modules that its globals are, or come from."""
+    """Return the modules that its globals are, or come from."""
     modules: list[ModuleType] = []
     for value in list(vars(module).values()):
         imported = value if inspect.ismodule(value) else inspect.getmodule(value)
@@ -153,7 +154,7 @@ def _imported_modules(module: ModuleType) -> list[ModuleType]:
 
 
 def _parsed(file: Path) -> ast.Module:
-    """The syntax tree of a file; an empty one for what is no source."""
+    """Return the syntax tree of a file; an empty one if it is not source."""
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -1,10 +1,11 @@
-"""Who may read the page: whoever has its key, from this machine's browser, and nobody
-through another site.
+"""Access control of the page: only holders of its key may read it, from this machine's
+browser, and nobody through another site.
 
 The key is random and new with every start. A browser gets it once in the URL, keeps it
-as a cookie that scripts cannot read and that other sites do not send, and is sent on to
-the same URL without it. Model output is hostile text: the policy of every answer
-forbids scripts, styles and connections but the page's own."""
+as a cookie that scripts cannot read and other sites do not send, and is redirected to
+the same URL without it. Model output is hostile text: the policy of every response
+allows only the page's own scripts, styles and connections.
+"""
 
 import hmac
 import secrets
@@ -25,7 +26,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer."""
+"""Headers of every response."""
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _EVERYWHERE = ("0.0.0.0", "::", "")
 _YEAR_S = 365 * 24 * 3600
@@ -33,7 +34,7 @@ _YEAR_S = 365 * 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that is not answered: HTTP status and reason."""
+    """A refused request: HTTP status and reason."""
 
     status: int
     reason: str
@@ -42,8 +43,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`port`: where the page is served. `hosts`: names under which it may be asked for;
-    empty: any, which is for a server that listens on all addresses."""
+    """`port`: of the page's server. `hosts`: names under which the page is served;
+    empty: any, for a server that listens on all addresses."""
 
     port: int
     hosts: frozenset[str]
@@ -51,19 +52,19 @@ class Access:
 
     @property
     def cookie_name(self) -> str:
-        """Cookies do not tell ports apart, so that the name must."""
+        """Name that tells ports apart, which cookies do not."""
         return f"invrl-view-{self.port}"
 
     @property
     def cookie(self) -> str:
-        """The value of Set-Cookie."""
+        """Value of Set-Cookie."""
         return f"{self.cookie_name}={self.key}; HttpOnly; SameSite=Strict; Path=/; Max-Age={_YEAR_S}"
 
     def refusal(
         self, method: str, host: str, headers: Mapping[str, str], key: str
     ) -> Refusal | None:
-        """Why a request is refused; None if it is not. `host`: its Host header. `key`:
-        the one in its URL."""
+        """Return why a request is refused; None if it is not. `host`: its Host header.
+        `key`: the one in its URL."""
         if self.hosts and host.lower() not in self.hosts:
             fix = "use the URL that `invrl view` printed; --host NAME serves under another one"
             return Refusal(421, f"this page is not served as {host!r}", fix)
@@ -80,7 +81,7 @@ class Access:
         return None
 
     def _given(self, headers: Mapping[str, str]) -> Sequence[str]:
-        """The keys in a request's headers."""
+        """Return the keys in a request's headers."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         keys = [token.strip()] if scheme.lower() == "bearer" else []
         try:
@@ -96,7 +97,7 @@ class Access:
 
 
 def access_for(host: str, port: int) -> Access:
-    """With a new key, for a server that listens on `host`."""
+    """Make the access for a server that listens on `host`, with a new key."""
     names = {host} if host not in _EVERYWHERE else set[str]()
     if host in _LOOPBACK or host == "::1":
         names = set(_LOOPBACK)
@@ -110,7 +111,7 @@ def access_for(host: str, port: int) -> Access:
 
 
 def without_key(query: str) -> str:
-    """The query of a URL without the key."""
+    """Return the query of a URL without the key."""
     kept = [
         (name, value)
         for name, value in parse_qsl(query, keep_blank_values=True)

@@ -1,8 +1,9 @@
-"""One rollout in full, as the page shows it: what was said in each turn, why turns
-forked and what was not trained, what the ledger says, and the tokens of a turn.
+"""One rollout in full, as the page shows it: the messages of each turn, the reasons for
+forks and untrained turns, the ledger's entries, and the tokens of a turn.
 
-The texts are hostile: they are passed on as they are, as JSON, and the page never takes
-them for markup."""
+The texts are hostile: they are sent unchanged as JSON, and the page never parses them
+as markup.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from invrl.store.tokenizer_folder import TokenReader
 
 _MAX_TEXT = 100_000
-"""Characters of one text that are sent without being asked for."""
+"""Characters of one text that are sent unless the full text is requested."""
 _MAX_CONTEXT = 4_000
-"""Context ids of one turn that are sent without being asked for."""
+"""Context ids of one turn that are sent unless all are requested."""
 _MAX_CANDIDATES = 20
-"""Likeliest tokens in the place of each sampled one that are sent."""
+"""Likeliest tokens that are sent for each sampled one."""
 _CHILDREN = """
     WITH RECURSIVE family(id) AS (
         SELECT ?
@@ -50,8 +51,8 @@ Row = dict[str, Any]
 
 
 def rollout_detail(run: ViewedRun, session_id: str, *, full: bool) -> Row | None:
-    """The body `Detail`; None if there is no such rollout. `full`: texts as long as
-    they are. Raises DamagedFileError or RunStoreError if the store cannot be read."""
+    """Return the body `Detail`; None if there is no such rollout. `full`: texts in full
+    length. Raises DamagedFileError or RunStoreError if the store cannot be read."""
     with run.queries() as queries:
         row = queries.row(session_id)
         if row is None:
@@ -167,13 +168,13 @@ class _DetailReader:
         return rows
 
     def _trained_turns(self) -> Mapping[str, TrainedTurn] | None:
-        """Of the rollout's step; None if the run did not record them."""
+        """Return the trained turns of the rollout's step; None if the run did not
+        record them."""
         return trained_turns(self._run, self._row, self._notes)
 
     def _explanations(
         self, recorded: Sequence[tuple[Turn, bytes, bytes]]
     ) -> Mapping[str, Explanation]:
-        """Of all forks, by turn."""
         if not any(turn.fork_reason for turn, _, _ in recorded):
             return {}
         reader = self._run.token_reader()
@@ -228,7 +229,7 @@ class _DetailReader:
         }
 
     def _tools_number(self, tools: bytes) -> int | None:
-        """The place of the turn's tools in `tool_lists`."""
+        """Return the index of the turn's tools in `tool_lists`."""
         number = self._tool_numbers.get(tools)
         if number is not None:
             return number
@@ -248,8 +249,8 @@ class _DetailReader:
 
 
 def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
-    """The tokens of a turn with their numbers; None if there is no such turn. Raises as
-    `rollout_detail`."""
+    """Return the tokens of a turn with their numbers; None if there is no such turn.
+    Raises as `rollout_detail` does."""
     notes: list[str] = []
     with run.store.reading() as db:
         found = db.execute(
@@ -310,7 +311,7 @@ def turn_tokens(run: ViewedRun, turn_id: str, *, full: bool) -> Row | None:
 
 
 def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs | None:
-    """The likeliest tokens in the place of each sampled one; None if they were not
+    """Return the likeliest tokens for each sampled one; None if they were not
     recorded."""
     try:
         top = store.top_logprobs(turn.id)
@@ -327,9 +328,9 @@ def _top_logprobs(store: RunStore, turn: Turn, notes: list[str]) -> TopLogprobs 
 
 
 def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
-    """`ids` and `logprobs` of each place, the likeliest first, and the texts of the
-    ids. `recorded` and `shown`: how many the run recorded, and how many of those are
-    here at most."""
+    """Return `ids` and `logprobs` of each position, the likeliest first, and the texts
+    of the ids. `recorded` and `shown`: numbers per position that the run recorded, and
+    that are returned at most."""
     recorded = top.ids_TK.shape[1]
     shown = min(recorded, _MAX_CANDIDATES)
     ids: list[list[int]] = []
@@ -356,8 +357,8 @@ def _candidates(top: TopLogprobs, reader: TokenReader | None) -> Row:
 def trained_turns(
     run: ViewedRun, row: Row, notes: list[str]
 ) -> Mapping[str, TrainedTurn] | None:
-    """What the step of a rollout trained, by turn; None if that was not recorded.
-    `notes` is told of a file that cannot be read."""
+    """Return what the step of a rollout trained, by turn; None if that was not
+    recorded. `notes` receives the errors of unreadable files."""
     folder = run.folder.trained_tokens_path
     step = row["step"]
     if row["purpose"] != "train" or row["state"] != "trained" or step is None:
@@ -391,8 +392,8 @@ def _trained_values(turn: TrainedTurn | None, length: int, notes: list[str]) -> 
 
 
 def fork_advice(reason: str) -> str:
-    """What a user can do about a fork; "" for none, and for a reason that this version
-    does not know."""
+    """Return advice about a fork; "" for none, and for a reason that this version does
+    not know."""
     if reason not in set(ForkReason):
         return ""
     return ADVICE[ForkReason(reason)]
@@ -445,7 +446,7 @@ def _entry_row(kept: KeptEntry) -> Row:
 def _below_untrained_roots(
     turns: Sequence[Turn], summary: RolloutSummary | None
 ) -> set[str]:
-    """The turns of conversations that are not trained, from their roots down."""
+    """Return the turns of untrained conversations, from their roots down."""
     found: set[str] = set(summary.untrained_roots) if summary else set()
     for turn in turns:  # parents end before their children
         if turn.parent_id in found:
@@ -454,7 +455,7 @@ def _below_untrained_roots(
 
 
 def _why_not_trained(turn: Turn, row: Row, *, in_untrained: bool) -> str:
-    """ "" if the turn was trained or may still be."""
+    """Return the reason; "" if the turn was trained or may still be."""
     if not turn.delivered:
         return "its answer did not reach the agent whole"
     if turn.finish_reason == "abort":
@@ -485,7 +486,7 @@ def _decode_messages(encoded: bytes, turn_id: str, notes: list[str]) -> list[Mes
 
 
 def _message_row(message: Message, *, full: bool) -> Row:
-    """A message with texts that are cut, unless `full`."""
+    """Return a message with shortened texts, unless `full`."""
     limit = None if full else _MAX_TEXT
     texts = [
         message.content,

@@ -1,9 +1,10 @@
 """Writes the page and the data of runs as files that open from disk, without a server,
 to send to someone.
 
-A browser lets a page from disk read no file but scripts. So each answer of the server
-is one script that hands it to the page, and `data/manifest.js` names them all. Whoever
-gets the folder can read the conversations in it."""
+A browser lets a page from disk read only scripts. So each response of the server
+becomes a script that hands it to the page, and `data/manifest.js` names them all.
+Recipients of the folder can read its conversations.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,7 @@ from invrl.viewer.said_words import SaidWriter
 from invrl.viewer.viewed_run import ViewedRun
 
 _ORDERS = ("best", "worst", "surprising", "opened_at")
-"""Which rollouts are exported with their conversations: those that come first, in
-turns."""
+"""Orders whose first rollouts are exported with their conversations, in turns."""
 _NO_PAGE = ("README.md",)
 
 Say = Callable[[str], None]
@@ -41,9 +41,9 @@ Say = Callable[[str], None]
 def export_runs(
     runs: Sequence[ViewedRun], folder: Path, *, rollouts: int, say: Say
 ) -> Path:
-    """Writes into `folder`, which must not exist or be empty, and returns the page to
-    open. `rollouts`: conversations of each run; 0: all. `say` gets the progress. Raises
-    ConfigError if the folder cannot be written."""
+    """Write into `folder`, which must not exist or be empty, and return the page to
+    open. `rollouts`: conversations of each run; 0: all. `say` receives the progress.
+    Raises ConfigError if the folder cannot be written."""
     _make_folder(folder)
     for run in runs:
         _index_whole(run, say)
@@ -94,7 +94,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _index_whole(run: ViewedRun, say: Say) -> None:
-    """Fills the index to the end of what the run has now."""
+    """Fill the index up to the run's current end."""
     never = threading.Event()
     told = time.monotonic()
     while "index" in run.refresh(never):
@@ -109,7 +109,7 @@ def _index_whole(run: ViewedRun, say: Say) -> None:
 
 
 def _write_rollouts(run: ViewedRun, writer: _ScriptWriter, count: int, say: Say) -> int:
-    """Writes conversations and tokens; returns how many rollouts are left out."""
+    """Write conversations and tokens. Returns the number of rollouts left out."""
     try:
         with run.queries() as queries:
             orders = [_ids_in_order(queries, order) for order in _ORDERS]
@@ -145,8 +145,8 @@ def _ids_in_order(queries: RolloutQueries, order: str) -> list[str]:
 
 
 def _in_turns(orders: Sequence[Sequence[str]], count: int) -> list[str]:
-    """The first `count` different ids: the first of each order, the second of each, and
-    so on."""
+    """Return the first `count` different ids: the first of each order, the second of
+    each, and so on."""
     chosen: dict[str, None] = {}
     for first_of_each in zip(*orders, strict=True):
         for session_id in first_of_each:
@@ -156,12 +156,13 @@ def _in_turns(orders: Sequence[Sequence[str]], count: int) -> list[str]:
 
 
 class _ScriptWriter:
-    """One script per answer. Their names are numbers: ids may hold anything."""
+    """Writes one script per response. Their names are numbers, because ids may contain
+    anything."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.files: dict[str, str] = {}
-        """By the path of the API, without its `api/`."""
+        """Files by the path of the API, without its `api/`."""
 
     def write(self, path: str, body: Any) -> None:
         name = f"{len(self.files) + 1:06d}.js"
@@ -173,6 +174,6 @@ class _ScriptWriter:
 
 
 def _literal(body: Any) -> bytes:
-    """As a literal of JavaScript that ends no script element, wherever the text is
+    """Encode as a JavaScript literal that ends no script element, wherever the text is
     put."""
     return encoded(body).replace(b"<", b"\\u003c")

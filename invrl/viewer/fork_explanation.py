@@ -1,9 +1,10 @@
-"""What differs where a turn departs from what its session had recorded, and what a user
-can do about it.
+"""The difference where a turn departs from its session's recorded turns, and advice for
+the user.
 
-It is worked out again from the recorded turns, with the comparison by which the gateway
-placed them. Where the messages are the same and the template renders them differently,
-the tokens are compared."""
+It is computed again from the recorded turns, with the comparison by which the gateway
+placed them. If the messages are the same and the template renders them differently, the
+tokens are compared.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +34,17 @@ from invrl.gateway.types import (
 from invrl.types.turns import Turn
 
 _MAX_COMPARED = 64
-"""Earlier turns that a fork is compared with; the newest ones."""
+"""Newest earlier turns that a fork is compared with."""
 _TOKENS_BEFORE = 8
 _TOKENS_SHOWN = 32
-"""Tokens around the first that differs, and how many of them come before it."""
+"""Tokens around the first different one, and how many of them come before it."""
 _OF_THE_TEMPLATE = (ForkReason.TEMPLATE_CHANGED, ForkReason.THINKING_STRIPPED)
 _ENDINGS = {
     "abort": "was cancelled",
     "length": "ran out of tokens",
     "stop": "did not reach the agent whole",
 }
-"""How a reply was interrupted, by its finish reason."""
+"""Interruption of a reply, by its finish reason."""
 _PARTS = {
     "content": "text",
     "reasoning": "reasoning",
@@ -59,8 +60,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Of one fork. `messages` counts those of its whole request, `shared` those at its
-    beginning that are as in the conversation of turn `from_turn` ("" if none is)."""
+    """Explanation of one fork. `messages` counts those of its whole request, `shared`
+    those at its beginning that are in the conversation of turn `from_turn` ("" if none
+    is)."""
 
     advice: str
     from_turn: str
@@ -71,7 +73,7 @@ class Explanation:
     change: Change | None
 
     def row(self) -> Row:
-        """As the page gets it."""
+        """Return the explanation as the page gets it."""
         change = None
         if self.change is not None:
             change = {
@@ -93,10 +95,10 @@ def explain_forks(
     decode: Decode | None,
     stops: Mapping[str, str] = {},
 ) -> dict[str, Explanation]:
-    """By turn, of the turns of one session, in the order of their commits, each with
-    its messages and tools. `decode`: the text of token ids; None if the run has no
-    tokenizer. `stops`: the stop strings that ended replies, by turn. Turns that cannot
-    be read are left out, with those that continue them."""
+    """Return explanations by turn, for the turns of one session in commit order, each
+    with its messages and tools. `decode`: returns the text of token ids; None if the
+    run has no tokenizer. `stops`: stop strings that ended replies, by turn. Unreadable
+    turns are left out, with those that continue them."""
     delivered = {turn.id for turn, _, _ in recorded if turn.delivered}
     forest = Forest(level, delivered)
     nodes: dict[str, Node] = {}
@@ -133,8 +135,8 @@ def _node_of(
     nodes: dict[str, Node],
     stops: Mapping[str, str],
 ) -> Node | None:
-    """None if its parent is not among `nodes`, or it says nothing. Raises MsgspecError
-    or UnicodeDecodeError for messages that are damaged."""
+    """Return the turn's node; None if its parent is not among `nodes`, or it has no
+    messages. Raises MsgspecError or UnicodeDecodeError for damaged messages."""
     parent = None
     if turn.parent_id is not None:
         parent = nodes.get(turn.parent_id)
@@ -194,8 +196,8 @@ def _explained(
 
 
 def kept_reply(turn: Turn) -> str:
-    """A sentence about a turn whose reply a later request keeps, if that reply was
-    interrupted; "" if it was not."""
+    """Return a sentence about a turn whose interrupted reply a later request keeps; ""
+    if it was not interrupted."""
     if turn.finish_reason == "stop":
         return ""
     return f"The agent keeps the reply before it, which {_ENDINGS[turn.finish_reason]}"
@@ -214,8 +216,8 @@ def _kept_sentence(kept: Node, sent: Message, position: int) -> str:
 def _nearest(
     messages: Sequence[Message], earlier: Sequence[Node]
 ) -> tuple[Node | None, int]:
-    """The earlier turn whose conversation begins most as the request does, the first of
-    several, and how many messages they share."""
+    """Return the first earlier turn whose conversation shares most messages with the
+    request's beginning, and their number."""
     nearest: Node | None = None
     most = 0
     for node in earlier[-_MAX_COMPARED:]:
@@ -229,8 +231,8 @@ def _nearest(
 def _recorded_tools(
     messages: Sequence[Message], earlier: Sequence[Node], default: Sequence[Tool]
 ) -> Sequence[Tool]:
-    """The tools with which the conversation was recorded that the request continues
-    with others."""
+    """Return the tools recorded with the conversation that the request continues with
+    other tools."""
     whole = [node for node in earlier[-_MAX_COMPARED:] if _continues(messages, node)]
     if not whole:
         return default
@@ -249,8 +251,8 @@ def _beginning_change(
     shared: int,
     level: MatchLevel,
 ) -> Change | None:
-    """How a conversation without a recorded reply differs from the one that begins most
-    as it does."""
+    """Return how a conversation without a recorded reply differs from the one with the
+    most similar beginning."""
     recorded = nearest.conversation()
     if shared < len(messages) and shared < len(recorded):
         return message_change(shared, recorded[shared], messages[shared], level, tools)
@@ -260,7 +262,7 @@ def _beginning_change(
 
 
 def _token_change(recorded: Node, node: Node, decode: Decode | None) -> Change | None:
-    """Where the rendered prompt leaves the ids that were recorded. Without `decode`: in
+    """Return where the rendered prompt leaves the recorded ids. Without `decode`: in
     ids."""
     recorded_ids = np.asarray(recorded.ids(), np.int32)
     sent_ids = np.asarray(
@@ -340,7 +342,6 @@ def _advice(
     tools: Sequence[Tool],
     recorded_tools: Sequence[Tool],
 ) -> str:
-    """What to do about it, by what differs."""
     names, recorded_names = (
         sorted(tool.name for tool in each) for each in (tools, recorded_tools)
     )

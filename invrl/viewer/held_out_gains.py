@@ -1,5 +1,5 @@
-"""Gain in accuracy on each held-out set, from the first evaluation to the last one,
-with its 95 % interval over the same tasks."""
+"""Gain in accuracy on each held-out set, from the first evaluation to the last, with
+its 95 % interval over the same tasks."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 from invrl.rollout.intervals import EXACT_REWARD, bootstrap_interval
 
 Rewards = Mapping[tuple[str, str], Mapping[str, Sequence[float | None]]]
-"""By task and name of the evaluation: step -> the rewards of its samples."""
+"""Rewards of the samples, by task and name of the evaluation, then by step."""
 Row = dict[str, Any]
 
 
 def held_out_gains(scores: Iterable[Row], rewards: Rewards) -> list[Row]:
-    """One row for each evaluation with an accuracy. `scores`: in the order of their
-    steps. The gain is null after one evaluation; its interval is null where the first
-    and the last one had other tasks."""
+    """Return one row for each evaluation with an accuracy. `scores`: in the order of
+    their steps. The gain is null after one evaluation; its interval is null if the
+    first and the last one had different tasks."""
     scores_by_name: dict[str, list[Row]] = defaultdict(list)
     for score in scores:
         if score["accuracy"] is not None:
@@ -53,7 +53,6 @@ def _gain(name: str, first: Row, last: Row, rewards: Rewards) -> Row:
 
 
 def _accuracies(name: str, step: int, rewards: Rewards) -> dict[str, float]:
-    """By task."""
     return {
         task: fmean((reward or 0.0) >= EXACT_REWARD for reward in by_step[str(step)])
         for (task, evaluation), by_step in rewards.items()

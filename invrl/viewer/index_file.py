@@ -1,9 +1,9 @@
 """The private index of a run's rollouts: one SQLite file in the user's cache folder,
-with one row per rollout and a full-text index of what was said in its turns.
+with one row per rollout and a full-text index of its turns.
 
-Invariant: everything in it can be computed again from the run folder. An index of
-another version of the viewer, or of another run that lay at the same path, is
-removed."""
+Invariant: its content can be computed again from the run folder. An index of another
+version of the viewer, or of an earlier run at the same path, is removed.
+"""
 
 import sqlite3
 from pathlib import Path
@@ -11,10 +11,10 @@ from pathlib import Path
 from invrl.host.private_file import make_private
 
 INDEX_VERSION = 1
-"""Raised with every change of the tables or of what is put into them."""
+"""Raised with every change of the tables or their content."""
 TURN_BITS = 20
-"""A document of the full-text index is a turn: its row is the rollout's row shifted by
-this, plus the number of the turn in the rollout."""
+"""Shift for the full-text index, whose documents are turns: a turn's row is the
+rollout's row shifted by this, plus the number of the turn in the rollout."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -48,14 +48,14 @@ CREATE VIRTUAL TABLE said USING fts5(
 
 
 class IndexFile:
-    """The index at `folder`/index.sqlite. Any number of processes may read it; one
-    fills it."""
+    """Index at `folder`/index.sqlite. Any number of processes may read it; one fills
+    it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "index.sqlite"
 
     def open_for(self, identity: str) -> sqlite3.Connection:
-        """A connection that writes. `identity`: of the run; the index of another one is
+        """Open a connection that writes. `identity`: of the run; another run's index is
         removed first."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         db = self._opened()
@@ -68,7 +68,8 @@ class IndexFile:
         return self.made_anew(identity)
 
     def made_anew(self, identity: str) -> sqlite3.Connection:
-        """As `open_for`, for a run that the index does not fit any more."""
+        """Make a new index, for a run that no longer fits the old one, and open it as
+        `open_for` does."""
         for ending in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
         db = self._opened()
@@ -92,7 +93,7 @@ class IndexFile:
         return db
 
     def reading(self) -> sqlite3.Connection | None:
-        """A connection that reads; None while there is no index."""
+        """Open a connection that reads; None while there is no index."""
         if not self.path.exists():
             return None
         db = sqlite3.connect(
@@ -122,7 +123,7 @@ def _read_meta(db: sqlite3.Connection, key: str) -> object:
 
 
 def meta_number(db: sqlite3.Connection, key: str) -> int:
-    """0 if it is not set."""
+    """Return a number; 0 if it is not set."""
     value = _read_meta(db, key)
     if isinstance(value, int):
         return value
@@ -130,7 +131,7 @@ def meta_number(db: sqlite3.Connection, key: str) -> int:
 
 
 def meta_text(db: sqlite3.Connection, key: str) -> str:
-    """ "" if it is not set."""
+    """Return a text; "" if it is not set."""
     value = _read_meta(db, key)
     if isinstance(value, str):
         return value
@@ -142,7 +143,7 @@ def set_meta(db: sqlite3.Connection, key: str, value: int | str) -> None:
 
 
 def rollout_of(db: sqlite3.Connection, session_id: str) -> int | None:
-    """The row of the rollout that a session belongs to."""
+    """Return the row of the rollout that a session belongs to."""
     sql = "SELECT id FROM rollouts WHERE session_id=? UNION ALL SELECT rollout FROM children WHERE session_id=?"
     row = db.execute(sql, (session_id, session_id)).fetchone()
     if row is None:

@@ -1,8 +1,8 @@
-"""Fills the index of a run from its store, in batches, and again whenever the store has
-grown.
+"""Fills the index of a run from its store, in batches, whenever the store has grown.
 
-Sessions are followed by their rows, turns by `seq`. What became of a rollout says
-`indexed_fates.py`, what training did with its tokens `indexed_training.py`."""
+Sessions are followed by their rows, turns by `seq`. `indexed_fates.py` adds the fates
+of rollouts, `indexed_training.py` the training of their tokens.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from invrl.buffer.config import FailureRule
 
 _FIRST_BATCH = 200
-"""Sessions of a new index, so that there is something to see at once."""
+"""Sessions in the first batch of a new index, so that the page quickly has content."""
 _SESSION_BATCH = 2_000
 _TURN_BATCH = 1_000
 _TURN_BATCH_BYTES = 4_000_000
@@ -66,7 +66,7 @@ _KEPT_COLUMNS = "turns_read, logprob_sum, logprob_count, logprob, advantage, gap
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of the store the index holds."""
+    """Progress of the index through the store."""
 
     rollouts_indexed: int
     rollouts: int
@@ -81,7 +81,8 @@ class Progress:
 
 
 def identity_of(store: sqlite3.Connection, version: int) -> str:
-    """Of the run in the store: another run at the same path has another one."""
+    """Return the identity of the run in the store, which differs from that of another
+    run at the same path."""
     first_session = store.execute(
         "SELECT id, opened_at FROM sessions ORDER BY rowid LIMIT 1"
     ).fetchone()
@@ -92,7 +93,7 @@ def identity_of(store: sqlite3.Connection, version: int) -> str:
 
 
 def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progress:
-    """How much of the store the index holds."""
+    """Return how much of the store the index holds."""
     [rollouts] = store.execute(
         "SELECT COALESCE(MAX(rowid), 0) FROM sessions"
     ).fetchone()
@@ -106,9 +107,9 @@ def progress_of(store: sqlite3.Connection, index: sqlite3.Connection) -> Progres
 
 
 class IndexFiller:
-    """Copies from `store` (read only) to `index`; both are connections of the caller.
+    """Copies from `store` (read-only) to `index`; both are the caller's connections.
     `rules`: the run's, for failures that count with a reward. `is_live`: whether a
-    process works in the run's folder. `trained_tokens`: the folder of
+    process works in the run's folder. `trained_tokens`: folder of
     `store/trained_tokens.py`."""
 
     def __init__(
@@ -128,8 +129,8 @@ class IndexFiller:
         self._is_live = is_live
 
     def continues(self) -> bool:
-        """Whether the store still holds what was read last. Not so after an older copy
-        was put back."""
+        """Whether the store still holds what was read last. False after an older copy
+        was restored."""
         last_row = meta_number(self._index, "session_row")
         last_seq = meta_number(self._index, "turn_seq")
         checks = (
@@ -148,14 +149,13 @@ class IndexFiller:
         return progress_of(self._store, self._index)
 
     def fill(self) -> bool:
-        """One batch of whatever is new, in one transaction. Returns whether anything
-        was."""
-        # one moment: a turn is not seen without its session
+        """Add one batch of new data, in one transaction. Returns whether there was
+        any."""
+        # a single snapshot: no turn without its session
         self._store.execute("BEGIN")
         self._index.execute("BEGIN IMMEDIATE")
         try:
-            # What a person sees first comes first: all rollouts and what became of
-            # them, then their texts.
+            # Visible data comes first: all rollouts and their fates, then their texts.
             has_more = self._add_sessions()
             has_more = self._fates.read() or has_more
             if not has_more:
@@ -185,7 +185,7 @@ class IndexFiller:
         return True
 
     def _update_open(self) -> bool:
-        """Sessions that had not ended when they were read last."""
+        """Update sessions that had not ended when they were last read."""
         rowids = [
             row[0]
             for row in self._index.execute("SELECT id FROM rollouts WHERE ended=0")
@@ -234,7 +234,7 @@ class IndexFiller:
             kept = (0, 0.0, 0, None, None, None)
         values.update(zip(_KEPT_COLUMNS.split(", "), kept, strict=True))
         if values["purpose"] == "eval":
-            # An evaluation that was repeated counts with its last attempt.
+            # Only the last attempt of a repeated evaluation counts.
             sql = "UPDATE rollouts SET state='repeated' WHERE group_id=? AND \"index\"=? AND id<?"
             self._index.execute(
                 sql, (values["group_id"], values["index"], values["id"])
@@ -254,7 +254,7 @@ class IndexFiller:
         self._index.execute(_ADD_ROLLOUT, values)
 
     def _row_values(self, row: tuple[Any, ...]) -> dict[str, Any]:
-        """The columns of a rollout, by name."""
+        """Return the columns of a rollout, by name."""
         (
             rowid,
             session_id,
@@ -340,7 +340,7 @@ class IndexFiller:
         values["seconds"] = max(0.0, summary.finished_at - summary.started_at)
 
     def _add_fate(self, values: dict[str, Any]) -> None:
-        """State, reason and step, which are not the session's own."""
+        """Add state, reason and step, which are not the session's own."""
         values["trained"] = 0
         if values["purpose"] == "eval":
             values["step"], values["evaluation"] = parse_evaluation(
@@ -362,8 +362,7 @@ class IndexFiller:
             values["staleness"] = max(0, values["step"] - 1 - values["oldest_version"])
 
     def _task_of(self, task_id: str) -> str:
-        """The id that the task had when it came first, without the number of a later
-        epoch."""
+        """Return the task's first id, without the number of a later epoch."""
         base, _, number = task_id.rpartition("@")
         if not base or not number.isdecimal():
             return task_id
@@ -377,7 +376,8 @@ class IndexFiller:
     # ------------------------------------------------------ how surprising a reward is
 
     def _rate_groups(self, groups: Iterable[str]) -> None:
-        """Of groups with several rewards: the distance from the mean of the group."""
+        """Rate the members of groups with several rewards: the distance from the
+        group's mean."""
         sql = "SELECT id, reward FROM rollouts WHERE group_id=? AND reward IS NOT NULL AND purpose!='eval'"
         for group_id in groups:
             rated = self._index.execute(sql, (group_id,)).fetchall()
@@ -385,7 +385,7 @@ class IndexFiller:
                 self._rate(rated)
 
     def _rate_tasks(self, tasks: Iterable[str]) -> None:
-        """Of held-out rollouts: the distance from the mean of their task over all
+        """Rate held-out rollouts: the distance from the mean of their task over all
         evaluations."""
         sql = "SELECT id, reward FROM rollouts WHERE task=? AND reward IS NOT NULL AND purpose='eval'"
         for task in tasks:
@@ -449,7 +449,7 @@ class IndexFiller:
 
 
 def _said_in(messages: bytes) -> str:
-    """The texts of a turn's messages; "" if they cannot be read."""
+    """Return the texts of a turn's messages; "" if they cannot be read."""
     try:
         decoded = msgspec.json.decode(messages, type=list[Message])
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -27,15 +27,14 @@ _SET_FATE = """
 
 
 class IndexedFates:
-    """Reads from `store` and writes to `index`, within the transactions of the
-    caller."""
+    """Reads from `store` and writes to `index`, within the caller's transactions."""
 
     def __init__(self, store: sqlite3.Connection, index: sqlite3.Connection) -> None:
         self._store = store
         self._index = index
 
     def read(self) -> bool:
-        """The next entries of the ledger. Returns whether there were any."""
+        """Read the next entries of the ledger. Returns whether there were any."""
         incarnations = incarnations_in(self._store)
         if len(incarnations) != meta_number(self._index, "incarnations"):
             self._index.execute("DELETE FROM fates")
@@ -112,7 +111,8 @@ class IndexedFates:
         self._index.executemany(_SET_FATE, values)
 
     def of(self, session_id: str) -> tuple[str, str | None, int | None] | None:
-        """State, reason of a drop, and step; None if no entry names the session."""
+        """Return state, reason of a drop, and step; None if no entry names the
+        session."""
         sql = "SELECT state, reason, step FROM fates WHERE session_id=?"
         return self._index.execute(sql, (session_id,)).fetchone()
 

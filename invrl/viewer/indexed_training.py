@@ -1,5 +1,5 @@
-"""What training did with the tokens of rollouts, in the index: advantages, and gaps of
-engine and trainer."""
+"""Training results of the rollouts' tokens in the index: advantages, and gaps of engine
+and trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from invrl.viewer.index_file import meta_number, rollout_of, set_meta
 
 class IndexedTraining:
     """Reads from `store` and `folder`, that of `store/trained_tokens.py`, and writes to
-    `index`, within the transactions of the caller."""
+    `index`, within the caller's transactions."""
 
     def __init__(
         self, store: sqlite3.Connection, index: sqlite3.Connection, folder: Path
@@ -32,8 +32,7 @@ class IndexedTraining:
         self._folder = folder
 
     def read(self) -> bool:
-        """The advantages and the trainer's log-probs of one step that was written
-        since."""
+        """Read the advantages and the trainer's log-probs of one new step."""
         try:
             written = self._folder.stat().st_mtime_ns
         except OSError:
@@ -52,8 +51,8 @@ class IndexedTraining:
         return False
 
     def _add_step(self, step: int) -> None:
-        """A damaged file counts as none: the page of a token says what is wrong with
-        it."""
+        """Add a step. A damaged file counts as none: the page of a token reports its
+        error."""
         try:
             turns = read_trained_tokens(self._folder, step)
         except RunStoreError:
@@ -80,8 +79,8 @@ class IndexedTraining:
 
 
 def _sums(turn: TrainedTurn, engine_N: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Sum and number of the advantages of trained tokens, and of the gaps between
-    engine and trainer."""
+    """Return sum and number of the advantages of trained tokens, and of the gaps
+    between engine and trainer."""
     gaps_N = np.abs(engine_N.astype(np.float64) - turn.logprobs_N)
     compared_N = turn.trained_N & np.isfinite(gaps_N)
     advantages_N = turn.advantages_N.astype(np.float64)

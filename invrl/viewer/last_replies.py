@@ -1,4 +1,4 @@
-"""What the model said last in each rollout of one task, to lay them side by side."""
+"""The model's last reply in each rollout of one task, to compare them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from invrl.viewer.viewed_run import ViewedRun
 _MAX_TEXT = 2_000
 """Characters of a reply that are sent; the rollout's own page has all of them."""
 _MAX_READ_BYTES = 64_000_000
-"""Of messages that one answer reads; replies after them are left out."""
+"""Most bytes of messages that one response reads; later replies are left out."""
 _LAST_TURNS = """
     SELECT session_id, messages FROM turns WHERE seq IN (
         SELECT MAX(seq) FROM turns WHERE session_id IN (SELECT value FROM json_each(?)) GROUP BY session_id)
@@ -28,9 +28,9 @@ Row = dict[str, Any]
 def last_replies(
     run: ViewedRun, task: str, *, only: Collection[str] | None = None
 ) -> Row:
-    """The body `{"replies": {session_id: {text, characters}}}` of the task's first
-    1,000 rollouts by step. One without a turn is not in it. `only`: these of them.
-    Raises RunStoreError or DamagedFileError if the store cannot be read."""
+    """Return the body `{"replies": {session_id: {text, characters}}}` of the task's
+    first 1,000 rollouts by step, without those that have no turn. `only`: restricts
+    them. Raises RunStoreError or DamagedFileError if the store cannot be read."""
     order = {"sort": ["step"], "order": ["asc"], "limit": [str(MAX_ROWS)]}
     with run.queries() as queries:
         rows = queries.rollouts({"task": [task], **order})["rows"]
@@ -50,8 +50,8 @@ def last_replies(
 
 
 def _reply_text(encoded: bytes) -> str:
-    """What it says and calls; what it thought if that is all. "" if it cannot be
-    read."""
+    """Return the reply's content and calls, or its thinking if that is all. "" if it
+    cannot be read."""
     try:
         messages = msgspec.json.decode(encoded, type=list[Message])
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,8 +1,9 @@
 """The HTTP server of `invrl view`: the static page, and the data that it shows, as
 JSON.
 
-Every answer passes `access.py` first. Handlers run in threads, because they read
-files."""
+Every request passes `access.py` first. Handlers run in threads, because they read
+files.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from invrl.viewer.viewed_run import ViewedRun
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 MAX_METRICS = 200
-"""Names of metrics in one question."""
+"""Most names of metrics in one request."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -56,8 +57,8 @@ Answer = Callable[[ViewedRun, Parameters, str], Any]
 
 
 class AccessGuard:
-    """Refuses what `access` refuses, sets the cookie, and puts the headers on every
-    answer."""
+    """Refuses what `access` refuses, sets the cookie, and adds the headers to every
+    response."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -108,7 +109,7 @@ class AccessGuard:
 
 
 class PageServer:
-    """The routes over these runs."""
+    """Routes over these runs."""
 
     def __init__(self, runs: Sequence[ViewedRun], watch: RunWatch) -> None:
         self._runs = {run.id: run for run in runs}
@@ -154,8 +155,8 @@ class PageServer:
         return await _in_thread(lambda: metrics_page(self._chosen(request), names))
 
     def _chosen(self, request: Request) -> list[ViewedRun]:
-        """The runs that the query names; all if it names none. Raises ConfigError for
-        an unknown one."""
+        """Return the runs that the query names; all if it names none. Raises
+        ConfigError for an unknown one."""
         names = [
             name for name in request.query_params.get("runs", "").split(",") if name
         ]
@@ -170,7 +171,7 @@ class PageServer:
         return run
 
     def _about(self, answer: Answer) -> Callable[[Request], Any]:
-        """The handler of a page of one run."""
+        """Return the handler of a page of one run."""
 
         async def handle(request: Request) -> Response:
             query = request.query_params
@@ -204,7 +205,7 @@ class PageServer:
         return _not_found(request.url.path)
 
     async def _manifest(self, request: Request) -> Response:
-        """In an export this file names what was exported."""
+        """Return an empty manifest. In an export this file names the exported data."""
         del request
         return Response("window.invrlExport = null;\n", media_type=_TYPES[".js"])
 
@@ -217,8 +218,8 @@ class PageServer:
 
 
 def _page_files() -> dict[str, Path]:
-    """The files of the page by their names in a URL. A name from outside is looked up
-    here; it never becomes a path."""
+    """Return the files of the page by their names in a URL. A name from outside is
+    looked up here and never becomes a path."""
     files = [
         path
         for path in PAGE_FOLDER.rglob("*")
@@ -228,7 +229,7 @@ def _page_files() -> dict[str, Path]:
 
 
 class _NoSuchPage(Exception):
-    """The run does not have what was asked for."""
+    """Raised for a page that the run does not have."""
 
 
 def runs_page(runs: Sequence[ViewedRun]) -> Any:
@@ -278,7 +279,7 @@ def _is_full(parameters: Parameters) -> bool:
 
 
 async def _in_thread(work: Callable[[], Any]) -> Response:
-    """What `work` returns as JSON, or the error that it raises."""
+    """Return the result of `work` as JSON, or the error that it raises."""
     try:
         return _json(await run_in_threadpool(lambda: encoded(work())))
     except ConfigError as error:
@@ -305,8 +306,8 @@ async def _in_thread(work: Callable[[], Any]) -> Response:
 
 
 def encoded(body: Any) -> bytes:
-    """As JSON. Numbers that are not finite are null; text that is no Unicode has
-    question marks."""
+    """Encode as JSON. Numbers that are not finite are null; text that is not Unicode
+    has question marks."""
     try:
         return msgspec.json.encode(body)
     except UnicodeEncodeError:
@@ -314,7 +315,7 @@ def encoded(body: Any) -> bytes:
 
 
 def _whole_text(body: Any) -> Any:
-    """The same with lone surrogates replaced."""
+    """Return the same with lone surrogates replaced."""
     if isinstance(body, str):
         return body.encode("utf-8", "replace").decode()
     if isinstance(body, dict):
@@ -356,8 +357,8 @@ def _refused(refusal: Refusal) -> Response:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: a free one. Raises ConfigError if the address cannot
-    be had."""
+    """Return a listening socket; port 0: a free one. Raises ConfigError if the address
+    is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -377,7 +378,7 @@ def bind(host: str, port: int) -> socket.socket:
 async def serve(
     runs: Sequence[ViewedRun], access: Access, listener: socket.socket
 ) -> None:
-    """Answers until SIGINT or SIGTERM, and then ends every open stream."""
+    """Serve until SIGINT or SIGTERM, and then end every open stream."""
     watch = RunWatch(runs)
     config = uvicorn.Config(
         PageServer(runs, watch).app(access),
@@ -396,7 +397,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of changes first: uvicorn waits for open answers."""
+    """Ends the streams of changes first: uvicorn waits for open responses."""
 
     def __init__(self, config: uvicorn.Config, watch: RunWatch) -> None:
         super().__init__(config)

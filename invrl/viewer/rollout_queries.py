@@ -1,5 +1,4 @@
-"""The questions that the page asks of the index: every filter and sort, and their SQL.
-All of it is here."""
+"""The page's queries of the index: every filter and sort, and their SQL."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from invrl.errors import ConfigError
 from invrl.viewer.index_file import TURN_BITS, meta_number
 
 MAX_ROWS = 1_000
-"""Most rows of one answer."""
+"""Most rows of one response."""
 _DEFAULT_ROWS = 50
 
 _TEXT_FILTERS = {
@@ -91,13 +90,13 @@ _REWARD_SPREAD = (
 _REWARD_STD = "SQRT(MAX(0, AVG(reward*reward) - AVG(reward)*AVG(reward))) AS reward_std"
 
 Parameters = Mapping[str, Sequence[str]]
-"""The query of a URL: each name with its values."""
+"""Query of a URL: each name with its values."""
 Row = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Selection:
-    """A condition on the rows of `rollouts`, with its values."""
+    """Condition on the rows of `rollouts`, with its values."""
 
     conditions: list[str] = field(default_factory=list)
     values: list[object] = field(default_factory=list)
@@ -116,7 +115,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which rows of an answer."""
+    """Range of the rows of a response."""
 
     limit: int
     """-1: all, as in SQL."""
@@ -124,12 +123,12 @@ class Page:
 
 
 EVERY_ROW = Page(limit=-1, offset=0)
-"""For an export; no URL can ask for it."""
+"""Page with every row, for an export; no URL can request it."""
 
 
 def read_selection(parameters: Parameters) -> Selection:
-    """The filters of a URL. Raises ConfigError for a value that is none. Unknown names
-    are left alone."""
+    """Return the filters of a URL. Raises ConfigError for an invalid value. Unknown
+    names are ignored."""
     selection = Selection()
     for name, column in _TEXT_FILTERS.items():
         chosen = [value for value in parameters.get(name, ()) if value]
@@ -186,7 +185,7 @@ def _require_component(selection: Selection, parameters: Parameters) -> None:
 
 
 def _require_words(selection: Selection, text: str) -> None:
-    """All words must have been said in one turn, or the text is an id."""
+    """Require that all words occur in one turn, or that the text is an id."""
     if not text.strip():
         return
     selection.is_search = True
@@ -201,9 +200,9 @@ def _require_words(selection: Selection, text: str) -> None:
 
 
 def match_expression(text: str) -> str:
-    """What a person typed as an expression of FTS5: words are prefixes, "quoted text"
-    is a phrase, and a single letter is a word. Nothing of it is an operator. "" if
-    there is no word in it."""
+    """Convert user input into an expression of FTS5: words are prefixes, "quoted text"
+    is a phrase, and a single letter is a word. None of it is an operator. "" if there
+    is no word in it."""
     terms: list[str] = []
     for position, part in enumerate(text.split('"')):
         is_phrase = position % 2 == 1
@@ -218,14 +217,16 @@ def match_expression(text: str) -> str:
 
 
 def read_page(parameters: Parameters) -> Page:
-    """Raises ConfigError for a limit or an offset that is no number."""
+    """Return the page of a URL. Raises ConfigError for a limit or an offset that is not
+    a number."""
     limit = _whole("limit", _first(parameters, "limit") or str(_DEFAULT_ROWS))
     offset = _whole("offset", _first(parameters, "offset") or "0")
     return Page(limit=min(max(limit, 0), MAX_ROWS), offset=max(offset, 0))
 
 
 def read_order(parameters: Parameters, sorts: Mapping[str, str], default: str) -> str:
-    """The ORDER BY of a URL; nulls are last. Raises ConfigError for an unknown sort."""
+    """Return the ORDER BY of a URL; nulls are last. Raises ConfigError for an unknown
+    sort."""
     name = _first(parameters, "sort") or default
     if name not in sorts:
         raise ConfigError("sort", name, "no such order", f"one of: {', '.join(sorts)}")
@@ -236,20 +237,20 @@ def read_order(parameters: Parameters, sorts: Mapping[str, str], default: str) -
 
 
 class RolloutQueries:
-    """Answers from one connection to the index."""
+    """Queries on one connection to the index."""
 
     def __init__(self, index: sqlite3.Connection) -> None:
         self._index = index
 
     def rollouts(self, parameters: Parameters, page: Page | None = None) -> Row:
-        """`page`: in place of the URL's."""
+        """`page`: replaces the URL's."""
         selection = read_selection(parameters)
         page = page or read_page(parameters)
         order = _ORDERED_SORTS.get(_first(parameters, "sort"))
         if order is None:
             known = {**_SORTS, **dict.fromkeys(_ORDERED_SORTS, "")}
             order = read_order(parameters, known, "opened_at")
-        # Only the page's rows are read whole.
+        # Only the page's rows are read completely.
         sql = f"SELECT id FROM rollouts {selection.where}"
         self._keep_found(sql, selection)
         [total] = self._index.execute("SELECT COUNT(*) FROM found").fetchone()
@@ -270,7 +271,8 @@ class RolloutQueries:
         }
 
     def _keep_found(self, sql: str, selection: Selection) -> None:
-        """The ids of what was selected, in a table of this connection's memory."""
+        """Store the ids of the selected rows in a temporary table of this
+        connection."""
         self._index.execute("PRAGMA query_only=0")
         self._index.execute("PRAGMA temp_store=MEMORY")
         self._index.execute("DROP TABLE IF EXISTS temp.found")
@@ -317,7 +319,7 @@ class RolloutQueries:
         return answer
 
     def _component_names(self) -> list[str]:
-        """Walks the names in the primary key, not its rows."""
+        """Return the component names, from the primary key instead of the rows."""
         sql = (
             "WITH RECURSIVE names(name) AS (SELECT MIN(name) FROM component_values UNION ALL "
             "SELECT (SELECT MIN(name) FROM component_values WHERE name > names.name) FROM names "
@@ -382,7 +384,7 @@ class RolloutQueries:
         order = read_order(parameters, {name: name for name in names}, "rollouts")
         text = _first(parameters, "q")
         pattern = f"%{_like(text)}%"
-        # First and last: the mean reward at the first and the last step of the task.
+        # First and last: the mean reward at the task's first and last step.
         sql = (
             "WITH at_step AS (SELECT task, purpose, step, COUNT(*) AS rollouts, SUM(trained) AS trained, "
             "COUNT(failure) AS failed, SUM(reward) AS total, COUNT(reward) AS rewards, "
@@ -415,7 +417,8 @@ class RolloutQueries:
         return {"total": total, "rows": rows}
 
     def held_out_rewards(self) -> dict[tuple[str, str], dict[str, list[float | None]]]:
-        """By task and name of the evaluation: step -> the rewards of its samples."""
+        """Return, by task and name of the evaluation: step -> rewards of its
+        samples."""
         sql = (
             "SELECT task_id, evaluation, step, reward FROM rollouts WHERE purpose='eval' "
             "AND state='evaluated' AND step IS NOT NULL ORDER BY step, \"index\""
@@ -428,7 +431,8 @@ class RolloutQueries:
         return rewards
 
     def row(self, session_id: str) -> Row | None:
-        """Of the rollout that has this session, or a child session of this id."""
+        """Return the row of the rollout that has this session, or a child session of
+        this id."""
         columns = ", ".join(ROW_COLUMNS)
         sql = (
             f"SELECT {columns} FROM rollouts WHERE session_id=? OR "
@@ -447,7 +451,7 @@ class RolloutQueries:
         return self._dicts(sql, [group_id, purpose])
 
     def failures(self) -> list[tuple[str, str]]:
-        """Session id and reason of every rollout that failed, newest first."""
+        """Return session id and reason of every failed rollout, newest first."""
         sql = "SELECT session_id, failure FROM rollouts WHERE failure IS NOT NULL ORDER BY id DESC"
         return self._index.execute(sql).fetchall()
 

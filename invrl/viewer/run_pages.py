@@ -1,5 +1,5 @@
-"""What the page shows of a run as a whole: ledger, evaluations, weights, processes over
-time, settings."""
+"""The page's views of a whole run: ledger, evaluations, weights, processes over time,
+settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BATCHES = """
     WHERE state='trained' AND ({surviving})
 """
 _MAX_FAILURES = 5_000
-"""The newest failed rollouts, whose texts are read."""
+"""Newest failed rollouts whose texts are read."""
 _SESSIONS_SHOWN = 10
 _PASS_AT = re.compile(r"pass_at_(\d+)")
 _SCORES = (
@@ -64,7 +64,8 @@ RunPage = Callable[[ViewedRun, Parameters, Page], Row]
 
 
 def ledger_page(run: ViewedRun) -> Row:
-    """Where every rollout ended, and why. Raises DamagedFileError or RunStoreError."""
+    """Return where every rollout ended, and why. Raises DamagedFileError or
+    RunStoreError."""
     with run.store.reading() as db:
         incarnations = incarnations_in(db)
         lost = _lost_counts(db, incarnations)
@@ -73,7 +74,7 @@ def ledger_page(run: ViewedRun) -> Row:
         [batches, newest] = db.execute(_BATCHES.format(surviving=bounds)).fetchone()
         lineage = "ok"
         has_ended = run.folder.finished_path.exists()
-        # The whole check reads every entry: it is made only to name what is broken.
+        # The full check reads every entry, so it runs only to name a broken invariant.
         if batches != newest + 1 or any(
             _is_broken(state, ends, has_ended) for state, _, _, ends, _ in places
         ):
@@ -96,7 +97,7 @@ def ledger_page(run: ViewedRun) -> Row:
 
 
 def _surviving(lost_from: Mapping[int, float]) -> str:
-    """A condition on the entries of the surviving lineage. `lost_from`: see
+    """Return a condition on the entries of the surviving lineage. `lost_from`: see
     `first_lost_sequences`."""
     bounds: list[str] = []
     for number, bound in lost_from.items():
@@ -108,8 +109,8 @@ def _surviving(lost_from: Mapping[int, float]) -> str:
 
 
 def _is_broken(state: str, ends: int, has_ended: bool) -> bool:
-    """Whether a place with this last state and so many ends breaks what `check_lineage`
-    checks."""
+    """Whether a place with this last state and number of ends breaks what
+    `check_lineage` checks."""
     if ends > 1 or (ends == 1 and state not in ("trained", "dropped")):
         return True
     return has_ended and ends == 0
@@ -132,8 +133,8 @@ def _incarnation_rows(
 
 
 def _failures(run: ViewedRun) -> list[Row]:
-    """Failed rollouts by reason and last line of what they say, the most frequent
-    first."""
+    """Return failed rollouts by reason and last line of their message, the most
+    frequent first."""
     with run.queries() as queries:
         failed_ids = [session_id for session_id, _ in queries.failures()][
             :_MAX_FAILURES
@@ -168,7 +169,7 @@ def _failures(run: ViewedRun) -> list[Row]:
 
 
 def evaluations_page(run: ViewedRun, page: Page) -> Row:
-    """Scores over steps, gains, and the rewards of held-out tasks."""
+    """Return scores over steps, gains, and the rewards of held-out tasks."""
     names = [name for name in run.metrics.names() if name.startswith("eval/")]
     scores: dict[tuple[int, str], Row] = {}
     for name, points in run.metrics.series(names).items():
@@ -210,7 +211,7 @@ def _put_measure(score: Row, measure: str, value: float | None) -> None:
 
 
 def _held_out_rewards(run: ViewedRun) -> Rewards:
-    """Empty as long as there is no index."""
+    """Return the rewards; empty as long as there is no index."""
     try:
         with run.queries() as queries:
             return queries.held_out_rewards()
@@ -219,7 +220,7 @@ def _held_out_rewards(run: ViewedRun) -> Rewards:
 
 
 def _task_rows(rewards: Rewards) -> list[Row]:
-    """One row for every held-out task, those that changed most first."""
+    """Return one row for every held-out task, those that changed most first."""
     rows: list[Row] = []
     for (task_id, name), by_step in rewards.items():
         steps = sorted(by_step, key=int)
@@ -247,8 +248,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def weights_page(run: ViewedRun) -> Row:
-    """Updates of the engines' weights, the run's lives, and what the metrics say of the
-    engines."""
+    """Return the updates of the engines' weights, the run's incarnations, and the
+    metrics of the engines."""
     names = run.metrics.names()
     updates: dict[int, Row] = {}
     for name, points in run.metrics.series(
@@ -306,7 +307,7 @@ def _empty_update(step: int, moment: float | None) -> Row:
 
 
 def timeline_page(run: ViewedRun, after: float) -> Row:
-    """Spans that end after `after` (Unix seconds)."""
+    """Return the spans that end after `after` (Unix seconds)."""
     timeline = read_timeline(run.folder.path)
     phase = run.phase()
     now = None
@@ -324,7 +325,7 @@ def timeline_page(run: ViewedRun, after: float) -> Row:
 
 
 def engines_page(run: ViewedRun, after: float) -> Row:
-    """Samples of the processes after `after` (Unix seconds)."""
+    """Return the samples of the processes after `after` (Unix seconds)."""
     timeline = read_timeline(run.folder.path)
     samples = [sample for sample in timeline.samples if sample.time >= after]
     return {"recorded": bool(timeline.samples), "samples": samples}
@@ -350,7 +351,7 @@ def _rollouts(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
 
 
 def _indexed(answer: Callable[[RolloutQueries, Parameters, Page], Row]) -> RunPage:
-    """The page of an answer from the index."""
+    """Return the page of a response from the index."""
 
     def page_of(run: ViewedRun, parameters: Parameters, page: Page) -> Row:
         with run.queries() as queries:
@@ -371,16 +372,16 @@ RUN_PAGES: Mapping[str, RunPage] = {
     "facets": _indexed(lambda queries, parameters, _: queries.facets(parameters)),
     "tasks": _indexed(RolloutQueries.tasks),
 }
-"""By the last part of the path `/api/runs/{run}/...`. A page raises InvrlError if the
-run lacks what it needs."""
+"""Pages by the last part of the path `/api/runs/{run}/...`. A page raises InvrlError if
+the run lacks what it needs."""
 
 
 # ----------------------------------------------------------------- several runs
 
 
 def configurations_page(runs: Sequence[ViewedRun]) -> Row:
-    """The settings of each run, those that differ from their defaults, and those that
-    are not the same in all."""
+    """Return the settings of each run, those that differ from their defaults, and those
+    that differ between runs."""
     by_run = {run.id: run.settings() for run in runs}
     keys = sorted(
         {
@@ -407,7 +408,7 @@ def configurations_page(runs: Sequence[ViewedRun]) -> Row:
 
 
 def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
-    """Every name that holds `text`, with the runs that have it."""
+    """Return every name that contains `text`, with the runs that have it."""
     rows: dict[str, Row] = {}
     for run in runs:
         for name, (count, last) in run.metrics.names().items():
@@ -423,7 +424,7 @@ def metric_names_page(runs: Sequence[ViewedRun], text: str) -> Row:
 
 
 def metrics_page(runs: Sequence[ViewedRun], names: Sequence[str] | None) -> Row:
-    """The points of these metrics in each run; `names` None: of all."""
+    """Return the points of these metrics in each run; `names` None: of all."""
     series: dict[str, dict[str, list[Point]]] = {}
     for run in runs:
         series[run.id] = (

@@ -1,8 +1,9 @@
-"""Follows the files of the viewed runs in one thread, and tells the open pages what has
-changed.
+"""Follows the files of the viewed runs in one thread, and notifies the open pages of
+changes.
 
-A run is looked at about once a second, which costs some `stat` calls while nothing
-changes. The index of a run is filled in batches, in turns with the other runs."""
+A run is checked about once a second, with a few `stat` calls while nothing changes. The
+index of a run is filled in batches, in turns with the other runs.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from invrl.viewer.viewed_run import ViewedRun
 
 _INTERVAL_S = 1.0
 _MAX_WAITING = 100
-"""Changes that wait for a page that does not read; older ones are dropped."""
+"""Most changes that wait for a page that does not read; older ones are dropped."""
 
 Change = dict[str, Any]
 
 
 class RunWatch:
-    """The thread runs from `start` to `stop`. Pages subscribe from the event loop that
-    calls `start`."""
+    """Watcher whose thread runs from `start` to `stop`. Pages subscribe from the event
+    loop that calls `start`."""
 
     def __init__(self, runs: Sequence[ViewedRun]) -> None:
         self._runs = runs
@@ -40,7 +41,7 @@ class RunWatch:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread and every page's stream of changes."""
+        """End the thread and every page's stream of changes."""
         self._stop.set()
         for page in self._pages:
             page.put_nowait(None)
@@ -49,7 +50,7 @@ class RunWatch:
 
     @contextlib.contextmanager
     def subscribed(self) -> Iterator[asyncio.Queue[Change | None]]:
-        """A queue of the changes from now on; None is the end."""
+        """Yield a queue of the changes from now on; None is the end."""
         page: asyncio.Queue[Change | None] = asyncio.Queue()
         if self._stop.is_set():
             page.put_nowait(None)

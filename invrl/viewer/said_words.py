@@ -1,5 +1,4 @@
-"""What was said in rollouts as words, for the search of an export, which has no
-database."""
+"""The words of rollouts, for the search of an export, which has no database."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ _FILE_CHARACTERS = 1_000_000
 
 
 def words_of(text: str) -> str:
-    """The words in lower case and without accents, with one space before and behind
-    each: " to be ". What is searched is written in the same way by `said.js`."""
+    """Return the words in lower case and without accents, with one space before and
+    after each: " to be ". `said.js` normalises search text in the same way."""
     lowered = text.lower()
     if not lowered.isascii():
         decomposed = unicodedata.normalize("NFD", lowered)
@@ -26,8 +25,8 @@ def words_of(text: str) -> str:
 
 
 def turn_words(turn: Mapping[str, Any]) -> str:
-    """`turn`: one of `rollout_detail`. What its messages say, think and call, the
-    reply's too."""
+    """Return the words of a turn of `rollout_detail`: content, thinking and calls of
+    its messages and its reply."""
     texts: list[str] = []
     for message in [*turn["messages"], turn["reply"]]:
         calls = [
@@ -38,9 +37,9 @@ def turn_words(turn: Mapping[str, Any]) -> str:
 
 
 class SaidWriter:
-    """Writes files of about a million characters. `write` takes the path of a value and
-    the value. `path`/N has the rows of file N: of each rollout its session's id and the
-    words of each turn. `path` has their number."""
+    """Writes files of about a million characters. `write` takes a path and its value.
+    `path`/N has the rows of file N: each rollout's session id and the words of each
+    turn. `path` has the number of files."""
 
     def __init__(self, write: Callable[[str, Any], None], path: str) -> None:
         self._write = write
@@ -60,7 +59,7 @@ class SaidWriter:
             self._end_file()
 
     def close(self) -> None:
-        """To be called when all are added."""
+        """Write the last file. Call this when all are added."""
         if self._rows:
             self._end_file()
         self._write(self._path, {"files": self._files, "rollouts": self._rollouts})

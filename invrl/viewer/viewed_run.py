@@ -1,8 +1,9 @@
-"""A run that is viewed: its files, what is computed of them, and its state now.
+"""A viewed run: its files, the data computed from them, and its current state.
 
-`refresh` reads what has changed since it was called last and costs next to nothing if
-nothing has. All else answers from what is there. Invariant: nothing is written into the
-run's folder, and no lock is taken there."""
+`refresh` reads changes since its last call, and is cheap if there are none. Other
+methods use the data at hand. Invariant: nothing is written into the run's folder, and
+no lock is taken there.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _LOG_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class IndexState:
-    """How far the index is, for the page."""
+    """Progress of the index, for the page."""
 
     rollouts_indexed: int = 0
     rollouts: int = 0
@@ -49,8 +50,8 @@ class IndexState:
 
 
 class ViewedRun(RunFiles):
-    """`id`: the name of the run in URLs. `cache`: where indexes lie. `defaults`: what
-    settings are that nobody has set."""
+    """`id`: name of the run in URLs. `cache`: folder of indexes. `defaults`: values of
+    settings that are not set."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ViewedRun(RunFiles):
         self.store = ReadOnlyStore(folder.store_path, private)
         self.index_state = IndexState()
         self.failure = ""
-        """What went wrong in following the run, of a kind that nobody expected."""
+        """Unexpected error in following the run."""
         self._index_file = IndexFile(private)
         self._index: sqlite3.Connection | None = None
         self._identity = ""
@@ -84,7 +85,7 @@ class ViewedRun(RunFiles):
     # ---------------------------------------------------------------- what has changed
 
     def refresh(self, stop: threading.Event) -> set[str]:
-        """Reads what is new, until `stop` is set or nothing is. Returns the kinds of
+        """Read new data, until `stop` is set or there is no more. Returns the kinds of
         things that changed: metrics, rollouts, state, timeline, index."""
         kinds: set[str] = set()
         if self.metrics.refresh():
@@ -108,7 +109,7 @@ class ViewedRun(RunFiles):
         return kinds - {"index"} if stop.is_set() else kinds
 
     def _refresh_index(self, live: bool) -> set[str]:
-        """One batch. `index`: there is more to do."""
+        """Add one batch. `index` among the kinds: there is more to do."""
         state = (*self.store.state(), *_state_of((self.folder.trained_tokens_path,)))
         if state == self._store_state and self._index is not None:
             return set()
@@ -136,7 +137,8 @@ class ViewedRun(RunFiles):
         return {"rollouts"}
 
     def _fill_batch(self, live: bool) -> bool | None:
-        """Whether there is more; None if another process fills the index."""
+        """Add a batch. Returns whether there is more; None if another process fills the
+        index."""
         from invrl.viewer.index_filler import IndexFiller, identity_of
 
         with self.store.reading() as store:
@@ -206,14 +208,15 @@ class ViewedRun(RunFiles):
             self._index_lock = None
 
     def close(self) -> None:
-        """To be called by the thread that calls `refresh`."""
+        """Close the index. Call this in the thread that calls `refresh`."""
         self._close_index()
 
     # -------------------------------------------------------------- what the page asks
 
     @contextlib.contextmanager
     def queries(self) -> Iterator[RolloutQueries]:
-        """Raises RunStoreError if there is no index yet, or none can be made."""
+        """Yield queries of the index. Raises RunStoreError if there is no index yet, or
+        none can be made."""
         index = self._index_file.reading()
         if index is None:
             why = self.index_state.error or "it is being made"
@@ -224,8 +227,8 @@ class ViewedRun(RunFiles):
             yield RolloutQueries(index)
 
     def changed_settings(self) -> list[dict[str, Any]]:
-        """Those that differ from their defaults. A setting that has no default has
-        null."""
+        """Return the settings that differ from their defaults. A setting without a
+        default has null."""
         defaults = self._defaults()
         return [
             {"key": f"{section}.{key}", "value": value, "default": default}
@@ -235,8 +238,8 @@ class ViewedRun(RunFiles):
         ]
 
     def _failure_rules(self) -> Mapping[FailureReason, FailureRule]:
-        """What failures count with. A configuration of another version counts as one
-        without rules."""
+        """Return the rewards of failures. A configuration of another version counts as
+        one without rules."""
         if self._rules is None:
             settings = self.settings()
             former = settings.get("buffer", {}).get("failure_reward", [])
@@ -256,8 +259,8 @@ class ViewedRun(RunFiles):
         return self._rules
 
     def match_level(self) -> MatchLevel:
-        """How much of a message the gateway compared; the default if the configuration
-        does not say it."""
+        """Return how much of a message the gateway compared; the default if the
+        configuration does not tell."""
         from invrl.gateway.types import MatchLevel
 
         name = str(self.settings().get("gateway", {}).get("match_level", "")).upper()
@@ -266,8 +269,8 @@ class ViewedRun(RunFiles):
         return MatchLevel[name]
 
     def token_reader(self) -> TokenReader | None:
-        """Texts of tokens, from the run's own copy of the tokenizer or from its model's
-        folder."""
+        """Return a reader of tokens' texts, from the run's own copy of the tokenizer or
+        from its model's folder."""
         from invrl.store.tokenizer_folder import token_reader
 
         with self._lock:
@@ -283,7 +286,7 @@ class ViewedRun(RunFiles):
         return Path(path).expanduser()
 
     def overview(self) -> dict[str, Any]:
-        """The row `Run` of `/api/runs`."""
+        """Return the row `Run` of `/api/runs`."""
         phase = self.phase()
         started_at, incarnations, last_turn = self._from_store()
         times = [self.metrics.last_time, last_turn, phase.since if phase else None]
@@ -321,15 +324,15 @@ class ViewedRun(RunFiles):
         }
 
     def _last_words(self) -> str:
-        """The last lines of the driver's log; "" unless the run failed or was
+        """Return the last lines of the driver's log; "" unless the run failed or was
         interrupted."""
         if self.state() in ("running", "ended"):
             return ""
         return "\n".join(self.log_end().splitlines()[-_LOG_LINES:])
 
     def _from_store(self) -> tuple[float | None, int, float | None]:
-        """When the first incarnation started, the number of incarnations, and the end
-        of the last turn."""
+        """Return the start of the first incarnation, the number of incarnations, and
+        the end of the last turn."""
         try:
             with self.store.reading() as store:
                 sql = "SELECT MIN(started_at), COUNT(*) FROM incarnations"
@@ -341,7 +344,7 @@ class ViewedRun(RunFiles):
         return started_at, incarnations, row[0] if row else None
 
     def notes(self) -> list[str]:
-        """What could not be read, of the store and the index too."""
+        """Return notes about unreadable parts, including the store and the index."""
         notes = [self._store_error, self._rules_error, self.failure]
         if self.index_state.error != self._store_error:
             notes.append(self.index_state.error)
@@ -349,7 +352,7 @@ class ViewedRun(RunFiles):
 
 
 def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
-    """Numbers that change with the files."""
+    """Return numbers that change with the files."""
     numbers: list[int] = []
     for path in paths:
         try:
@@ -364,8 +367,8 @@ def _state_of(paths: tuple[Path, ...]) -> tuple[int, ...]:
 def open_runs(
     paths: Sequence[Path], cache: Path, defaults: Callable[[], Settings] = dict
 ) -> list[ViewedRun]:
-    """One run for each folder, with different ids. Raises ConfigError for a folder that
-    is none."""
+    """Return one run for each folder, with different ids. Raises ConfigError for a
+    folder that is not a run's."""
     runs: dict[str, ViewedRun] = {}
     for path in paths:
         folder = RunFolder(path=path.expanduser().absolute())

@@ -16,7 +16,7 @@ transport     the trainer's end          the engine's end (`engines/weight_recei
 ============  =========================  =====================================================================
 
 With `collective` both ends run at the same time: `broadcast_loads.py` brings them
-together. With all of them `in_engine.py` checks the layout before. With `arena` the
+together. `in_engine.py` checks the layout first with every transport. With `arena` the
 copy itself is hashed, and the parameters are at the first update and every n-th; with
 the others the parameters are hashed after each load.
 """

@@ -2,18 +2,18 @@
 and the engines read.
 
 The arena is one memfd with two slots of equal layout. Engines map it as
-`/proc/<trainer's pid>/fd/<n>` and keep it mapped. So an update moves no bytes except
-for the copy into the engine's parameters, and nothing is left on the machine after kill
--9 of every process. Its size is sealed: a reader of what had been cut off would be
-killed. On a GPU the slots are CUDA memory that engines open once (`cuda_memory.py`),
-and the memfd is empty: it is what the leases of the slots are on.
+`/proc/<trainer's pid>/fd/<n>` and keep it mapped. An update therefore moves no bytes
+except for the copy into the engine's parameters, and nothing is left on the machine
+after kill -9 of every process. Its size is sealed: reading past a truncated end would
+kill the reader. On a GPU the slots are CUDA memory that engines open once
+(`cuda_memory.py`), and the memfd is empty: it only carries the leases of the slots.
 
 Invariant: the slot of the weights staged last stays whole while the next version is
 written into the other slot. Staging the same version again (after a failed update)
 rewrites its own slot. No slot is written while an engine reads it (`slot_lease.py`),
 whether it copies or its parameters point there. Checksums are taken of the slot's bytes
-while they are written; the engines prove by them that what they read is what was
-written. Imports torch only where tensors are touched.
+while they are written; engines use them to prove that they read what was written.
+Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -48,28 +48,29 @@ if TYPE_CHECKING:
     import torch
 
     Slot = dict[str, torch.Tensor]
-    """Tensors by name, over the arena's memory."""
+    """Tensors by name, as views of the arena's memory."""
 
 _SLOT_FREE_WITHIN_S = 60.0
-"""An engine that was lost may read its slot until its process has ended."""
+"""Seconds to wait for a free slot: a lost engine may read it until its process has
+ended."""
 
 
 class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """Which arena and which slot: the content of `StagedWeights.handle`, as JSON."""
+    """An arena and one of its slots: the content of `StagedWeights.handle`, as JSON."""
 
     path: str
     inode: int
     slot: int
     cuda: CudaHandle | None = None
-    """Where the slots are; None: in the file at `path`."""
+    """GPU memory of the slots. None: they are in the file at `path`."""
 
     def at(self, slot: int) -> ArenaHandle:
-        """Another slot of the same arena."""
+        """Return the handle of another slot of this arena."""
         return structs.replace(self, slot=slot)
 
     def check(self) -> None:
-        """Raises WeightSyncError if the arena is gone, or if another one has its
-        path."""
+        """Raise WeightSyncError if the arena is gone or its path belongs to another
+        one."""
         try:
             inode = os.stat(self.path).st_ino
         except OSError as error:
@@ -98,9 +99,9 @@ def map_arena(
 def open_arena(
     arena: ArenaHandle, layout: WeightLayout, *, writable: bool = False
 ) -> tuple[Slot, Slot]:
-    """As `map_arena`, for an arena of another process. Raises WeightSyncError if it is
-    gone, another one, or on a GPU that this process does not see, LayoutError if it has
-    another size than the layout."""
+    """Map an arena of another process. Raises WeightSyncError if it is gone, is another
+    arena, or is on a GPU that this process does not see; LayoutError if its size is not
+    that of the layout."""
     arena.check()
     if arena.cuda is None:
         return map_arena(arena.path, layout, writable=writable)
@@ -133,8 +134,8 @@ def _slots_of(memory: torch.Tensor, layout: WeightLayout) -> tuple[Slot, Slot]:
 
 @lru_cache(maxsize=1)
 def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> tuple[Slot, Slot]:
-    """The slots of an arena, which stays mapped: to fault in a fresh mapping costs more
-    than the copy."""
+    """Return the slots of an arena and keep it mapped: faulting in a fresh mapping
+    takes longer than the copy."""
     import torch
 
     # SGLang calls its loader in inference mode. A parameter that pointed at a tensor of
@@ -144,21 +145,21 @@ def _mapped(first_slot: ArenaHandle, layout: WeightLayout) -> tuple[Slot, Slot]:
 
 
 def mapped_slot(arena: ArenaHandle, layout: WeightLayout) -> Slot:
-    """A slot to read, under a `SlotLease`. Raises as `open_arena` does."""
+    """Map a slot for reading under a `SlotLease`. Raises as `open_arena` does."""
     return _mapped(arena.at(0), layout)[arena.slot]  # both slots share one mapping
 
 
 def hash_slot(arena: ArenaHandle, layout: WeightLayout) -> dict[str, str]:
-    """Checksums of the tensors of a slot in the host's memory. Raises WeightSyncError
-    if the arena is gone, or if the slot is being written."""
+    """Return the checksums of a slot in host memory. Raises WeightSyncError if the
+    arena is gone or the slot is being written."""
     slot = mapped_slot(arena, layout)
     with SlotLease(arena.path, arena.slot, writes=False):
         return checksums_of(slot, xxh3_checksums)
 
 
 class ArenaWriter:
-    """The trainer's end. It owns the memory, which lives as long as this process keeps
-    the writer."""
+    """Trainer's end of the arena. It owns the memory, which lives as long as this
+    writer."""
 
     def __init__(
         self,
@@ -168,8 +169,8 @@ class ArenaWriter:
         device: torch.device | None = None,
     ) -> None:
         """`checksums_add_up`: for engines of several ranks, which hash slices
-        (`multilinear.py`). `device`: a GPU whose memory takes the slots, where
-        checksums always add up; None for the host's."""
+        (`multilinear.py`). `device`: GPU whose memory holds the slots, where checksums
+        always add up; None for host memory."""
         self._checksums_add_up = checksums_add_up or device is not None
         self.hash_tensors = whole_hash(adds_up=self._checksums_add_up)
         descriptor = os.memfd_create(
@@ -199,7 +200,7 @@ class ArenaWriter:
     ) -> StagedWeights:
         """Write each tensor of the layout once, in any order, from any device. Waits
         for engines that read the slot. Raises LayoutError, and WeightSyncError if an
-        engine reads the slot for too long."""
+        engine holds the slot for too long."""
         with self.writing(version) as (place, slot):
             hash_tensors = self._slot_hashes[place.slot]
             checksums = copy_all(slot, _placed(tensors, slot), hash_tensors)
@@ -207,9 +208,8 @@ class ArenaWriter:
 
     @contextmanager
     def writing(self, version: WeightVersion) -> Iterator[tuple[ArenaHandle, Slot]]:
-        """The slot for this version, which may be written and hashed within the block,
-        also by others that open it. `staged` follows. Waits and raises WeightSyncError
-        as `stage` does."""
+        """Yield the slot of this version for writing and hashing, also by others that
+        open it. `staged` follows. Waits and raises WeightSyncError as `stage` does."""
         number = 1 - self._slot
         if version == self._version:  # a failed update is tried again
             number = self._slot
@@ -221,7 +221,7 @@ class ArenaWriter:
     def staged(
         self, version: WeightVersion, handle: ArenaHandle, checksums: Mapping[str, str]
     ) -> StagedWeights:
-        """What was written under `writing`. Raises LayoutError if a tensor is
+        """Describe what was written under `writing`. Raises LayoutError if a tensor is
         missing."""
         slot = self._slots[handle.slot]
         missing = [name for name in slot if name not in checksums]
@@ -243,8 +243,8 @@ class ArenaWriter:
 def _placed(
     tensors: Iterable[tuple[str, torch.Tensor]], views: Slot
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises LayoutError for one that has no place in the slot, or
-    has come before."""
+    """Yield the same tensors. Raises LayoutError for a tensor that has no place in the
+    slot or was yielded before."""
     names: set[str] = set()
     for name, tensor in tensors:
         view = views.get(name)

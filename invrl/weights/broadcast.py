@@ -1,23 +1,21 @@
-"""The weights of one version from the trainer to several engines at once: the weight
-transport `collective`.
+"""Sends one version of the weights from the trainer to several engines together: the
+weight transport `collective`.
 
-One trainer rank and the scheduler processes of the engines form a process group of
-their own, of gloo, beside every other group that these processes are in. The slot of an
-arena is sent through it in buckets: while one bucket is copied into an engine's
-parameters, the next one is under way.
+One trainer rank and the scheduler processes of the engines form a separate gloo process
+group. The slot of an arena is sent through it in buckets: while one bucket is copied
+into an engine's parameters, the next one is under way.
 
     trainer's slot (`slot_layout.py`)   | bucket 0 | bucket 1 | ...      two are under way at a time
                                             │ broadcast
     each engine                         buffer 0, buffer 1 ──► the rows of its parameters
 
-Invariant: every wait ends within the bucket's deadline, whatever becomes of the other
-members. A group in which anything failed is not used again. The members find each other
-in a store that listens on the trainer's address alone, under names that no stranger can
-guess, and lets nobody in once the group is complete.
+Invariant: every wait ends within the bucket's deadline, whatever happens to the other
+members. A group is not used again after any failure. The members find each other in a
+store that listens only on the trainer's address, uses names that no stranger can guess,
+and admits nobody once the group is complete.
 
 An engine keeps its group for the next update, and leaves it when it is invited to
-another one. On a GPU the bytes go through the hosts' memory. Imports torch only where
-tensors are touched.
+another. GPU bytes go through host memory. Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -44,32 +42,31 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 16 << 20
 _UNDER_WAY = 2
-"""Buckets. An engine has as many buffers."""
+"""Buckets in flight at a time; an engine has as many buffers."""
 TRAINER = 0
-"""The rank that sends."""
+"""Rank that sends."""
 
 
 class GroupInvitation(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine joins a group, and which place it has there: a handle that one
-    engine loads with, as JSON."""
+    """Handle with which one engine joins a group, as JSON."""
 
     host: str
     port: int
-    """Where the store listens until the group is complete."""
+    """Port on which the store listens until the group is complete."""
     key: str
-    """Names the group, and is the prefix of every name in its store. Random."""
+    """Random name of the group, and prefix of every name in its store."""
     rank: int
     world_size: int
     timeout_s: float
-    """For the members to come, and then for each bucket."""
+    """Timeout for the members to join, and then for each bucket."""
 
 
 class WeightGroup:
-    """One process's membership. A member that has raised BroadcastError must be
-    closed."""
+    """One process's membership of a group. Close a member that has raised
+    BroadcastError."""
 
     def __init__(self, invitation: GroupInvitation, store: Store) -> None:
-        """Waits for all members. Raises BroadcastError."""
+        """Wait for all members. Raises BroadcastError."""
         from torch._C._distributed_c10d import PrefixStore
         from torch.distributed import ProcessGroupGloo as Gloo  # pyright: ignore[reportPrivateImportUsage]
 
@@ -86,8 +83,8 @@ class WeightGroup:
             )
 
     def send(self, memory: torch.Tensor) -> None:
-        """Called by the trainer, with a slot's bytes. Returns when this process has
-        nothing more to send. Raises BroadcastError."""
+        """Send a slot's bytes, as the trainer. Returns when this process has nothing
+        more to send. Raises BroadcastError."""
         under_way: deque[Any] = deque()
         with _broadcast_errors("a bucket was not sent"):
             for start in range(0, memory.numel(), BUCKET_BYTES):
@@ -98,8 +95,8 @@ class WeightGroup:
                 work.wait()
 
     def receive(self, total_bytes: int) -> Iterator[torch.Tensor]:
-        """Yields the slot's bytes, bucket by bucket. A bucket is valid until the next
-        one is asked for. Raises BroadcastError."""
+        """Yield the slot's bytes, bucket by bucket. A bucket is valid until the next is
+        requested. Raises BroadcastError."""
         import torch
 
         buffers = [
@@ -116,7 +113,7 @@ class WeightGroup:
             yield _received(*under_way.popleft())
 
     def close(self) -> None:
-        """The other members' waits fail."""
+        """Leave the group. The other members' waits fail."""
         self._group.abort()
 
     def _begin(self, bucket: torch.Tensor) -> Any:
@@ -131,7 +128,7 @@ def _received(work: Any, bucket: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _broadcast_errors(what: str) -> Iterator[None]:
-    """Torch's and the operating system's errors as BroadcastError."""
+    """Raise torch's and the operating system's errors as BroadcastError."""
     try:
         yield
     except (
@@ -152,8 +149,8 @@ class Piece:
 
 
 def pieces_of_buckets(layout: WeightLayout) -> list[list[Piece]]:
-    """What each bucket of a slot holds, in the order of its bytes. Bytes of no tensor
-    are left out."""
+    """Return the pieces in each bucket of a slot, in the order of their bytes. Padding
+    is left out."""
     sizes = slot_layout(layout)
     buckets: list[list[Piece]] = [[] for _ in range(0, sizes.num_bytes, BUCKET_BYTES)]
     for spec in sorted(layout, key=lambda spec: sizes.offsets[spec.name]):
@@ -168,7 +165,7 @@ def pieces_of_buckets(layout: WeightLayout) -> list[list[Piece]]:
 
 
 _joined: WeightGroup | None = None
-"""The group that this engine is in."""
+"""Group that this engine is in."""
 
 
 def receive_weights(
@@ -176,7 +173,7 @@ def receive_weights(
     layout: WeightLayout,
     places: Mapping[str, torch.Tensor],
 ) -> None:
-    """In an engine: receives every tensor of the layout into its place.
+    """Receive every tensor of the layout into its place, in an engine.
 
     Raises LayoutError before anything is written, and BroadcastError, after which the
     places may hold a mix.
@@ -211,7 +208,7 @@ def _raw_places(
 
 
 def _join(invitation: GroupInvitation) -> WeightGroup:
-    """The group of the invitation: the one that this engine is in, or a new one."""
+    """Return the invitation's group: the one that this engine is in, or a new one."""
     global _joined
     if _joined is None or _joined.key != invitation.key:
         _leave()

@@ -7,14 +7,14 @@ one broadcast.
                                     │            ├── failed by itself, or is silent ──► that load fails
                                     └────────────┴── says that the broadcast broke
 
-A broadcast breaks for all of its engines when one of them dies or hangs. Those that say
-so are alive and were held up by another. They get the version in a new group, without
-those that did not answer or had an error of their own. If all of them say so, nobody is
-to blame, and they get it once more together. An engine that is silent for longer than a
-bucket may take, after another one's answer, is given up.
+A broadcast breaks for all of its engines when one of them dies or hangs. Engines that
+report this are alive and were held up by another. They get the version in a new group,
+without the engines that did not reply or failed by themselves. If all engines report
+it, they are tried together again. An engine that is silent for longer than a bucket's
+timeout, counted from another one's reply, is given up.
 
-Invariant: every load ends. Nothing here knows torch, and nothing is sent to an engine
-but its own `load`. Used from one event loop.
+Invariant: every load ends. Does not import torch, and sends an engine nothing but its
+own `load`. Use from one event loop.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from invrl.types.weights import WeightVersion
 
 logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
-"""For an engine's answer to arrive, once its last wait has ended."""
+"""Seconds for an engine's reply to arrive after its last wait has ended."""
 
 
 class BroadcastSource(Protocol):
-    """The trainer, which sends."""
+    """The sending trainer."""
 
     async def offer(
         self, version: WeightVersion, engines: Sequence[str]
-    ) -> Sequence[str]:
-        """As `Broadcaster.offer`."""
-        ...
+    ) -> Sequence[str]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +62,7 @@ class _Load:
 
 
 class BroadcastLoads:
-    """`load` loads one engine. `timeout_s`: of each wait inside a broadcast."""
+    """`load` loads one engine. `timeout_s` bounds each wait inside a broadcast."""
 
     def __init__(self, source: BroadcastSource, *, timeout_s: float) -> None:
         self._source = source
@@ -72,22 +70,19 @@ class BroadcastLoads:
         self._numbers = count()
         self._names: WeakKeyDictionary[WeightReceiver, str] = WeakKeyDictionary()
         self._gathered: dict[WeightVersion, list[_Load]] = {}
-        """Loads that have begun, of which no broadcast has been asked for yet."""
+        """Loads that have begun and have no broadcast yet."""
         self._broadcasts: set[asyncio.Task[None]] = set()
         self._given_up: set[asyncio.Task[None]] = set()
-        """Calls of engines that did not answer. They are cancelled, and nobody waits
-        for them."""
+        """Cancelled calls of engines that did not reply; nobody waits for them."""
 
     async def load(self, receiver: WeightReceiver, staged: StagedWeights) -> None:
-        """Returns once the engine has loaded. Raises what its `load` raises, or
-        DeadlineError if it does not answer although another engine of its broadcast
-        has."""
+        """Load one engine. Raises what its `load` raises, or DeadlineError if it does
+        not reply although another engine of its broadcast has."""
         load = _Load(receiver, staged)
         version = staged.version
         if version not in self._gathered:
             self._gathered[version] = []
-            # It begins when everything that is to run in this turn of the event loop
-            # has run.
+            # Begins when everything scheduled in this turn of the event loop has run.
             broadcast = asyncio.create_task(self._broadcast(version))
             self._broadcasts.add(broadcast)
             broadcast.add_done_callback(self._broadcasts.discard)
@@ -119,8 +114,8 @@ class BroadcastLoads:
                 load.fail(error)
 
     async def _try(self, version: WeightVersion, loads: Sequence[_Load]) -> list[_Load]:
-        """One broadcast. Ends the loads that have loaded or failed. Returns those for
-        which it broke."""
+        """Run one broadcast. Completes the loads that succeeded or failed, and returns
+        those for which it broke."""
         handles = await self._source.offer(
             version, [self._name(load.receiver) for load in loads]
         )
@@ -133,7 +128,7 @@ class BroadcastLoads:
             calls[call] = load
         broken: list[_Load] = []
         pending = set(calls)
-        timeout_s = None  # that of the whole transfer is the caller's
+        timeout_s = None  # the caller limits the whole transfer
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -152,7 +147,7 @@ class BroadcastLoads:
                     broken.append(calls[call])
                 else:
                     calls[call].fail(error)
-        # in their order, by which a group is known
+        # in order: it identifies the group
         return [load for load in loads if load in broken]
 
     def _give_up(self, silent: dict[asyncio.Task[None], _Load]) -> None:
@@ -168,8 +163,8 @@ class BroadcastLoads:
             call.exception()  # nobody else takes it, and asyncio would complain of that
 
     def _name(self, receiver: WeightReceiver) -> str:
-        """The receiver of an engine that was started again is another one, under the
-        same name."""
+        """Return the engine's name: a restarted engine's receiver is a new object under
+        the same name."""
         if receiver not in self._names:
             self._names[receiver] = f"{receiver.name}/{next(self._numbers)}"
         return self._names[receiver]

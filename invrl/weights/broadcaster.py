@@ -1,14 +1,13 @@
-"""The trainer's end of the weight transport `collective`: the staged versions, and who
-sends them to whom.
+"""The trainer's end of the weight transport `collective`: stages versions and sends
+them to engines.
 
-A version is staged in an arena of the trainer's own (`arena.py`). So the weights of the
-version staged before stay whole in the other slot: engines go back to them and
-newcomers load them by a broadcast of that slot, beside whatever the trainer computes.
-That costs two copies of the weights in the trainer's host memory, and none in the
-engines'.
+A version is staged in the trainer's own arena (`arena.py`), so the previous version
+stays whole in the other slot. A broadcast of that slot lets engines go back to it and
+newcomers load it while the trainer computes. The trainer's host memory holds two copies
+of the weights, the engines' none.
 
 Invariant: a group has exactly the engines that were named, sends one version at a time,
-and is not used again after a failure. A slot is not staged over while it is sent.
+and is not used again after a failure. A slot is not overwritten while it is sent.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BROADCASTS = 8
-"""At a time. One that hangs ends at its bucket's deadline."""
+"""Concurrent broadcasts. One that hangs ends at its bucket's deadline."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Generation:
-    """A group with certain engines, from its invitations on."""
+    """A group of certain engines, from its invitations on."""
 
     members: tuple[str, ...]
     listener: socket.socket | None
-    """Where the members come, until all have come."""
+    """Socket that members connect to, until all have connected."""
     invitations: list[GroupInvitation]
     group: WeightGroup | None = None
     is_free: bool = False
-    """It is complete and nothing is under way in it."""
+    """Whether the group is complete and idle."""
 
     def completed(self) -> WeightGroup:
-        """Waits for the members, the first time. Raises BroadcastError, and TrainError
-        if a stranger came."""
+        """Wait for the members, the first time. Raises BroadcastError, or TrainError if
+        a stranger connected."""
         if self.group is not None:
             return self.group
         assert self.listener is not None, "it has been closed"
@@ -86,29 +85,29 @@ class _Generation:
 
 
 class Broadcaster:
-    """Stage and offer from one thread. Broadcasts run in threads of their own."""
+    """Stages and offers versions. Call it from one thread; broadcasts run in their own
+    threads."""
 
     def __init__(self, layout: WeightLayout, *, host: str, timeout_s: float) -> None:
-        """`host`: this machine's address that the engines reach. `timeout_s`: of each
+        """`host`: address of this machine that engines can reach. `timeout_s`: for each
         bucket."""
         self._host = host
         self._timeout_s = timeout_s
         self._slot_bytes = slot_layout(layout).num_bytes
         self._arena = ArenaWriter(layout)
         self._memory: torch.Tensor | None = None
-        """Both slots. None until something is staged."""
+        """Memory of both slots. None until something is staged."""
         self._slots: dict[WeightVersion, ArenaHandle] = {}
         self._generations: list[_Generation] = []
-        """Those that have not failed. An engine uses only the newest one that it is
-        in."""
+        """Groups that have not failed. An engine uses only its newest one."""
         self._lock = threading.Lock()
-        """Of the list of generations."""
+        """Guards the list of generations."""
         self._threads = ThreadPoolExecutor(_BROADCASTS, "broadcast")
 
     def stage(
         self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> StagedWeights:
-        """As `ArenaWriter.stage`."""
+        """Stage a version as `ArenaWriter.stage` does."""
         import torch
 
         staged = self._arena.stage(version, tensors)
@@ -126,12 +125,10 @@ class Broadcaster:
         return staged
 
     def offer(self, version: WeightVersion, engines: Sequence[str]) -> list[str]:
-        """Begins to send this version to these engines, each named by what tells its
-        process from all others. Returns the handle that each of them loads with; all
-        have to load at the same time.
+        """Begin to send this version to these engines, each named uniquely by process.
+        Returns the handle that each loads with; all must load at the same time.
 
-        Does not wait. What goes wrong later is known from the engines' loads, which
-        then fail.
+        Does not wait. Later failures appear in the engines' loads.
         """
         members = tuple(engines)
         with self._lock:
@@ -154,7 +151,7 @@ class Broadcaster:
         return None
 
     def _end_free_generations_of(self, members: tuple[str, ...]) -> None:
-        """These engines are about to leave the groups that they are in."""
+        """Close the free groups of these engines, which are about to leave them."""
         for generation in list(self._generations):
             if generation.is_free and not set(members).isdisjoint(generation.members):
                 self._generations.remove(generation)

@@ -21,24 +21,23 @@ if TYPE_CHECKING:
 
 
 class BucketSender:
-    """Serialises handles of buckets; a bucket holds at most `bucket_bytes` and a few
-    tensors more.
+    """Serialises handles of buckets. A bucket holds about `bucket_bytes`, and a few
+    tensors more where the engine fuses them.
 
-    Keeps the version that was staged last and the one before it alive. On a CPU the
-    shared memory is a file, which only a killed trainer leaves behind (the arena leaves
-    nothing).
+    Keeps the memory of the last two staged versions alive. On a CPU the shared memory
+    is a file, which only a killed trainer leaves behind (the arena leaves nothing).
     """
 
     def __init__(self, layout: WeightLayout, *, bucket_bytes: int = 64 << 20) -> None:
         self._layout = layout
         self._bucket_bytes = bucket_bytes
         self._buckets: dict[WeightVersion, list[torch.Tensor]] = {}
-        """The memory of the versions that are kept alive."""
+        """Memory of the versions that are kept alive."""
 
     def stage(
         self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> StagedWeights:
-        """As `ArenaWriter.stage`. Raises LayoutError."""
+        """Stage a version as `ArenaWriter.stage` does. Raises LayoutError."""
         tensors_by_name: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             tensors_by_name[name] = tensor.detach()
@@ -62,14 +61,15 @@ class BucketSender:
         )
 
     def _keep_newest_besides(self, version: WeightVersion) -> None:
-        """Free every other version but the newest: the engines may have to go back to
-        that one."""
+        """Free every other version but the newest: the engines may go back to that
+        one."""
         others = [staged for staged in self._buckets if staged != version]
         self._buckets = {staged: self._buckets[staged] for staged in others[-1:]}
 
     def _bucket_names(self) -> list[list[str]]:
-        """The tensors of each bucket, in layout order: those that begin within the same
-        `bucket_bytes`, and what the engine fuses with the last of them."""
+        """Return the tensors of each bucket, in layout order: those that begin within
+        the same `bucket_bytes`, and those that the engine fuses with the last of
+        them."""
         buckets: list[list[str]] = []
         last_index = -1
         start = 0

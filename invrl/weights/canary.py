@@ -21,7 +21,7 @@ class CanaryBound:
 
     @classmethod
     def for_dtypes(cls, *dtypes: str) -> CanaryBound:
-        """The coarsest dtype of engine and trainer decides.
+        """Choose the bound by the coarsest dtype of engine and trainer.
 
         fp32 against fp32 differs by 1e-5. bf16 differs by a few hundredths on average
         and far more on single unlikely tokens, so for bf16 the mean is the bound that

@@ -1,13 +1,13 @@
-"""Checksums of many tensors, and copies that end with them: by threads on a CPU, by few
+"""Checksums of many tensors, and copies verified by them: by threads on a CPU, by a few
 kernels on a GPU.
 
-On a CPU a tensor is hashed right after it was copied, while a core's cache has it. On a
+On a CPU a tensor is hashed right after its copy, while it is in a core's cache. On a
 GPU everything is copied first and then hashed in one kernel, so that the host waits
-once and not for every tensor.
+once instead of once per tensor.
 
-Invariant: a checksum is of bytes that were read back from where they were written. On a
-GPU all that the current stream was asked for has ended when the checksums are returned.
-Imports torch only where tensors are touched.
+Invariant: a checksum covers bytes read back from where they were written. On a GPU all
+work of the current stream has completed when the checksums are returned. Imports torch
+only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 HashTensors = Callable[[Mapping[str, "torch.Tensor"]], dict[str, str]]
 """Tensors by name -> their checksums."""
 _BATCH_BYTES = 64 << 20
-"""Of tensors that are copied to a GPU's memory at once, or one tensor if that is
-larger: an iterator that makes them has no more in memory."""
+"""Bytes copied to GPU memory in one batch, or one tensor if that is larger: bounds what
+an iterator that makes tensors keeps in memory."""
 
 
 def whole_hash(*, adds_up: bool) -> HashTensors:
-    """How whole tensors are hashed: with checksums that add up (`multilinear.py`), or
-    with xxh3."""
+    """Return the hash of whole tensors: checksums that add up (`multilinear.py`), or
+    xxh3."""
     return checksums_of_wholes if adds_up else xxh3_checksums
 
 
@@ -42,7 +42,7 @@ def xxh3_checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def checksums_of(
     tensors: Mapping[str, torch.Tensor], hash_tensors: HashTensors
 ) -> dict[str, str]:
-    """The checksums of tensors as they are."""
+    """Return the checksums of tensors as they are."""
     if _on_gpu(tensors):
         return hash_tensors(tensors)
     return by_threads(
@@ -55,10 +55,10 @@ def copy_all(
     sources: Iterable[Named],
     hash_tensors: HashTensors,
 ) -> dict[str, str]:
-    """Copies each source into the place of its name. Returns the checksums of the
-    places that were written.
+    """Copy each source into the place of its name. Returns the checksums of the places
+    that were written.
 
-    `places`: all of them in one memory. Raises ValueError for another shape.
+    `places` are all in one memory. Raises ValueError for another shape.
     """
     if not _on_gpu(places):
 
@@ -79,7 +79,7 @@ def copy_all(
 def _copy_batch(
     targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]
 ) -> None:
-    """With as few kernels as torch can. Nothing is waited for: the current stream keeps
+    """Copy with as few kernels as torch allows. Does not wait: the current stream keeps
     the order."""
     import torch
 

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 from invrl.types.section import Section, Text
 
 _WAITS_OF_A_BROADCAST = 30
-"""That fit into the deadline of a phase."""
+"""Waits that fit into the deadline of a phase."""
 
 _HOST: Any = Field(
     None,

@@ -1,11 +1,11 @@
-"""Memory of a GPU that one process allocates and others open by a handle: CUDA IPC.
+"""GPU memory that one process allocates and others open by a handle: CUDA IPC.
 
 A handle is 64 bytes of the driver, which travel as base64 in JSON, with the GPU's UUID:
-processes may number the GPUs differently. The memory is the driver's own, not a part of
-torch's cache, so the handle is of its beginning and nothing else lies in it. The
-process that allocates must outlive what others do with it. A process that opened it
+processes may number the GPUs differently. The memory comes from the driver, not from
+torch's cache, so the handle points to its beginning and nothing else lies in it. The
+allocating process must outlive its use by others. A process that opened the memory
 closes it with the last tensor over it, so an engine that gets a new trainer does not
-keep the memory of the one before. The driver frees it when all of them have ended,
+keep the old one's memory. The driver frees it when all of these processes have ended,
 however they end.
 
 Imports torch only where it is used.
@@ -30,24 +30,24 @@ _ENABLE_PEER_ACCESS = 1
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """How another process finds the memory."""
+    """Handle by which another process finds the memory."""
 
     device_uuid: str
     num_bytes: int
     offset: int
-    """Bytes from the beginning of what the handle opens."""
+    """Bytes from the beginning of the opened memory."""
     ipc_handle: bytes
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which the driver takes by value."""
+    """CUipcMemHandle, passed to the driver by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 class _DeviceBytes:
-    """Memory at an address, as torch takes it: a tensor made of it is over the same
-    memory, and its storage keeps this object."""
+    """Memory at an address, in a form that torch accepts: a tensor made of it shares
+    the memory, and its storage keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -59,13 +59,13 @@ class _DeviceBytes:
 
 
 def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHandle]:
-    """Memory that is freed with this process. Raises WeightSyncError."""
+    """Allocate memory that is freed with this process. Raises WeightSyncError."""
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         torch.cuda.synchronize()  # makes the device's context this thread's
-        torch.cuda.empty_cache()  # the driver cannot use what torch holds ready
+        torch.cuda.empty_cache()  # the driver cannot use what torch caches
         address = ctypes.c_uint64()
         try:
             _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
@@ -85,8 +85,8 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, CudaHa
 
 
 def open_memory(handle: CudaHandle) -> torch.Tensor:
-    """The bytes of another process's memory, which stays open as long as there is a
-    tensor over it.
+    """Open another process's memory as bytes. It stays open as long as a tensor over it
+    exists.
 
     Raises WeightSyncError if this process does not see that GPU, or if the memory is
     gone.
@@ -121,7 +121,7 @@ def open_memory(handle: CudaHandle) -> torch.Tensor:
 
 
 def _close(address: int, device_index: int) -> None:
-    """May be called by any thread, whenever the last tensor is gone."""
+    """Close the memory. Any thread may call it, whenever the last tensor is gone."""
     import torch
 
     with torch.cuda.device(device_index):
@@ -130,8 +130,8 @@ def _close(address: int, device_index: int) -> None:
 
 
 def _device_uuids() -> list[str]:
-    """Of the GPUs that this process sees, by their numbers. Tools of NVIDIA's, unlike
-    torch, write "GPU-" before them."""
+    """Return the UUIDs of the GPUs that this process sees, by number. NVIDIA's tools,
+    unlike torch, prefix them with "GPU-"."""
     import torch
 
     uuids = [
@@ -153,7 +153,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(function: str, *arguments: object) -> None:
-    """Raises WeightSyncError with the driver's own name for what is wrong."""
+    """Call the driver. Raises WeightSyncError with the driver's name for the error."""
     try:
         driver = _driver()
     except OSError as error:

@@ -1,10 +1,10 @@
-"""What a version of the weights differs in from the one before, as a folder: the weight
-transport `delta`.
+"""The difference between a version of the weights and the previous one, as a folder:
+the weight transport `delta`.
 
 A chain is a folder with whole weights (`weight_folder.py`) and then folders with
 differences, each from the folder before it. Every folder has a manifest with the
-checksums of its version, so an engine finds by its own weights where in the chain it
-stands. If it stands nowhere, it begins with the whole weights.
+checksums of its version, so an engine finds its place in the chain by its own weights.
+If it has none, it begins with the whole weights.
 
 A difference is the exclusive or of the tensors' bytes: exact for every dtype. It is
 stored byte plane by byte plane (first the lowest byte of every element, and so on) and
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 DELTA_NAME = "delta.zst"
-"""The differences of all tensors, one zstd frame after the other."""
+"""File with the differences of all tensors, one zstd frame after the other."""
 MANIFEST_NAME = "manifest.json"
 _COMPRESSION_LEVEL = 1
 
@@ -41,7 +41,7 @@ class DeltaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `StagedWeights.handle`, as JSON."""
 
     chain: tuple[str, ...]
-    """The folders: whole weights first, the staged version last."""
+    """Folders: whole weights first, the staged version last."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -52,23 +52,23 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder's version: of every tensor its checksum, and where its difference is."""
+    """Manifest of a folder: each tensor's checksum, and the place of its difference."""
 
     checksums: dict[str, str]
     frames: dict[str, Frame] = {}
-    """None in a folder with whole weights."""
+    """Empty in a folder with whole weights."""
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in row-major order, as uint8 on the CPU. Shares its memory if
-    it can."""
+    """Return the tensor's bytes in row-major order, as uint8 on the CPU. Shares its
+    memory if possible."""
     import torch
 
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
-    """A frame of `difference`, the bytes of a tensor of this spec."""
+    """Compress `difference`, the bytes of a tensor of this spec, into a frame."""
     import zstandard
 
     planes = _transposed(difference, rows=math.prod(spec.shape))
@@ -78,8 +78,8 @@ def compress(difference: torch.Tensor, spec: TensorSpec) -> bytes:
 
 
 def decompress(frame: bytes, spec: TensorSpec) -> torch.Tensor:
-    """What `compress` was given. Raises WeightSyncError if the frame is of another
-    size, cut or changed."""
+    """Decompress a frame of `compress`. Raises WeightSyncError if the frame has another
+    size, is cut or was changed."""
     import torch
     import zstandard
 
@@ -103,15 +103,15 @@ def decompress(frame: bytes, spec: TensorSpec) -> torch.Tensor:
 
 
 def _transposed(flat: torch.Tensor, *, rows: int) -> torch.Tensor:
-    """The transpose of `flat` as a matrix of so many rows, flat again."""
+    """Transpose `flat` as a matrix with `rows` rows, and flatten it again."""
     if flat.numel() == 0:
         return flat
     return flat.view(rows, -1).t().contiguous().view(-1)
 
 
 class DeltaFolder:
-    """One folder of a chain, to be read. Raises WeightSyncError where something of it
-    cannot be read."""
+    """Reader of one folder of a chain. Raises WeightSyncError if something in it cannot
+    be read."""
 
     def __init__(self, folder: str, files: WeightFiles) -> None:
         self._folder = folder
@@ -128,7 +128,7 @@ class DeltaFolder:
             ) from error
 
     def difference(self, spec: TensorSpec) -> torch.Tensor:
-        """From the version of the folder before, as bytes."""
+        """Return the bytes of the difference from the previous folder's version."""
         frame = self.manifest.frames.get(spec.name)
         if frame is None:
             raise WeightSyncError(f"{self._folder} has no difference of {spec.name}")
@@ -152,11 +152,11 @@ def load_chain(
     files: WeightFiles | None = None,
 ) -> None:
     """Bring `places`, the engine's tensors by name, to the last version of the chain.
-    `files`: None for those of a disk; only those that are needed are opened.
+    `files`: None for those on a disk; only the needed ones are opened.
 
     Raises WeightSyncError or LayoutError before anything is written: every new tensor
-    is computed twice, the first time only to compare its checksum. So no second copy of
-    the model is in memory.
+    is computed twice, the first time only to compare its checksum, so that no second
+    copy of the model is in memory.
     """
     files = files or WeightFiles()
     folders = [DeltaFolder(folder, files) for folder in chain]
@@ -172,7 +172,7 @@ def load_chain(
     newer = folders[known[-1] + 1 if known else 1 :]
 
     def tensor_of(spec: TensorSpec) -> torch.Tensor:
-        """Of the last version."""
+        """Compute the tensor of the last version."""
         base = bases[spec.name]
         if not newer:
             return base

@@ -1,4 +1,4 @@
-"""Which checkpoint tensors SGLang's parameters hold, by their names.
+"""Names of the checkpoint tensors that SGLang's parameters hold.
 
 An engine keeps the rows of several checkpoint tensors in one parameter, and all experts
 of a layer in two. A name means the same in every family.
@@ -30,8 +30,8 @@ _VOCABULARY_MULTIPLE = 64
 
 
 def tensors_of(parameter: str) -> list[str]:
-    """The checkpoint tensors that a parameter holds, first rows first. Not for those in
-    EXPERTS."""
+    """Return the checkpoint tensors that a parameter holds, first rows first. Not for
+    those in EXPERTS."""
     for fused, parts in FUSED.items():
         if f".{fused}." in parameter:
             return [parameter.replace(fused, part) for part in parts]
@@ -39,15 +39,14 @@ def tensors_of(parameter: str) -> list[str]:
 
 
 def tensors_of_expert(layer: str, expert: int, parameter: str) -> list[str]:
-    """The checkpoint tensors of one expert that a parameter in EXPERTS holds, first
+    """Return one expert's checkpoint tensors that a parameter in EXPERTS holds, first
     rows first."""
     return [f"{layer}.experts.{expert}.{part}" for part in EXPERTS[parameter]]
 
 
 def parameter_of(tensor: str) -> tuple[str, tuple[int, int]]:
-    """The parameter of an engine that fuses all it can which holds this checkpoint
-    tensor, and the tensor's place in it: tensors come in ascending order of their
-    places."""
+    """Return the parameter that holds this checkpoint tensor in a fully fusing engine,
+    and the tensor's place in it: tensors come in ascending order of their places."""
     of_expert = _OF_EXPERT.fullmatch(tensor)
     if of_expert is not None:
         experts, expert, name = of_expert.groups()
@@ -62,21 +61,21 @@ def parameter_of(tensor: str) -> tuple[str, tuple[int, int]]:
 
 
 def is_padded(parameter: str) -> bool:
-    """Whether SGLang may give it more rows than the vocabulary has. They belong to no
-    token."""
+    """Whether SGLang may give the parameter more rows than the vocabulary has. They
+    belong to no token."""
     return parameter.endswith(_OVER_VOCABULARY)
 
 
 def padded_rows(parameter: str, rows: int) -> int:
-    """The rows of a parameter whose tensors have so many: SGLang rounds the vocabulary
-    up."""
+    """Return the rows of a parameter whose tensors have `rows`: SGLang rounds the
+    vocabulary up."""
     if not is_padded(parameter):
         return rows
     return -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
 
 
 def in_one_call(name: str, next_name: str) -> bool:
-    """Whether SGLang's own loader needs both tensors in the same call, because it fuses
+    """Whether SGLang's loader needs both tensors in the same call, because it fuses
     them."""
     return any(
         f".{part}." in name and next_name == name.replace(f".{part}.", f".{next_part}.")

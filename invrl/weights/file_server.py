@@ -3,10 +3,10 @@ trainer.
 
     GET /version-000007/delta.zst      with the header "Authorization: Bearer KEY"
 
-Invariant: nothing but the files that a weight transport writes is given out, to nobody
-without the key, and nothing is taken in. It listens on one address of the trainer's
-machine, at a free port, without TLS: use it in a private network. Runs in threads of
-the trainer's rank, and ends with it.
+Invariant: only files that a weight transport writes are served, only with the key, and
+nothing is accepted. The server listens on one address of the trainer's machine, at a
+free port, without TLS: use it in a private network. Runs in threads of the trainer's
+rank, and ends with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FILE = re.compile(
 )
 _CLOSES_WITHIN_S = 0.1
 _SILENCE_S = 60.0
-"""Of a client that reads nothing or asks for nothing."""
+"""Seconds without a read or a request from a client."""
 
 
 class WeightFileServer:
@@ -54,7 +54,7 @@ class WeightFileServer:
         self._thread.start()
 
     def served(self, handle: str) -> str:
-        """The handle with which an engine fetches what `handle` names."""
+        """Return the handle with which an engine fetches what `handle` names."""
         return msgspec.json.encode(
             ServedHandle(source=self.source, handle=handle)
         ).decode()
@@ -72,7 +72,7 @@ def _server_class(host: str) -> type[ThreadingHTTPServer]:
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         def server_bind(self) -> None:
-            """Without HTTPServer's question to DNS what this address is called."""
+            """Bind without HTTPServer's DNS lookup of this address."""
             TCPServer.server_bind(self)
             self.server_name = host
             self.server_port = self.server_address[1]
@@ -102,18 +102,18 @@ def _handler_class(parent: Path, key: str) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Content-Type", "application/octet-stream")
                 self.send_header("Content-Length", str(os.fstat(file).st_size))
                 self.end_headers()
-                with contextlib.suppress(OSError):  # the engine has gone
+                with contextlib.suppress(OSError):  # the engine is gone
                     self.connection.sendfile(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """What strangers ask for is nobody's news."""
+            """Log nothing of strangers' requests."""
 
     return Handler
 
 
 def _opened(parent: Path, path: str) -> int | None:
-    """The descriptor of a version's file, or None. A version that is removed meanwhile
-    can be read on."""
+    """Open a version's file and return its descriptor, or None. Reading continues even
+    if the version is removed meanwhile."""
     match = _FILE.fullmatch(path)
     if match is None:
         return None

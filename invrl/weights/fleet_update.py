@@ -1,5 +1,5 @@
-"""The bookkeeping of one weight update: its engines, which are called side by side in
-each of its phases.
+"""The bookkeeping of one weight update, whose engines are called concurrently in each
+phase.
 
 An engine that fails in a phase that another engine passes is lost: it is not called
 again.
@@ -28,8 +28,8 @@ Call = Callable[[WeightReceiver], Awaitable[None]]
 
 @dataclass(slots=True, kw_only=True)
 class FleetUpdate:
-    """The bookkeeping of one update: which engines take part, which were lost, how long
-    each phase took."""
+    """Bookkeeping of one update: engines that take part, lost engines, and seconds of
+    each phase."""
 
     deadline_s: float
     drain_timeout_s: float
@@ -39,18 +39,18 @@ class FleetUpdate:
     seconds: dict[str, float] = field(default_factory=dict)
     lost: dict[str, Exception] = field(default_factory=dict)
     max_gaps: list[float] = field(default_factory=list)
-    """Of the canary, by engine; `mean_gaps` too."""
+    """Largest canary gaps, by engine; `mean_gaps` likewise."""
     mean_gaps: list[float] = field(default_factory=list)
     paused_at: float = 0.0
     paused: bool = False
-    """Some engine may be paused."""
+    """Whether some engine may be paused."""
     asleep: bool = False
-    """Some engine may be without the memory of its cache."""
+    """Whether some engine may lack the memory of its cache."""
     touched: bool = False
-    """Some engine may have been written."""
+    """Whether some engine may have been written."""
 
     async def call_each(self, phase: Phase, call: Call) -> None:
-        """Call all remaining engines side by side, and wait for all of them.
+        """Call all remaining engines concurrently, and wait for all of them.
 
         An engine that fails is lost, unless every engine fails: then the first failure
         is raised with its engine's name, and no engine is lost.
@@ -62,7 +62,7 @@ class FleetUpdate:
         self._lose(phase, failures)
 
     async def try_each(self, phase: Phase, call: Call) -> None:
-        """As `call_each`, but an engine that fails is lost even if every engine
+        """Call as `call_each` does, but lose a failing engine even if every engine
         fails."""
         failures = await self._call_side_by_side(phase, self.remaining(), call)
         self._lose(phase, failures)
@@ -78,8 +78,8 @@ class FleetUpdate:
     def _error_of_all(
         self, phase: Phase, failures: Mapping[str, Exception]
     ) -> WeightSyncError:
-        """The error for a phase that failed on every engine: the first failure, with
-        its class if that says more than WeightSyncError."""
+        """Return the error of a phase that failed on every engine: the first failure,
+        with its class if that is more specific than WeightSyncError."""
         name, *other_names = failures
         error = failures[name]
         message = f"{name} failed in phase {phase}: {error}"
@@ -107,7 +107,8 @@ class FleetUpdate:
     async def _call_side_by_side(
         self, phase: Phase, receivers: Sequence[WeightReceiver], call: Call
     ) -> Mapping[str, Exception]:
-        """The failures, by engine. A phase takes as long as its slowest engine."""
+        """Return the failures by engine. A phase takes as long as its slowest
+        engine."""
         deadline_s = self.deadline_s
         if phase in _SHORT_PHASES:
             deadline_s = min(deadline_s, _SHORT_PHASE_DEADLINE_S)

@@ -1,5 +1,5 @@
-"""The sums of `multilinear.py` for many tensors in one kernel: a GPU's time goes by
-bytes, not by tensors.
+"""The sums of `multilinear.py` for many tensors in one kernel: GPU time depends on
+bytes, not on the number of tensors.
 
 Each program of the kernel sums one tile, a run of words of one tensor, and adds the
 result to the tensor's sum. It computes the coefficients of its words itself, so nothing
@@ -30,7 +30,7 @@ _TILE_WORDS = tl.constexpr(16_384)
 """128 KiB of whole words: several thousand tiles for a gigabyte, which occupy every
 multiprocessor."""
 _BLOCK_WORDS = tl.constexpr(1024)
-"""Words that a program has in registers at a time."""
+"""Words that a program holds in registers at a time."""
 _TILE_FIELDS = tl.constexpr(7)
 
 
@@ -69,9 +69,9 @@ def sums_on_gpu(tiles: Tiles) -> list[int]:
 
 
 def _rows(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.int64]:
-    """A row for each tile: the address of its first word, the number of its words, the
-    columns of its matrix, the column in the slice, the row and the first column in the
-    whole tensor, and the index of the sum."""
+    """Return a row for each tile: address of its first word, number of words, columns
+    of its matrix, column in the slice, row and first column in the whole tensor, and
+    index of the sum."""
     sizes = np.array([matrix.num_words for matrix in matrices], np.int64)
     counts = -(-sizes // _TILE_WORDS.value)
     owner = np.repeat(np.arange(len(matrices)), counts)
@@ -109,7 +109,7 @@ def _rows(matrices: Sequence[WordMatrix], indices: Sequence[int]) -> NDArray[np.
 
 @triton.jit
 def _coefficients(seed: tl.constexpr, index):
-    """As `multilinear.coefficients`."""
+    """Compute `multilinear.coefficients` on the GPU."""
     mixed = (index + (seed << 40)).to(tl.uint64) * 0x9E3779B97F4A7C15
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB

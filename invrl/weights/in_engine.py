@@ -1,14 +1,15 @@
-"""What runs inside SGLang's scheduler process: check, load and hash weights on request.
+"""Code that runs inside SGLang's scheduler process: check, load and hash weights on
+request.
 
-A load answers with checksums that were taken while it copied, of what stands in the
-engine's parameters. They prove that the slot held what the trainer wrote and that every
-byte of it arrived in its place. They prove nothing of what happens to a parameter
-afterwards, not even within the same request. A digest reads all parameters once more
-when everything else is done, and proves what the engine serves at that moment.
+A load replies with checksums of the engine's parameters, taken while it copied. They
+prove that the slot held what the trainer wrote and that every byte arrived in its
+place, but nothing about later changes, even within the same request. A digest reads all
+parameters again after everything else, and proves what the engine serves at that
+moment.
 
 SGLang calls `run(model, named_tensors)` for `/update_weights_from_tensor` with our
 `load_format`. The request is the NAME of one empty tensor (JSON, `LoaderRequest`); the
-answer is a file (`LoaderReply`). The caller is `engines/weight_receiver.py`.
+reply is a file (`LoaderReply`). The caller is `engines/weight_receiver.py`.
 
 Invariant: `run` never raises, because SGLang shuts the server down on an exception and
 ignores a return value. Nothing is written before the whole layout has been checked.
@@ -56,34 +57,32 @@ if TYPE_CHECKING:
 
 
 _SMALL_FILE_BYTES = 64 << 20
-"""More than a manifest has, or what a file has beside its tensors."""
+"""More than a manifest has, or a file has in addition to its tensors."""
 
 
 class LoaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Check the layout, load the arena's slot (if `arena`), a folder (if `folder`), a
-    chain of them (if `chain`) or what is broadcast (if `broadcast`), read back what is
-    served (if `digest`)."""
+    """Request to check the layout, load the arena's slot (if `arena`), a folder (if
+    `folder`), a chain of folders (if `chain`) or a broadcast (if `broadcast`), and read
+    back what is served (if `digest`)."""
 
     reply_path: str
-    """The file for the reply to this request alone. A bare name: in TMPDIR, from where
-    the engine's HTTP process gives it out."""
+    """File for the reply to this request only. A bare name in TMPDIR, from which the
+    engine's HTTP process serves it."""
     tensors: WeightLayout
-    """Whole tensors, also where the rank holds slices of them."""
+    """Whole tensors, even if the rank holds slices of them."""
     rank: EngineRank = EngineRank()
     checksums_add_up: bool = False
-    """Hash with `multilinear.py`: for `checksums_of_ranks`, also if there is one
-    rank."""
+    """Hash with `multilinear.py`: for `checksums_of_ranks`, even with one rank."""
     arena: ArenaHandle | None = None
     alias: bool = False
     """Point the parameters at the slot instead of copying. Without `arena`: check
-    whether they can be."""
+    whether that is possible."""
     folder: str = ""
-    """As `read_folder` takes it."""
+    """Folder for `read_folder`."""
     chain: tuple[str, ...] = ()
-    """As `load_chain` takes it."""
+    """Folders for `load_chain`."""
     source: FileSource | None = None
-    """Where the files of folders are fetched from. None: they are on a disk of this
-    machine."""
+    """Source of the folders' files. None: a disk of this machine."""
     fetch_deadline_s: float = 0.0
     broadcast: GroupInvitation | None = None
     digest: bool = False
@@ -94,17 +93,18 @@ class LoaderReply(msgspec.Struct, frozen=True, kw_only=True):
     error_is_layout: bool = False
     error_is_broadcast: bool = False
     checksums: dict[str, str] = {}
-    """By tensor: of the parameters as read back, or, without `digest`, of what was
-    copied into them. An alias writes nothing, and so has none without `digest`."""
+    """Checksums by tensor: of the parameters as read back, or, without `digest`, of
+    what was copied into them. An alias writes nothing, and so has none without
+    `digest`."""
     aliased: tuple[str, ...] = ()
-    """The tensors whose place in the parameters is their place in the slot, after an
+    """Tensors whose place in the parameters is their place in the slot, after an
     alias."""
 
 
 def plan(
     parameters: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]
 ) -> dict[str, torch.Tensor]:
-    """For each tensor of the layout the rows of the engine's parameter that hold it.
+    """Return the rows of the engine's parameter that hold each tensor of the layout.
 
     Raises LayoutError unless every tensor has a place of its shape and dtype, and every
     parameter is covered, each row once.
@@ -142,7 +142,7 @@ def plan(
 def _blocks_of(
     name: str, parameter: torch.Tensor
 ) -> list[tuple[torch.Tensor, list[str]]]:
-    """The tensors of rows that a parameter consists of (itself, or one per expert),
+    """Return the tensors of rows that form a parameter (itself, or one per expert),
     each with the checkpoint tensors that it holds."""
     layer, _, last_name = name.rpartition(".experts.")
     if last_name not in EXPERTS:
@@ -156,7 +156,7 @@ def _blocks_of(
 def _check_fits(
     spec: TensorSpec, name: str, parameter: torch.Tensor, first_row: int, end_row: int
 ) -> None:
-    """Raises LayoutError unless the tensor has the shape and dtype of these rows of the
+    """Raise LayoutError unless the tensor has the shape and dtype of these rows of the
     parameter."""
     fits = (
         len(spec.shape) == parameter.dim()
@@ -320,7 +320,8 @@ def _slices(
     parameters: Mapping[str, torch.Tensor],
     request: LoaderRequest,
 ) -> dict[str, TensorSlice]:
-    """What this rank holds of each tensor of the layout. Raises LayoutError."""
+    """Return the slice of each tensor of the layout that this rank holds. Raises
+    LayoutError."""
     specs = {spec.name: spec for spec in request.tensors}
     slices = {spec.name: TensorSlice.whole(spec.shape) for spec in request.tensors}
     if request.rank.size == 1:
@@ -337,8 +338,7 @@ def _slices(
 
 
 def _check_rank(model: torch.nn.Module, rank: EngineRank) -> None:
-    """Raises LayoutError if SGLang's layers are another rank than the request is
-    for."""
+    """Raise LayoutError if SGLang's layers belong to another rank than the request."""
     for module in model.modules():
         index = getattr(module, "tp_rank", rank.index)
         if getattr(module, "tp_size", 1) == rank.size and index != rank.index:
@@ -352,7 +352,7 @@ def _hash_of(
     slices: Mapping[str, TensorSlice],
     places: Mapping[str, torch.Tensor],
 ) -> HashTensors:
-    """How to hash what this rank holds."""
+    """Return the hash of this rank's tensors."""
     if not request.checksums_add_up:
         return xxh3_checksums
     whole_shapes = {spec.name: spec.shape for spec in request.tensors}
@@ -360,7 +360,8 @@ def _hash_of(
 
 
 def _compute_derived(model: torch.nn.Module) -> None:
-    """Latent attention computes with matrices that SGLang makes of a parameter."""
+    """Recompute the matrices of latent attention, which SGLang derives from a
+    parameter."""
     compute_derived = getattr(model, "post_load_weights", None)
     if compute_derived is not None:
         compute_derived()
@@ -380,9 +381,8 @@ def _check_alias(
     places: Mapping[str, torch.Tensor],
     layout: WeightLayout,
 ) -> None:
-    """Raises LayoutError unless every parameter lies in a slot as it lies in the
-    engine, and nothing that the model computes with is made of a parameter's old
-    memory."""
+    """Raise LayoutError unless every parameter lies in a slot as it lies in the engine,
+    and the model computes with nothing derived from a parameter's old memory."""
     if hasattr(model, "post_load_weights"):
         raise _not_aliased(
             "the model computes with matrices that it derives from its weights"
@@ -419,7 +419,7 @@ def _not_aliased(reason: str) -> LayoutError:
 def _aliases(
     parameters: Mapping[str, torch.Tensor], slot: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The slot's memory in the form of each parameter. `_check_alias` must have
+    """Return the slot's memory in the form of each parameter. `_check_alias` must have
     passed."""
     views: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
@@ -434,14 +434,15 @@ def _aliases(
 
 
 _leases: dict[int, SlotLease] = {}
-"""Of the slots that parameters point at, by the model's id. SGLang has one model in a
-process."""
+"""Leases of the slots that parameters point at, by the model's id. SGLang has one model
+in a process."""
 
 
 def _point_at(
     model: torch.nn.Module, views: Mapping[str, torch.Tensor], lease: SlotLease
 ) -> None:
-    """From here on the trainer may write the slot that the model pointed at before."""
+    """Point the model at a slot. The trainer may then write the slot that it pointed at
+    before."""
     for name, parameter in model.named_parameters():
         parameter.data = views[name]
     before = _leases.pop(id(model), None)
@@ -459,8 +460,8 @@ def _wait_for_kernels() -> None:
 def run(
     model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
-    """SGLang's entry point. Never raises: after a failure the reply has an error, or
-    there is no reply."""
+    """Handle a request, as SGLang's entry point. Never raises: after a failure the
+    reply has an error, or there is no reply."""
     try:
         request = msgspec.json.decode(named_tensors[0][0], type=LoaderRequest)
     except Exception:

@@ -1,4 +1,4 @@
-"""A checksum that adds up: that of a tensor is the sum of those of its slices, wherever
+"""An additive checksum: a tensor's checksum is the sum of those of its slices, wherever
 it is cut.
 
 It is the multilinear hash. A tensor is a matrix of machine words, and its checksum the
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _WORD = 8
 _WRAP = (1 << 64) - 1
 SHIFT = 29
-"""No multiple of a weight's bits: the signs of a word's weights go to places where they
-cannot cancel."""
+"""Not a multiple of a weight's bits: the signs of a word's weights move to places where
+they cannot cancel."""
 _AFTER_SHIFT = (1 << (64 - SHIFT)) - 1
 _BLOCK_BYTES = 1 << 19
-"""Of what is mixed and multiplied at a time: as much as a core's cache holds."""
+"""Bytes mixed and multiplied at a time: as many as fit into a core's cache."""
 _ONLY_SLICE = "0/1:"
 """Before the sum of a whole tensor."""
 ROW_SEED = 1
@@ -44,12 +44,12 @@ COLUMN_SEED = 2
 
 
 def checksum_of_whole(tensor: torch.Tensor) -> str:
-    """16 hex digits."""
+    """Return the checksum as 16 hex digits."""
     return checksums_of_wholes({"": tensor})[""]
 
 
 def checksums_of_wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """By name, as `checksum_of_whole`."""
+    """Return `checksum_of_whole` of each tensor, by name."""
     matrices = [
         _matrix_of(tensor, TensorSlice.whole(tensor.shape), tuple(tensor.shape))
         for tensor in tensors.values()
@@ -64,8 +64,8 @@ def _texts_of_wholes(names: Iterable[str], sums: Iterable[int]) -> dict[str, str
 def checksum_of_slice(
     part: torch.Tensor, place: TensorSlice, whole_shape: Sequence[int]
 ) -> str:
-    """Of `part`, the bytes of this slice of a tensor of `whole_shape`, for
-    `checksums_of_ranks`.
+    """Return the checksum of `part`, the bytes of this slice of a tensor of
+    `whole_shape`, for `checksums_of_ranks`.
 
     Raises LayoutError if the cut is not between two words.
     """
@@ -77,8 +77,8 @@ def checksums_of_slices(
     places: Mapping[str, TensorSlice],
     whole_shapes: Mapping[str, Sequence[int]],
 ) -> dict[str, str]:
-    """By name, as `checksum_of_slice`. Of `places` and `whole_shapes` those with the
-    names of `parts` are used. Raises LayoutError."""
+    """Return `checksum_of_slice` of each part, by name. `places` and `whole_shapes` may
+    have more names than `parts`. Raises LayoutError."""
     matrices = [
         _matrix_of(part, places[name], tuple(whole_shapes[name]))
         for name, part in parts.items()
@@ -166,9 +166,9 @@ def _are_on_gpu(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The checksum of each whole tensor, from those of the slices that an engine's
-    ranks hold. Where ranks hold the same slice they must agree, and together they must
-    hold every slice: otherwise the text says what is wrong, and equals no checksum."""
+    """Return the checksum of each whole tensor from the slices that an engine's ranks
+    hold. Ranks that hold the same slice must agree, and together they must hold every
+    slice: otherwise the text describes the error, and equals no checksum."""
     names = dict.fromkeys(name for checksums in by_rank for name in checksums)
     return {
         name: _added([checksums.get(name, "") for checksums in by_rank])
@@ -177,7 +177,7 @@ def checksums_of_ranks(by_rank: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _added(slices: Sequence[str]) -> str:
-    """The sum of the different slices among those of each rank."""
+    """Return the sum of the ranks' different slices."""
     if len(slices) == 1 and slices[0].startswith(_ONLY_SLICE):
         return slices[0].removeprefix(_ONLY_SLICE)
     values: dict[str, str] = {}
@@ -195,13 +195,13 @@ def _added(slices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WordMatrix:
-    """The words of a tensor's slice as a matrix, and where it is in that of the whole
-    tensor."""
+    """Words of a tensor's slice as a matrix, and its place in the whole tensor's
+    matrix."""
 
     part: torch.Tensor
-    """The slice, contiguous and aligned to its words."""
+    """Slice, contiguous and aligned to its words."""
     word_bytes: int
-    """8, or those of an element where a row is no whole number of such words."""
+    """8, or the bytes of an element if a row is not a whole number of 8-byte words."""
     columns: int
     """Words in a row."""
     first_row: int
@@ -213,7 +213,7 @@ class WordMatrix:
 
     @property
     def words(self) -> torch.Tensor:
-        """Integers [rows, columns]."""
+        """Words as integers [rows, columns]."""
         import torch
 
         dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
@@ -223,8 +223,8 @@ class WordMatrix:
 
 
 def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
-    """The sum of each matrix. Those on a GPU are summed in one kernel, and waited for
-    once."""
+    """Return the sum of each matrix. Those on a GPU are summed in one kernel, with one
+    wait."""
     on_gpu = [index for index, matrix in enumerate(matrices) if matrix.part.is_cuda]
     sums: dict[int, int] = {}
     if on_gpu:
@@ -241,7 +241,8 @@ def _sums(matrices: Sequence[WordMatrix]) -> list[int]:
 def _matrix_of(
     part: torch.Tensor, place: TensorSlice, whole_shape: tuple[int, ...]
 ) -> WordMatrix:
-    """Raises LayoutError if the slice begins or ends within a word."""
+    """Return the matrix of a slice. Raises LayoutError if the slice begins or ends
+    within a word."""
     import torch
 
     first_row, first_column, columns = _position(place, whole_shape)
@@ -279,8 +280,8 @@ def _sum_on_cpu(matrix: WordMatrix) -> int:
 
 
 def _position(place: TensorSlice, whole_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(first row, first column, columns) of the slice in the tensor's matrix, whose
-    rows are those of the tensor. A tensor of one dimension is one row."""
+    """Return (first row, first column, columns) of the slice in the tensor's matrix,
+    whose rows are those of the tensor. A tensor of one dimension is one row."""
     if len(whole_shape) < 2:
         return 0, place.start, max(1, place.stop - place.start)
     if place.dimension == 0:
@@ -307,14 +308,14 @@ def _row_sums(words: torch.Tensor, column_coefficients: torch.Tensor) -> torch.T
 
 
 def coefficients(seed: int, start: int, count: int) -> torch.Tensor:
-    """Those of the rows or columns from `start` on: int64 [count]."""
+    """Return the coefficients of the rows or columns from `start` on: int64 [count]."""
     size = 1 << (start + count - 1).bit_length()
     return _table(seed, size)[start : start + count]
 
 
 @lru_cache(maxsize=64)
 def _table(seed: int, size: int) -> torch.Tensor:
-    """Odd int64 numbers by their index (splitmix64)."""
+    """Return odd int64 numbers by their index (splitmix64)."""
     import torch
 
     with torch.inference_mode(mode=False):
@@ -326,7 +327,7 @@ def _table(seed: int, size: int) -> torch.Tensor:
 
 
 def _xor_shift(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """`values ^ (values >> bits)` of unsigned numbers."""
+    """Compute `values ^ (values >> bits)` of unsigned numbers."""
     return values ^ ((values >> bits) & ((1 << (64 - bits)) - 1))
 
 

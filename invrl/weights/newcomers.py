@@ -1,25 +1,24 @@
-"""Engines that come back while updates go on: what they read, and when they join the
-fleet.
+"""Engines that come back while updates continue: the version they read, and the moment
+they join the fleet.
 
 A newcomer loads the version that the fleet holds, in the background. Meanwhile an
 update may stage the next version, which goes to other memory, and commit it. Then the
-newcomer has to load once more. That second time updates stage beside it, but wait for
-it before they take the list of their engines.
+newcomer must load again. During this second load updates still stage, but wait for it
+before they list their engines.
 
     loads the fleet's version ──► between two updates: holds the fleet's version? ── yes ─► joins
       ▲                                                  │ no
       └────────── once more, and updates wait ◄──────────┘
 
-Invariants: memory is not staged over while a newcomer reads it. A newcomer joins only
+Invariants: memory is not overwritten while a newcomer reads it. A newcomer joins only
 while no update is closed to newcomers, and only with the version that the fleet holds
-then; so an update has it among its engines, or ends first. Every wait ends: a newcomer
-loads twice at most, and an update gives up a newcomer that it has waited for until the
-deadline. The update itself goes on.
+then; so an update includes it, or ends first. Every wait ends: a newcomer loads twice
+at most, and an update gives up a newcomer at the deadline and continues.
 
-A verification of what the engines hold is such a reader too: it holds updates from its
+A verification of the engines' weights is a reader, too: it holds updates from its
 start.
 
-Used from one event loop. Nothing here knows how weights are moved.
+Use from one event loop. Independent of how weights are moved.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """A newcomer that reads the memory of a version, or a verification."""
+    """A newcomer, or a verification, that reads the memory of a version."""
 
     engine: str
-    """Or the verification's name."""
+    """Name of the engine or of the verification."""
     version: WeightVersion
     holds_updates: bool
     limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    """Ends what the newcomer does once it is given up."""
+    """Cancels the newcomer's work once it is given up."""
     given_up: str = ""
-    """Why, or "" while it may go on."""
+    """Reason that the newcomer was given up; "" while it may continue."""
 
 
 class Newcomers:
-    """`reading` and `until_open` are for newcomers, the rest is for updates, which run
-    one at a time."""
+    """Coordination of newcomers and updates. Newcomers use `reading` and `until_open`;
+    updates, which run one at a time, use the rest."""
 
     def __init__(self, *, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -64,8 +63,8 @@ class Newcomers:
     async def reading(
         self, engine: str, version: WeightVersion, *, holds_updates: bool = False
     ) -> AsyncIterator[None]:
-        """Within, the memory of this version is not staged over. `holds_updates`:
-        updates wait for the end of the block before they close.
+        """Keep the memory of this version from being overwritten within the block.
+        `holds_updates`: updates wait for the end of the block before they close.
 
         Raises WeightSyncError, at any await of the block, when an update gives the
         newcomer up.
@@ -89,7 +88,7 @@ class Newcomers:
         await self._until(lambda: not self._is_closed)
 
     async def until_unread_but(self, version: WeightVersion) -> None:
-        """Wait until newcomers read this version only: the memory of every other one is
+        """Wait until newcomers read only this version: the memory of every other one is
         free to write."""
         waited_for = f"to finish with a version older than {version}"
         await self._outwait(lambda reader: reader.version != version, waited_for)
@@ -101,7 +100,7 @@ class Newcomers:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Within, no newcomer joins."""
+        """Keep newcomers from joining within the block."""
         self._is_closed = True
         try:
             yield
@@ -112,7 +111,7 @@ class Newcomers:
     async def _outwait(
         self, blocks: Callable[[_Reader], bool], waited_for: str
     ) -> None:
-        """Wait until no reader blocks; after the deadline give up those that do."""
+        """Wait until no reader blocks; at the deadline give up those that do."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._until(
@@ -124,7 +123,7 @@ class Newcomers:
                 reader.given_up = f"{reader.engine} is given up: {wait}"
                 logger.error("%s", reader.given_up)
                 reader.limit.reschedule(asyncio.get_running_loop().time())
-                # It counts no more from here on, however long it takes to end.
+                # It no longer counts, however long it takes to end.
                 self._forget(reader)
 
     async def _until(self, holds: Callable[[], bool]) -> None:

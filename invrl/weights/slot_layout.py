@@ -1,10 +1,10 @@
-"""Where each tensor lies in a slot of the arena: as in the engine's own parameters.
+"""The place of each tensor in a slot of the arena: as in the engine's own parameters.
 
-What an engine fuses into one parameter lies back to back, in the engine's order, and
-behind a tensor over the vocabulary there is room for the engine's padding. So an engine
-may point a whole parameter at the slot. Names, shapes and dtypes decide, so that
-trainer and engines compute the same layout; an engine checks it against its parameters
-before it relies on it.
+Tensors that an engine fuses into one parameter lie back to back, in the engine's order,
+and a tensor over the vocabulary is followed by room for the engine's padding. An engine
+may therefore point a whole parameter at the slot. Names, shapes and dtypes decide, so
+that trainer and engines compute the same layout; an engine checks it against its
+parameters before it relies on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from invrl.weights.engine_parameters import padded_rows, parameter_of
 from invrl.weights.tensor_spec import num_bytes
 
 _ALIGNMENT = 64
-"""Bytes. Every parameter begins at a multiple of it."""
+"""Alignment of every parameter, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SlotLayout:
 
 
 def slot_layout(layout: WeightLayout) -> SlotLayout:
-    """Raises LayoutError for a name that occurs twice."""
+    """Compute the slot's layout. Raises LayoutError for a name that occurs twice."""
     offsets = {spec.name: 0 for spec in layout}
     if len(offsets) != len(layout):
         raise LayoutError("a tensor name occurs twice in the layout")
@@ -49,8 +49,8 @@ def slot_layout(layout: WeightLayout) -> SlotLayout:
 
 
 def _fused(layout: WeightLayout) -> list[tuple[str, list[TensorSpec]]]:
-    """The tensors of each engine parameter, in the engine's order. Tensors of another
-    dtype, or with rows of another shape, are never in one parameter."""
+    """Return the tensors of each engine parameter, in the engine's order. Tensors of
+    another dtype, or with rows of another shape, are never in one parameter."""
     places: dict[tuple[object, ...], list[tuple[tuple[int, int], TensorSpec]]] = {}
     names: dict[tuple[object, ...], str] = {}
     for spec in layout:

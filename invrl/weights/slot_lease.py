@@ -1,9 +1,9 @@
-"""The right to read or to write a slot of the arena, which the kernel takes back when
-its holder dies.
+"""Leases for reading or writing a slot of the arena, which the kernel takes back when
+the holder dies.
 
 Many may read a slot, or one may write it: an advisory lock of an open file on the
-arena's byte with the slot's number. It ends with `release`, or with the last process
-that has that file open, however that ends.
+arena's byte with the slot's number. It ends with `release`, or when the last process
+that has the file open ends in any way.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _RETRY_S = 0.01
 
 
 class SlotLease:
-    """Raises WeightSyncError if the slot is not free within `wait_s`, or if the arena
-    is gone."""
+    """Lease of one slot. Raises WeightSyncError if the slot is not free within
+    `wait_s`, or if the arena is gone."""
 
     def __init__(
         self, path: str, slot: int, *, writes: bool, wait_s: float = 0.0

@@ -1,12 +1,12 @@
-"""Which slice of each checkpoint tensor one rank of an engine holds, as SGLang divides
-a model.
+"""The slice of each checkpoint tensor that one rank of an engine holds, as SGLang
+divides a model.
 
 A matrix is divided by its rows or by its columns, an embedding by the rows of the
-padded vocabulary, and what is fused into one parameter part by part. Keys and values
-have fewer heads than there are ranks in some models: then several ranks hold the same
-head. What is not divided is whole on every rank. The shape of the rank's parameter
-tells these cases apart. On a CPU SGLang gives such models more heads instead, which are
-zeros: that is no division known here.
+padded vocabulary, and fused parameters part by part. Keys and values have fewer heads
+than there are ranks in some models: then several ranks hold the same head. Undivided
+tensors are whole on every rank. The shape of the rank's parameter tells these cases
+apart. On a CPU SGLang gives such models more heads instead, which are zeros; this
+module does not support that division.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class EngineRank(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the processes that divide an engine's model among them."""
+    """One of the processes that share an engine's model."""
 
     index: int = 0
     size: int = 1
@@ -34,7 +34,8 @@ class EngineRank(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
-    """`start` to `stop` of a dimension: the `index`-th of `count` different slices."""
+    """Range `start` to `stop` of a dimension: the `index`-th of `count` different
+    slices."""
 
     dimension: int
     start: int
@@ -53,13 +54,13 @@ class TensorSlice:
         return self.count == 1
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice of a whole tensor, as a view."""
+        """Return the slice of a whole tensor, as a view."""
         if self.is_whole:
             return tensor
         return tensor.narrow(self.dimension, self.start, self.stop - self.start)
 
     def spec_of(self, spec: TensorSpec) -> TensorSpec:
-        """The slice's own name, shape and dtype."""
+        """Return the slice's name, shape and dtype."""
         if self.is_whole:
             return spec
         shape = list(spec.shape)
@@ -69,8 +70,8 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
-    """What one trainer rank has of a checkpoint tensor: `values` begin at `start` of
-    the dimension."""
+    """Part of a checkpoint tensor that one trainer rank holds: `values` begin at
+    `start` of the dimension."""
 
     name: str
     values: torch.Tensor
@@ -81,8 +82,7 @@ class TensorPart:
 def slices_of_rank(
     parameter: str, shape: Sequence[int], specs: Sequence[TensorSpec], rank: EngineRank
 ) -> Mapping[str, TensorSlice]:
-    """The slices of the tensors that a parameter of this shape holds on this rank, by
-    tensor.
+    """Return the slices that a parameter of this shape holds on this rank, by tensor.
 
     Raises LayoutError if no division gives this shape.
     """
@@ -116,7 +116,8 @@ def slices_of_rank(
 def _slice_of_vocabulary(
     rows_per_rank: int, rows: int, rank: EngineRank
 ) -> TensorSlice:
-    """The last rank's rows end with padding, which belongs to no token."""
+    """Return a rank's slice of the vocabulary. The last rank's rows end with padding,
+    which belongs to no token."""
     start = min(rank.index * rows_per_rank, rows)
     stop = min(start + rows_per_rank, rows)
     count = -(-rows // rows_per_rank)
@@ -134,8 +135,8 @@ def _even_slice(
 def _slices_of_shared_heads(
     parameter: str, rows_of_rank: int, specs: Sequence[TensorSpec], rank: EngineRank
 ) -> Mapping[str, TensorSlice]:
-    """Of queries, keys and values, where several ranks hold the same head of keys and
-    of values."""
+    """Return the slices of queries, keys and values if several ranks hold the same key
+    and value head."""
     query, key, value = specs
     query_slice = _even_slice(parameter, 0, query.shape[0], rank)
     head_rows, remainder = divmod(

@@ -1,5 +1,4 @@
-"""A tensor's name, shape, dtype, size and checksum: what every weight transport needs
-to know of it.
+"""A tensor's name, shape, dtype, size and checksum, for every weight transport.
 
 Imports torch only where tensors are touched.
 """
@@ -29,7 +28,7 @@ def num_bytes(spec: TensorSpec) -> int:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Hex xxh3-64 of the tensor's bytes, row-major."""
+    """Return the hex xxh3-64 of the tensor's bytes, row-major."""
     import torch
     import xxhash
 
@@ -43,11 +42,10 @@ def copy_hashed(
     source: torch.Tensor,
     hash_tensor: Callable[[torch.Tensor], str] = checksum,
 ) -> str:
-    """Copies, and returns the checksum of the target's bytes as they are read back
-    straight after.
+    """Copy, and return the checksum of the target's bytes as read back straight after.
 
-    On a CPU this costs 1.2 to 1.5 times the copy. Blocks of a cache's size did not make
-    it faster on the machines that were tried. Raises ValueError for another shape.
+    Takes 1.2 to 1.5 times as long as the copy on a CPU. Cache-sized blocks did not make
+    it faster on the machines tried. Raises ValueError for another shape.
     """
     if target.shape != source.shape:
         raise ValueError(

@@ -1,9 +1,10 @@
-"""Work on the bytes of many tensors, by a few threads: one core alone does not use the
-memory's bandwidth.
+"""Work on the bytes of many tensors by a few threads: one core does not use the full
+memory bandwidth.
 
 Copies and checksums leave Python's lock while they run, but threads that come back for
-it after each small tensor wait for one another. So a thread takes several tensors at a
-time. In a process that uses a GPU there is nothing to gain, and one thread does it all.
+it after each small tensor wait for one another. A thread therefore takes several
+tensors at a time. A process that uses a GPU gains nothing from this and uses one
+thread.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_THREADS = 4
-"""More do not move bytes faster, and others want the cores."""
+"""More threads do not move bytes faster, and take cores from others."""
 _BATCH_BYTES = 4 << 20
-"""That a thread takes at a time, or one tensor if that is larger."""
+"""Bytes that a thread takes at a time, or one tensor if that is larger."""
 
 Named = tuple[str, "torch.Tensor"]
 
@@ -28,11 +29,11 @@ Named = tuple[str, "torch.Tensor"]
 def by_threads(
     work: Callable[[str, torch.Tensor], str], tensors: Iterable[Named]
 ) -> dict[str, str]:
-    """`work(name, tensor)` of each tensor, by its name.
+    """Return `work(name, tensor)` of each tensor, by name.
 
-    The tensors are taken one by one, by this thread. An iterator that makes them has no
-    more in memory than one batch for each thread, and one. Raises what `work` raises,
-    once all that has begun has ended.
+    This thread iterates over `tensors`. An iterator that makes them keeps at most one
+    batch per thread, plus one tensor, in memory. Raises what `work` raises once all
+    work that has begun has ended.
     """
     import torch
 
@@ -42,9 +43,7 @@ def by_threads(
     in_inference_mode = torch.is_inference_mode_enabled()
 
     def work_on(batch: list[Named]) -> dict[str, str]:
-        with torch.inference_mode(
-            in_inference_mode
-        ):  # each thread has a mode of its own
+        with torch.inference_mode(in_inference_mode):  # inference mode is per thread
             return {name: work(name, tensor) for name, tensor in batch}
 
     free_threads = threading.Semaphore(num_threads)

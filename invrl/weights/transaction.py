@@ -70,7 +70,7 @@ Load = Callable[[WeightReceiver, StagedWeights], Awaitable[None]]
 
 
 async def _at_once() -> None:
-    """Waits for nothing."""
+    """Return immediately."""
 
 
 async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
@@ -79,34 +79,34 @@ async def load_alone(receiver: WeightReceiver, staged: StagedWeights) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What the fleet holds: enough to give it to an engine that comes later."""
+    """Weights that the fleet holds: enough to give them to an engine that joins
+    later."""
 
     staged: StagedWeights
     layout: WeightLayout
     canary_prompts: Sequence[Sequence[int]]
-    """What an engine is asked to prove that it computes with these weights as the
+    """Prompts by which an engine proves that it computes with these weights as the
     trainer does."""
     canary: NDArray[np.float32] | None = None
-    """The trainer's log-probs of the canary prompts under these weights, one prompt
-    after another. None until the update's canary has been asked, and where there are no
-    canary prompts."""
+    """Trainer's log-probs of the canary prompts under these weights, concatenated. None
+    before the update's canary, or without canary prompts."""
 
 
 @dataclass(slots=True, eq=False)
 class WeightTransaction:
-    """Runs updates, one at a time, and remembers the weights staged last, to go back
-    to.
+    """Runs updates, one at a time, and remembers the last staged weights for a
+    rollback.
 
-    The first update asks all canary prompts, a later one asks one of them, in turn:
-    while an engine answers, its agents wait, and a layer or a parameter that is
-    computed wrongly shows in each prompt. Only if that one is beyond the bound, all are
-    asked, and their mean decides.
+    The first update uses all canary prompts, a later one only the next of them: agents
+    wait while an engine computes it, and a wrong layer or parameter shows in any
+    prompt. If that prompt is beyond the bound, all are computed, and their mean
+    decides.
     """
 
     sender: WeightSender
     receivers: Callable[[], Awaitable[Sequence[WeightReceiver]]]
-    """The engines of the fleet (`Fleet.receivers`), asked for in each update after the
-    weights are staged: what has joined by then takes part."""
+    """Returns the engines of the fleet (`Fleet.receivers`). Each update calls it after
+    staging, so engines that have joined by then take part."""
     _: KW_ONLY
     canary_prompts: Sequence[Sequence[int]]
     bound: CanaryBound
@@ -114,26 +114,23 @@ class WeightTransaction:
     """Waits until the fleet has an engine, if that may come back
     (`Fleet.until_engine`). Called when the weights are staged."""
     deadline_s: float = 300.0
-    """Of each phase, over all engines, which work side by side; of a short phase at
-    most 60 s."""
+    """Deadline of each phase over all engines, which work concurrently; at most 60 s
+    for a short phase."""
     drain_timeout_s: float = 0.0
-    """How much longer a pause may take, because engines first end what they
-    generate."""
+    """Extra seconds that a pause may take while engines finish generating."""
     is_rolling: bool = False
-    """Engines are updated one after the other, while the others generate; else all
+    """Engines are updated one after the other while the others generate, instead of all
     together."""
     load: Load = load_alone
-    """Loads into one engine. Several that begin together may share what they do
-    (`broadcast_loads.py`)."""
+    """Loads into one engine. Concurrent loads may share work (`broadcast_loads.py`)."""
     committed: Committed | None = field(default=None, init=False)
-    """None before the first update."""
     phase: Phase | Literal["stage", ""] = field(default="", init=False)
-    """What the update does that goes on; "" where there is none."""
+    """Phase of the update in progress; "" if there is none."""
     staged: WeightVersion | None = field(default=None, init=False)
     """The version that was staged last."""
     _newcomers: Newcomers = field(init=False)
     _suspended: FleetUpdate | None = field(default=None, init=False)
-    """The update that `suspend` began."""
+    """Update that `suspend` began."""
     _closed: ExitStack = field(default_factory=ExitStack, init=False)
     """Holds newcomers off while engines are suspended."""
 
@@ -144,8 +141,9 @@ class WeightTransaction:
         """Give `version` to every engine.
 
         Raises LayoutError, ChecksumError, CanaryError or another WeightSyncError. After
-        all of them but CanaryError every engine that is not in `unrestored` serves the
-        old version; in a rolling update after a CanaryError of the first engine too.
+        any of them except CanaryError, every engine that is not in `unrestored` serves
+        the old version; in a rolling update also after a CanaryError of the first
+        engine.
         """
         try:
             return await self._run(version)
@@ -239,7 +237,7 @@ class WeightTransaction:
             raise WeightSyncError("the fleet has no engine to update")
 
     async def _pause(self, update: FleetUpdate) -> None:
-        """From here to the commit no engine generates."""
+        """Pause every engine. None generates until the commit."""
         update.paused_at = time.monotonic()
         update.paused = True
         await update.call_each("pause", lambda engine: engine.pause())
@@ -247,7 +245,7 @@ class WeightTransaction:
     async def _give_to_all(
         self, update: FleetUpdate, new: Committed, *, old: Committed | None
     ) -> None:
-        """From the pause to the canary, for all engines of the update together. Raises
+        """Take all engines of the update from the pause to the canary together. Raises
         as `run` does."""
         staged = new.staged
         try:
@@ -273,13 +271,13 @@ class WeightTransaction:
         await self._check_canary(update)
 
     async def _give_one_by_one(self, update: FleetUpdate, new: Committed) -> None:
-        """One engine after the other goes through the phases of `_give_to_all`; the
-        others generate.
+        """Take one engine after the other through the phases of `_give_to_all` while
+        the others generate.
 
         An engine that fails before its commit goes back to the old weights. It is lost
         if another engine passes. If none passes, the first failure is raised, and all
-        that is left holds the old version. A canary over its bound ends the update: if
-        no engine has passed before, that engine goes back too.
+        remaining engines hold the old version. A canary over its bound ends the update:
+        if no engine has passed before, that engine goes back too.
         """
         old = self.committed
         has_passed = False
@@ -311,7 +309,7 @@ class WeightTransaction:
 
     async def _go_back(self, update: FleetUpdate, old: Committed) -> tuple[str, ...]:
         """Give the old weights to engines that have resumed under the new ones. Returns
-        those lost."""
+        the lost engines."""
         update.paused = True
         update.touched = True
         await update.try_each("pause", lambda engine: engine.pause())
@@ -322,7 +320,8 @@ class WeightTransaction:
         checksum and canary. Then call `join`, which makes the engine one of
         `receivers`.
 
-        Updates go on meanwhile (`newcomers.py`). Raises WeightSyncError, before `join`.
+        Updates continue meanwhile (`newcomers.py`). Raises WeightSyncError, before
+        `join`.
         """
         is_late = False
         while True:
@@ -347,8 +346,9 @@ class WeightTransaction:
             is_late = True
 
     def committed_update(self, version: WeightVersion) -> WeightUpdate | None:
-        """The update to `version` if that was committed before it lost every engine:
-        those that come back hold it. None if the fleet holds another version."""
+        """Return the update to `version` if it was committed before it lost every
+        engine: those that come back hold it. None if the fleet holds another
+        version."""
         committed = self.committed
         if committed is None or committed.staged.version != version:
             return None
@@ -364,8 +364,8 @@ class WeightTransaction:
     async def holding_committed(
         self, reader: str, wait_s: float
     ) -> AsyncIterator[Committed]:
-        """What the fleet holds. Within the block an update may stage, and waits before
-        it touches an engine.
+        """Yield the committed weights. Within the block an update may stage, and waits
+        before it touches an engine.
 
         Raises WeightSyncError if an update is in progress for `wait_s`, if no version
         has been committed, and at any await of the block when an update has waited for
@@ -386,7 +386,8 @@ class WeightTransaction:
             yield committed
 
     async def _give(self, engine: WeightReceiver, committed: Committed) -> None:
-        """The steps of an update for one engine alone. Raises WeightSyncError."""
+        """Take one engine alone through the steps of an update. Raises
+        WeightSyncError."""
         staged = committed.staged
         try:
             async with asyncio.timeout(self.deadline_s + self.drain_timeout_s):
@@ -426,8 +427,8 @@ class WeightTransaction:
     async def _stage(
         self, update: FleetUpdate, version: WeightVersion
     ) -> tuple[WeightLayout, StagedWeights]:
-        """Generation continues meanwhile. No engine has been touched, so an error needs
-        no undoing."""
+        """Stage the version while generation continues. No engine has been touched, so
+        an error needs no rollback."""
         try:
             with timed(update.seconds, "stage"):
                 async with asyncio.timeout(self.deadline_s):
@@ -441,7 +442,7 @@ class WeightTransaction:
     async def _roll_back_after(
         self, error: BaseException, update: FleetUpdate, old: Committed | None
     ) -> None:
-        """As `_roll_back`; the error names the engines that were lost."""
+        """Roll back as `_roll_back` does, and name the lost engines in the error."""
         unrestored = await self._roll_back(update, old)
         if isinstance(error, WeightSyncError):
             error.unrestored = unrestored
@@ -466,15 +467,15 @@ class WeightTransaction:
         return tuple(update.lost)
 
     async def _wake(self, update: FleetUpdate) -> None:
-        """Give engines that sleep the memory of their caches back. One that finds too
-        little is lost."""
+        """Give sleeping engines the memory of their caches back. An engine that finds
+        too little is lost."""
         if update.asleep:
             update.asleep = False
             await update.try_each("wake", lambda engine: engine.wake())
 
     async def _resume_committed(self, update: FleetUpdate) -> None:
-        """Every engine holds the new version. An engine that does not resume is lost;
-        nothing is undone."""
+        """Resume the engines, which all hold the new version. An engine that does not
+        resume is lost; nothing is rolled back."""
         await self._wake(update)
         await update.try_each("resume", lambda engine: engine.resume())
         paused_s = time.monotonic() - update.paused_at
@@ -487,9 +488,9 @@ class WeightTransaction:
         return [self.canary_prompts[version % len(self.canary_prompts)]]
 
     async def _check_canary(self, update: FleetUpdate) -> None:
-        """Ask the engines of the update. Raises CanaryError if all canary prompts
-        together are beyond the bound: where one prompt alone is, it may be by the
-        rounding of its few tokens."""
+        """Compare the engines of the update. Raises CanaryError if all canary prompts
+        together are beyond the bound: a single prompt may be, by the rounding of its
+        few tokens."""
         committed = self.committed
         assert committed is not None, "the canary follows a commit"
         if not committed.canary_prompts:
@@ -557,7 +558,8 @@ class WeightTransaction:
 
 
 def _ignore_error(task: asyncio.Future[NDArray[np.float32]]) -> None:
-    """Of a task that nobody waits for any more: asyncio would complain of it."""
+    """Retrieve the error of a task that nobody awaits any more, so that asyncio does
+    not warn."""
     if not task.cancelled():
         task.exception()
 

@@ -1,7 +1,7 @@
-"""Whether an engine holds the committed weights: its parameters as read back, compared
-by checksum.
+"""Verification that an engine holds the committed weights: its parameters are read back
+and compared by checksum.
 
-Pure; what is read back comes from `engines/weight_receiver.py`.
+Pure; the parameters are read back by `engines/weight_receiver.py`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from invrl.weights.transaction import Committed
 
 
 class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds."""
+    """Checksums and version of the weights that an engine holds."""
 
     version: str
-    """The engine's own name for it."""
+    """Engine's own name for the version."""
     checksums: Mapping[str, str]
     """Tensor name -> hex xxh3-64, as in `StagedWeights.checksums`."""
     paused_s: float
-    """For how long the engine generated nothing."""
+    """Seconds that the engine generated nothing."""
 
 
 class EngineVerification(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one engine."""
+    """Result for one engine."""
 
     engine: str
     version: str = ""
     num_tensors: int = 0
     num_bytes: int = 0
     different: tuple[str, ...] = ()
-    """Tensors that are not the committed ones, in the order of the layout."""
+    """Tensors that differ from the committed ones, in the order of the layout."""
     paused_s: float = 0.0
     error: str = ""
-    """Not empty if the engine could not be read."""
+    """Reason that the engine could not be read, or ""."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for a fleet."""
+    """Result for a fleet."""
 
     version: str = ""
-    """The committed one."""
+    """Committed version."""
     engines: tuple[EngineVerification, ...] = ()
     error: str = ""
-    """Not empty if nothing could be compared."""
+    """Reason that nothing could be compared, or ""."""
 
     @property
     def all_equal(self) -> bool:
-        """Whether at least one engine was read, and all of them hold the committed
-        weights."""
+        """Whether at least one engine was read, and all hold the committed weights."""
         if self.error or not self.engines:
             return False
         return all(
@@ -63,7 +62,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     committed: Committed, engine: str, read_back: ReadBack
 ) -> EngineVerification:
-    """Compare what an engine holds with what was committed, tensor by tensor."""
+    """Compare an engine's weights with the committed ones, tensor by tensor."""
     held = read_back.checksums
     expected = committed.staged.checksums
     different = [name for name in expected if held.get(name) != expected[name]]
@@ -81,7 +80,7 @@ def compare(
 
 
 def describe(verification: Verification) -> str:
-    """A line per engine."""
+    """Return a line per engine."""
     if verification.error:
         return verification.error
     return "\n".join(

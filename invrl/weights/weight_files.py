@@ -1,9 +1,9 @@
-"""The files of a version of the weights, as an engine opens them: on a disk that it
-shares with the trainer, or fetched from the trainer over HTTP (`file_server.py`).
+"""A version's weight files, as an engine opens them: on a disk shared with the trainer,
+or fetched from the trainer over HTTP (`file_server.py`).
 
-A fetched file is kept in a folder of TMPDIR until the load ends. On the way it may be
-cut or changed: whoever reads it compares what it has read with the trainer's checksums,
-as with a file of a shared disk.
+A fetched file is kept in a folder of TMPDIR until the load ends. It may be cut or
+changed on the way: its reader compares it with the trainer's checksums, as with a file
+on a shared disk.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from invrl.errors import WeightSyncError
 
 _TRIES = 3
 _SILENCE_S = 30.0
-"""Of a server that has accepted the connection, or has not."""
+"""Seconds of silence of a server, before or after it accepts the connection."""
 
 
 class FileSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer serves the folders of its versions."""
+    """Server of the trainer's version folders."""
 
     url: str
     key: str
@@ -38,33 +38,33 @@ class FileSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `StagedWeights.handle`, as JSON, where engines fetch what `handle`
-    names."""
+    """Content of `StagedWeights.handle`, as JSON, when engines fetch the files that
+    `handle` names."""
 
     source: FileSource
     handle: str
 
 
 class WeightFiles:
-    """Files of a disk that the engine shares with the trainer."""
+    """Files on a disk that the engine shares with the trainer."""
 
     def path(self, folder: str, name: str) -> Path:
-        """Where the file of the folder can be opened. Raises WeightSyncError if it
-        cannot be fetched."""
+        """Return the path where the folder's file can be opened. Raises WeightSyncError
+        if it cannot be fetched."""
         return Path(folder, name)
 
     def close(self) -> None:
-        """Removes what was fetched."""
+        """Remove fetched files."""
 
 
 class FetchedFiles(WeightFiles):
-    """Files that are fetched when they are asked for, once each."""
+    """Files that are fetched on first use."""
 
     def __init__(
         self, source: FileSource, *, deadline_s: float, max_file_bytes: int
     ) -> None:
-        """`deadline_s`: for all of them together. A file that is larger than
-        `max_file_bytes` is refused."""
+        """`deadline_s`: for all files together. A file larger than `max_file_bytes` is
+        refused."""
         self._source = source
         self._max_file_bytes = max_file_bytes
         self._give_up_at = time.monotonic() + deadline_s
@@ -111,8 +111,8 @@ class FetchedFiles(WeightFiles):
         self._folder.cleanup()
 
     def _fetch(self, path: str, target: Path) -> None:
-        """Raises httpx.HTTPError or OSError where another try may help, else
-        WeightSyncError."""
+        """Fetch one file. Raises httpx.HTTPError or OSError if another try may help,
+        else WeightSyncError."""
         with self._http.stream(
             "GET", path, extensions={"trace": self._note_socket}
         ) as answer:
@@ -131,7 +131,8 @@ class FetchedFiles(WeightFiles):
                     file.write(chunk)
 
     def _note_socket(self, event: str, details: Mapping[str, Any]) -> None:
-        """httpcore calls it at each step of a request."""
+        """Remember the connection's socket. httpcore calls this at each step of a
+        request."""
         if event != "connection.connect_tcp.complete":
             return
         self._socket = details["return_value"].get_extra_info("socket")
@@ -139,14 +140,14 @@ class FetchedFiles(WeightFiles):
             self._end_connection()
 
     def _end_connection(self) -> None:
-        """What waits for the server gets an error."""
+        """Shut the connection down, so that a read that waits for the server fails."""
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _check_deadline(self, path: str) -> None:
-        """Raises WeightSyncError. `path`: of the file that is being fetched."""
+        """Raise WeightSyncError past the deadline. `path`: the file being fetched."""
         if time.monotonic() > self._give_up_at:
             reason = f"the weights were not fetched from {self._source.url} within {self._deadline_s:g} s"
             raise WeightSyncError(f"{reason}: {path} was not there")

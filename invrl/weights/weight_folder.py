@@ -1,9 +1,8 @@
-"""A folder with the weights of one version, through which the weight transport `disk`
-moves them.
+"""A folder with the weights of one version, for the weight transport `disk`.
 
 The trainer's end, `train/weights/disk_staging.py`, makes it appear whole under its
-name. An engine reads it without trusting that: what it has read is compared with the
-trainer's checksums. Imports torch only where tensors are touched.
+name. An engine does not rely on that: it compares what it read with the trainer's
+checksums. Imports torch only where tensors are touched.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ WEIGHTS_NAME = "model.safetensors"
 def read_folder(
     folder: str, layout: WeightLayout, files: WeightFiles | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """The tensors of the folder, as views of the mapped file. `files`: None for those
-    of a disk.
+    """Return the folder's tensors as views of the mapped file. `files`: None for those
+    on a disk.
 
-    Raises WeightSyncError if the file is not there, is cut or is no safetensors file,
+    Raises WeightSyncError if the file is missing, cut or not a safetensors file,
     LayoutError unless its tensors are exactly those of the layout.
     """
     from safetensors import SafetensorError, safe_open

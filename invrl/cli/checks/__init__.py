@@ -1,6 +1,6 @@
-"""What can be found out before a run starts: of the machine, the model folder, and what
-the settings name.
+"""Checks before a run starts: of the machine, the model folder, and everything that the
+settings name.
 
-`checklist.py` is the one list, and says which command needs which check. A check starts
-no process and leaves nothing behind.
+`checklist.py` lists them with the commands that need each. A check starts no process
+and leaves nothing behind.
 """

@@ -1,10 +1,11 @@
-"""The one list of checks, and which command needs which.
+"""The list of checks, with the commands that need each.
 
 `invrl doctor` makes all checks that `train` could need and reports each. `train`,
-`serve` and `eval` make theirs in the order of the list, end at the first error, and
+`serve` and `eval` make theirs in the order of the list, stop at the first error, and
 print doubts as warnings. Packages come first: the other checks may need one that is
-missing. A check that reads the model folder names the check of that folder as its
-precondition and does not repeat it."""
+missing. A check that reads the model folder names that folder's check as its
+precondition and does not repeat it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,25 +31,25 @@ EVERY = ROLLOUTS | {"serve"}
 STORING = EVAL | {"serve"}
 """The commands whose runs write no checkpoint."""
 WITH_METRICS = TRAIN | {"serve"}
-"""The commands that show metrics."""
+"""Commands that show metrics."""
 ENGINES = EVERY | {"engine"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Raises ConfigError for what would stop a run and `Doubt` for what may; returns
-    what it saw."""
+    """A check raises ConfigError for what would stop a run and `Doubt` for what may; it
+    returns what it found."""
 
     name: str
     look: Callable[[Config, Machine], object]
     commands: frozenset[str]
     trainer_alone: bool = False
-    """Whether a run of the trainer alone needs it, which starts no engine, no gateway
-    and no rollouts."""
+    """Whether a run of only the trainer needs it, without engines, gateway and
+    rollouts."""
     on_data: bool = False
-    """Whether a run on `--data-path` needs it all the same."""
+    """Whether a run on `--data-path` needs it, too."""
     needs: str = ""
-    """An earlier check that must have passed. Empty: none."""
+    """Earlier check that must have passed. Empty: none."""
 
 
 def _of_machine(
@@ -227,7 +228,7 @@ CHECKS = (
 
 
 def checks_of(command: str, config: Config) -> list[Check]:
-    """Those that `invrl COMMAND` makes with this configuration."""
+    """Return the checks that `invrl COMMAND` makes with this configuration."""
     return [
         check
         for check in CHECKS

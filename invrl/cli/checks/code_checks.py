@@ -1,5 +1,5 @@
 """Checks of the source of the rollout function and the reward function, for faults that
-cost a run its rollouts, or its speed, and raise nothing until they run."""
+make rollouts fail or slow, and raise nothing until they run."""
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from invrl.run.settings.config import Config
 
 
 def check_rollout_code(config: Config) -> str:
-    """The rollout function asks the model, and does not block the event loop that it
-    shares with others. Raises `Doubt`."""
+    """Check that the rollout function asks the model, and does not block the event loop
+    that it shares. Raises `Doubt`."""
     from invrl.user_code import plugins
     from invrl.user_code.source import uses_argument
 
@@ -30,7 +30,7 @@ def check_rollout_code(config: Config) -> str:
 
 
 def check_reward_code(config: Config) -> str:
-    """The reward function does not block the event loop. Raises `Doubt`."""
+    """Check that the reward function does not block the event loop. Raises `Doubt`."""
     from invrl.user_code import plugins
 
     path = config.rollout.reward_function_path
@@ -43,7 +43,8 @@ def check_reward_code(config: Config) -> str:
 
 
 def _check_loop(field: str, path: str, function: Callable[..., Any]) -> None:
-    """A sync function runs in a thread of its own, where it may do what it likes."""
+    """Check an async function. A sync one runs in its own thread, where it may
+    block."""
     from invrl.user_code.source import BLOCKING, OTHER_LOOPS, calls_in_async
 
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(

@@ -1,6 +1,5 @@
-"""Whether the files of a run without rollouts can be trained on: every row is read, and
-many are tokenised with the model's own template. Raises ConfigError that names the file
-and the row."""
+"""Checks the files of a run without rollouts: every row is read, and many are tokenised
+with the model's own template. Raises ConfigError that names the file and the row."""
 
 from invrl.cli.checks.doubts import Doubt
 from invrl.errors import ConfigError
@@ -8,7 +7,7 @@ from invrl.run.settings.config import Config
 
 
 def check_data(config: Config) -> str:
-    """Returns how many rows of which kind there are, and how long they are."""
+    """Check the data. Returns the number of rows by kind, and their lengths."""
     from invrl.run.incarnations.data import load_run_data
 
     if not config.trains_on_data:
@@ -34,7 +33,8 @@ def check_data(config: Config) -> str:
 
 
 def _check_objective(config: Config) -> None:
-    """It is built in, or a function that can be called as one. Raises PluginError."""
+    """Check that it is built in, or a function that can be called as an objective.
+    Raises PluginError."""
     from invrl.algorithms.objectives import objective_of
 
     objective_of(config.algorithm)

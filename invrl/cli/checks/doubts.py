@@ -1,4 +1,4 @@
-"""Findings of a check that do not stop a run. What stops it is a ConfigError."""
+"""Findings of a check that do not stop a run, unlike a ConfigError."""
 
 from invrl.errors import ConfigError
 
@@ -9,5 +9,5 @@ class Doubt(ConfigError):
 
 
 class LikelyFailure(Doubt):
-    """An estimate says that the run will fail. `train` only warns, because it is only
-    an estimate; `doctor` reports a failure."""
+    """An estimate says that the run will fail. `train` only warns, because it is an
+    estimate; `doctor` reports a failure."""

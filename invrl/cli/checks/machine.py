@@ -1,4 +1,4 @@
-"""The facts of a machine that its checks look at."""
+"""Facts about a machine for its checks."""
 
 import importlib.metadata
 import os
@@ -14,31 +14,30 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A value of its own, so that a test can describe a machine that it does not
-    have."""
+    """A plain value, so that a test can describe any machine."""
 
     python: tuple[int, int]
     cpus: int
     gpus: int
-    """Those that torch can use."""
+    """GPUs that torch can use."""
     gpu_memory_bytes: int = 0
-    """Of the smallest of them; 0: there is none."""
+    """Memory of the smallest GPU; 0 without one."""
     nvidia: bool
-    """A driver is loaded, whether the installed torch can use it or not."""
+    """Whether a driver is loaded, even if the installed torch cannot use it."""
     is_slow_in_bfloat16: bool = False
-    """Its CPU is an x86 one without AVX-512, for which oneDNN has no bfloat16
+    """Whether its CPU is an x86 one without AVX-512, for which oneDNN has no bfloat16
     kernels."""
     torch: str
-    """Its version."""
+    """Version of torch."""
     memory_bytes: int
-    """Free now."""
+    """Free bytes now."""
     memory_total_bytes: int
     shared_memory_bytes: int
-    """Free now."""
+    """Free bytes now."""
 
 
 def look_at_machine() -> Machine:
-    """This machine. Memory is also bounded by a container's limit."""
+    """Describe this machine. A container's limit also bounds the memory."""
     from invrl.engines.engine_server import count_gpus, smallest_gpu_bytes
 
     memory_free, memory_total = memory_of(_CONTROL_GROUP)
@@ -64,20 +63,21 @@ def has_nvidia_driver() -> bool:
 
 
 def lacks_avx512() -> bool:
-    """Whether the processor computes many times slower in bfloat16 than in float32.
-    False for other processors than x86."""
+    """Whether the processor is many times slower in bfloat16 than in float32. False for
+    processors other than x86."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = [line for line in lines if line.startswith("flags")]
     return bool(flags) and "avx512f" not in flags[0].split()
 
 
 def memory_of(control_group: Path) -> tuple[int, int]:
-    """Free bytes and all bytes of the container whose control group (version 2) is this
-    folder, or of the machine where that sets no limit.
+    """Return the free bytes and all bytes of the container whose control group (version
+    2) is this folder, or of the machine if that sets no limit.
 
     Files that the kernel keeps in memory count as free, as they do for Ray: the kernel
     drops them when the container needs more, and a container that has just read a large
-    model is full of them."""
+    model is full of them.
+    """
     memory = psutil.virtual_memory()
     limit_file = control_group / "memory.max"
     if not limit_file.is_file():
@@ -94,7 +94,7 @@ def memory_of(control_group: Path) -> tuple[int, int]:
 
 
 def installed_version(package: str) -> str:
-    """Empty if the package is not installed."""
+    """Return the package's version; empty if it is not installed."""
     for distribution in importlib.metadata.distributions(name=package):
         return distribution.version
     return ""

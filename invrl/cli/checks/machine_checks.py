@@ -1,8 +1,9 @@
-"""What a run needs of the machine: one function per check, over facts that a test can
-change.
+"""A run's requirements on the machine: one function per check, over facts that a test
+can change.
 
-A check takes the configuration and the `Machine`, and returns what it saw. It raises
-ConfigError for what would stop a run, and `Doubt` for what may."""
+A check takes the configuration and the `Machine`, and returns what it found. It raises
+ConfigError for what would stop a run, and `Doubt` for what may.
+"""
 
 import importlib.metadata
 import math
@@ -44,8 +45,8 @@ def check_python(config: Config, machine: Machine) -> str:
 
 
 def check_packages(config: Config, machine: Machine) -> str:
-    """Against what invrl declares, and the pins of what is installed without its
-    dependencies."""
+    """Check the packages against invrl's dependencies, and the pins of those installed
+    without dependencies."""
     from packaging.requirements import Requirement
 
     extra = "cpu"
@@ -82,7 +83,7 @@ def check_packages(config: Config, machine: Machine) -> str:
 
 
 def packages_missing(error: ImportError) -> ConfigError:
-    """The error for a package that a check could not import."""
+    """Return the error for a package that a check could not import."""
     from invrl.engines.engine_server import count_gpus
 
     reason = "a package that invrl needs cannot be imported"
@@ -104,8 +105,8 @@ def check_gpu(config: Config, machine: Machine) -> str:
 
 
 def check_processors(config: Config, machine: Machine) -> str:
-    """Every trainer rank computes on a GPU, or a CPU, of its own. Those of a Ray
-    cluster elsewhere are not known here."""
+    """Check that every trainer rank has its own GPU or CPU. Those of a Ray cluster
+    elsewhere are unknown here."""
     layout = config.train.layout
     available = machine.gpus or machine.cpus
     noun = "GPUs" if machine.gpus else "CPUs"
@@ -150,8 +151,8 @@ def check_processors(config: Config, machine: Machine) -> str:
 
 
 def check_precision(config: Config, machine: Machine) -> str:
-    """Whether the processor computes in the dtypes of engine and trainer. One without
-    AVX-512 was seen to train at a tenth of its speed in float32."""
+    """Check that the processor computes well in the dtypes of engine and trainer. One
+    without AVX-512 was seen to train at a tenth of its speed in float32."""
     dtypes = {
         "--engine.dtype": config.engine.dtype,
         "--train-dtype": config.train.train_dtype,
@@ -169,13 +170,12 @@ def check_precision(config: Config, machine: Machine) -> str:
 
 
 def check_memory(config: Config, machine: Machine) -> str:
-    """Compares the free memory with an estimate (`_needed_memory`) and with what Ray
-    keeps free: below that Ray kills ranks and workers, no matter which program uses the
-    memory.
+    """Compare the free memory with an estimate (`_needed_memory`) and with Ray's
+    reserve: below that Ray kills ranks and workers, whichever program uses the memory.
 
-    Raises ConfigError where Ray would kill the run's processes whatever they need,
-    LikelyFailure where much is missing and Doubt where little is: the need is an
-    estimate."""
+    Raises ConfigError if Ray would kill the run's processes in any case, LikelyFailure
+    if much is missing and Doubt if little is: the need is an estimate.
+    """
     if os.environ.get("RAY_ADDRESS"):
         return "not checked: RAY_ADDRESS names a cluster that may run on other machines"
     needed = _needed_memory(config, machine)
@@ -200,7 +200,7 @@ def check_memory(config: Config, machine: Machine) -> str:
 
 
 def check_trainer_kernels(config: Config, machine: Machine) -> str:
-    """What computes the trainer's operations here."""
+    """Report the kernels of the trainer's operations on this machine."""
     from invrl.families.hf_config import read_hf_config
 
     model = read_hf_config(config.model.folder)
@@ -214,8 +214,8 @@ def check_trainer_kernels(config: Config, machine: Machine) -> str:
 
 
 def check_trainer_memory(config: Config, machine: Machine) -> str:
-    """What each rank of the trainer needs. On a GPU it is compared with the GPU's
-    memory; a CPU's is compared for all processes of the run together (`check_memory`).
+    """Check the memory of each trainer rank. On a GPU it is compared with the GPU's
+    memory; on a CPU all processes of the run are compared together (`check_memory`).
     The run measures the same (`train/peak_memory_gb`)."""
     budget = _trainer_memory(config, machine)
     if budget is None:
@@ -242,8 +242,9 @@ def check_trainer_memory(config: Config, machine: Machine) -> str:
 
 
 def check_longest_row(config: Config, machine: Machine) -> str:
-    """What a step needs with the longest conversation that may come. One that is longer
-    than a micro-batch is trained alone, beyond the memory of `check_trainer_memory`."""
+    """Check the memory of a step with the longest possible conversation. One that is
+    longer than a micro-batch is trained alone, beyond the memory of
+    `check_trainer_memory`."""
     budget = _trainer_memory(config, machine)
     if budget is None:
         return "not estimated: no model is given"
@@ -272,8 +273,8 @@ def check_longest_row(config: Config, machine: Machine) -> str:
 
 
 def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> float:
-    """Bytes that a rank may use: of its GPU, or of this machine's memory while the rest
-    of the run needs what it needs."""
+    """Return the bytes that a rank may use: of its GPU, or of this machine's memory
+    after the needs of the rest of the run."""
     if machine.gpus:
         return 0.9 * machine.gpu_memory_bytes if machine.gpu_memory_bytes else math.inf
     margin = (1 - ray_memory.threshold()) * machine.memory_total_bytes
@@ -282,7 +283,8 @@ def _rank_memory(config: Config, machine: Machine, budget: MemoryBudget) -> floa
 
 
 def _trainer_memory(config: Config, machine: Machine) -> MemoryBudget | None:
-    """None without a model that the trainer computes; another check says why."""
+    """Return the trainer's memory; None without a model that the trainer computes,
+    which another check explains."""
     if not config.model.model_path:
         return None
     try:
@@ -311,10 +313,10 @@ def _arena_on_gpu(config: Config, machine: Machine) -> bool:
 
 
 def _needed_memory(config: Config, machine: Machine) -> float:
-    """An estimate in bytes. A process of an engine takes 1.5 GB and an engine its
-    weights twice, a trainer rank what `MemoryBudget` says, the rest of the run 2 GB.
-    One rank stages weights. On a GPU engines and ranks hold theirs elsewhere, and their
-    weights pass through memory once. Checkpoints are copied into it."""
+    """Estimate the bytes of a run. An engine's process takes 1.5 GB and an engine its
+    weights twice, a trainer rank `MemoryBudget`, the rest of the run 2 GB. One rank
+    stages weights. On a GPU engines and ranks hold theirs elsewhere, and their weights
+    pass through memory once. Checkpoints are copied into it."""
     weights = _weight_bytes(config)
     engines = 0 if config.trains_alone else config.engine.num_engines
     layout = config.train.layout
@@ -342,7 +344,7 @@ def _needed_memory(config: Config, machine: Machine) -> float:
 
 
 def _weight_bytes(config: Config) -> int:
-    """Of the model as engines hold it; 0 without a model."""
+    """Return the bytes of the model as engines hold it; 0 without a model."""
     if not config.model.model_path:
         return 0
     stored = sum(
@@ -437,8 +439,8 @@ def check_disk(config: Config, machine: Machine) -> str:
 
 
 def check_shared_memory(config: Config, machine: Machine) -> str:
-    """/dev/shm is used by torch and Ray. The weight arena is a memfd, which counts as
-    memory."""
+    """Check /dev/shm, which torch and Ray use. The weight arena is a memfd, which
+    counts as memory."""
     value = f"{machine.shared_memory_bytes / _GB:.1f} GB free in /dev/shm"
     fix = "docker run --shm-size 8g"
     if machine.shared_memory_bytes < _MIN_SHARED_MEMORY:
@@ -451,7 +453,7 @@ def check_shared_memory(config: Config, machine: Machine) -> str:
 
 
 def check_ray(config: Config, machine: Machine) -> str:
-    """Whether something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
+    """Check that something listens at RAY_ADDRESS (host:port, or ray://host:port)."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address == "auto":
         return "auto: the Ray that runs on this machine"

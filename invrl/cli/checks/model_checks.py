@@ -1,8 +1,8 @@
-"""Whether the model can be served and trained: its files, what the trainer computes,
+"""Checks that the model can be served and trained: its files, the trainer's support,
 its chat template.
 
-`check_model` comes first. The other checks read the same folder and rely on what it has
-checked."""
+`check_model` comes first. The other checks read the same folder and rely on it.
+"""
 
 import asyncio
 from pathlib import Path
@@ -15,12 +15,12 @@ from invrl.run.settings.config import Config, is_run_folder
 from invrl.weights.config import ArenaWeights
 
 _NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
+"""Vocabulary size that refuses no token id."""
 
 
 def check_model(config: Config) -> Path:
-    """A model is given, its files are those of a model that can be served, and if a
-    checkpoint of a run holds them, they are what was written."""
+    """Check that a model is given, that its files are those of a servable model, and
+    that those in a run's checkpoint are what was written."""
     from invrl.families.registry import FAMILIES
     from invrl.run.checkpoints.checkpoint import check_served
     from invrl.user_code.model_folder import check_is_folder, check_model_folder
@@ -41,8 +41,8 @@ def check_model(config: Config) -> Path:
 
 
 def check_trainable(config: Config) -> str:
-    """The trainer computes exactly this model, and its layout divides it. Returns the
-    model's family, and which models that is."""
+    """Check that the trainer computes exactly this model, and that its layout divides
+    it. Returns the model's family."""
     from invrl.families.hf_config import read_hf_config
     from invrl.families.registry import FAMILIES
 
@@ -52,7 +52,7 @@ def check_trainable(config: Config) -> str:
 
 
 def check_reference(config: Config) -> str:
-    """The frozen reference is another set of weights for the same model: its folder is
+    """Check that the frozen reference is other weights of the same model: its folder is
     sound, it has the same shape, and its tokens mean the same."""
     given = config.model.reference_model_path
     if not needs_of(config.algorithm).reference:
@@ -65,7 +65,8 @@ def check_reference(config: Config) -> str:
 
 
 def check_critic(config: Config) -> str:
-    """The critic is another model of the policy's shape, whose tokens mean the same."""
+    """Check that the critic is another model of the policy's shape, whose tokens mean
+    the same."""
     critic = config.algorithm.critic
     if not needs_of(config.algorithm).values:
         return "none: the objective does not need it"
@@ -78,8 +79,8 @@ def check_critic(config: Config) -> str:
 
 
 def check_teacher(config: Config) -> str:
-    """A teacher that the trainer computes: as the frozen reference. One that a server
-    has answers now, and makes the same tokens of the same text."""
+    """Check a teacher that the trainer computes like the frozen reference, and that one
+    on a server answers now and makes the same tokens of the same text."""
     from invrl.run.loop.teacher import open_teacher
     from invrl.user_code.model_folder import read_tokenizer
 
@@ -100,7 +101,7 @@ def check_teacher(config: Config) -> str:
 def _check_like_policy(
     config: Config, field: str, given: str, folder: Path, advice: str = ""
 ) -> str:
-    """Says where the weights are. Raises ConfigError unless the folder is sound, and
+    """Report where the weights are. Raises ConfigError unless the folder is sound, and
     its model has the policy's shape and the same tokens. `given`: the value of the
     field."""
     from invrl.families.hf_config import read_hf_config
@@ -140,16 +141,16 @@ def _check_like_policy(
 
 
 def check_servable(config: Config) -> None:
-    """The engine computes the model that the trainer computes, as far as that is known
-    of its family."""
+    """Check that the engine computes the same model as the trainer, by the known
+    differences of its family."""
     from invrl.families.hf_config import read_hf_config
 
     read_hf_config(config.model.folder).check_served()
 
 
 def check_engine_here(config: Config, machine: Machine) -> None:
-    """SGLang can serve the family on this machine's GPU or CPU. An engine's processes
-    divide the model. What the arena of weights is in is there."""
+    """Check that SGLang can serve the family on this machine's GPU or CPU, that an
+    engine's processes divide the model, and that the weight arena's device exists."""
     from invrl.families.registry import FAMILIES
     from invrl.user_code.model_folder import read_model_type
 
@@ -167,8 +168,8 @@ def check_engine_here(config: Config, machine: Machine) -> None:
 
 
 def _check_engine_ranks(config: Config, machine: Machine) -> None:
-    """The processes of an engine divide the model's heads among them. Several may have
-    the same head of keys and values."""
+    """Check that an engine's processes divide the model's heads evenly. Several may
+    share a key and value head."""
     from invrl.families.hf_config import read_hf_config
 
     ranks = config.engine.tp_size
@@ -196,7 +197,7 @@ def _check_engine_ranks(config: Config, machine: Machine) -> None:
 
 def check_template(config: Config) -> None:
     """Render as the gateway does: a first request, and one that follows a reply. Load
-    the parsers that are named."""
+    the named parsers."""
     folder = config.model.folder
     try:
         renders = _renders(folder, config.gateway)

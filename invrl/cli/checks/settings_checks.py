@@ -1,8 +1,9 @@
-"""What the settings of a run name, looked at before any process starts: user code,
-trackers, saved batches, options of other packages, the gateway's port.
+"""Checks of the things that a run's settings name, before any process starts: user
+code, trackers, saved batches, options of other packages, the gateway's port.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return
-what it saw."""
+what it found.
+"""
 
 import ipaddress
 import os
@@ -20,8 +21,8 @@ _SHORTEST_KEY = 16
 
 
 def check_rollout_function(config: Config) -> object:
-    """The rollout function can be called as one. Returns a sentence where the run needs
-    none."""
+    """Check that the rollout function can be called as one. Returns a sentence if the
+    run needs none."""
     from invrl.user_code import plugins
 
     rollout = config.rollout
@@ -54,8 +55,8 @@ def check_reward_function(config: Config) -> object:
 
 
 def check_row_length(config: Config) -> str:
-    """A prompt and the longest answer fit a conversation. Says how long that may be,
-    and what the trainer does with a long one."""
+    """Check that a prompt and the longest reply fit a conversation. Reports how long
+    that may be, and how the trainer handles a long one."""
     longest = longest_conversation(config)
     answer = config.rollout.max_new_tokens
     if answer >= longest:
@@ -72,8 +73,8 @@ def check_row_length(config: Config) -> str:
 
 
 def longest_conversation(config: Config) -> int:
-    """Most tokens of a conversation in a training run: what the engines take of this
-    model, or less if the settings say so."""
+    """Return the most tokens of a conversation in a training run: the engines' limit
+    for this model, or a lower one of the settings."""
     from invrl.engines.engine_server import max_total_tokens
     from invrl.engines.sglang_client import EngineLimits
 
@@ -86,8 +87,9 @@ def longest_conversation(config: Config) -> int:
 
 
 def check_algorithm(config: Config) -> None:
-    """Advantage, policy loss, objective and group filter: built in, or functions that
-    can be called as such. A policy loss or objective of the user's is called once."""
+    """Check that advantage, policy loss, objective and group filter are built in, or
+    functions that can be called as such. A user's policy loss or objective is called
+    once."""
     from invrl.algorithms.advantages import advantage_function
     from invrl.algorithms.objectives import is_built_in, needs_of
     from invrl.algorithms.surrogates import SURROGATES, surrogate_function
@@ -113,7 +115,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_off_policy(config: Config) -> None:
-    """A batch that older weights sampled is trained with a correction."""
+    """Check that a batch sampled by older weights is trained with a correction."""
     from invrl.algorithms.objectives import is_built_in
 
     algorithm = config.algorithm
@@ -143,12 +145,12 @@ _USUAL = {
     "kl.coefficient": (0.0, 2.0),
     "entropy.coefficient": (0.0, 0.1),
 }
-"""From the least to the most that language models are trained with, with room on both
-sides."""
+"""Lowest and highest usual values in the training of language models, with a margin on
+both sides."""
 
 
 def check_magnitudes(config: Config) -> None:
-    """Numbers that are allowed and were probably not meant: `--lr 3` for 3e-6."""
+    """Find numbers that are allowed but probably not intended: `--lr 3` for 3e-6."""
     unusual: dict[str, float] = {}
     texts: list[str] = []
     tables = config.settings()
@@ -176,7 +178,7 @@ def check_traces(config: Config) -> object:
 
 
 def check_saved_batches(config: Config) -> None:
-    """The batches and the checkpoint that `--debug-train-only` begins with."""
+    """Check the batches and the checkpoint that `--debug-train-only` begins with."""
     from invrl.run.checkpoints.checkpoint import first_checkpoint
     from invrl.store.batch_file import saved_steps
 
@@ -195,8 +197,8 @@ def check_sglang_options(config: Config) -> None:
 
 
 def check_router(config: Config) -> str:
-    """Smg is installed, if it is wanted. sglang-router is one of the packages that
-    every run needs."""
+    """Check that smg is installed, if it is wanted. sglang-router is one of the
+    packages that every run needs."""
     from invrl.engines.smg import find_smg
 
     if config.engine.router != "smg":
@@ -246,7 +248,8 @@ def check_weight_folder(config: Config) -> str:
 
 
 def check_weight_host(config: Config) -> str:
-    """The trainer can listen where engines are to fetch the weights."""
+    """Check that the trainer can listen at the address from which engines fetch the
+    weights."""
     weights = config.weights
     host = None
     if isinstance(weights, FileWeights | CollectiveWeights):
@@ -266,7 +269,8 @@ def check_weight_host(config: Config) -> str:
 
 
 def check_gateway_port(config: Config) -> None:
-    """The gateway can listen on its address, and no other program uses it."""
+    """Check that the gateway can listen on its address, and no other program uses
+    it."""
     _check_listening(
         "gateway",
         "the gateway",
@@ -276,8 +280,8 @@ def check_gateway_port(config: Config) -> None:
 
 
 def check_metrics_port(config: Config) -> str:
-    """The run can show its metrics at their address, if they have a port, and no other
-    program uses it."""
+    """Check that the run can serve its metrics at their address, if they have a port,
+    and no other program uses it."""
     host = config.run.metrics.host
     port = config.run.metrics.port
     if not port:
@@ -309,7 +313,7 @@ def _check_listening(name: str, server: str, host: str, port: int) -> None:
 
 
 def check_environment_key(config: Config) -> None:
-    """The environment key that the user brings, if any, cannot be guessed."""
+    """Check that the user's environment key, if any, cannot be guessed."""
     key = held_key(ENVIRONMENT_KEY)
     if key is not None and len(key) < _SHORTEST_KEY:
         reason = "too short: anyone who guesses it can open sessions"
@@ -318,8 +322,8 @@ def check_environment_key(config: Config) -> None:
 
 
 def check_engine_key(config: Config) -> str:
-    """The key of external engines is there, if there are any. They are reached when the
-    run starts."""
+    """Check that there is a key for external engines, if there are any. They are
+    contacted when the run starts."""
     if not config.engine.external_engines:
         return "none"
     if not held_key(ENGINE_KEY):

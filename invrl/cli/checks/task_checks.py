@@ -1,8 +1,9 @@
-"""Checks of a run's tasks: that they can be read, that they have the labels that the
-code asks for, and that held-out tasks are others than those of training.
+"""Checks of a run's tasks: that they can be read, have the labels that the code reads,
+and that held-out tasks differ from training tasks.
 
 A check takes the configuration, raises ConfigError (or PluginError), and may return
-what it saw."""
+what it found.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from invrl.types.tasks import Task
 
 
 def check_eval_sets(config: Config) -> None:
-    """The named held-out sets of a training run."""
+    """Check the named held-out sets of a training run."""
     sets = config.rollout.eval.sets
     if not sets:
         return
@@ -32,7 +33,8 @@ def check_eval_sets(config: Config) -> None:
 
 
 def check_held_out_tasks(config: Config) -> None:
-    """All held-out tasks can be read, and there are as many as the settings ask for."""
+    """Check that all held-out tasks can be read, and that there are as many as the
+    settings demand."""
     from invrl.rollout.tasks import load_eval_sets
 
     load_eval_sets(config.rollout, config.run.seed)
@@ -45,14 +47,14 @@ def check_tasks(config: Config) -> object:
 
 
 _COMPARED_TASKS = 64
-"""Training tasks of a source that are compared with held-out tasks: it may have no
-end."""
+"""Training tasks of a source that are compared with held-out tasks: it may be
+endless."""
 
 
 def check_held_out_apart(config: Config) -> str:
-    """Held-out tasks are not training tasks too. Of a source whose training tasks may
-    have no end, only the first ones are compared, and all of them must be held-out
-    tasks before it is doubted."""
+    """Check that held-out tasks are not training tasks. Of a possibly endless source,
+    only the first training tasks are compared, and only if all of them are held-out
+    tasks is it doubted."""
     from invrl.rollout.held_out_overlap import shared_tasks
     from invrl.rollout.source_check import has_feedback
     from invrl.rollout.tasks import load_eval_sets, load_tasks, read_task_file
@@ -87,7 +89,8 @@ def check_held_out_apart(config: Config) -> str:
 
 
 def check_labels(config: Config) -> str:
-    """Training tasks and held-out ones have labels, if the user's code reads them."""
+    """Check that training and held-out tasks have labels, if the user's code reads
+    them."""
     from invrl.rollout.source_check import has_feedback
     from invrl.rollout.tasks import load_tasks
 
@@ -100,7 +103,8 @@ def check_labels(config: Config) -> str:
 
 
 def check_held_out_labels(config: Config) -> str:
-    """The tasks of `invrl eval` have labels, if the user's code reads them."""
+    """Check that the tasks of `invrl eval` have labels, if the user's code reads
+    them."""
     from invrl.rollout.tasks import load_tasks
 
     fault = ""
@@ -112,12 +116,12 @@ def check_held_out_labels(config: Config) -> str:
 
 
 _SEEN_TASKS = 8
-"""Tasks of a source that are looked at: it may have no end."""
+"""Tasks of a source that are examined: it may be endless."""
 
 
 def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
-    """What is wrong with the labels of a task source's first tasks; "" if nothing
-    is."""
+    """Return what is wrong with the labels of a task source's first tasks; "" if
+    nothing is."""
     first_tasks = list(islice(tasks, _SEEN_TASKS))
     if any(task.label is not None for task in first_tasks):
         return ""
@@ -126,8 +130,8 @@ def _source_fault(config: Config, tasks: Iterator[Task]) -> str:
 
 
 def _labels(config: Config, source_fault: str) -> str:
-    """The fields of the labels, where they were guessed. Raises `Doubt` if tasks have
-    no label and user code reads one."""
+    """Return the fields of the labels, if they were guessed. Raises `Doubt` if tasks
+    have no label and user code reads one."""
     from invrl.rollout.task_labels import guess_notes, missing_labels
     from invrl.user_code.source import reads_attribute
 
@@ -147,7 +151,7 @@ def _labels(config: Config, source_fault: str) -> str:
 
 
 def _user_functions(config: Config) -> Iterator[Callable[..., Any]]:
-    """The rollout function and the reward function. One that cannot be loaded is
+    """Yield the rollout function and the reward function. One that cannot be loaded is
     reported elsewhere."""
     from invrl.user_code import plugins
 

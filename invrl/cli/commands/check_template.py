@@ -15,7 +15,7 @@ from invrl.user_code.model_folder import check_is_folder
 
 _NO_KEEP_THINKING = "--no-keep-thinking"
 _NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
+"""Vocabulary size that refuses no token id."""
 
 
 def check_template(arguments: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
-"""`invrl doctor`: makes every check of what a run needs, and prints each result with
-its fix.
+"""`invrl doctor`: makes every check of a run's requirements, and prints each result
+with its fix.
 
-Invariants: a check that fails does not keep the others from running. Only a check that
-reads what another one has found unusable is left out, and its line says so. No check
-leaves anything behind."""
+Invariants: a failed check does not keep the others from running. Only a check whose
+input another one has found unusable is skipped, and its line says so. No check leaves
+anything behind.
+"""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check."""
+    """Result of one check."""
 
     check: str
     status: Status
@@ -76,8 +77,8 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 def diagnose(arguments: Sequence[str], machine: Machine) -> list[Finding]:
-    """One finding per check, and one per mistake in the configuration. A check that
-    needs another one is skipped if that one has failed or was skipped."""
+    """Return one finding per check, and one per mistake in the configuration. A check
+    is skipped if one that it needs has failed or was skipped."""
     config, mistakes = read_configuration(arguments)
     findings = [_from_error(_CONFIGURATION, mistake) for mistake in mistakes]
     if not mistakes:
@@ -126,7 +127,7 @@ def _from_error(check: str, error: ConfigError) -> Finding:
 
 
 def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigError]]:
-    """The configuration without its mistakes, and the mistakes."""
+    """Return the configuration without its mistakes, and the mistakes."""
     mistakes: list[ConfigError] = []
     sources = parse_flags(arguments, mistakes)
     while True:
@@ -138,11 +139,12 @@ def read_configuration(arguments: Sequence[str]) -> tuple[Config, list[ConfigErr
 
 
 def _without_field(sources: tuple[Source, ...], field: str) -> tuple[Source, ...]:
-    """The sources without the setting that an error names, so that the next mistake can
-    be found.
+    """Return the sources without the setting that an error names, so that the next
+    mistake can be found.
 
     If no source sets it, its default contradicts another value of its table: the whole
-    table is left out. If no source has the table either, all sources are left out."""
+    table is left out. If no source has the table either, all sources are left out.
+    """
     table, _, key = field.partition(".")
     without_key = tuple(_without_key(source, table, key) for source in sources)
     if without_key != sources:
@@ -159,7 +161,7 @@ def _without_table(source: Source, table: str) -> Source:
 
 
 def _without_key(source: Source, table: str, key: str) -> Source:
-    """The source without one key of a table. An empty key stands for the whole
+    """Return the source without one key of a table. An empty key stands for the whole
     table."""
     if not key:
         return _without_table(source, table)

@@ -1,8 +1,9 @@
-"""`invrl engine`: one engine alone, which runs of others use
+"""`invrl engine`: one standalone engine, which other runs use
 (`engines/external_engine.py`).
 
-It serves until Ctrl-C, TERM, or its own death; then every process of it has ended.
-After kill -9 of this process the kernel and the guardian end them."""
+It serves until Ctrl-C, TERM, or its own death; then all of its processes have ended.
+After kill -9 of this process the kernel and the guardian end them.
+"""
 
 import asyncio
 import ipaddress
@@ -72,8 +73,8 @@ def engine(arguments: Sequence[str]) -> None:
 
 
 async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None:
-    """Serves until it is cancelled. The log is below `folder`. Raises ConfigError for a
-    port that is in use, ServerError or DeadlineError if the engine does not start, and
+    """Serve until cancelled. The log is below `folder`. Raises ConfigError for a port
+    that is in use, ServerError or DeadlineError if the engine does not start, and
     ServerError when it dies."""
     remove_abandoned()
     in_place = config.weights.inflight == "in_place"
@@ -116,7 +117,7 @@ async def serve_engine(config: Config, place: EnginePlace, folder: Path) -> None
 
 
 def check_key(key: str) -> str:
-    """The key. Raises ConfigError unless it is one that an engine can have."""
+    """Return the key. Raises ConfigError unless an engine can have it."""
     if not key:
         reason = "it is missing, and an engine answers nobody without a key"
         raise ConfigError(ENGINE_KEY, "", reason, _KEY_FIX)

@@ -73,8 +73,8 @@ def run_evaluation_in_folder(arguments: Sequence[str]) -> None:
 
 
 async def run_evaluation(config: Config, folder: RunFolder) -> None:
-    """Prints scores as they come, and a table at the end. Raises InvrlError with the
-    cause of a failure."""
+    """Evaluate, printing scores as they come and a table at the end. Raises InvrlError
+    with the cause of a failure."""
     from invrl.rollout.dispatcher import first_to_fail
     from invrl.run.processes.cluster import all_started, create_rollouts, start_serving
     from invrl.run.processes.ray_session import start_ray
@@ -128,7 +128,7 @@ async def run_evaluation(config: Config, folder: RunFolder) -> None:
 
 
 def score_note(score: EvalScore) -> str:
-    """A score and its failed rollouts."""
+    """Describe a score and its failed rollouts."""
     from invrl.rollout.evaluation import failure_note
 
     text = f"{score.name}: mean reward {score.mean_reward:.3f}"
@@ -138,8 +138,8 @@ def score_note(score: EvalScore) -> str:
 
 
 def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
-    """The content of `report/eval.json`: the measures with their 95 % intervals, the
-    rewards of each task, and model, settings and versions."""
+    """Return the content of `report/eval.json`: the measures with their 95 % intervals,
+    the rewards of each task, and model, settings and versions."""
     rows: list[dict[str, object]] = []
     for score in scores:
         row: dict[str, object] = {
@@ -169,7 +169,7 @@ def report(config: Config, scores: Iterable[EvalScore]) -> bytes:
 
 
 def table(scores: Iterable[EvalScore]) -> str:
-    """A line per measure and per reason of failure, in columns."""
+    """Return a line per measure and per reason of failure, in columns."""
     rows = [("set", "mode", "tasks", "samples", "measure", "value", "95 % interval")]
     for score in scores:
         evaluation = (

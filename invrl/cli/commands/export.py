@@ -62,10 +62,10 @@ def _read_shard_size(text: str) -> float:
 def export_model(
     folder: RunFolder, step: int | None, target: Path | None, *, max_shard_gb: float
 ) -> Path:
-    """Writes the model of `step` (None: of the newest) to `target` (None: a folder in
-    the current one, named after run and step), and returns that folder. Its tensors are
-    those of the step byte for byte. Raises ConfigError if there is no such step or if
-    the folder is not empty, DamagedFileError."""
+    """Write the model of `step` (None: the newest) to `target` (None: a folder in the
+    current one, named after run and step), and return that folder. Its tensors are
+    those of the step byte for byte. Raises ConfigError if there is no such step or the
+    folder is not empty, DamagedFileError."""
     models = Checkpoints(folder.checkpoints_path).models_by_step()
     if not models:
         raise ConfigError(
@@ -108,7 +108,7 @@ def export_model(
 
 
 def _check_model(model: Path) -> None:
-    """Raises DamagedFileError if a file of the model is not what was written."""
+    """Raise DamagedFileError if a file of the model differs from what was written."""
     if model.name == "hugging_face":  # within a checkpoint, whose manifest covers it
         check_manifest(model.parent, below=model.name)
     else:
@@ -116,7 +116,7 @@ def _check_model(model: Path) -> None:
 
 
 def _copy_model(source: Path, target: Path, *, max_shard_bytes: float) -> None:
-    """The folder appears whole, with a manifest."""
+    """Copy a model. The folder appears complete, with a manifest."""
     from safetensors import safe_open
 
     from invrl.train.weights.hf_export import copy_other_files

@@ -39,7 +39,7 @@ _SWITCHES = ("--pairs", "--inexact", "--overwrite")
 _MAX_REFUSALS = 3
 """Different refusals that are shown."""
 _NO_LIMIT = 2**31
-"""Vocabulary size: no token id is refused."""
+"""Vocabulary size that refuses no token id."""
 
 
 def export_rollouts(arguments: Sequence[str]) -> None:
@@ -68,8 +68,8 @@ def export_rollouts(arguments: Sequence[str]) -> None:
 
 
 def read_export_options(arguments: Sequence[str]) -> ExportOptions:
-    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown,
-    missing or wrong."""
+    """Return the flags after RUN_FOLDER as options. Raises ConfigError for a flag that
+    is unknown, missing or wrong."""
     values, switches = split_options(arguments, _VALUES)
     for argument in switches:
         if argument not in _SWITCHES:
@@ -123,7 +123,7 @@ def _read_reward(flag: str, text: str) -> float:
 
 
 def _read_steps(text: str) -> tuple[int, int]:
-    """Both included. One number is one step."""
+    """Return the first and the last step, both included. One number is one step."""
     first, colon, last = text.partition(":")
     if not colon:
         last = first
@@ -143,9 +143,9 @@ def _read_steps(text: str) -> tuple[int, int]:
 def export_data(
     folder: RunFolder, options: ExportOptions, note: Callable[[str], None]
 ) -> ExportReport:
-    """Writes `options.out`. `note` is told how far it is, every ten seconds. Raises
+    """Write `options.out`. `note` receives the progress every ten seconds. Raises
     ConfigError if there is nothing to write, or for a file that exists;
-    DamagedFileError for a store that cannot be read."""
+    DamagedFileError for an unreadable store."""
     _check_target(options)
     check_store(folder.store_path)
     config = load_resolved(folder.config_path)
@@ -195,7 +195,7 @@ def _check_target(options: ExportOptions) -> None:
 
 
 def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
-    """The error for an export without a row."""
+    """Return the error for an export without a row."""
     if not left_out:
         reason = "no rollout of this run has ended yet"
         return ConfigError(
@@ -213,8 +213,8 @@ def _nothing(left_out: Counter[str], report: ExportReport) -> ConfigError:
 
 
 def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
-    """Of the run's model and template, with which it rendered what it recorded. Raises
-    ConfigError."""
+    """Load the renderer of the run's model and template, which rendered its recorded
+    turns. Raises ConfigError."""
     model_path = options.model_path or config.model.model_path
     folder = ModelConfig(model_path=model_path).folder
     if options.model_path:
@@ -234,8 +234,8 @@ def _load_renderer(config: Config, options: ExportOptions) -> Renderer:
 
 
 def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
-    """Into a partial file beside `out`, which is removed if it does not become
-    whole."""
+    """Write into a partial file next to `out`, which is removed unless it is
+    completed."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -253,7 +253,7 @@ def _write(out: Path, rows: Iterator[dict[str, Json]]) -> None:
 
 
 def describe_export(report: ExportReport, options: ExportOptions) -> str:
-    """What was written, how true it is, and what was left out."""
+    """Describe what was written, how faithful it is, and what was left out."""
     noun = "pair" if options.pairs else "conversation"
     mean = fmean(report.rewards)
     of = "chosen rewards" if options.pairs else "rewards"
@@ -285,7 +285,7 @@ def describe_export(report: ExportReport, options: ExportOptions) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """As "1 pair", "2 pairs"."""
+    """Return "1 pair" or "2 pairs", for example."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}s"

@@ -1,7 +1,8 @@
-"""`invrl init`: writes a small project that trains as it is.
+"""`invrl init`: writes a small project that is ready to train.
 
 The agent, the tasks and the settings are those of `rollout_fns/your_task`, whose page
-explains them."""
+explains them.
+"""
 
 import os
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def init(arguments: Sequence[str]) -> None:
 
 
 def write_project(folder: Path, *, model_path: str) -> None:
-    """Writes the files of the project. Raises ConfigError if `folder` is a file, is not
+    """Write the files of the project. Raises ConfigError if `folder` is a file, is not
     empty, or cannot be written."""
     template = resources.files("rollout_fns") / "your_task"
     settings = (template / SETTINGS_FILE).read_text(encoding="utf-8")

@@ -1,5 +1,4 @@
-"""`invrl ledger`: what became of every rollout of a run. It works for runs that failed,
-too."""
+"""`invrl ledger`: the fate of every rollout of a run, even of a failed one."""
 
 import time
 from collections import Counter
@@ -49,8 +48,8 @@ def ledger(arguments: Sequence[str]) -> None:
 
 
 def _read_task_id(arguments: Sequence[str]) -> str | None:
-    """The value of --task, or else the first argument that is not a flag. None if there
-    is neither."""
+    """Return the value of --task, or else the first argument that is not a flag. None
+    if there is neither."""
     options, others = split_options(arguments, ["--task"])
     task_id = options.get("--task")
     if task_id is None and others and not others[0].startswith("--"):
@@ -73,8 +72,8 @@ def _check_task(task_id: str, entries: Sequence[KeptEntry], *, run: str) -> None
 def describe_run(
     incarnations: Sequence[Incarnation], entries: Sequence[KeptEntry], *, ended: bool
 ) -> str:
-    """The incarnations, the number of rollouts by their last state and its reason, and
-    whether each rollout ended exactly once."""
+    """Describe the incarnations, the number of rollouts by their last state and its
+    reason, and whether each rollout ended exactly once."""
     lines = [f"{_count(len(incarnations), 'incarnation')}:"]
     for incarnation in incarnations:
         lost = sum(
@@ -109,9 +108,9 @@ def _describe_incarnation(incarnation: Incarnation, *, lost: int) -> str:
 
 
 def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
-    """The tasks of the surviving lineage, in the order in which they were first leased:
-    the id of each, and the number of its rollouts in each state. `whole`: all tasks,
-    not only the first ones."""
+    """Describe the tasks of the surviving lineage, in the order in which they were
+    first leased: the id of each, and the number of its rollouts in each state. `whole`:
+    all tasks, not only the first ones."""
     states: dict[str, Counter[str]] = {}
     for kept in _last_entries(entries):
         states.setdefault(kept.entry.task_id, Counter())[kept.entry.state] += 1
@@ -132,21 +131,22 @@ def describe_tasks(entries: Sequence[KeptEntry], *, whole: bool) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    """ "1 task", "2 tasks"."""
+    """Return "1 task" or "2 tasks", for example."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"
 
 
 def _last_entries(entries: Sequence[KeptEntry]) -> list[KeptEntry]:
-    """The newest entry of each place in a group, in the order in which the places were
-    first leased. Lost entries are left out."""
+    """Return the newest entry of each place in a group, in the order in which the
+    places were first leased. Lost entries are left out."""
     last = {kept.entry.place: kept for kept in entries if not kept.lost}
     return list(last.values())
 
 
 def describe_task(entries: Sequence[KeptEntry], task_id: str) -> str:
-    """Every transition of every rollout of one task, in order; lost ones are marked."""
+    """Describe every transition of every rollout of one task, in order; lost ones are
+    marked."""
     of_task = [kept for kept in entries if kept.entry.task_id == task_id]
     of_task.sort(key=_rollout_order)
     lines: list[str] = []

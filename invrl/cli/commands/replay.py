@@ -34,10 +34,10 @@ MEASURED = (
     "train/peak_memory_gb",  # since the process started
     "train/estimated_memory_gb",
 )
-"""Metrics of a step that are measured. All others of `train/` are equal where a step is
-made again."""
+"""Prefixes of metrics that are measured. All other metrics of `train/` are equal if a
+step is repeated."""
 LogProbs = Sequence[NDArray[np.float32]]
-"""One array per training row, with an entry per token."""
+"""One array per training sample, with an entry per token."""
 
 
 def replay(arguments: Sequence[str]) -> None:
@@ -73,10 +73,10 @@ def replay_step_in_folder(arguments: Sequence[str]) -> None:
 
 
 async def replay_step(config: Config, folder: RunFolder, step: int) -> str:
-    """Writes into RUN/replay/step-N: tokens.jsonl, one line per training row;
-    result.json, the step's metrics beside the recorded ones. Returns a summary for the
+    """Write into RUN/replay/step-N: tokens.jsonl, one line per training sample;
+    result.json, the step's metrics next to the recorded ones. Returns a summary for the
     console. Raises ConfigError if checkpoint or batch are missing, DamagedFileError if
-    the checkpoint is not what was written."""
+    the checkpoint differs from what was written."""
     from invrl.run.processes.cluster import start_trainer
 
     checkpoint = _checkpoint_before(step, Checkpoints(folder.checkpoints_path))
@@ -124,7 +124,7 @@ async def replay_step(config: Config, folder: RunFolder, step: int) -> str:
 
 
 def _checkpoint_before(step: int, checkpoints: Checkpoints) -> Checkpoint | None:
-    """The checkpoint that a step starts from; None for step 1 of a run without a
+    """Return the checkpoint that a step starts from; None for step 1 of a run without a
     checkpoint of step 0."""
     by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
     checkpoint = by_step.get(step - 1)
@@ -136,7 +136,7 @@ def _checkpoint_before(step: int, checkpoints: Checkpoints) -> Checkpoint | None
 
 
 def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float | None]:
-    """The trainer's metrics of a step; empty if the run has recorded none."""
+    """Return the trainer's metrics of a step; empty if the run has recorded none."""
     for row in read_metrics(folder.metrics_path):
         if row["step"] == step and "train/loss" in row:
             return {
@@ -146,7 +146,7 @@ def _recorded_metrics(folder: RunFolder, step: int) -> dict[str, float | None]:
 
 
 def _logprob_gaps(batch: TrainBatch, logprobs: LogProbs) -> NDArray[np.float32]:
-    """|trainer - engine| log-prob of every trained token."""
+    """Return the |trainer - engine| log-prob of every trained token."""
     gaps: list[NDArray[np.float32]] = []
     for logprobs_T, sample in zip(logprobs, batch.samples, strict=True):
         gaps_T = np.abs(logprobs_T - sample.rollout_logprobs_T)
@@ -157,8 +157,8 @@ def _logprob_gaps(batch: TrainBatch, logprobs: LogProbs) -> NDArray[np.float32]:
 def _token_rows(
     batch: TrainBatch, before: LogProbs, after: LogProbs, tokenizer: Tokenizer
 ) -> list[Mapping[str, object]]:
-    """Lists have one entry per token of the row; log-probs of tokens that are not
-    trained are 0."""
+    """Return a line per sample. Lists have one entry per token; log-probs of tokens
+    that are not trained are 0."""
     rows: list[Mapping[str, object]] = []
     for index, sample in enumerate(batch.samples):
         ids = sample.tokens_T.tolist()

@@ -33,15 +33,16 @@ _ALIASES = {"-n": "--limit"}
 _DEFAULT_LIMIT = 5
 _PURPOSE_NAMES = {"train": "training", "eval": "held-out", "serve": "served"}
 _MANY_STEPS = 12
-"""If there are more steps, a message lists only the first ones and the last."""
+"""Steps up to which a message lists all of them, not only the first ones and the
+last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesQuery:
-    """The flags of the command."""
+    """Flags of the command."""
 
     step: StepChoice | None = None
-    """None: not given."""
+    """None if not given."""
     task: str | None = None
     order: Order = ""
     held_out: bool = False
@@ -78,8 +79,8 @@ def samples(arguments: Sequence[str]) -> None:
 
 
 def read_query(arguments: Sequence[str]) -> SamplesQuery:
-    """The flags after RUN_FOLDER. Raises ConfigError for a flag that is unknown, lacks
-    its value, or contradicts another one."""
+    """Return the flags after RUN_FOLDER as a query. Raises ConfigError for a flag that
+    is unknown, lacks its value, or contradicts another one."""
     values: dict[str, str] = {}
     switches: set[str] = set()
     rest = list(arguments)
@@ -139,8 +140,8 @@ def _read_limit(text: str | None) -> int:
 
 
 def answer(query: SamplesQuery, samples: Sequence[Sample], store: RunStore) -> str:
-    """What the command prints. Raises ConfigError for a step or a task that the run
-    does not have, and if there is nothing to show."""
+    """Return the output of the command. Raises ConfigError for a step or a task that
+    the run does not have, and if there is nothing to show."""
     if not samples:
         reason = "no rollout of this run has ended yet"
         raise ConfigError(
@@ -188,7 +189,7 @@ def _select_task(query: SamplesQuery, samples: Sequence[Sample]) -> list[Sample]
 def _select_step(
     query: SamplesQuery, samples: Sequence[Sample]
 ) -> tuple[list[Sample], str]:
-    """The rollouts of the step, and a heading that describes them."""
+    """Return the rollouts of the step, and a heading that describes them."""
     trained = trained_steps(samples)
     evaluated = evaluated_steps(samples)
     purpose = _purpose(query, samples, trained)
@@ -226,7 +227,7 @@ def _select_step(
 
 
 def _step_choice(query: SamplesQuery) -> StepChoice:
-    """The step that was given, or the default for the other flags."""
+    """Return the given step, or the default for the other flags."""
     if query.step is not None:
         return query.step
     if query.task is not None or query.order == "failed":
@@ -237,8 +238,8 @@ def _step_choice(query: SamplesQuery) -> StepChoice:
 def _purpose(
     query: SamplesQuery, samples: Sequence[Sample], trained: Sequence[int]
 ) -> Purpose:
-    """Which rollouts to show: those of training, unless the flags ask for others or
-    there are none."""
+    """Return the purpose of the rollouts to show: training, unless the flags ask for
+    others or there are none."""
     purposes = {sample.purpose for sample in samples}
     if query.held_out:
         if "eval" in purposes:
@@ -275,7 +276,7 @@ def _step_fix(steps: Sequence[int], evaluated: Sequence[int]) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """ "steps 1 to 12", or "steps 0, 5, 10" if some between are missing."""
+    """Return "steps 1 to 12", or "steps 0, 5, 10" if some between are missing."""
     if len(steps) == 1:
         return f"step {steps[0]}"
     has_no_gap = steps[-1] - steps[0] == len(steps) - 1

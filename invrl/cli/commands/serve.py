@@ -48,7 +48,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 async def serve_model(config: Config, folder: RunFolder) -> None:
-    """Serves until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
+    """Serve until Ctrl-C. Raises what start-up raises, or ServerError when no engine is
     left and none comes back."""
     from invrl.run.processes.cluster import start_serving
     from invrl.run.processes.served_metrics import ServedMetrics
@@ -86,8 +86,8 @@ async def serve_model(config: Config, folder: RunFolder) -> None:
 
 
 def with_long_answers(config: Config) -> Config:
-    """Unless `max_new_tokens` is set, an answer may be as long as the context: the
-    files of an agent that names no limit must not be cut off."""
+    """Let a reply be as long as the context unless `max_new_tokens` is set: files of an
+    agent that names no limit must not be cut off."""
     if "max_new_tokens" in config.rollout.model_fields_set:
         return config
     limits = EngineLimits.of(
@@ -114,7 +114,7 @@ async def _open_session(serving: Serving) -> Session:
 
 
 def welcome(serving: Serving, session: Session) -> str:
-    """What a person needs to point an agent at the gateway."""
+    """Return the instructions for pointing an agent at the gateway."""
     url = serving.settings.url
     model = serving.settings.model_name
     return f"""

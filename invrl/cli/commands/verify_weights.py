@@ -1,5 +1,5 @@
-"""`invrl verify-weights`: whether the engines of a run that goes on hold the weights
-that it committed."""
+"""`invrl verify-weights`: checks that the engines of a live run hold its committed
+weights."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from invrl.weights.verification import describe
 
 _WAIT_S = 300.0
 _SHORT_CALLS_S = 240.0
-"""For pause, version and resume of one engine, beside the call that hashes."""
+"""Seconds for pause, version and resume of one engine, in addition to the call that
+hashes."""
 
 
 def verify_weights(arguments: Sequence[str]) -> None:
@@ -62,7 +63,7 @@ def _read_wait(options: dict[str, str]) -> float:
 
 
 def _check_running(folder: RunFolder) -> None:
-    """Raises ConfigError unless a command works in the folder and has committed
+    """Raise ConfigError unless a command works in the folder and has committed
     weights."""
     if not folder.is_held():
         reason = "no run works in this folder, so it has no engines"
@@ -75,7 +76,7 @@ def _check_running(folder: RunFolder) -> None:
 
 
 def _deadline_s(config: Config, wait_s: float) -> float:
-    """The driver has deadlines of its own, and answers before."""
+    """Return a deadline beyond the driver's own, so that the driver answers first."""
     per_engine_s = config.weights.timeout_s + _SHORT_CALLS_S
     num_engines = config.engine.num_engines + len(config.engine.external_engines)
     return wait_s + num_engines * per_engine_s

@@ -23,7 +23,7 @@ EXPORTED_ROLLOUTS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRequest:
-    """The arguments of the command."""
+    """Arguments of the command."""
 
     runs: tuple[Path, ...]
     host: str
@@ -72,8 +72,8 @@ def view(arguments: Sequence[str]) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> ViewRequest:
-    """Raises ConfigError for a flag that is unknown or has a wrong value, and if no run
-    is named."""
+    """Return the request. Raises ConfigError for a flag that is unknown or has a wrong
+    value, and if no run is named."""
     options, others = split_options(arguments, _VALUES)
     opens_browser = _NO_OPEN not in others
     paths = [argument for argument in others if argument != _NO_OPEN]
@@ -109,8 +109,8 @@ def _read_number(flag: str, text: str, *, most: int) -> int:
 
 @cache
 def default_settings() -> Mapping[str, Mapping[str, Any]]:
-    """Every setting that a run has without flags, as a run's folder keeps it, and those
-    of each optional table where a run has only the table."""
+    """Return every setting of a run without flags, as a run's folder keeps it, and
+    those of each optional table for a run that has only the table."""
     from invrl.run.settings import config
 
     of_tables = {name: config.default_settings(name) for name in config.TABLES}
@@ -122,8 +122,8 @@ def say(line: str) -> None:
 
 
 def _open_browser(url: str) -> None:
-    """On a desktop. Over ssh and in containers there is none, and the printed URL is
-    enough."""
+    """Open the URL on a desktop. Over ssh and in containers there is none, and the
+    printed URL suffices."""
     import os
     import webbrowser
 

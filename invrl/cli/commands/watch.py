@@ -69,7 +69,7 @@ def _interval(text: str) -> float:
 
 
 def _width_of_pipe() -> int:
-    """COLUMNS, as other programs take it; else wide enough for every part."""
+    """Return COLUMNS, as other programs do; else a width sufficient for every part."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and int(columns) else _PLAIN_WIDTH
 
@@ -87,8 +87,8 @@ def _print_frame(console: Console, status: RunStatus) -> None:
 
 
 def _show(console: Console, reader: RunReader, interval_s: float) -> None:
-    """The live screen, until somebody presses q. It stays on the screen of its own, so
-    that the terminal is as before afterwards; the last frame is printed there."""
+    """Show the live screen until q is pressed. It is an alternate screen, so that the
+    terminal is restored afterwards; the last frame is printed there."""
     status = reader.read()
     with (
         _keys() as pressed,
@@ -103,7 +103,7 @@ def _show(console: Console, reader: RunReader, interval_s: float) -> None:
 
 
 def _quits(has_keys: bool, seconds: float) -> bool:
-    """Waits so long, or until somebody presses q."""
+    """Wait `seconds`, or until q is pressed."""
     deadline = time.monotonic() + seconds
     while (time_left := deadline - time.monotonic()) > 0:
         if not has_keys:
@@ -117,8 +117,7 @@ def _quits(has_keys: bool, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[bool]:
-    """Lets single keys through without showing them. False where stdin is no
-    terminal."""
+    """Read single keys without echo. Yields False if stdin is not a terminal."""
     if not sys.stdin.isatty():
         yield False
         return
@@ -132,7 +131,8 @@ def _keys() -> Iterator[bool]:
 
 
 def _print_lines(console: Console, reader: RunReader, interval_s: float) -> None:
-    """A frame, and then what is new of each step: an evaluation comes after its step."""
+    """Print a frame, and then each step's new values: an evaluation comes after its
+    step."""
     status = reader.read()
     _print_frame(console, status)
     shown = {row["step"]: row for row in status.rows}

@@ -1,5 +1,4 @@
-"""The model class that SGLang looks for, under the name that it expects: that of the
-served family.
+"""The model class of the served family, under the name that SGLang expects.
 
 SGLang finds it without this file too, but more slowly.
 """

@@ -1,14 +1,14 @@
-"""Whether a policy has collapsed: it gives the same reply to a task again and again, so
-that all rewards of a group are equal and nothing can be learnt.
+"""Detects a collapsed policy: it gives the same reply to a task every time, so that all
+rewards of a group are equal and nothing can be learnt.
 
-Its training reward goes on moving with the luck of the tasks, and step after step
-changes no weight. Pure: a judgement of rows of metrics, for console, report and
-overview alike."""
+Its training reward still varies with the tasks, but no step changes a weight. Pure:
+judges rows of metrics, for console, report and overview.
+"""
 
 from collections.abc import Mapping, Sequence
 
 _STEPS = 3
-"""In a row without a difference: one may be chance."""
+"""Consecutive steps without a difference: one may be chance."""
 COLLAPSE_METRICS = (
     "rollout/distinct_replies",
     "rollout/rollouts",
@@ -18,13 +18,13 @@ COLLAPSE_METRICS = (
     "rollout/reward_max",
     "train/entropy",
 )
-"""What `collapse` reads of a row."""
+"""Metrics of a row that `collapse` reads."""
 Row = Mapping[str, float | None]
 
 
 def collapse(rows: Sequence[Row]) -> str:
-    """What has happened and what helps, if the policy has collapsed in the last of
-    these rows; else "". Rows of steps without rollouts are left out."""
+    """Describe what happened and what helps, if the policy has collapsed in the last of
+    these rows; "" otherwise. Rows of steps without rollouts are ignored."""
     steps = [
         row
         for row in rows
@@ -36,7 +36,7 @@ def collapse(rows: Sequence[Row]) -> str:
     alike = steps[first:]
     if (
         len(alike) < _STEPS or not first
-    ):  # a policy that was so from the beginning has not collapsed
+    ):  # a policy that began this way has not collapsed
         return ""
     best_reward = max(row.get("rollout/reward_max") or 0.0 for row in steps)
     if all((row.get("rollout/reward_min") or 0.0) >= best_reward for row in alike):

@@ -1,10 +1,9 @@
-"""What training gained on a held-out set, as the run writes it down at its end."""
+"""The gain from training on a held-out set, as the run records it at its end."""
 
 from dataclasses import dataclass
 
 GAINS_NAME = "gains.json"
-"""The file in the report folder: a list of `MeasuredGain`, one for each set and
-mode."""
+"""File in the report folder: a list of `MeasuredGain`, one for each set and mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +12,7 @@ class MeasuredGain:
     interval."""
 
     name: str
-    """The set and the mode: "easy/greedy", or the mode alone."""
+    """Set and mode: "easy/greedy", or only the mode."""
     tasks: int
     before: float
     after: float

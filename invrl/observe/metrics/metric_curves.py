@@ -9,12 +9,13 @@ REWARD_MIN = "rollout/reward_min"
 REWARD_MAX = "rollout/reward_max"
 EVAL_PREFIX = "eval/"
 EVAL_SUFFIX = "/accuracy"
-"""Held-out results: `eval/[<set>/]<mode>/accuracy`, with its 95 % interval in `..._low`
+"""Held-out results: `eval/[<set>/]<mode>/accuracy`, with the 95 % interval in `..._low`
 and `..._high`."""
 
 
 def curve(rows: Sequence[MetricsRow], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric. If a step has two rows, the later one counts."""
+    """Return steps and values of one metric. If a step has two rows, the later one
+    counts."""
     points: dict[int, float] = {}
     for row in rows:
         value = row.get(name)
@@ -24,7 +25,7 @@ def curve(rows: Sequence[MetricsRow], name: str) -> tuple[list[int], list[float]
 
 
 def eval_names(rows: Sequence[MetricsRow]) -> list[str]:
-    """The names of the held-out accuracies, sorted."""
+    """Return the names of the held-out accuracies, sorted."""
     names: set[str] = set()
     for row in rows:
         for name in row:

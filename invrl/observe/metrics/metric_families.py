@@ -1,9 +1,10 @@
-"""The Prometheus metrics of a run: name, kind, labels, unit, meaning, and where each
-value comes from. Pure.
+"""Prometheus metrics of a run: name, kind, labels, unit, meaning and source of each.
+Pure.
 
-Invariants: a name, its labels and its unit are never changed, because dashboards and
-alerts of users have them; what a step measures is read from the values of its row in
-`metrics.jsonl`, and computed nowhere else."""
+Invariants: a name, its labels and its unit never change, because users' dashboards and
+alerts contain them; a step's measurements are read from its row in `metrics.jsonl`, and
+computed nowhere else.
+"""
 
 import re
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ Kind = Literal["gauge", "counter", "histogram"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All series of one name. A counter counts since the start of the driver, as a
-    program does that is started again, except where `help` says otherwise."""
+    """All series of one name. A counter starts at 0 with each driver, as in a restarted
+    program, except where `help` says otherwise."""
 
     name: str
     """Without `_total`, which Prometheus adds to a counter."""
@@ -24,20 +25,20 @@ class Family:
     kind: Kind = "gauge"
     labels: tuple[str, ...] = ()
     unit: str = ""
-    """For people; empty for a plain number."""
+    """Unit for people; empty for a plain number."""
     row_key: str = ""
-    """A regular expression for names in `metrics.jsonl`. A group in it is the value of
-    the one label. A gauge is the newest value, a counter the sum over steps. Empty: the
-    value comes from elsewhere."""
+    """Regular expression for names in `metrics.jsonl`. A group in it is the value of
+    the only label. A gauge is the newest value, a counter the sum over steps. Empty:
+    the value has another source."""
 
     @property
     def sample_name(self) -> str:
-        """As queries name it; of a histogram without `_bucket`, `_sum` and `_count`."""
+        """Name in queries; of a histogram without `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     def label_in(self, key: str) -> tuple[str, ...] | None:
-        """The labels' values for this name of `metrics.jsonl`; None if the family does
-        not show it."""
+        """Return the labels' values for this name of `metrics.jsonl`; None if the
+        family does not show it."""
         if not self.row_key:
             return None
         match = re.fullmatch(self.row_key, key)
@@ -367,4 +368,4 @@ FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (*_OF_STEPS, *_OF_THE_RUN, *_OF_THE_MACHINE, *_OF_THE_GATEWAY)
 }
-"""By name."""
+"""Families by name."""

@@ -1,11 +1,12 @@
 """Serves a run's metrics over HTTP, in threads of the driver.
 
-`/metrics` has the run's own numbers; `/metrics/NAME` passes on what another server of
-the run says of itself (the router, an engine), whose ports are chosen anew at each
-start. Invariants: it only reads, and answers nothing else; on a loopback address it
-answers only who asks for one, so that no web site whose name is made to point here can
-have a browser read it; each question and each answer has a deadline; it ends with the
-driver."""
+`/metrics` has the run's own numbers; `/metrics/NAME` forwards the metrics of another
+server of the run (the router, an engine), whose port changes at each start. Invariants:
+it is read-only and serves nothing else; on a loopback address it answers only requests
+for a loopback name, so that no web site whose name is made to resolve here can read it
+through a browser; each request and each response has a deadline; it ends with the
+driver.
+"""
 
 import io
 import ipaddress
@@ -38,21 +39,21 @@ _UPSTREAM_DEADLINE_S = 5.0
 _CHUNK_BYTES = 65536
 _CLIENT_DEADLINE_S = 10.0
 """A client that has not sent its whole request by then, or has not read the whole
-answer, is disconnected."""
+response, is disconnected."""
 _MAX_CONNECTIONS = 64
-"""At the same time. Those above are closed at once."""
+"""Most concurrent connections. Further ones are closed immediately."""
 _MAX_SCRAPES = 8
-"""At the same time. Prometheus makes one."""
+"""Most concurrent scrapes. Prometheus makes one."""
 _STOP_TIMEOUT_S = 5.0
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 
 Upstreams = Callable[[], Mapping[str, str]]
-"""The addresses of the other servers' metrics now, by name."""
+"""Returns the current addresses of the other servers' metrics, by name."""
 
 
 class _RequestStream(io.RawIOBase):
-    """What a client sends. Raises TimeoutError at the deadline, also if a byte comes
-    now and then."""
+    """Stream of a client's request. Raises TimeoutError at the deadline, even if bytes
+    keep trickling in."""
 
     def __init__(self, client: socket.socket, deadline_s: float) -> None:
         self._client = client
@@ -92,7 +93,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     free_connections: threading.BoundedSemaphore
 
     def server_bind(self) -> None:
-        """Without the look-up of a host name, which may wait for a name server."""
+        """Bind without looking up the host name, which may wait for a name server."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -102,7 +103,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.free_connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, as long as there are not too many."""
+        """Handle the request in its own thread, unless there are too many."""
         if self.free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -123,7 +124,8 @@ class _Server6(_Server):
 
 
 class MetricsServer:
-    """Call `stop` at the end. Raises OSError if it cannot listen there."""
+    """HTTP server of the metrics. Call `stop` at the end. Raises OSError if it cannot
+    listen."""
 
     def __init__(
         self, collector: Collector, *, host: str, port: int, upstreams: Upstreams = dict
@@ -143,7 +145,7 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Closes the port. A scrape that is under way is not waited for."""
+        """Close the port, without waiting for a scrape in progress."""
         self._server.shutdown()
         self._server.socket.close()
         self._thread.join(_STOP_TIMEOUT_S)
@@ -194,7 +196,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _without_port(host: str) -> str:
-    """The name or the address in a Host header."""
+    """Return the name or address in a Host header."""
     name, colon, port = host.rpartition(":")
     if colon and (port.isdecimal() or not port):
         return name
@@ -222,8 +224,8 @@ def _pass_on(name: str, url: str, start_response: "StartResponse") -> Iterable[b
 
 
 def _read(answer: HTTPResponse) -> bytes:
-    """The whole body. Raises TimeoutError if it comes too slowly, also if it comes all
-    the time."""
+    """Return the whole body. Raises TimeoutError if it is too slow, even if bytes keep
+    arriving."""
     ends_at = time.monotonic() + _UPSTREAM_DEADLINE_S
     chunks: list[bytes] = []
     while chunk := answer.read1(_CHUNK_BYTES):

@@ -41,8 +41,8 @@ class _Column:
 
 
 class MetricsTable:
-    """What `path` (metrics.jsonl) holds. A file that was written anew, as a run that
-    resumes does, is read anew. Thread-safe."""
+    """Content of `path` (metrics.jsonl). A file that was rewritten, as by a resumed
+    run, is read again. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class MetricsTable:
         self.ends_incomplete = False
 
     def refresh(self) -> bool:
-        """Reads what was added since the last call. Returns whether anything was."""
+        """Read what was added since the last call. Returns whether anything was."""
         with self._lock:
             try:
                 facts = self._path.stat()
@@ -101,7 +101,7 @@ class MetricsTable:
             column.add(step, row_time, _number(value))
 
     def series(self, names: Iterable[str]) -> dict[str, list[Point]]:
-        """The points of the names that the run has, in the order of the file."""
+        """Return the points of the names that the run has, in the order of the file."""
         with self._lock:
             return {
                 name: self._columns[name].points()
@@ -110,7 +110,7 @@ class MetricsTable:
             }
 
     def rows(self, names: Iterable[str]) -> list[MetricsRow]:
-        """The metrics of these names, step by step."""
+        """Return the metrics of these names, step by step."""
         rows: dict[int, MetricsRow] = {}
         for name, points in self.series(names).items():
             for step, _, value in points:
@@ -118,7 +118,7 @@ class MetricsTable:
         return [rows[step] for step in sorted(rows)]
 
     def names(self) -> Mapping[str, tuple[int, float | None]]:
-        """Every name with its number of points and its last value."""
+        """Return every name with its number of points and its last value."""
         with self._lock:
             return {
                 name: (len(column.steps), _finite(column.values[-1]))
@@ -130,8 +130,8 @@ class MetricsTable:
 
 
 def _decode(line: bytes) -> object:
-    """None for a line that is no JSON. The standard library's reader takes NaN and
-    infinities too."""
+    """Decode a line; None if it is not JSON. The standard library's reader also takes
+    NaN and infinities."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -143,7 +143,7 @@ def _decode(line: bytes) -> object:
 
 
 def _number(value: object) -> float:
-    """NaN for what is no number."""
+    """Return a float; NaN for what is not a number."""
     if isinstance(value, int | float):
         try:
             return float(value)

@@ -1,9 +1,10 @@
-"""A run's numbers for Prometheus: what its steps measured, and what it is and does when
-it is scraped.
+"""A run's numbers for Prometheus: the measurements of its steps, and its state at each
+scrape.
 
 Invariants: a scrape calls nothing that the loop waits for, so it never delays a step; a
-source that does not answer is reported as `invrl_source_up 0`, and the others are shown
-all the same."""
+source that does not answer is reported as `invrl_source_up 0`, and the others are still
+shown.
+"""
 
 import logging
 import math
@@ -28,22 +29,22 @@ from invrl.observe.sinks.sinks import Sink
 logger = logging.getLogger(__name__)
 
 Labels = tuple[str, ...]
-"""The values of a series' labels, in the order of its family."""
+"""Values of a series' labels, in the order of its family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """One series of a histogram: how many values were at most each bound ("+Inf" is
-    last), and their sum."""
+    """One series of a histogram: counts of values up to each bound ("+Inf" is last),
+    and their sum."""
 
     buckets: Mapping[str, int]
     total: float
 
 
 Numbers = Mapping[str, Mapping[Labels, float | Histogram]]
-"""The series of several families, by name."""
+"""Series of several families, by name."""
 Source = Callable[[], Numbers]
-"""Measures one part of the run now. May raise; has a deadline of its own."""
+"""Measures one part of the run now. May raise; has its own deadline."""
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ class StepValues:
     counters: dict[str, dict[Labels, float]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, float | None], *, counted: bool = True) -> None:
-        """`values`: a row, with `step` and `time`. `counted`: whether it was made by
-        this driver. Null is what is not finite: a gauge shows it as NaN, a sum leaves
-        it out."""
+        """Add a row with `step` and `time`. `counted`: whether this driver made it.
+        Null stands for a value that is not finite: a gauge shows it as NaN, a sum
+        ignores it."""
         for key, value in values.items():
             number = math.nan if value is None else float(value)
             for family, labels in _shown_by(key):
@@ -70,8 +71,8 @@ class StepValues:
 
 @cache
 def _shown_by(key: str) -> Sequence[tuple[Family, Labels]]:
-    """The families that show this name of `metrics.jsonl`, each with the labels of its
-    series. A run has the same names in thousands of rows."""
+    """Return the families that show this name of `metrics.jsonl`, each with the labels
+    of its series. A run has the same names in thousands of rows."""
     families: list[tuple[Family, Labels]] = []
     for family in FAMILIES.values():
         labels = family.label_in(key)
@@ -81,9 +82,8 @@ def _shown_by(key: str) -> Sequence[tuple[Family, Labels]]:
 
 
 class RunExporter(Sink, Collector):
-    """Takes what the run reports, as a sink, and gives it to Prometheus, as a
-    collector. Steps are added by the loop's thread, and read by the threads that serve
-    scrapes."""
+    """Receives a run's reports as a sink, and gives them to Prometheus as a collector.
+    The loop's thread adds steps; the threads that serve scrapes read them."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class RunExporter(Sink, Collector):
         return "the metrics for Prometheus"
 
     def recall(self, rows: Sequence[Mapping[str, float | None]]) -> None:
-        """The rows of earlier incarnations: gauges go on from them, counters begin
-        anew."""
+        """Add the rows of earlier incarnations: gauges continue from them, counters
+        start at 0."""
         with self._lock:
             for row in rows:
                 self._steps.add(row, counted=False)
@@ -128,19 +128,19 @@ class RunExporter(Sink, Collector):
         }
 
     def attach(self, sources: Mapping[str, Source]) -> None:
-        """Parts that are measured at each scrape from now on, by name."""
+        """Add parts that are measured at each scrape from now on, by name."""
         self._sources = {**self._sources, **sources}
 
     def detach(self, names: Iterable[str]) -> None:
-        """These parts end: they are not measured any more."""
+        """Remove parts, which are no longer measured."""
         ended = set(names)
         self._sources = {
             name: source for name, source in self._sources.items() if name not in ended
         }
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another, in the order of `FAMILIES`; those without a value
-        are left out."""
+        """Yield one family after another, in the order of `FAMILIES`; those without a
+        value are left out."""
         numbers: dict[str, dict[Labels, float | Histogram]] = {}
         with self._lock:
             _merge(numbers, self._steps.gauges)
@@ -152,7 +152,7 @@ class RunExporter(Sink, Collector):
             try:
                 _merge(numbers, source())
                 up[(name,)] = 1.0
-            except Exception as error:  # the scrape shows it, beside the others
+            except Exception as error:  # the scrape shows it, next to the others
                 logger.warning("metrics: %s does not answer: %r", name, error)
                 up[(name,)] = 0.0
         _merge(numbers, {"invrl_source_up": up})
@@ -161,7 +161,8 @@ class RunExporter(Sink, Collector):
                 yield _metric(family, numbers[family.name])
 
     def describe(self) -> list[Metric]:
-        """Nothing: to register this collector must not measure anything."""
+        """Return nothing, because registering this collector must not measure
+        anything."""
         return []
 
 

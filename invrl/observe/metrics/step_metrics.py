@@ -1,8 +1,8 @@
 """The metrics of one step of the loop, from the types of the pipeline. Pure.
 
-`rollout/` is what was sampled, `sync/` the weight update, `time/` the seconds per
-phase. The trainer makes the metrics below `train/`, the buffer those below
-`buffer/`."""
+`rollout/` describes the rollouts, `sync/` the weight update, `time/` the seconds per
+phase. The trainer makes the metrics below `train/`, the buffer those below `buffer/`.
+"""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,20 +13,21 @@ from invrl.types.rollouts import RolloutSummary
 from invrl.types.weights import WeightUpdate
 
 CHECKPOINT_PHASE = "checkpoint"
-"""The loop's name of the phase in which a checkpoint is written."""
+"""Loop's name of the phase in which a checkpoint is written."""
 
 
 def rollout_metrics(taken: TakenBatch) -> dict[str, Metric]:
-    """Reward, lengths, cache and staleness of the rollouts that are trained in this
-    step.
+    """Return reward, lengths, cache and staleness of the rollouts that are trained in
+    this step.
 
     `truncated_share` is the share of rollouts in which a reply ran out of tokens.
     `delivered_fraction`, `trained_fraction` and `auxiliary_fraction` are of sampled
-    tokens. `later_cached_fraction` is over the prompts of every turn after the first:
-    what the radix cache saved of a conversation that continues. `failed_share/<reason>`
-    are failures that count with a reward. `forks/<reason>`, `matches/<level>`,
+    tokens. `later_cached_fraction` covers the prompts of every turn after the first:
+    the radix cache's saving in a continued conversation. `failed_share/<reason>` are
+    failures that count with a reward. `forks/<reason>`, `matches/<level>`,
     `thinking_kept_tokens`, `control_tokens_as_text` and `forked_tokens` are the
-    gateway's counts."""
+    gateway's counts.
+    """
     rollouts = _rollouts_of(taken)
     return {
         **_reward_metrics(taken, rollouts),
@@ -100,8 +101,8 @@ def _staleness_metrics(
 
 
 def _named_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
-    """Metrics whose names come from the rollouts: failures, the gateway's counts,
-    reward components."""
+    """Return metrics whose names come from the rollouts: failures, the gateway's
+    counts, reward components."""
     failures: set[str] = set()
     count_names: set[str] = set()
     component_names: set[str] = set()
@@ -127,7 +128,7 @@ def _named_metrics(rollouts: Sequence[RolloutSummary]) -> dict[str, Metric]:
 
 
 def _ratio(pairs: Iterable[tuple[int, int]]) -> Mean:
-    """The sum of the parts over the sum of the wholes."""
+    """Return the sum of the parts over the sum of the wholes."""
     total = Mean(0.0, 0.0)
     for part, whole in pairs:
         total = total + Mean(part, whole)
@@ -145,10 +146,10 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
-    """How many of the batch's rollouts sampled different tokens, over all of its tasks:
-    as many as there are rollouts if no two are equal, 1 if the policy has collapsed to
-    one reply. Only trained tokens count, which is all that a rollout sampled except for
-    replies that its client never got."""
+    """Count the batch's rollouts that sampled different tokens, over all of its tasks:
+    the number of rollouts if no two are equal, 1 if the policy has collapsed to one
+    reply. Only trained tokens count: all that a rollout sampled except replies that its
+    client never got."""
     replies: dict[str, list[bytes]] = {}
     for sample in batch.samples:
         trained_T = sample.tokens_T[sample.loss_mask_T]
@@ -158,9 +159,9 @@ def reply_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
 
 def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
-    """What shaping added to the final rewards of the rollouts that are trained:
+    """Return the effect of shaping on the final rewards of the trained rollouts:
     `reward_shaping_mean`, `reward_shaping_min`, `reward_shaping_max`, and
-    `reward_shaped_share`, the share of rollouts whose reward it changed. Nothing where
+    `reward_shaped_share`, the share of rollouts whose reward it changed. Empty if
     rewards are not shaped."""
     term_of: dict[str, float] = {}
     for sample in batch.samples:
@@ -178,8 +179,8 @@ def shaping_metrics(batch: TrainBatch) -> dict[str, Metric]:
 
 
 def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
-    """The weight update: version, bytes, gaps of the canary, seconds per phase and of
-    the pause."""
+    """Return the weight update's version, bytes, canary gaps, and seconds per phase and
+    of the pause."""
     metrics: dict[str, Metric] = {
         "version": Max(float(update.version)),
         "bytes": Sum(float(update.num_bytes)),
@@ -194,12 +195,14 @@ def update_metrics(update: WeightUpdate) -> dict[str, Metric]:
 def time_metrics(
     seconds: Mapping[str, float], taken: TakenBatch, trained_tokens: float
 ) -> dict[str, Metric]:
-    """Seconds per phase of the step, and tokens per second of rollout and training.
+    """Return the seconds per phase of the step, and the tokens per second of rollout
+    and training.
 
-    `step_s` leaves out the checkpoint, which few steps write; that is in
-    `checkpoint_s`. Rollout tokens/s is over the wall time from the first to the last
-    turn of the batch, so it also holds if rollouts overlap training. Train tokens/s
-    counts trained tokens over the train phase."""
+    `step_s` excludes the checkpoint, which few steps write; that is in `checkpoint_s`.
+    Rollout tokens/s covers the wall time from the first to the last turn of the batch,
+    so it also holds if rollouts overlap training. Train tokens/s counts trained tokens
+    over the train phase.
+    """
     metrics: dict[str, Metric] = {
         f"{phase}_s": Sum(value) for phase, value in seconds.items()
     }

@@ -1,8 +1,9 @@
-"""Which rollouts of a run are candidates for training on them again, and in which
-order. Pure.
+"""Selects and orders the rollouts of a run that are candidates for training on them
+again. Pure.
 
 Only training rollouts that finished count. Epochs of one task are one task
-(`first_ids`), so its best rollout may come from any of them."""
+(`first_ids`), so its best rollout may come from any of them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from invrl.observe.samples.samples import Sample, first_ids
 
 
 class NoCandidate(StrEnum):
-    """Why a rollout is none."""
+    """Reason that a rollout is not a candidate."""
 
     NOT_TRAINING = "held out or served, not of training"
     FAILED = "it failed"
@@ -28,8 +29,8 @@ class NoCandidate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What makes a rollout a candidate. `steps`: first and last one, both included;
-    None: any, and rollouts that no step trained too."""
+    """Conditions for a candidate. `steps`: first and last one, both included; None:
+    any, and also rollouts that no step trained."""
 
     min_reward: float | None = None
     steps: tuple[int, int] | None = None
@@ -37,17 +38,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """By task: its candidates, or groups of them. Whatever comes first in a list is to
-    be taken first."""
+    """Candidates by task, or groups of them, in the order in which to take them."""
 
     by_task: dict[str, list[list[Sample]]]
     left_out: Counter[str]
-    """Rollouts by the reason why they are no candidates."""
+    """Rollouts that are not candidates, by reason."""
 
 
 def candidates_for_rows(samples: Sequence[Sample], wanted: Wanted) -> Candidates:
-    """Each list within a task is one rollout. The highest reward comes first; of equal
-    ones, that of the newest weights."""
+    """Return candidates in which each list within a task is one rollout. The highest
+    reward comes first; of equal ones, that of the newest weights."""
     left_out: Counter[str] = Counter()
     by_task: dict[str, list[list[Sample]]] = {}
     for task_id, of_task in _finished_by_task(samples, wanted, left_out).items():
@@ -63,10 +63,10 @@ def candidates_for_rows(samples: Sequence[Sample], wanted: Wanted) -> Candidates
 
 
 def candidates_for_pairs(samples: Sequence[Sample], wanted: Wanted) -> Candidates:
-    """Each list within a task is a group whose rewards differ, the best rollout first
-    and the worst last. The group whose best and worst reward are furthest apart comes
-    first; of equal ones, that of the newest weights. `wanted.min_reward` is that of the
-    best rollout of a group."""
+    """Return candidates in which each list within a task is a group with different
+    rewards, the best rollout first and the worst last. The group with the largest
+    difference between best and worst reward comes first; of equal ones, that of the
+    newest weights. `wanted.min_reward` applies to the best rollout of a group."""
     left_out: Counter[str] = Counter()
     by_task: dict[str, list[list[Sample]]] = {}
     for task_id, of_task in _finished_by_task(samples, wanted, left_out).items():
@@ -91,7 +91,8 @@ def candidates_for_pairs(samples: Sequence[Sample], wanted: Wanted) -> Candidate
 
 
 def best_first(samples: Sequence[Sample]) -> list[Sample]:
-    """By reward; of equal ones, that of the newest weights comes first."""
+    """Sort by reward, the highest first; of equal ones, that of the newest weights
+    comes first."""
     return sorted(
         samples,
         key=lambda sample: (
@@ -103,7 +104,7 @@ def best_first(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def worst_first(samples: Sequence[Sample]) -> list[Sample]:
-    """By reward, the lowest first; of equal ones, that of the newest weights comes
+    """Sort by reward, the lowest first; of equal ones, that of the newest weights comes
     first."""
     return sorted(
         samples,
@@ -116,7 +117,7 @@ def worst_first(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def reward_of(sample: Sample) -> float:
-    """Of a rollout that finished, which has one."""
+    """Return the reward of a finished rollout, which always has one."""
     assert sample.reward is not None, (
         f"rollout {sample.identity.session_id} has no reward"
     )
@@ -126,7 +127,7 @@ def reward_of(sample: Sample) -> float:
 def _finished_by_task(
     samples: Sequence[Sample], wanted: Wanted, left_out: Counter[str]
 ) -> dict[str, list[Sample]]:
-    """By the id that the task had when it came first. The others are counted in
+    """Group finished rollouts by the task's first id. The others are counted in
     `left_out`."""
     names = first_ids(sample.identity.task_id for sample in samples)
     by_task: dict[str, list[Sample]] = defaultdict(list)
@@ -168,7 +169,8 @@ def _is_too_low(sample: Sample, wanted: Wanted) -> bool:
 
 
 def _difference(group: Sequence[Sample]) -> float:
-    """Between the best and the worst reward. `group`: the best first."""
+    """Return the difference between the best and the worst reward. `group`: the best
+    first."""
     return reward_of(group[0]) - reward_of(group[-1])
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def show_samples(
     store_path: Path, count: int | None, step: int, taken: TakenBatch
 ) -> list[str]:
-    """A text for each of `count` rollouts of the step's batch."""
+    """Return a text for each of `count` rollouts of the step's batch."""
     rollouts = choose_rollouts(taken, count or 0, step)
     if not rollouts:
         return []
@@ -45,7 +45,7 @@ def show_samples(
 def sample_rollouts(
     store_path: Path, count: int, step: int, taken: TakenBatch
 ) -> list[SampledRollout]:
-    """`count` rollouts of the step's batch as rows of a table."""
+    """Return `count` rollouts of the step's batch as rows of a table."""
     rows: list[SampledRollout] = []
     try:
         with contextlib.closing(RunStore(store_path)) as store:
@@ -79,8 +79,8 @@ def _row_of(
 
 
 def _cell(text: str) -> str:
-    """Without lone surrogates, which no tracker can send, and not longer than a person
-    reads."""
+    """Remove lone surrogates, which no tracker can send, and shorten the text to what a
+    person reads."""
     return (
         trimmed(text, _MAX_CELL_CHARACTERS).encode("utf-8", "backslashreplace").decode()
     )
@@ -89,8 +89,8 @@ def _cell(text: str) -> str:
 def choose_rollouts(
     taken: TakenBatch, count: int, step: int
 ) -> Sequence[RolloutSummary]:
-    """At most `count` rollouts, evenly over the groups of the batch. Each step chooses
-    other members of a group."""
+    """Choose at most `count` rollouts, evenly over the groups of the batch. Each step
+    chooses other members of a group."""
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts_G]
     count = min(count, len(rollouts))
     chosen: list[RolloutSummary] = []
@@ -101,8 +101,8 @@ def choose_rollouts(
 
 
 def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
-    """Three lines: which rollout it was, the last message of its first prompt, and its
-    last reply."""
+    """Return three lines: the rollout's identity, the last message of its first prompt,
+    and its last reply."""
     heading = f"  sample: task {_shorten(summary.task_id)}, reward {summary.reward:.3f}"
     if summary.num_turns > 1:
         heading += f", {summary.num_turns} turns"
@@ -122,5 +122,5 @@ def describe_rollout(summary: RolloutSummary, transcript: Transcript) -> str:
 
 
 def _shorten(text: str) -> str:
-    """One line."""
+    """Return one line."""
     return trimmed(one_line(text), _MAX_CHARACTERS)

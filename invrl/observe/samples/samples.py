@@ -1,9 +1,10 @@
-"""The rollouts of a run as samples to look at: what became of each, and which of them
-to show. For live and ended runs; nothing is written.
+"""The rollouts of a run as samples for display: the fate of each, and the choice of
+those to show. For live and ended runs; nothing is written.
 
 The step of a training rollout is the one that trained it, along the surviving lineage
 of the ledger. The step of a held-out rollout is the one that its evaluation came after
-(0: before training). A dropped rollout has no step."""
+(0: before training). A dropped rollout has no step.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +41,20 @@ class Sample:
     step: int | None
     """None if no step trained it, or if it belongs to `invrl serve`."""
     evaluation: str = ""
-    """Of a held-out rollout: "<mode>", or "<set>/<mode>"."""
+    """Evaluation of a held-out rollout: "<mode>", or "<set>/<mode>"."""
     state: str
-    """What became of it: trained, finished, grouped, taken, dropped (with the reason),
-    failed, lost (a later incarnation of the run resumed from before it), evaluated,
-    served."""
+    """Fate: trained, finished, grouped, taken, dropped (with the reason), failed, lost
+    (a later incarnation of the run resumed from before it), evaluated, served."""
     reward: float | None
     """None if it failed and does not count."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     failure: FailureReason | None = None
     detail: str = ""
-    """The failure's message."""
+    """Message of the failure."""
     num_turns: int = 0
     sampled_tokens: int = 0
     cut: bool = False
-    """One of its replies ran out of tokens."""
+    """Whether one of its replies ran out of tokens."""
     oldest_version: int | None = None
     newest_version: int | None = None
     opened_at: float
@@ -63,9 +63,9 @@ class Sample:
 def read_samples(
     path: Path, failure_rules: Mapping[FailureReason, FailureRule]
 ) -> list[Sample]:
-    """Every rollout in the store at `path` that has ended, in the order in which they
-    were opened. A held-out rollout that was repeated counts once, with its last
-    attempt. `failure_rules`: the run's, for failures that count with a reward."""
+    """Return every ended rollout in the store at `path`, in the order in which they
+    were opened. A repeated held-out rollout counts once, with its last attempt.
+    `failure_rules`: the run's, for failures that count with a reward."""
     fates = _read_fates(read_ledger(path))
     samples: dict[tuple[str, int], Sample] = {}
     store = RunStore(path)
@@ -84,8 +84,8 @@ def read_samples(
 
 
 def failed_purposes(path: Path) -> set[str]:
-    """What the rollouts were for that failed: "train", "eval". Empty if none did, or if
-    the store at `path` cannot be read."""
+    """Return the purposes of the failed rollouts: "train", "eval". Empty if none
+    failed, or if the store at `path` cannot be read."""
     # The outcome is a blob of compact JSON (`rows.py`).
     question = "SELECT DISTINCT purpose FROM sessions WHERE parent_id = '' AND instr(outcome, ?)"
     try:
@@ -102,17 +102,18 @@ def failed_purposes(path: Path) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What the ledger says of one rollout."""
+    """Fate of one rollout by the ledger."""
 
     state: str
     step: int | None = None
 
 
 def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
-    """By session id, for each rollout whose session the ledger names. The last entry of
-    the surviving lineage decides. A session that only lost entries name is lost."""
+    """Return the fate of each rollout whose session the ledger names, by session id.
+    The last entry of the surviving lineage decides. A session that only lost entries
+    name is lost."""
     session_ids: dict[Place, str] = {}
-    """The session that last ended at a place of the surviving lineage."""
+    """Session that last ended at a place of the surviving lineage."""
     fates: dict[str, _Fate] = {}
     for kept in kept_entries:
         entry = kept.entry
@@ -120,7 +121,7 @@ def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
             if entry.session_id:
                 fates.setdefault(entry.session_id, _Fate("lost"))
             continue
-        # Only the entry that an outcome caused names its session. Later entries of its
+        # Only the entry caused by an outcome names its session. Later entries of its
         # place belong to it.
         if entry.session_id:
             session_ids[entry.place] = entry.session_id
@@ -131,7 +132,7 @@ def _read_fates(kept_entries: Iterable[KeptEntry]) -> Mapping[str, _Fate]:
 
 
 def _fate_after(entry: LedgerEntry, previous: _Fate | None) -> _Fate:
-    """What became of a rollout with this entry; `previous`: with the entry before
+    """Return the fate of a rollout with this entry; `previous`: with the entry before
     it."""
     state = str(entry.state)
     if entry.reason:
@@ -188,7 +189,8 @@ def _sample_of(
 
 
 def _fate_before_ledger(outcome: Outcome) -> _Fate:
-    """The fate of a rollout that has just ended: the ledger has no entry for it yet."""
+    """Return the fate of a rollout that has just ended: the ledger has no entry for it
+    yet."""
     if isinstance(outcome, FailedRollout):
         return _Fate("failed")
     return _Fate("finished")
@@ -208,7 +210,8 @@ def _with_counts(sample: Sample, summary: RolloutSummary) -> Sample:
 def failure_reward(
     failed: FailedRollout, purpose: Purpose, rules: Mapping[FailureReason, FailureRule]
 ) -> float | None:
-    """The reward that a failed rollout counts with; None if it does not count."""
+    """Return the reward that a failed rollout counts with; None if it does not
+    count."""
     if purpose == "eval":
         return 0.0
     rule = rules.get(failed.reason)
@@ -218,8 +221,8 @@ def failure_reward(
 
 
 def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
-    """Step and name of an evaluation, from the id that `rollout/evaluation.py` gives to
-    its groups: eval/<step>/[<set>/]<mode>/<task>."""
+    """Return step and name of an evaluation, from the id that `rollout/evaluation.py`
+    gives to its groups: eval/<step>/[<set>/]<mode>/<task>."""
     path = group_id.removeprefix(_EVALUATION_PREFIX).removesuffix(f"/{task_id}")
     step, _, name = path.partition("/")
     if not step.isdecimal():
@@ -228,8 +231,8 @@ def parse_evaluation(group_id: str, task_id: str) -> tuple[int | None, str]:
 
 
 def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
-    """By task id: the id that the task had when it came first. A task that comes back,
-    in a later epoch for example, has a number behind its id (`10`, `10@1`, `10@2`)."""
+    """Return each task id's first id. A task that comes back, in a later epoch for
+    example, has a number after its id (`10`, `10@1`, `10@2`)."""
     ids = set(task_ids)
     first: dict[str, str] = {}
     for task_id in ids:
@@ -241,12 +244,12 @@ def first_ids(task_ids: Iterable[str]) -> dict[str, str]:
 
 
 def trained_steps(samples: Iterable[Sample]) -> list[int]:
-    """The steps of the training rollouts, in order."""
+    """Return the steps of the training rollouts, in order."""
     return _steps_of(samples, "train")
 
 
 def evaluated_steps(samples: Iterable[Sample]) -> list[int]:
-    """The steps that an evaluation came after, in order."""
+    """Return the steps that an evaluation came after, in order."""
     return _steps_of(samples, "eval")
 
 
@@ -260,8 +263,8 @@ def _steps_of(samples: Iterable[Sample], purpose: Purpose) -> list[int]:
 
 
 def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """At most `limit` samples (0: all), at equal distances, the first and the last
-    among them."""
+    """Return at most `limit` samples (0: all), evenly spaced, including the first and
+    the last."""
     count = len(samples)
     if not limit or count <= limit:
         return list(samples)
@@ -273,9 +276,9 @@ def spread(samples: Sequence[Sample], limit: int) -> list[Sample]:
 
 
 def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Sample]:
-    """At most `limit` (0: all) of the samples that have a reward, the best or the worst
-    first. Among samples of equal reward, one of each task comes before the second of
-    any task."""
+    """Return at most `limit` (0: all) of the samples that have a reward, the best or
+    the worst first. Among samples of equal reward, one of each task comes before the
+    second of any task."""
     counts: dict[tuple[str, float], int] = defaultdict(int)
     keys: dict[str, tuple[float, int]] = {}
     scored: list[Sample] = []
@@ -296,9 +299,8 @@ def by_reward(samples: Sequence[Sample], limit: int, *, best: bool) -> list[Samp
 
 
 def distinct_replies(store: RunStore, rollout_ids: Iterable[str]) -> int:
-    """How many of these rollouts sampled different tokens, counted as
-    `step_metrics.reply_metrics` does: turns whose answer did not reach the client are
-    left out."""
+    """Count the rollouts that sampled different tokens, as `step_metrics.reply_metrics`
+    does: turns whose reply did not reach the client are ignored."""
     replies: set[tuple[bytes, ...]] = set()
     for rollout_id in rollout_ids:
         sampled: list[bytes] = []

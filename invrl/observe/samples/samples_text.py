@@ -1,7 +1,8 @@
-"""`invrl samples RUN`: what the model said and which reward it got, as text for a
-terminal and as JSON.
+"""`invrl samples RUN`: the model's replies and their rewards, as text for a terminal
+and as JSON.
 
-Invariant: text for a terminal has passed through `printable`."""
+Invariant: `printable` has processed all text for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def describe_samples(
     where: str,
     full: bool,
 ) -> str:
-    """The chosen `samples` below a summary of `total`, which they were chosen from.
-    `where` names `total`."""
+    """Describe the chosen `samples` below a summary of `total`, from which they were
+    chosen. `where` names `total`."""
     parts = [summary_line(total, store, where)]
     previous_opening: tuple[Message, ...] = ()
     for sample in samples:
@@ -53,8 +54,8 @@ def describe_samples(
 
 
 def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
-    """How many rollouts of how many tasks, their rewards, the share that was cut, how
-    many replies differ."""
+    """Describe the number of rollouts and tasks, their rewards, the share that was cut,
+    and the number of different replies."""
     tasks = {sample.identity.task_id for sample in total}
     facts = [f"{_count(len(total), 'rollout')} of {_count(len(tasks), 'task')}"]
     rewards = [sample.reward for sample in total if sample.reward is not None]
@@ -85,8 +86,8 @@ def summary_line(total: Sequence[Sample], store: RunStore, where: str) -> str:
 
 
 def samples_json(samples: Iterable[Sample], store: RunStore) -> str:
-    """A JSON list with an object per rollout: its identity, the fields of `Sample`, and
-    its `turns` with their texts."""
+    """Return a JSON list with an object per rollout: its identity, the fields of
+    `Sample`, and its `turns` with their texts."""
     return json.dumps([_sample_object(sample, store) for sample in samples], indent=2)
 
 
@@ -157,7 +158,7 @@ def _describe_reward(sample: Sample) -> str:
 
 
 def _describe_fate(sample: Sample) -> str:
-    """The step that a rollout belongs to, and what became of it."""
+    """Describe the step that a rollout belongs to, and its fate."""
     if sample.step is None:
         return sample.state
     if sample.purpose == "eval":
@@ -170,8 +171,8 @@ def _describe_fate(sample: Sample) -> str:
 def _describe_conversation(
     transcript: Transcript, *, full: bool, previous_opening: tuple[Message, ...]
 ) -> list[str]:
-    """Each message begins a new line. The first prompt is left out if it equals
-    `previous_opening`, that of the rollout above."""
+    """Return the messages, each beginning a new line. The first prompt is left out if
+    it equals `previous_opening`, that of the rollout above."""
     if not transcript.turns:
         return ["(the model was not asked)"]
     lines: list[str] = []
@@ -191,7 +192,7 @@ def _describe_conversation(
 
 
 def _describe_ending(turn: TranscriptTurn) -> str:
-    """How the reply ended, if the model did not end it itself."""
+    """Describe how the reply ended, if the model did not end it itself."""
     notes: list[str] = []
     if turn.cut:
         notes.append("length: cut")
@@ -215,7 +216,7 @@ def _message_lines(label: str, text: str, *, full: bool) -> list[str]:
 
 
 def _count(number: int, singular: str, plural: str = "") -> str:
-    """As "1 task", "2 tasks"."""
+    """Return "1 task" or "2 tasks", for example."""
     if number == 1:
         return f"1 {singular}"
     noun = plural or f"{singular}s"

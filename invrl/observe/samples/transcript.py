@@ -1,10 +1,11 @@
-"""What was said in a rollout: the messages that the agent sent, and the model's
+"""The transcript of a rollout: the messages that the agent sent, and the model's
 replies.
 
-Read from the messages that the gateway records beside each turn's tokens. A turn
-records only the messages that it adds to its parent: the turn that it continues, or the
-last one that a fork has in common with what was recorded. A turn without a parent
-records all of its messages."""
+Read from the messages that the gateway records with each turn's tokens. A turn records
+only the messages that it adds to its parent: the turn that it continues, or the last
+one that a fork shares with earlier turns. A turn without a parent records all of its
+messages.
+"""
 
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class TranscriptTurn:
 
     turn_id: str
     session_id: str
-    """The rollout's session, or that of one of its sub-agents."""
+    """Session of the rollout, or of one of its sub-agents."""
     prompt: tuple[Message, ...]
     reply: Message
     finish_reason: FinishReason
@@ -31,15 +32,15 @@ class TranscriptTurn:
     newest_version: WeightVersion
     delivered: bool
     fork_reason: str
-    """Why it forks off what was recorded before; "" for a first turn and for one that
+    """Reason that it forks off earlier turns; "" for a first turn and for one that
     continues another."""
     keeps_interrupted_reply: bool
-    """It continues a reply that ran out of tokens."""
+    """Whether it continues a reply that ran out of tokens."""
     finished_at: float
 
     @property
     def cut(self) -> bool:
-        """It ran out of tokens."""
+        """Whether it ran out of tokens."""
         return self.finish_reason == "length"
 
 
@@ -51,7 +52,7 @@ class Transcript:
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        """The prompt of the first turn."""
+        """Prompt of the first turn."""
         if not self.turns:
             return ()
         return self.turns[0].prompt
@@ -63,11 +64,11 @@ class Transcript:
 
 
 def read_transcript(store: RunStore, session_id: str) -> Transcript:
-    """Of a session and its children. It is empty if the session has no turns or is
-    unknown."""
+    """Read the transcript of a session and its children. It is empty if the session has
+    no turns or is unknown."""
     turns: list[TranscriptTurn] = []
     interrupted: set[str] = set()
-    """The turns so far that ran out of tokens."""
+    """Turns so far that ran out of tokens."""
     for turn, encoded_messages, _ in store.recorded_turns(*store.family(session_id)):
         messages = msgspec.json.decode(encoded_messages, type=list[Message])
         if not messages:
@@ -86,7 +87,7 @@ def read_transcript(store: RunStore, session_id: str) -> Transcript:
 
 
 def message_text(message: Message) -> str:
-    """Its thinking, its content and its tool calls as one text."""
+    """Return its thinking, its content and its tool calls as one text."""
     parts: list[str] = []
     if message.reasoning:
         parts.append(f"<think>{message.reasoning}</think>")

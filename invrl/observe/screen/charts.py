@@ -1,7 +1,8 @@
 """Curves as text, for terminals. Pure.
 
-Values that are not finite are left out. Where there are more values than columns, a
-column is their mean."""
+Values that are not finite are left out. If there are more values than columns, each
+column is a mean.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = " .:-=+*%#"
-"""For terminals without these letters."""
+"""Letters for terminals that lack those of `BLOCKS`."""
 
 
 def can_draw_blocks(encoding: str | None) -> bool:
@@ -22,7 +23,7 @@ def can_draw_blocks(encoding: str | None) -> bool:
 
 
 def columns_of(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: each the mean of equally many, in order."""
+    """Return at most `width` values: each the mean of equally many, in order."""
     finite = [value for value in values if math.isfinite(value)]
     if width <= 0:
         return []
@@ -33,8 +34,8 @@ def columns_of(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int, *, blocks: str = BLOCKS) -> str:
-    """One row, at most `width` letters wide. The lowest value has the lowest letter
-    that can be seen."""
+    """Draw one row, at most `width` letters wide. The lowest value gets the lowest
+    visible letter."""
     columns = columns_of(values, width)
     if not columns:
         return ""
@@ -55,9 +56,8 @@ def block_chart(
     high: float,
     blocks: str = BLOCKS,
 ) -> list[str]:
-    """Rows from top to bottom of bars from `low` to each value. A value at `low` still
-    shows a line. `width`: the chart's, also where there are fewer values, which then
-    are wider."""
+    """Draw bars from `low` to each value, as rows from top to bottom. A value at `low`
+    still shows a line. `width`: of the chart; fewer values make wider bars."""
     columns = columns_of(values, width)
     if not columns or height <= 0:
         return []

@@ -1,13 +1,13 @@
-"""The display of a run that trains, at the bottom of a terminal: a few lines, drawn
-again four times a second.
+"""The display of a training run at the bottom of a terminal: a few lines, redrawn four
+times a second.
 
     step 13/50 ━━━━━━━━━────────────────────────── about 3 min 20 s left
     reward 0.42 ▁▂▃▅▆█  held out greedy 0.51 (step 10)
     now rollout, 4.2 s: 37 of 64 rollouts (4 of 8 groups ready)
     tokens/rollout 120, grad norm 0.31, s/step 5.2, failed 3 (timeout 3)
 
-Invariant: whatever is printed meanwhile scrolls above the lines, and `close` leaves the
-terminal as it was."""
+Invariant: other output scrolls above the lines, and `close` restores the terminal.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MAX_BAR_WIDTH = 50
 _MIN_BAR_WIDTH = 5
 _MAX_CURVE_WIDTH = 30
 _MIN_CURVE_WIDTH = 10
-"""Beside the held-out scores."""
+"""Least width of the curve next to the held-out scores."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ShownRun:
-    """What the display knows of a run. Times are in seconds, on one clock."""
+    """State of a run for the display. Times are in seconds, on one clock."""
 
     num_steps: int
     began_at: float
@@ -53,23 +53,23 @@ class ShownRun:
     awaited: str = ""
     steps_made: int = 0
     step_ended_at: float | None = None
-    """When the last step ended, or the first one of this incarnation began. None: not
+    """End of the last step, or start of the first one of this incarnation. None: not
     yet."""
     step_seconds: list[float] = field(default_factory=list)
-    """From one step's end to the next one's, of this incarnation: evaluations and
-    checkpoints are in them."""
+    """Seconds from one step's end to the next one's, in this incarnation, including
+    evaluations and checkpoints."""
     curve: list[float] = field(default_factory=list)
-    """The mean reward of each step; the loss where there are no rewards."""
+    """Mean reward of each step; the loss if there are no rewards."""
     held_out: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """The last value of each held-out score, and its step."""
+    """Last value of each held-out score, and its step."""
     values: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric."""
+    """Last value of each metric."""
     failed: Mapping[str, int] = field(default_factory=dict)
     ended_at: float | None = None
 
     def seconds_left(self, now: float) -> float | None:
-        """Of the steps that are left, from the last ones. None before the first step of
-        this incarnation has ended."""
+        """Estimate the seconds of the remaining steps from the last ones. None before
+        the first step of this incarnation has ended."""
         if not self.step_seconds or self.step_ended_at is None:
             return None
         seconds = statistics.fmean(self.step_seconds[-_RECENT_STEPS:])
@@ -77,7 +77,7 @@ class ShownRun:
         return max(0.0, seconds * (self.num_steps - self.steps_made) - in_this_step)
 
     def take_values(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a row of metrics over. A step may have several: an evaluation has its
+        """Record a row of metrics. A step may have several: an evaluation has its
         own."""
         self.values.update(values)
         if REWARD in values:
@@ -91,8 +91,8 @@ class ShownRun:
 
 
 class LiveProgress(Sink):
-    """Draws by a thread of rich's. `rows`: of the steps that the run has made before.
-    `clock`: in seconds."""
+    """Draws in a thread of rich. `rows`: of the run's earlier steps. `clock`: in
+    seconds."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class LiveProgress(Sink):
             self._run.steps_made = max(step, self._run.steps_made)
         self._live = Live(
             console=console,
-            redirect_stderr=sys.stderr.isatty(),  # else it is a file, which is to get its lines
+            redirect_stderr=sys.stderr.isatty(),  # a file should get its lines
             get_renderable=self.render,
         )
         self._live.start()
@@ -141,7 +141,7 @@ class LiveProgress(Sink):
     def step(self, step: int, values: Mapping[str, float]) -> None:
         run = self._run
         run.take_values(step, values)
-        if step <= run.steps_made:  # an evaluation of its own
+        if step <= run.steps_made:  # a separate evaluation
             return
         now = self._clock()
         run.steps_made = step
@@ -165,7 +165,7 @@ class LiveProgress(Sink):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The lines at the time `now`, as wide as the console."""
+    """Lines at the time `now`, as wide as the console."""
 
     run: ShownRun
     now: float
@@ -175,7 +175,7 @@ class Frame:
     ) -> RenderResult:
         draws_blocks = can_draw_blocks(options.encoding)
         blocks = BLOCKS if draws_blocks else ASCII_BLOCKS
-        # A line as wide as the terminal would wrap in some of them.
+        # A full-width line would wrap in some terminals.
         width = max(1, options.max_width - 1)
         lines = [
             _bar_line(self.run, self.now, width, draws_blocks=draws_blocks),
@@ -194,8 +194,7 @@ class Frame:
 
 
 def _bar_line(run: ShownRun, now: float, width: int, *, draws_blocks: bool) -> Text:
-    """The bar is as wide as the texts beside it leave room, and not there where they
-    leave none."""
+    """Draw a bar in the space next to the texts; no bar if there is too little."""
     step = f"step {max(run.phase_step, run.steps_made)}/{run.num_steps}"
     time_text = _time_text(run, now)
     bar_width = min(_MAX_BAR_WIDTH, width - len(step) - len(time_text) - 2)
@@ -225,8 +224,8 @@ def _time_text(run: ShownRun, now: float) -> str:
 
 
 def _score_lines(run: ShownRun, width: int, *, blocks: str) -> list[Text]:
-    """The last reward or loss, its curve, and the held-out scores, which have a line of
-    their own where they would leave no room for the curve."""
+    """Return the last reward or loss, its curve, and the held-out scores, on a separate
+    line if they would leave no space for the curve."""
     line = Text()
     if not run.curve:
         line.append("no step yet", "dim")
@@ -247,7 +246,7 @@ def _score_lines(run: ShownRun, width: int, *, blocks: str) -> list[Text]:
 
 
 def _held_out_text(run: ShownRun) -> str:
-    """Those of the last evaluation."""
+    """Describe the scores of the last evaluation."""
     if not run.held_out:
         return ""
     last_step = max(step for _, step in run.held_out.values())

@@ -1,4 +1,4 @@
-"""The display of a run that trains: one line per step, or the live one of a terminal
+"""The display of a training run: one line per step, or a live one on a terminal
 (`live_progress.py`)."""
 
 import sys
@@ -17,8 +17,8 @@ Mode = Literal["auto", "plain", "none"]
 
 
 class PlainProgress(Sink):
-    """One line per step, and one for each phase before the first step (start-up takes a
-    while)."""
+    """Prints one line per step, and one for each phase before the first step (start-up
+    takes a while)."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -46,8 +46,7 @@ class PlainProgress(Sink):
 
 
 def open_progress(mode: Mode, num_steps: int, rows: Sequence[MetricsRow] = ()) -> Sink:
-    """The display that fits stdout. `rows`: of the steps that the run has made
-    before."""
+    """Return the display that fits stdout. `rows`: of the run's earlier steps."""
     if mode == "none":
         return Sink()
     if mode == "auto" and sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""A step as one line of text: the metrics that a person looks at while a run trains.
+"""A step as one line of text: the metrics for a person who watches a training run.
 Pure."""
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ SHOWN = {
     "time/step_s": "s/step",
     "time/checkpoint_s": "s/checkpoint",
 }
-"""The metrics on the screen; all metrics are in metrics.jsonl."""
+"""Metrics on the screen; all metrics are in metrics.jsonl."""
 SHOWN_WITHOUT_ROLLOUTS = {
     "train/loss": "loss",
     "eval/loss": "held-out loss",
     "data/epoch": "epoch",
     "train/tokens_per_s": "tok/s",
 }
-"""Those of a step that has no reward."""
+"""Metrics of a step that has no reward."""
 
 
 def describe_step(values: Mapping[str, float], failed: Mapping[str, int]) -> str:
-    """The metrics of the screen, held-out accuracies, and failed rollouts since the
+    """Describe the screen's metrics, held-out accuracies, and failed rollouts since the
     start of the run."""
     parts = list(metric_texts(values).values())
     for name, value in values.items():
@@ -39,7 +39,7 @@ def describe_step(values: Mapping[str, float], failed: Mapping[str, int]) -> str
 
 
 def metric_texts(values: Mapping[str, float]) -> dict[str, str]:
-    """The metrics of the screen, such as "reward 0.25", by their names."""
+    """Return the screen's metrics, such as "reward 0.25", by name."""
     shown = SHOWN if "rollout/reward_mean" in values else SHOWN | SHOWN_WITHOUT_ROLLOUTS
     return {
         name: f"{label} {_format_metric(name, values)}"
@@ -55,8 +55,8 @@ def failures_text(failed: Mapping[str, int]) -> str:
 
 
 def _describe_eval_failures(prefix: str, values: Mapping[str, float]) -> str:
-    """Failed rollouts, which score 0, of the evaluation whose metrics begin with
-    `prefix`."""
+    """Describe the failed rollouts, which score 0, of the evaluation whose metrics
+    begin with `prefix`."""
     num_failed = values.get(f"{prefix}failed", 0.0)
     if not num_failed:
         return ""
@@ -73,7 +73,7 @@ def _format_metric(name: str, values: Mapping[str, float]) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three digits, or all of a large number."""
+    """Return three digits, or all of a large number."""
     if abs(value) < 1000:
         return f"{value:.3g}"
     return f"{value:,.0f}"

@@ -1,8 +1,8 @@
-"""The screen of `invrl watch`: a run's status as a person wants to see it. Pure: a
-status in, text out.
+"""The screen of `invrl watch`, which turns a run's status into text. Pure.
 
-Model output and exceptions may be in it, so every text of the run is shown with escapes
-for control characters, and nothing is read as rich's markup."""
+It may include model output and exceptions, so every text of the run is shown with
+escapes for control characters, and nothing is parsed as rich markup.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHOWN_METRICS = {
     "time/rollout_tokens_per_s": "rollout tokens/s",
     "time/train_tokens_per_s": "train tokens/s",
 }
-"""Those of the last step, as far as the run has them."""
+"""Metrics of the last step, if the run has them."""
 _STEP_TIME = "time/step_s"
 _RECENT_STEPS = 10
 _BAR_WIDTH = 20
@@ -53,7 +53,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenSize:
-    """Of the terminal, in letters."""
+    """Size of the terminal, in letters."""
 
     width: int
     height: int
@@ -63,7 +63,7 @@ class ScreenSize:
 
 
 def screen(status: RunStatus, size: ScreenSize, *, now: float) -> RenderableType:
-    """The whole screen. `now`: Unix seconds."""
+    """Return the whole screen. `now`: Unix seconds."""
     parts: list[RenderableType] = [_head(status, size, now=now)]
     parts += [_line(f"note: {note}", size, "yellow") for note in status.notes]
     parts += _reward(status, size)
@@ -125,8 +125,8 @@ def _phase_now(status: RunStatus, *, now: float) -> str:
 
 
 def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """The curve of rewards; of held-out accuracies or losses only the table below
-    it."""
+    """Draw the curve of rewards. Held-out accuracies and losses are only in the table
+    below it."""
     _, rewards = curve(status.rows, REWARD)
     if not rewards:
         return [_line("no reward yet", size, "dim")]
@@ -156,8 +156,7 @@ def _reward(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
 def _reward_limits(
     rows: Sequence[MetricsRow], rewards: Sequence[float]
 ) -> tuple[float, float]:
-    """What single rewards were between; of an older run, what the means were
-    between."""
+    """Return the range of single rewards; for an older run, of their means."""
     _, lowest = curve(rows, REWARD_MIN)
     _, highest = curve(rows, REWARD_MAX)
     low = min([*lowest, *rewards])
@@ -182,7 +181,7 @@ def _metrics(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
 
 
 def _phases(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """Mean seconds of each phase over the last steps."""
+    """Return the mean seconds of each phase over the last steps."""
     spans = [
         span for span in status.timeline.spans if span.step and span.name != "starting"
     ]
@@ -274,7 +273,8 @@ def _memory_text(memory: Mapping[str, int]) -> str:
 
 
 def _evaluations(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
-    """First and last value of each held-out accuracy, with the last one's interval."""
+    """Return the first and last value of each held-out accuracy, with the last one's
+    interval."""
     names = eval_names(status.rows)
     table = _table(size)
     for name in names:
@@ -314,7 +314,7 @@ def _failures(status: RunStatus, size: ScreenSize) -> list[RenderableType]:
 
 
 def recent_step_seconds(rows: Sequence[MetricsRow]) -> float | None:
-    """The mean over the last steps; None before the first."""
+    """Return the mean over the last steps; None before the first."""
     _, seconds = curve(rows, _STEP_TIME)
     if not seconds:
         return None
@@ -322,7 +322,7 @@ def recent_step_seconds(rows: Sequence[MetricsRow]) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Such as "0.3 s", "12 s", "3 min 20 s", "2 h 05 min", "3 d 4 h"."""
+    """Format seconds as "0.3 s", "12 s", "3 min 20 s", "2 h 05 min" or "3 d 4 h"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -345,7 +345,7 @@ def _title(text: str, size: ScreenSize) -> RenderableType:
 
 
 def _line(text: str, size: ScreenSize, style: str) -> Text:
-    """One line, cut off at the terminal's width."""
+    """Return one line, cut off at the terminal's width."""
     shown = Text(_safe(one_line(text), size), style=style, no_wrap=True)
     shown.truncate(size.width, overflow="ellipsis" if size.blocks == BLOCKS else "crop")
     return shown
@@ -356,8 +356,7 @@ def _safe(text: str, size: ScreenSize) -> str:
 
 
 def _table(size: ScreenSize) -> Table:
-    """Columns without lines around them. Rows are cut off where the terminal is
-    narrow."""
+    """Return a table without lines. Rows are cut off if the terminal is narrow."""
     table = Table.grid(padding=(0, 2))
     overflow = "ellipsis" if size.blocks == BLOCKS else "crop"
     for _ in range(5):

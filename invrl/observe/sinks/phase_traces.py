@@ -1,5 +1,5 @@
-"""A trace for each step of a driver, with a span for each of its phases, also of runs
-on files."""
+"""Traces of the steps of a driver, with a span for each phase, also in runs on
+files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class PhaseTraces(Sink):
     """Sends the trace of a step once the step is done. Step 0 is the start, with the
-    evaluation before training. It closes `traces`."""
+    evaluation before training. Closes `traces`."""
 
     def __init__(self, traces: Traces) -> None:
         self._traces = traces
@@ -48,7 +48,7 @@ class PhaseTraces(Sink):
             )
 
     def close(self) -> None:
-        """What a run that ended within a step has done of it is sent too."""
+        """Send the spans of an unfinished step, too, and close the traces."""
         if self._spans:
             self._send(self._spans[-1].step)
         self._traces.close()

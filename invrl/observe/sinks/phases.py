@@ -1,8 +1,9 @@
-"""The phases of a driver: where each one's work is, and what the driver waits for
+"""The phases of a driver: where the work of each happens, and what the driver waits for
 meanwhile.
 
-Invariant: a phase that began is announced to the observer, and its span follows however
-it ends."""
+Invariant: a phase that began is announced to the observer, and its span follows even
+after an error.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from invrl.store.timeline_file import Span
 class _Place:
     lane: str
     waits_for: str
-    """"" where the driver works itself."""
+    """Empty if the driver itself works."""
 
 
 PLACES = {
@@ -32,18 +33,18 @@ PLACES = {
     "checkpoint": _Place("checkpoint", "disk"),
     "evaluating": _Place("evaluation", "rollouts"),
 }
-"""By the phase's name. Other phases are the driver's own work."""
+"""Places by the phase's name. Other phases are the driver's own work."""
 _OWN = _Place("driver", "")
 
 
 def waited_for(phase: str) -> str:
-    """What the driver waits for in a phase; "" where it works itself."""
+    """Return what the driver waits for in a phase; "" if it works itself."""
     return PLACES.get(phase, _OWN).waits_for
 
 
 @contextmanager
 def observed_phase(observer: Sink, name: str, step: int) -> Iterator[dict[str, float]]:
-    """Announces the phase, and reports its span at the end of the block, which may fill
+    """Announce the phase, and report its span at the end of the block, which may fill
     in the seconds of the phase's parts."""
     observer.phase(name, step)
     parts: dict[str, float] = {}
@@ -62,7 +63,7 @@ def report_span(
     began: float,
     parts: Mapping[str, float] | None = None,
 ) -> None:
-    """Reports the span of a phase that ends now. `began`: on the monotonic clock."""
+    """Report the span of a phase that ends now. `began`: on the monotonic clock."""
     place = PLACES.get(name, _OWN)
     end = time.time()
     span = Span(

@@ -1,9 +1,10 @@
-"""Where a run's phases, metrics and messages go: files, TensorBoard, experiment
+"""Destinations of a run's phases, metrics and messages: files, TensorBoard, experiment
 trackers and the console.
 
-Invariant: a sink that fails is reported once and left out; a sink that is slow or hangs
-is not waited for. Neither stops training. wandb and mlflow are imported only if a
-setting asks for them."""
+Invariant: a failing sink is reported once and dropped; nobody waits for a slow or
+hanging sink. Neither stops training. wandb and mlflow are imported only if a setting
+asks for them.
+"""
 
 from __future__ import annotations
 
@@ -47,34 +48,35 @@ class Sink:
 
     @property
     def shows_awaited(self) -> bool:
-        """Whether it makes use of `awaits`."""
+        """Whether it uses `awaits`."""
         return False
 
     def phase(self, name: str, step: int) -> None:
-        """The run begins this phase of a step. Step 0 is before the first."""
+        """Begin this phase of a step. Step 0 is before the first."""
 
     def awaits(self, text: str) -> None:
-        """What the phase waits for now, such as "37 of 64 rollouts"; "" if that is not
-        known."""
+        """Show what the phase waits for now, such as "37 of 64 rollouts"; "" if
+        unknown."""
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """A step is done, with these metric values. Step 0 holds the evaluation before
-        training."""
+        """Record the metric values of a finished step. Step 0 holds the evaluation
+        before training."""
 
     def span(self, span: Span) -> None:
-        """A phase has ended."""
+        """Record a phase that has ended."""
 
     def sample(self, sample: Sample) -> None:
-        """How busy the processes are now."""
+        """Record the current load of the processes."""
 
     def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
-        """Some rollouts of the step's batch, to be read by a person."""
+        """Record some rollouts of the step's batch for a person to read."""
 
     def note(self, text: str) -> None:
-        """A message for the person at the console."""
+        """Show a message to the person at the console."""
 
     def failures(self, failed: Mapping[str, int]) -> None:
-        """Rollouts that have failed since the start of the run, by reason."""
+        """Record the rollouts that have failed since the start of the run, by
+        reason."""
 
     def close(self) -> None: ...
 
@@ -83,8 +85,8 @@ class Sink:
 
 
 class PhaseFile(Sink):
-    """The current phase for other programs, as a JSON file with pid, step, phase and
-    since when. On a full disk the file stays as it was."""
+    """Writes the current phase for other programs, as a JSON file with pid, step, phase
+    and its start. On a full disk the file stays unchanged."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,9 +102,9 @@ class PhaseFile(Sink):
 
 
 class JsonlSink(Sink):
-    """`metrics.jsonl`: one object per step with `step` and `time` (Unix seconds). It is
-    written after every step, so that a dead run keeps all of them. Values that are not
-    finite become null."""
+    """Writes `metrics.jsonl`: one object per step with `step` and `time` (Unix
+    seconds), after every step, so that a dead run keeps all of them. Values that are
+    not finite become null."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
@@ -120,7 +122,7 @@ class JsonlSink(Sink):
 
 
 class TimelineSink(Sink):
-    """`timeline.jsonl`, for a driver that goes on after step `done`."""
+    """Writes `timeline.jsonl`, for a driver that continues after step `done`."""
 
     def __init__(self, run: Path, done: int) -> None:
         restart = (run / TIMELINE_NAME).exists()
@@ -141,7 +143,7 @@ class TimelineSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """TensorBoard's event file, written in its record format without torch, tensorflow
+    """Writes TensorBoard's event file in its record format, without torch, tensorflow
     or a thread. `done`: viewers forget the events of later steps in earlier files,
     because those steps are lost."""
 
@@ -181,8 +183,9 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run, with its files in the run folder and `parameters` as its
-    config. Its own waits are bounded too: they also run when the interpreter exits."""
+    """Writes a Weights & Biases run, with its files in the run folder and `parameters`
+    as its config. Its own waits are bounded too: they also run when the interpreter
+    exits."""
 
     def __init__(
         self, settings: WandbConfig, folder: Path, parameters: Mapping[str, object]
@@ -220,9 +223,9 @@ class WandbSink(Sink):
 
 
 class MlflowSink(Sink):
-    """An MLflow run on the tracking server or store of the settings, in the experiment
-    that MLflow's own environment variable names. Values that are not finite are left
-    out."""
+    """Writes an MLflow run on the tracking server or store of the settings, in the
+    experiment that MLflow's own environment variable names. Values that are not finite
+    are left out."""
 
     def __init__(
         self, run: RunConfig, folder: Path, parameters: Mapping[str, object]
@@ -255,7 +258,7 @@ class ThreadedSink(Sink):
         self._calls: queue.SimpleQueue[Callable[[Sink], None] | None] = (
             queue.SimpleQueue()
         )
-        """One for each row of values, and each table. None: there are no more."""
+        """One call for each row of values, and each table. None: the end."""
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -272,12 +275,12 @@ class ThreadedSink(Sink):
             self._error = error
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises the error that the thread has met since the last step."""
+        """Queue the values. Raises the thread's error since the last step."""
         row = dict(values)
         self._put(lambda sink: sink.step(step, row))
 
     def rollouts(self, step: int, rows: Sequence[SampledRollout]) -> None:
-        """Raises as `step`."""
+        """Queue the rollouts. Raises as `step` does."""
         self._put(lambda sink: sink.rollouts(step, rows))
 
     def _put(self, call: Callable[[Sink], None]) -> None:
@@ -286,7 +289,7 @@ class ThreadedSink(Sink):
         self._calls.put(call)
 
     def close(self) -> None:
-        """Raises the error that the thread has met, or DeadlineError if it hangs."""
+        """Close the sink. Raises the thread's error, or DeadlineError if it hangs."""
         self._calls.put(None)
         self._thread.join(self._close_timeout_s)
         if self._error is not None:
@@ -328,8 +331,8 @@ class RunObserver(Sink):
         self._call_each(lambda sink: sink.sample(sample))
 
     def note(self, text: str) -> None:
-        """Prints a message that stays on the screen. Texts of models and exceptions may
-        be in it, so control characters are shown as escapes."""
+        """Print a message that stays on the screen. Control characters, from texts of
+        models and exceptions, are shown as escapes."""
         with contextlib.suppress(
             OSError
         ):  # the terminal may be gone, or the pipe's reader
@@ -340,7 +343,7 @@ class RunObserver(Sink):
         self._sinks.clear()
 
     def _call_each(self, call: Callable[[Sink], None]) -> None:
-        """Leaves out a sink that raises."""
+        """Call each sink, and drop those that raise."""
         for sink in list(self._sinks):
             try:
                 call(sink)
@@ -356,7 +359,7 @@ class RunObserver(Sink):
 
 
 def open_sinks(folder: RunFolder, config: Config, *, done: int = 0) -> list[Sink]:
-    """The sinks of the settings, for a run that has made `done` steps."""
+    """Open the sinks of the settings, for a run that has made `done` steps."""
     run = config.run
     parameters: dict[str, object] = {}
     for table, entries in config.settings().items():

@@ -1,7 +1,8 @@
 """Writes what each step did with its tokens into the run folder, turn by turn.
 
-Invariant: a folder that cannot be written is reported once; training goes on. What a
-full disk does not take is written with a later step."""
+Invariant: a folder that cannot be written is reported once, and training continues. If
+the disk is full, a later step writes the rest.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ from invrl.types.batches import TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 _MOST_WAITING = 8
-"""Steps. With more the oldest is lost: its tokens fill memory."""
+"""Most waiting steps. Beyond that the oldest is lost: its tokens fill memory."""
 
 
 class TokenRecorder:
-    """Writes into `folder`, for a run that goes on after step `done`: what later steps
-    left there is lost."""
+    """Writes into `folder`, for a run that continues after step `done`: later steps in
+    it are lost."""
 
     def __init__(self, folder: Path, *, done: int) -> None:
         self._folder = folder
@@ -40,8 +41,8 @@ class TokenRecorder:
     def record(
         self, step: int, batch: TrainBatch, records: Sequence[TokenRecord | None]
     ) -> str:
-        """Writes the file of a step. `records`: one for each sample of the batch, or
-        none. Returns a warning for the console; "" if there is none."""
+        """Write the file of a step. `records`: one for each sample of the batch, or
+        none. Returns a warning for the console, or ""."""
         if not records or self._failed:
             return ""
         self._waiting[step] = trained_turns(batch, records)
@@ -65,7 +66,7 @@ class TokenRecorder:
 def trained_turns(
     batch: TrainBatch, records: Sequence[TokenRecord | None]
 ) -> list[TrainedTurn]:
-    """The turns of the batch that have a trained token, in the batch's order."""
+    """Return the turns of the batch that have a trained token, in the batch's order."""
     turns: list[TrainedTurn] = []
     for sample, record in zip(batch.samples, records, strict=True):
         if record is not None:

@@ -1,5 +1,5 @@
-"""Before a run starts: the packages that its traces need are installed, and its
-settings for them fit together."""
+"""Checks before a run starts that the packages for its traces are installed and its
+trace settings are consistent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROTOCOL_VARIABLES = (
 
 
 def check_traces(config: Config) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for traces that cannot be sent."""
     setting = config.run.log.otel_endpoint
     endpoint = traces_endpoint(setting)
     if setting:
@@ -55,7 +55,7 @@ def _check_address(field: str, address: str) -> None:
 
 
 def _check_protocol() -> None:
-    """The first of the variables that is set counts, as in OpenTelemetry's
+    """Check the protocol. The first variable that is set counts, as in OpenTelemetry's
     specification."""
     for name in _PROTOCOL_VARIABLES:
         protocol = os.environ.get(name, "")

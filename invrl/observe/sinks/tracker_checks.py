@@ -1,5 +1,5 @@
-"""Before a run starts: the experiment trackers that its settings ask for are installed
-and can be logged to."""
+"""Checks before a run starts that its experiment trackers are installed and can be
+logged to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]+@")
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a tracker that cannot be logged to."""
     if _PASSWORD_IN_URL.search(
         run.metrics.mlflow_tracking_uri or ""
     ):  # settings are written into the run folder
@@ -57,7 +57,7 @@ def _check_wandb_key() -> None:
     try:
         has_key = wandb.login(prompt=False)
     except Exception as error:
-        # no network, or the key is refused: the sink will meet that too
+        # no network, or the key is refused: the sink will report that
         logger.warning("Weights & Biases: %s", error)
     if not has_key:
         reason = "there is no API key for Weights & Biases"
@@ -66,9 +66,9 @@ def _check_wandb_key() -> None:
 
 
 def _check_mlflow(uri: str) -> None:
-    """Finds what can be found without asking a server. MLflow takes any text for a
-    folder, and fails only when it first writes there: it does not write to folders any
-    more, and mlflow-skinny has no databases."""
+    """Check what can be checked without a server. MLflow takes any text for a folder,
+    and fails only at its first write: it no longer writes to folders, and mlflow-skinny
+    has no databases."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

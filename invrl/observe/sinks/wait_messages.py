@@ -1,8 +1,8 @@
-"""What a run says while no step ends: every 30 s what it waits for, why, and which
+"""Messages while no step ends: every 30 s what the run waits for, why, and which
 setting changes that.
 
-Pure, except `report_waits`, which asks the buffer. A message is for a person: what
-happened, then what to do.
+Pure, except `report_waits`, which polls the buffer. A message says what happened, then
+what to do.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _MAX_SESSIONS_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """The settings that end a wait, for the messages."""
+    """Settings that end a wait, for the messages."""
 
     rollout_timeout_s: float
     filtered_out: str
@@ -34,7 +34,7 @@ class Deadlines:
 
 
 class CurrentPhase(Sink):
-    """What the run does now and since when, and when the next message is due. `clock`:
+    """Current phase of the run, its start, and the time of the next message. `clock`:
     in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,12 +54,12 @@ class CurrentPhase(Sink):
         self.restart_interval()
 
     def restart_interval(self) -> None:
-        """The next message is due after a whole interval from now."""
+        """Let the next message be due a whole interval from now."""
         self._quiet_since = self._clock()
 
     @property
     def seconds(self) -> float:
-        """Since the phase began."""
+        """Seconds since the phase began."""
         return self._clock() - self._began_at
 
     def is_message_due(self) -> bool:
@@ -72,7 +72,7 @@ class CurrentPhase(Sink):
 
 
 class WaitSource(Protocol):
-    """The part of the buffer that `report_waits` asks."""
+    """Part of the buffer that `report_waits` polls."""
 
     async def waiting(self) -> WaitReport: ...
 
@@ -89,8 +89,8 @@ async def report_waits(
     *,
     interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
-    """Shows a message whenever one is due, until it is cancelled. Returns if the buffer
-    has died: the loop's own call then raises the cause."""
+    """Show a message whenever one is due, until cancelled. Returns if the buffer has
+    died: the loop's own call then raises the cause."""
     phase.restart_interval()  # the message that everything is up has just been shown
     while True:
         if phase.is_message_due():
@@ -99,7 +99,7 @@ async def report_waits(
                 if phase.name == "rollout":
                     report = await buffer.waiting()
             except DeadlineError as error:
-                # the buffer is busy; the next question may be answered
+                # the buffer is busy; the next query may succeed
                 logger.warning(
                     "the buffer did not say what the next batch waits for: %s", error
                 )
@@ -113,8 +113,8 @@ async def report_waits(
 def wait_message(
     phase: CurrentPhase, report: WaitReport | None, deadlines: Deadlines
 ) -> str:
-    """`report`: None if the run does not wait for rollouts, or the buffer did not
-    answer."""
+    """Return the message. `report`: None if the run does not wait for rollouts, or the
+    buffer did not answer."""
     heading = f"step {phase.step_number}: {phase.name} for {phase.seconds:.0f} s"
     if report is None:
         return heading
@@ -126,7 +126,7 @@ def wait_message(
 
 
 def _describe_groups(report: WaitReport) -> str:
-    """Where the groups of the next batch are."""
+    """Describe the state of the next batch's groups."""
     rollouts_in_flight = sum(group.missing for group in report.in_flight)
     parts = [
         f"{report.ready} of {report.wanted} groups ready",
@@ -144,7 +144,7 @@ def _describe_groups(report: WaitReport) -> str:
 
 
 def _describe_reasons(report: WaitReport, deadlines: Deadlines) -> list[str]:
-    """Why there is no batch yet; each reason with what to set."""
+    """Describe why there is no batch yet; each reason with the setting to change."""
     reasons: list[str] = []
     if report.filtered_streak:
         reasons.append(_describe_filtered(report, deadlines))
@@ -175,7 +175,7 @@ def _describe_filtered(report: WaitReport, deadlines: Deadlines) -> str:
 
 
 def _describe_filter_limit(report: WaitReport, deadlines: Deadlines) -> str:
-    """What happens if the filter drops every further group."""
+    """Describe what happens if the filter drops every further group."""
     if not report.filtered_limit:
         return "there is no limit on such groups (--no-max-filtered-batches)"
     consequence = "the run ends and saves its model"
@@ -199,7 +199,8 @@ def _describe_longest_wait(report: WaitReport, deadlines: Deadlines) -> str:
 
 
 def _describe_environments(outside: WaitsOutside, deadlines: Deadlines) -> str:
-    """Which environments the run waits for, if it does not run the rollouts itself."""
+    """Describe the environments that the run waits for, if it does not run the rollouts
+    itself."""
     parts: list[str] = []
     if outside.offered:
         parts.append(

@@ -1,8 +1,9 @@
-"""What came of a run, in one line: what it gained, and why it ended.
+"""The outcome of a run in one line: its gain, and why it ended.
 
-The gain is the one that the run itself measured at its end (`GAINS_NAME` in its report
-folder, with a paired interval). Until then, or without held-out tasks, it is the change
-of a metric, without an interval."""
+The gain is what the run itself measured at its end (`GAINS_NAME` in its report folder,
+with a paired interval). Until then, or without held-out tasks, it is the change of a
+metric, without an interval.
+"""
 
 import json
 import re
@@ -21,12 +22,12 @@ _CHANGES = {
     "rollout/reward_mean": "training reward",
     "train/loss": "loss",
 }
-"""Metrics whose change is told where there is no held-out accuracy; the first that the
+"""Metrics whose change is reported if there is no held-out accuracy; the first that the
 run has."""
 _RAISED = re.compile(
     r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|OutOfMemory)\b.*"
 )
-"""A line of a log that says what was raised."""
+"""Line of a log that names a raised exception."""
 _MAX_CHARS = 300
 
 
@@ -39,22 +40,22 @@ def outcome_line(
     series: Series,
     log_end: str,
 ) -> str:
-    """`series`: points of metrics by name, each with its step, time and value.
-    `log_end`: the last lines of the driver's log."""
+    """Describe the outcome. `series`: points of metrics by name, each with its step,
+    time and value. `log_end`: last lines of the driver's log."""
     of_steps = f" of {num_steps}" if num_steps else ""
     ending = f"{state} after step {step}{of_steps}"
     if state == "running":
         ending = f"running, step {step}{of_steps}"
     if state == "failed":
         ending += f": {_raised(log_end) or 'see logs/driver.log'}"
-    # else they are of an earlier end
+    # otherwise the gains are of an earlier end
     gains = list(_gains(report)) if state == "ended" else []
     changes = gains or list(_accuracies(series)) or list(_other_change(series))
     return "; ".join([*changes, ending])
 
 
 def telling_metrics(names: Iterable[str]) -> list[str]:
-    """Those of the metrics that `outcome_line` reads."""
+    """Return the metrics that `outcome_line` reads."""
     return [name for name in names if name in _CHANGES or _ACCURACY.fullmatch(name)]
 
 
@@ -87,7 +88,7 @@ def _other_change(series: Series) -> Iterator[str]:
 
 
 def _change(label: str, points: Sequence[Point]) -> Iterator[str]:
-    """The first and the last value that is a number."""
+    """Yield the change from the first to the last value that is a number."""
     values = [(step, value) for step, _, value in points if value is not None]
     if not values:
         return
@@ -99,7 +100,7 @@ def _change(label: str, points: Sequence[Point]) -> Iterator[str]:
 
 
 def _raised(log_end: str) -> str:
-    """The last exception that the log names; "" if it names none. Lines may be JSON
+    """Return the last exception that the log names, or "". Lines may be JSON
     objects."""
     raised = ""
     for line in log_end.splitlines():
@@ -112,7 +113,7 @@ def _raised(log_end: str) -> str:
 
 
 def _texts(line: str) -> list[str]:
-    """The lines of text in a line of the log."""
+    """Return the lines of text in a line of the log."""
     if not line.startswith("{"):
         return [line]
     try:

@@ -1,8 +1,9 @@
-"""The files of a run that tell what it does and what came of it, read again and again,
-of a live or a dead run, without touching its folder.
+"""The files that tell the state and outcome of a live or dead run, read repeatedly
+without touching its folder.
 
-Everything may be missing, torn or of another version: what cannot be read becomes a
-note, and the rest is told."""
+Everything may be missing, torn or of another version: unreadable parts become notes,
+and the rest is still reported.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from invrl.store.run_folder import RunFolder
 
 State = Literal["running", "ended", "failed", "interrupted"]
 Settings = Mapping[str, Mapping[str, Any]]
-"""By section, as they are written."""
+"""Settings by section, as they are written."""
 _LOG_TAIL = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What the driver did last, from phase.json."""
+    """Last phase of the driver, from phase.json."""
 
     name: str
     step: int
@@ -34,7 +35,7 @@ class Phase:
 
 
 class RunFiles:
-    """Call `metrics.refresh` to read the metrics that are new."""
+    """Files of a run. Call `metrics.refresh` to read new metrics."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -42,7 +43,8 @@ class RunFiles:
         self.settings_error = ""
 
     def state(self) -> State:
-        """ "interrupted": it was killed, or somebody ended it before its last step."""
+        """Return the run's state. "interrupted": it was killed, or ended by a user
+        before its last step."""
         if self.folder.is_worked_in():
             return "running"
         if self.folder.finished_path.exists():
@@ -52,7 +54,7 @@ class RunFiles:
         return "interrupted"
 
     def log_end(self) -> str:
-        """The end of the driver's log."""
+        """Return the end of the driver's log."""
         try:
             with self.folder.log_path("driver").open("rb") as file:
                 size = file.seek(0, 2)
@@ -62,7 +64,7 @@ class RunFiles:
             return ""
 
     def settings(self) -> Settings:
-        """{} if they cannot be read."""
+        """Return the settings; {} if they cannot be read."""
         path = self.folder.config_path
         try:
             tables = tomllib.loads(path.read_text(errors="replace", encoding="utf-8"))
@@ -77,12 +79,12 @@ class RunFiles:
         }
 
     def num_steps(self) -> int | None:
-        """How many steps the run is to make."""
+        """Return the planned number of steps."""
         number = self.settings().get("run", {}).get("num_steps")
         return number if isinstance(number, int) else None
 
     def phase(self) -> Phase | None:
-        """None if the driver has said nothing."""
+        """Return the last phase; None if the driver has written none."""
         try:
             content = json.loads(self.folder.phase_path.read_bytes())
             since = content.get("since")
@@ -95,7 +97,7 @@ class RunFiles:
             return None
 
     def outcome(self) -> str:
-        """What came of the run so far, in one line."""
+        """Describe the outcome of the run so far in one line."""
         state = self.state()
         return outcome_line(
             state=state,
@@ -107,7 +109,7 @@ class RunFiles:
         )
 
     def notes(self) -> list[str]:
-        """What could not be read, and whether the policy has collapsed."""
+        """Return notes about unreadable parts and a collapsed policy."""
         notes = [self.settings_error]
         if self.metrics.damaged_lines:
             notes.append(

@@ -1,4 +1,5 @@
-"""A run at one time, as `invrl watch` shows it: its files and its failed rollouts."""
+"""The status of a run at one time, as `invrl watch` shows it: its files and its failed
+rollouts."""
 
 from __future__ import annotations
 
@@ -23,39 +24,37 @@ _MAX_FAILURES = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rollout that failed."""
-
     task_id: str
     reason: str
     detail: str
-    """The last line of its message."""
+    """Last line of its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run at one time."""
+    """Status of a run at one time."""
 
     name: str
     state: State
     outcome: str
-    """One line: what it gained, and how far it is or why it ended."""
+    """One line: the gain, and the progress or the reason of the end."""
     num_steps: int | None
-    """How many the run is to make; None if that is not known."""
+    """Planned number of steps; None if unknown."""
     steps_made: int
-    """The last step with metrics."""
+    """Last step with metrics."""
     phase: Phase | None
     rows: Sequence[MetricsRow]
-    """One for each step."""
+    """One row for each step."""
     timeline: Timeline
     failed: Mapping[str, int]
     """Failed rollouts by reason."""
     failures: Sequence[Failure]
-    """The last ones, newest first."""
+    """Last failures, newest first."""
     notes: Sequence[str]
 
 
 class RunReader(RunFiles):
-    """Reads a run folder again and again. Failed rollouts are read once each."""
+    """Reads a run folder repeatedly. Each failed rollout is read once."""
 
     def __init__(self, folder: RunFolder) -> None:
         super().__init__(folder)
@@ -67,7 +66,7 @@ class RunReader(RunFiles):
         self._last_outcome = 0
 
     def read(self) -> RunStatus:
-        """The status now. Never raises because of what is in the folder."""
+        """Return the current status. Never raises because of the folder's content."""
         errors: list[str] = []
         try:
             self._read_failures()

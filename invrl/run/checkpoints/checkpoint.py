@@ -1,5 +1,5 @@
-"""One checkpoint of a run, or one saved model: its paths, and whether its files are
-what was written."""
+"""One checkpoint of a run, or one saved model: its paths, and the check of its
+files."""
 
 import contextlib
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MODEL_PREFIX = "model-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Paths of one checkpoint; `step` training steps had been made, so it holds weight
+    """Paths of one checkpoint, made after `step` training steps; it holds weight
     version `step`."""
 
     step: int
@@ -27,11 +27,11 @@ class Checkpoint:
     megatron = Below("megatron")
     hugging_face = Below("hugging_face")
     buffer = Below("buffer.json")
-    """Missing where no buffer was in the run (`--data-path`, `--debug-train-only`)."""
+    """Missing if the run had no buffer (`--data-path`, `--debug-train-only`)."""
 
     @classmethod
     def at(cls, path: Path) -> Self | None:
-        """The checkpoint in this folder, not checked; None if the folder is not a
+        """Return the checkpoint in this folder, unchecked; None if the folder is not a
         checkpoint."""
         step = step_in(path, STEP_PREFIX)
         if step is None:
@@ -43,12 +43,13 @@ class Checkpoint:
 
     @property
     def keeps_model(self) -> bool:
-        """Whether its model is not to be removed."""
+        """Whether its model must not be removed."""
         return (self.path / KEEP_NAME).exists()
 
     def check(self, model_folder: Path) -> None:
-        """Raises DamagedFileError if a file is not what was written; NewerFormatError;
-        OtherModelError if the checkpoint is not of the model in `model_folder`."""
+        """Raise DamagedFileError if a file differs from what was written;
+        NewerFormatError; OtherModelError if the checkpoint is not of the model in
+        `model_folder`."""
         check_manifest(self.path)
         if not self.megatron.is_dir():
             raise DamagedFileError(self.megatron, "it is missing")
@@ -57,9 +58,9 @@ class Checkpoint:
 
 
 def keep_model(model: Path) -> None:
-    """From now on no run removes this model, which is in a checkpoint or by itself.
-    Called where a user is told its path. A disk that is full or read-only is no error:
-    the path is right all the same."""
+    """Protect this model, in a checkpoint or standalone, from removal by any run.
+    Called when a user is shown its path. A full or read-only disk is not an error: the
+    path is still right."""
     folder = model
     if model.name == "hugging_face":
         folder = model.parent
@@ -68,14 +69,13 @@ def keep_model(model: Path) -> None:
 
 
 def model_step(path: Path) -> int | None:
-    """The step whose weights this folder holds by themselves; None for another
-    folder."""
+    """Return the step of a standalone model's folder; None for another folder."""
     return step_in(path, MODEL_PREFIX)
 
 
 def step_in(path: Path, prefix: str) -> int | None:
-    """The number after the prefix in a folder's name; None for another name, or if it
-    is no folder."""
+    """Return the number after the prefix in a folder's name; None for another name, or
+    if it is not a folder."""
     step = path.name.removeprefix(prefix)
     if not path.name.startswith(prefix) or not step.isdecimal() or not path.is_dir():
         return None
@@ -83,8 +83,8 @@ def step_in(path: Path, prefix: str) -> int | None:
 
 
 def _check_same_model(found: Path, expected: Path) -> None:
-    """Both are Hugging Face folders. Raises OtherModelError if the trainer would
-    compute other models from their config.json."""
+    """Raise OtherModelError if the trainer would compute different models from the
+    config.json of these Hugging Face folders."""
     found_type = read_model_type(found)
     expected_type = read_model_type(expected)
     if found_type != expected_type:
@@ -107,8 +107,8 @@ def _other_model(
 
 
 def first_checkpoint(setting: str | None) -> Checkpoint | None:
-    """The checkpoint that `--load-checkpoint` names, not checked yet. None if it names
-    none: the model folder is step 0. Raises ConfigError."""
+    """Return the checkpoint that `--load-checkpoint` names, unchecked. None without
+    one: the model folder is step 0. Raises ConfigError."""
     if not setting:
         return None
     checkpoint = Checkpoint.at(Path(setting).expanduser().absolute())
@@ -121,9 +121,9 @@ def first_checkpoint(setting: str | None) -> Checkpoint | None:
 
 
 def check_served(model_folder: Path) -> None:
-    """If invrl has written `model_folder` (in a checkpoint, by itself, or by `invrl
-    export`), its files are what was written. Raises ConfigError. Any other model folder
-    has no manifest of ours, so there is nothing to compare with."""
+    """Check the files of a `model_folder` that invrl has written (in a checkpoint,
+    standalone, or by `invrl export`). Raises ConfigError. Other model folders have no
+    manifest of ours to compare with."""
     folder = model_folder
     subfolder = ""
     if (

@@ -1,7 +1,9 @@
-"""When a checkpoint of a running trainer finds its disk full: the run goes on without
-it, and tries again at the next save. The last one waits for space.
+"""Saves checkpoints of a running trainer. If the disk is full, the run continues
+without the checkpoint and tries again at the next save; only the last save waits for
+space.
 
-Invariant: what a failed save has left is removed, so it takes no space."""
+Invariant: the remains of a failed save are removed, so they take no space.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,8 +14,8 @@ from invrl.run.checkpoints.checkpoints import Checkpoints, CopyingTrainer
 
 
 class CheckpointSaves:
-    """`beside_training`: a save returns once the trainer has copied what is written.
-    `note`: receives a warning for the console."""
+    """`beside_training`: a save returns once the trainer has copied its state. `note`:
+    receives a warning for the console."""
 
     def __init__(
         self,
@@ -28,10 +30,10 @@ class CheckpointSaves:
         self._beside_training = beside_training
         self._note = note
         self._newest: tuple[int, bytes | None] | None = None
-        """Step and snapshot of the save that was begun last, until it is whole."""
+        """Step and snapshot of the last save, until it is complete."""
 
     async def save(self, step: int, snapshot: bytes | None = None) -> None:
-        """Saves the trainer as it is. Where the disk is full, says so and returns."""
+        """Save the trainer as it is. If the disk is full, report that and return."""
         await self._end_earlier()
         self._newest = (step, snapshot)
         try:
@@ -43,8 +45,8 @@ class CheckpointSaves:
             self._newest = None
 
     async def finish(self) -> None:
-        """Returns once the newest save is whole; waits for space if its disk is full.
-        The trainer is still as it was then."""
+        """Wait until the newest save is complete; if its disk is full, wait for space.
+        The trainer must not have changed since that save."""
         await self._end_earlier()
         if self._newest is None:
             return
@@ -70,7 +72,7 @@ class CheckpointSaves:
         await save(self._trainer, step, snapshot)
 
     async def _end_earlier(self) -> None:
-        """Waits for the save that goes on beside training."""
+        """Wait for a save that runs alongside training."""
         if self._newest is None or not self._beside_training:
             return
         step, _ = self._newest
@@ -83,7 +85,7 @@ class CheckpointSaves:
             self._newest = None
 
     async def _clear_after(self, step: int, error: Exception) -> None:
-        """Raises the error unless the disk is full."""
+        """Raise the error unless the disk is full."""
         if not is_full(error, self._checkpoints.folder):
             raise error
         await asyncio.to_thread(self._checkpoints.clear_partial)

@@ -1,10 +1,11 @@
-"""How good the weights of a step are, by what the run has measured, and which
-checkpoints stay because of it.
+"""Scores of a step's weights from the run's metrics, and the checkpoints that stay
+because of them.
 
 The score is the held-out accuracy of the step's weights (the mean over sets and modes),
-the mean training reward of the steps up to it, or the held-out loss, of which less is
-better. A checkpoint is judged when a later one is saved: the evaluation after its step
-has been made by then."""
+the mean training reward of the steps up to it, or the held-out loss, where lower is
+better. A checkpoint is judged when a later one is saved, because the evaluation after
+its step has then been made.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ _ACCURACY_SUFFIX = "/accuracy"
 HELD_OUT_LOSS = "eval/loss"
 _REWARD = "rollout/reward_mean"
 _REWARD_STEPS = 8
-"""Steps whose rewards are averaged, because that of one batch says little."""
+"""Steps whose rewards are averaged, because one batch says little."""
 
 
 def kept_steps(
@@ -29,8 +30,8 @@ def kept_steps(
     best: int = 0,
     scores: Mapping[int, float] | None = None,
 ) -> set[int]:
-    """Which of the saved steps stay: the `newest`, and of the older ones the `best` by
-    score, the later one where scores are equal. With `newest` 0 all stay. A step
+    """Return the saved steps that stay: the `newest`, and of the older ones the `best`
+    by score, later ones first if scores are equal. With `newest` 0 all stay. A step
     without a score is not among the best."""
     ordered = sorted(steps)
     if not newest:
@@ -42,7 +43,7 @@ def kept_steps(
 
 
 def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
-    """The scores of the steps that have one."""
+    """Return the scores of the steps that have one."""
     rows = read_metrics(metrics_path)
     if kind == "held_out":
         return _accuracies(rows)
@@ -52,7 +53,7 @@ def read_scores(metrics_path: Path, kind: ScoreKind) -> dict[int, float]:
 
 
 def held_out_losses(rows: Sequence[MetricsRow]) -> dict[int, float]:
-    """The held-out loss by step; the later one where a step has two."""
+    """Return the held-out loss by step; the later one if a step has two."""
     losses: dict[int, float] = {}
     for row in rows:
         loss = row.get(HELD_OUT_LOSS)

@@ -1,5 +1,5 @@
-"""A run's checkpoints: one folder per step, whole or not there; and the newest weights
-by themselves.
+"""A run's checkpoints, each one folder per step, complete or absent; and the newest
+weights as a standalone model.
 
     checkpoints/step-000004/   megatron/ (model, optimizer, schedule, RNG), hugging_face/ (the model),
                                buffer.json (buffer, data cursor, place in the ledger),
@@ -7,13 +7,14 @@ by themselves.
     checkpoints/model-000005/  the model alone, as a Hugging Face folder with a manifest.json
 
 Each is written under another name, flushed to disk and renamed, so a crash at any byte
-leaves the last whole one. A checkpoint is checked against its manifest before anything
-of it is loaded.
+leaves the last complete one. A checkpoint is checked against its manifest before it is
+loaded.
 
 The model of a step is saved before the optimizer's state, which is six times as large.
 If that state cannot be written (the disk or the memory is full), `model-N` remains. It
-is not a checkpoint: it can be evaluated, served and be the model of a new run, but no
-run resumes from it. Once the checkpoint of the step is whole, `model-N` is removed."""
+can be evaluated, served and used as the model of a new run, but no run resumes from it.
+Once the checkpoint of the step is complete, `model-N` is removed.
+"""
 
 import asyncio
 import os
@@ -44,35 +45,36 @@ T = TypeVar("T")
 _PARTIAL = ".partial"
 _DAMAGED = ".damaged"
 _REFUSED = ".refused"
-"""Ends the name of a checkpoint that is whole and cannot be used: of another model, or
-of a newer format."""
+"""Suffix of a checkpoint that is complete but unusable: of another model, or of a newer
+format."""
 
 
 class CopyingTrainer(Trainer, Protocol):
-    """A trainer that can write a copy of its state while it trains on."""
+    """A trainer that can write a copy of its state while it continues to train."""
 
     async def copy_model(self, path: str) -> None:
-        """Copies the weights and begins to write them as `export_hugging_face` does."""
+        """Copy the weights and begin to write them as `export_hugging_face` does."""
 
     async def copy_checkpoint(self, path: str) -> None:
-        """Copies the state and begins to write it, after the weights."""
+        """Copy the state and begin to write it, after the weights."""
 
     async def model_written(self) -> FileEntries:
-        """Waits for the weights. Raises what their writing raised."""
+        """Wait for the weights. Raises what their writing raised."""
         ...
 
     async def checkpoint_written(self) -> None:
-        """Waits for the state, on all ranks."""
+        """Wait for the state, on all ranks."""
 
     async def finish_checkpoint(self) -> FileEntries:
-        """Ends the writing of the state. As `save_checkpoint`."""
+        """Finish the writing of the state. Returns and raises as `save_checkpoint`
+        does."""
         ...
 
 
 class Checkpoints:
-    """Those of one run, in `folder`. `keep`: how many of the newest stay; 0 keeps all.
-    `keep_best`: how many of the older ones stay, by the scores that `read_scores`
-    returns by step."""
+    """Checkpoints of one run, in `folder`. `keep`: number of the newest that stay; 0
+    keeps all. `keep_best`: number of the older ones that stay, by the scores that
+    `read_scores` returns by step."""
 
     def __init__(
         self,
@@ -87,11 +89,11 @@ class Checkpoints:
         self._keep_best = keep_best
         self._read_scores = read_scores
         self._in_flight: asyncio.Task[None] | None = None
-        """The checkpoint that is being written beside training."""
+        """Checkpoint that is being written alongside training."""
         self._failed = asyncio.Event()
         self.saved_step: int | None = None
-        """Of the newest weights that this object has saved, whatever became of their
-        checkpoint."""
+        """Step of the newest weights that this object has saved, even if their
+        checkpoint failed."""
 
     @property
     def folder(self) -> Path:
@@ -102,7 +104,7 @@ class Checkpoints:
         return (self._folder / f"{STEP_PREFIX}{step:06d}").is_dir()
 
     def all(self) -> list[Checkpoint]:
-        """Oldest first."""
+        """Return the checkpoints, oldest first."""
         checkpoints: list[Checkpoint] = []
         for path in self._folder.glob(f"{STEP_PREFIX}*"):
             checkpoint = Checkpoint.at(path)
@@ -117,7 +119,7 @@ class Checkpoints:
         return checkpoints[-1]
 
     def damaged(self) -> list[str]:
-        """Names of the checkpoints that were damaged and renamed."""
+        """Return the names of the checkpoints that were damaged and renamed."""
         return sorted(
             path.name for path in self._folder.glob(f"{STEP_PREFIX}*{_DAMAGED}*")
         )
@@ -125,11 +127,10 @@ class Checkpoints:
     def newest_whole(
         self, report: Callable[[str], object], model_folder: Path
     ) -> Checkpoint | None:
-        """The newest checkpoint that is of the model in `model_folder`, in a format
-        that is known, and whose files are what was written; None if the run has made no
-        checkpoint. Other checkpoints are renamed; `report` receives which file was
-        wrong and which steps are lost. Raises DamagedFileError if there were
-        checkpoints and none can be used."""
+        """Return the newest checkpoint of the model in `model_folder` with a known
+        format and undamaged files; None if the run has made no checkpoint. Other
+        checkpoints are renamed; `report` receives the damaged file and the lost steps.
+        Raises DamagedFileError if there were checkpoints and none can be used."""
         refusals: list[tuple[Checkpoint, DamagedFileError]] = []
         for checkpoint in reversed(self.all()):
             try:
@@ -142,7 +143,7 @@ class Checkpoints:
                 for refused, error in refusals:
                     report(self._put_aside(refused, error))
                 return checkpoint
-        if refusals:  # the fault is the command's, so nothing is renamed
+        if refusals:  # the command is at fault, so nothing is renamed
             _, error = refusals[0]
             raise error
         damaged = self.damaged()
@@ -156,8 +157,8 @@ class Checkpoints:
         return None
 
     def _put_aside(self, checkpoint: Checkpoint, error: DamagedFileError) -> str:
-        """Renames it, to a name that no checkpoint has and that was not used before.
-        Returns a sentence for the console."""
+        """Rename it, to an unused name that no checkpoint has. Returns a sentence for
+        the console."""
         ending = _DAMAGED
         finding = "is damaged"
         if isinstance(error, NewerFormatError | OtherModelError):
@@ -182,19 +183,19 @@ class Checkpoints:
         )
 
     def check_space(self) -> None:
-        """Raises DiskFullError if there is no room for a checkpoint as large as the
-        newest one. The ranks are asked for nothing then."""
+        """Raise DiskFullError if there is no space for a checkpoint as large as the
+        newest one, before any rank is called."""
         latest = self.latest()
         if latest is not None:
             check_space(self._folder, _num_bytes(latest.path))
 
     def clear_partial(self) -> None:
-        """Removes what a save has left that failed."""
+        """Remove the remains of failed saves."""
         for path in self._folder.glob(f"*{_PARTIAL}*"):
             shutil.rmtree(path)
 
     def begin(self, step: int) -> Checkpoint:
-        """An empty folder to fill. It becomes a checkpoint by `commit`."""
+        """Return an empty folder to fill. `commit` makes it a checkpoint."""
         self.clear_partial()
         filling = Checkpoint(
             step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}{_PARTIAL}"
@@ -203,9 +204,9 @@ class Checkpoints:
         return filling
 
     def commit(self, filled: Checkpoint, written: FileEntries) -> Checkpoint:
-        """Writes the manifest, flushes everything and gives the folder its name. Then
-        removes checkpoints that are not kept, and saved models that are not newer.
-        `written`: the entries that are known."""
+        """Write the manifest, flush everything and give the folder its name. Then
+        remove checkpoints that are not kept, and saved models that are not newer.
+        `written`: the known entries."""
         write_manifest(filled.path, written)
         flush_tree(filled.path)
         final = self._folder / f"{STEP_PREFIX}{filled.step:06d}"
@@ -215,8 +216,8 @@ class Checkpoints:
         return Checkpoint(step=filled.step, path=final)
 
     def _remove_old(self) -> None:
-        """Removes the checkpoints that are not kept. The newest one always is, and it
-        is whole."""
+        """Remove the checkpoints that are not kept. The newest one, which is complete,
+        always is."""
         scores: Mapping[int, float] = {}
         if self._keep_best:
             scores = self._read_scores()
@@ -233,8 +234,8 @@ class Checkpoints:
                 self._remove(checkpoint.path)
 
     def _remove(self, folder: Path) -> None:
-        """A crash at any moment leaves the folder as it was, or no folder of this name:
-        the next save removes the rest."""
+        """Remove a folder. A crash at any moment leaves the folder intact, or no folder
+        of this name: the next save removes the rest."""
         removed = self._folder / f"{folder.parent.name}-{folder.name}.removed{_PARTIAL}"
         folder.rename(removed)
         flush(folder.parent)
@@ -244,9 +245,9 @@ class Checkpoints:
     async def save(
         self, trainer: Trainer, step: int, snapshot: bytes | None = None
     ) -> Checkpoint:
-        """Saves the trainer as it is, and the buffer's `snapshot` if there is one. The
-        model comes first and remains if the rest fails. Threads write to the disk,
-        because the caller's event loop watches processes meanwhile."""
+        """Save the trainer as it is, and the buffer's `snapshot` if there is one. The
+        model comes first and remains if the rest fails. Threads write to the disk, so
+        the caller's event loop continues to watch processes."""
         model = await self.save_model(trainer, step)
         filling = await _in_thread(self.begin, step)
         state = await trainer.save_checkpoint(str(filling.megatron))
@@ -259,7 +260,7 @@ class Checkpoints:
         state: FileEntries,
         snapshot: bytes | None,
     ) -> Checkpoint:
-        """Makes a checkpoint of the trainer's state, which is in `filling`, and the
+        """Make a checkpoint of the trainer's state, which is in `filling`, and the
         saved model."""
         linked = await _in_thread(_link_model, model, filling.hugging_face)
         if snapshot is not None:
@@ -273,10 +274,9 @@ class Checkpoints:
     async def save_beside_training(
         self, trainer: CopyingTrainer, step: int, snapshot: bytes | None = None
     ) -> None:
-        """As `save`, but returns as soon as the trainer has copied what is to be
-        written. Waits first for the checkpoint before, so that there is one copy at
-        most. A failure of the writing is raised by `watch`, and by the next call that
-        waits."""
+        """Save as `save` does, but return as soon as the trainer has copied its state.
+        First waits for the previous checkpoint, so that there is one copy at most.
+        `watch` and the next call that waits raise a failure of the writing."""
         await self.wait_until_saved()
         filling = await _in_thread(self.begin, step)
         unfinished = self._model_path(step).with_name(
@@ -296,8 +296,8 @@ class Checkpoints:
         unfinished: Path,
         snapshot: bytes | None,
     ) -> None:
-        """Awaits what the trainer writes, and publishes it. The model comes first, as
-        in `save`."""
+        """Await the trainer's writing, and publish it. The model comes first, as in
+        `save`."""
         written = await trainer.model_written()
         model = self._model_path(filling.step)
         await _in_thread(self._publish_model, unfinished, model, filling.step, written)
@@ -306,15 +306,15 @@ class Checkpoints:
         await self._complete(filling, model, state, snapshot)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
-        """A full disk ends no run: `wait_until_saved` raises that, and nothing else
-        does."""
+        """Record a failure. A full disk does not end the run: only `wait_until_saved`
+        raises it."""
         error = None if task.cancelled() else task.exception()
         if error is not None and not is_full(error):
             self._failed.set()
 
     async def wait_until_saved(self) -> None:
-        """Returns once no checkpoint is being written. Raises what the writing raised.
-        The calls of the trainer have deadlines, so this wait has one too."""
+        """Wait until no checkpoint is being written. Raises what the writing raised.
+        The trainer's calls have deadlines, so this wait has one too."""
         if self._in_flight is None:
             return
         try:
@@ -326,15 +326,15 @@ class Checkpoints:
         self._in_flight = None
 
     async def watch(self) -> None:
-        """Never returns. Raises the failure of a checkpoint that is written beside
-        training."""
+        """Raise the failure of a checkpoint that is written alongside training. Never
+        returns."""
         await self._failed.wait()
         assert self._in_flight is not None
         await self._in_flight
 
     async def save_model(self, trainer: Trainer, step: int) -> Path:
-        """Saves the trainer's weights alone, as a Hugging Face folder, and removes
-        older ones. Its path."""
+        """Save only the trainer's weights, as a Hugging Face folder, and remove older
+        ones. Returns its path."""
         await self.wait_until_saved()
         final = self._model_path(step)
         unfinished = final.with_name(final.name + _PARTIAL)
@@ -344,8 +344,8 @@ class Checkpoints:
         return final
 
     def model_of(self, step: int) -> Path:
-        """Where the weights of a saved step are: in its checkpoint, or by
-        themselves."""
+        """Return the folder of a saved step's weights: in its checkpoint, or
+        standalone."""
         checkpoint = Checkpoint(
             step=step, path=self._folder / f"{STEP_PREFIX}{step:06d}"
         )
@@ -354,17 +354,18 @@ class Checkpoints:
         return self._model_path(step)
 
     def _model_path(self, step: int) -> Path:
-        """Of the step's weights by themselves."""
+        """Return the path of the step's standalone weights."""
         return self._folder / f"{MODEL_PREFIX}{step:06d}"
 
     def models(self) -> list[Path]:
-        """The models that were saved without a checkpoint, or whose checkpoint is not
-        whole; oldest first."""
+        """Return the models that were saved without a checkpoint, or whose checkpoint
+        is incomplete; oldest first."""
         paths = self._folder.glob(f"{MODEL_PREFIX}*")
         return sorted(path for path in paths if model_step(path) is not None)
 
     def models_by_step(self) -> dict[int, Path]:
-        """The folders of all saved weights, within checkpoints and by themselves."""
+        """Return the folders of all saved weights, within checkpoints and
+        standalone."""
         models = {model_step(path) or 0: path for path in self.models()}
         for path in self._folder.glob(f"{STEP_PREFIX}*"):
             step = step_in(path, STEP_PREFIX)
@@ -373,8 +374,8 @@ class Checkpoints:
         return models
 
     def newest_model(self) -> Path | None:
-        """The folder of the newest weights, within a checkpoint or by itself. None
-        before the first save."""
+        """Return the folder of the newest weights, within a checkpoint or standalone.
+        None before the first save."""
         checkpoint = self.latest()
         models = self.models()
         if checkpoint is None:
@@ -393,8 +394,8 @@ class Checkpoints:
         self._remove_models(step - 1)
 
     def _rename(self, unfinished: Path, final: Path) -> None:
-        """A folder that has the final name already belongs to a lost incarnation, and
-        is replaced. A path that a user was told stays valid."""
+        """Give a folder its final name. One that already has the name belongs to a lost
+        incarnation and is replaced. A path that a user was shown stays valid."""
         if (final / KEEP_NAME).exists():
             (unfinished / KEEP_NAME).touch()
         old = final.with_name(f"{final.name}.old{_PARTIAL}")
@@ -405,16 +406,16 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _remove_models(self, last: int) -> None:
-        """Removes those of step `last` and of earlier steps, unless they are to be
-        kept. A later one is of an incarnation that came further."""
+        """Remove the models of step `last` and earlier, unless they are protected. A
+        later one is of an incarnation that came further."""
         for path in self.models():
             if (model_step(path) or 0) <= last and not (path / KEEP_NAME).exists():
                 self._remove(path)
 
 
 async def _in_thread(work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Runs `work` beside the event loop. A cancellation waits for the thread, which
-    cannot be stopped: the caller may write into the same folder next."""
+    """Run `work` in a thread. A cancellation waits for the thread, which cannot be
+    stopped: the caller may write into the same folder next."""
     loop = asyncio.get_running_loop()
     future = loop.run_in_executor(None, partial(work, *arguments, **named))
     try:
@@ -429,13 +430,13 @@ def _num_bytes(folder: Path) -> int:
 
 
 def _below(folder: Path, entries: FileEntries) -> FileEntries:
-    """The same entries relative to the folder that this one is in."""
+    """Return the same entries relative to the folder's parent."""
     return {f"{folder.name}/{name}": entry for name, entry in entries.items()}
 
 
 def _link_model(model: Path, to: Path) -> FileEntries:
-    """Hard links to the same files, or copies if the file system has no hard links. The
-    manifest of the checkpoint describes them too. Returns their entries."""
+    """Make hard links to the same files, or copies if the file system has no hard
+    links. The checkpoint's manifest describes them, too. Returns their entries."""
     to.mkdir()
     for file in model.iterdir():
         if file.name in (MANIFEST_NAME, KEEP_NAME):

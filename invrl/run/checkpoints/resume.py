@@ -36,14 +36,13 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The last step that was made before this incarnation; its weights have this
-        version."""
+        """Last step before this incarnation; its weights have this version."""
         if self.checkpoint is None:
             return 0
         return self.checkpoint.step
 
     def read_snapshot(self) -> bytes | None:
-        """The buffer's snapshot; None at step 0."""
+        """Return the buffer's snapshot; None at step 0."""
         if self.checkpoint is None:
             return None
         return self.checkpoint.buffer.read_bytes()
@@ -52,9 +51,9 @@ class Start:
 def find_start(
     folder: RunFolder, checkpoints: Checkpoints, model_folder: Path
 ) -> Start:
-    """Chooses the newest checkpoint whose files are what was written and that is of the
-    model in `model_folder`; sets aside what later steps left in the folder. Raises
-    DamagedFileError if there are checkpoints and none can be used."""
+    """Choose the newest undamaged checkpoint of the model in `model_folder`, and set
+    aside the remains of later steps in the folder. Raises DamagedFileError if there are
+    checkpoints and none can be used."""
     findings: list[str] = []
     checkpoint = checkpoints.newest_whole(findings.append, model_folder)
     step = Start(checkpoint=checkpoint).step
@@ -69,8 +68,8 @@ def find_start(
 
 
 def start_at_zero(folder: RunFolder) -> Start:
-    """For a run that ignores the checkpoints in its folder: all rows of its metrics are
-    lost."""
+    """Return the start of a run that ignores the checkpoints in its folder: all rows of
+    its metrics are lost."""
     metrics_finding = folder.rewind_metrics(0)
     if not metrics_finding:
         return Start(checkpoint=None)
@@ -78,8 +77,8 @@ def start_at_zero(folder: RunFolder) -> Start:
 
 
 def check_store_at(start: Start, folder: RunFolder) -> None:
-    """The run's store is whole, and holds what the checkpoint needs of it. Raises
-    DamagedFileError."""
+    """Check that the run's store is undamaged and holds what the checkpoint needs.
+    Raises DamagedFileError."""
     snapshot = start.read_snapshot()
     if start.checkpoint is not None and snapshot is not None:
         check_store_of(folder.store_path, start.checkpoint.path, snapshot)
@@ -97,7 +96,7 @@ def is_finished(folder: RunFolder, start: Start, *, num_steps: int) -> bool:
 
 
 def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
-    """One sentence for the console."""
+    """Return one sentence for the console."""
     ended_after = _ended_after(folder)
     if start.checkpoint is None:
         if ended_after is not None:
@@ -117,7 +116,7 @@ def describe_start(folder: RunFolder, start: Start, *, num_steps: int) -> str:
 
 
 def _ended_after(folder: RunFolder) -> int | None:
-    """The last step of a run that came to its end; None if it did not."""
+    """Return the last step of a run that came to its end; None if it did not."""
     try:
         return int(folder.finished_path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

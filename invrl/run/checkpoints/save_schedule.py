@@ -1,9 +1,10 @@
-"""After which steps a checkpoint is saved: every n steps, or every n seconds.
+"""The steps after which a checkpoint is saved: every n steps, or every n seconds.
 
 The default is by seconds, because one setting then suits steps of five seconds and of
-ten minutes. What a save costs depends on the model and the disk. If saves take long,
-the interval grows, so that they take at most a twentieth of the time. Which steps are
-saved changes nothing that a step computes."""
+ten minutes. The duration of a save depends on the model and the disk. If saves take
+long, the interval grows, so that they take at most a twentieth of the time. The choice
+of steps does not change what a step computes.
+"""
 
 import time
 from collections.abc import Callable
@@ -12,9 +13,8 @@ _MAX_TIME_SHARE = 0.05
 
 
 class SaveSchedule:
-    """`steps`: between checkpoints; with None, `seconds` decides. `seconds`: since
-    the last save, or since `begin`; with None no checkpoint is due before the last
-    step."""
+    """`steps`: between checkpoints; with None, `seconds` decides. `seconds`: since the
+    last save, or since `begin`; with None no checkpoint is due before the last step."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class SaveSchedule:
         self._last_save_s = 0.0
 
     def begin(self) -> None:
-        """The first step begins: seconds count from now."""
+        """Start counting seconds at the first step."""
         self._last_save_at = self._clock()
 
     def is_due(self, step: int) -> bool:
-        """Whether this step, which has just been made, is to be saved."""
+        """Whether this step, just made, should be saved."""
         if self._steps:
             return step % self._steps == 0
         if not self._seconds or self._last_save_at is None:
@@ -43,6 +43,6 @@ class SaveSchedule:
         return self._clock() - self._last_save_at >= interval_s
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint has been saved, which took this long."""
+        """Record that a checkpoint has been saved, and the seconds that it took."""
         self._last_save_at = self._clock()
         self._last_save_s = seconds

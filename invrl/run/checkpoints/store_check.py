@@ -1,9 +1,10 @@
-"""Whether a run's store is whole and fits a checkpoint: checked before an incarnation
+"""Checks that a run's store is undamaged and fits a checkpoint: before an incarnation
 starts, and before the ledger is read.
 
-A store that is missing, damaged, or not the one that the checkpoint belongs to is found
-here, with what to do, and not hours later as an error of SQLite. `quick_check` reads
-the whole file once; it finds damaged pages, not a changed byte inside a value."""
+A store that is missing, damaged, or of another checkpoint is reported here with a fix,
+and not hours later as an SQLite error. `quick_check` reads the whole file once; it
+finds damaged pages, but not a changed byte inside a value.
+"""
 
 import contextlib
 import sqlite3
@@ -22,7 +23,8 @@ _ANEW = "begin a new run: --run-name NEW --model-path"
 
 
 def check_store(path: Path) -> None:
-    """The store can be read; a missing one is not created. Raises DamagedFileError."""
+    """Check that the store can be read; a missing one is not created. Raises
+    DamagedFileError."""
     if not path.exists():
         raise DamagedFileError(
             path, "it is missing", "give the folder of a run that has begun"
@@ -35,8 +37,8 @@ def check_store(path: Path) -> None:
 
 
 def check_store_of(path: Path, checkpoint: Path, snapshot: bytes) -> None:
-    """The store is whole and holds what the snapshot of this checkpoint names. Raises
-    DamagedFileError."""
+    """Check that the store is undamaged and holds what the snapshot of this checkpoint
+    names. Raises DamagedFileError."""
     fix = f"{_RESTORE}, or {_ANEW} {checkpoint}"
     if not path.exists():
         raise DamagedFileError(
@@ -81,8 +83,8 @@ def _highest(db: sqlite3.Connection, query: str) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path, fix: str) -> Iterator[sqlite3.Connection]:
-    """A connection to a store that SQLite finds no fault with; what it raises later
-    counts as damage too."""
+    """Connect to a store that SQLite finds undamaged; errors within the block count as
+    damage too."""
     try:
         with contextlib.closing(
             sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)

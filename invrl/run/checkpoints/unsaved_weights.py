@@ -1,10 +1,10 @@
-"""Saves what no checkpoint holds when a run ends before its last step.
+"""Saves unsaved training when a run ends before its last step.
 
-When an interrupt ends a run, the trainer still has what it learnt since the last
-checkpoint: that is saved as another checkpoint, from which the run resumes. After a
-failure outside of the trainer only the weights are saved, as a Hugging Face folder:
-they may be what failed. Invariant: an error here is shown, but never hides the error
-that ended the run."""
+When an interrupt ends a run, the trainer's progress since the last checkpoint is saved
+as another checkpoint, from which the run resumes. After a failure outside of the
+trainer only the weights are saved, as a Hugging Face folder: they may be the cause.
+Invariant: an error here is shown, but never hides the error that ended the run.
+"""
 
 import asyncio
 import logging
@@ -17,15 +17,15 @@ from invrl.run.checkpoints.checkpoint import keep_model
 from invrl.run.checkpoints.checkpoints import Checkpoints
 
 SAVE_AFTER_INTERRUPT_S = 120.0
-"""For the batch that the trainer is at, and for saving the weights after it."""
+"""Seconds for the trainer's current batch, and for saving the weights after it."""
 TakeSnapshot = Callable[[int], Awaitable[bytes | None]]
-"""The buffer's snapshot for the checkpoint of a step; None for a run that has no
+"""Returns the buffer's snapshot for the checkpoint of a step; None for a run without a
 buffer."""
 logger = logging.getLogger(__name__)
 
 
 async def no_buffer(_step: int) -> None:
-    """The `TakeSnapshot` of a run without rollouts."""
+    """Return None, as the `TakeSnapshot` of a run without rollouts."""
 
 
 class CountingTrainer(Trainer, Protocol):
@@ -33,8 +33,8 @@ class CountingTrainer(Trainer, Protocol):
     more."""
 
     async def batches_trained(self) -> int:
-        """Batches since the trainer started. A batch that is in progress is finished
-        first."""
+        """Return the batches since the trainer started, after finishing one in
+        progress."""
         ...
 
 
@@ -47,10 +47,10 @@ async def save_unsaved_weights(
     note: Callable[[str], object],
     take_snapshot: TakeSnapshot | None = None,
 ) -> None:
-    """`first_step`: the step of the weights that the trainer started with. `note`
-    receives where the newest weights are, or why they could not be saved.
-    `take_snapshot`: makes a checkpoint of them; without it the weights are saved
-    alone."""
+    """Save the trainer's newest weights. `first_step`: step of the weights that the
+    trainer started with. `note` receives their place, or the reason that they could not
+    be saved. `take_snapshot`: makes a checkpoint of them; without it only the weights
+    are saved."""
     try:
         async with asyncio.timeout(timeout_s):
             await checkpoints.wait_until_saved()
@@ -76,7 +76,8 @@ async def save_unsaved_weights(
 async def _save_checkpoint(
     trainer: Trainer, checkpoints: Checkpoints, step: int, take_snapshot: TakeSnapshot
 ) -> None:
-    """Without a snapshot, because the buffer has died, the weights alone."""
+    """Save a checkpoint, or only the weights if the buffer has died and gives no
+    snapshot."""
     try:
         snapshot = await take_snapshot(step)
     except Exception as error:
@@ -87,7 +88,7 @@ async def _save_checkpoint(
 
 
 def _reason(error: Exception, timeout_s: float) -> str:
-    """One line."""
+    """Return the reason in one line."""
     if isinstance(error, TimeoutError):
         return f"not within {timeout_s:g} s"
     lines = str(error).splitlines()
@@ -97,7 +98,7 @@ def _reason(error: Exception, timeout_s: float) -> str:
 
 
 def _describe_weights(checkpoints: Checkpoints, step: int) -> str:
-    """Where the weights of a step are, and what can be done with them."""
+    """Describe where the weights of a step are, and how to use them."""
     model = checkpoints.model_of(step)
     latest = checkpoints.latest()
     resume = "there is no checkpoint to resume from"

@@ -47,47 +47,45 @@ _PROGRESS_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to write, and where to."""
+    """Options of an export: its content and its file."""
 
     out: Path
     pairs: bool = False
     label_from: float | None = None
-    """The reward from which on a conversation has the label true; below it, false.
-    None: no labels."""
+    """Lowest reward for which a conversation has the label true. None: no labels."""
     best: int = 1
-    """Rollouts of a task at most, or pairs of it, each of another group; 0: all."""
+    """Most rollouts or pairs of a task, each of another group; 0: all."""
     wanted: Wanted = field(default_factory=Wanted)
     inexact: bool = False
-    """Rows that the template writes otherwise than they were sampled are written
-    too."""
+    """Whether to write samples that the template renders differently than they were
+    sampled."""
     overwrite: bool = False
     model_path: str = ""
-    """The folder whose tokenizer and template restore the texts; "": the run's
-    model."""
+    """Folder whose tokenizer and template restore the texts; "": the run's model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ExportReport:
-    """What was written and what was not."""
+    """Counts of the rollouts that were written and left out."""
 
     rows: int = 0
     rollouts: int = 0
     tasks: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Of the conversations, or of the chosen sides."""
+    """Rewards of the conversations, or of the chosen sides."""
     labels: Counter[bool] = field(default_factory=Counter)
-    """Of the conversations, where they have labels."""
+    """Labels of the conversations, if they have them."""
     fidelities: Counter[Fidelity] = field(default_factory=Counter)
-    """Of the conversations, or of both sides of the pairs."""
+    """Fidelities of the conversations, or of both sides of the pairs."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    """Rollouts that were left out, by reason."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """What the conversations of the reason `Fidelity.REFUSED` were refused for."""
+    """Reasons for which conversations were refused (`Fidelity.REFUSED`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedRows:
-    """The rows of one file, and the account of them."""
+    """Rows of one file, and their counts."""
 
     options: ExportOptions
     store: RunStore
@@ -96,8 +94,8 @@ class ExportedRows:
     report: ExportReport = field(default_factory=ExportReport)
 
     def rows(self, candidates: Candidates) -> Iterator[dict[str, Json]]:
-        """Task by task, in the order in which the tasks came first. The report is whole
-        at the end."""
+        """Yield rows task by task, in the order in which the tasks first appeared. The
+        report is complete at the end."""
         last_note = time.monotonic()
         of_task = (
             self._pairs_of_task if self.options.pairs else self._conversations_of_task
@@ -113,7 +111,7 @@ class ExportedRows:
             self.report.tasks += self.report.rows > num_rows
 
     def _is_enough(self, count: int) -> bool:
-        """Whether that many rollouts or pairs of one task are all that are wanted."""
+        """Whether `count` rollouts or pairs of one task suffice."""
         return bool(self.options.best) and count >= self.options.best
 
     # ------------------------------------------------------------- conversations
@@ -156,8 +154,8 @@ class ExportedRows:
         return {"label": is_good}
 
     def _restore(self, branches: Sequence[RecordedBranch]) -> list[RestoredRow]:
-        """The rows of a rollout; none if one of them cannot be written, and the rollout
-        is counted as left out."""
+        """Return the rows of a rollout. If one of them cannot be written, return none,
+        and count the rollout as left out."""
         if not branches:
             self.report.left_out[_NOTHING_TRAINED] += 1
         rows: list[RestoredRow] = []
@@ -190,8 +188,8 @@ class ExportedRows:
                 yield pair
 
     def _pair(self, group: Sequence[Sample]) -> dict[str, Json] | None:
-        """The best rollout of the group that can be written, and the worst one that
-        answers the same prompt. Every rollout of the group is counted."""
+        """Return the group's best rollout that can be written, and the worst one with
+        the same prompt. Every rollout of the group is counted."""
         unused = {sample.identity.session_id for sample in group}
         lowest = reward_of(group[-1])
         for sample in group:
@@ -219,8 +217,8 @@ class ExportedRows:
         group: Sequence[Sample],
         unused: set[str],
     ) -> dict[str, Json] | None:
-        """The fields of the pair; None if no rollout of the group can be its rejected
-        side. Rollouts that are used or counted are removed from `unused`."""
+        """Return the fields of the pair; None if no rollout of the group can be its
+        rejected side. Rollouts that are used or counted are removed from `unused`."""
         for sample in worst_first(group):
             if reward_of(sample) >= reward_of(best):
                 return None
@@ -250,8 +248,8 @@ class ExportedRows:
         return min_reward is not None and reward_of(sample) < min_reward
 
     def _side(self, sample: Sample) -> RestoredRow | None:
-        """The one row of a rollout, as a side of a pair; None, and counted, if it
-        cannot be one."""
+        """Return the only row of a rollout, as a side of a pair. If it cannot be one,
+        count it and return None."""
         rows = self._restore(recorded_branches(self.store, sample.identity.session_id))
         if not rows:
             return None
@@ -262,7 +260,7 @@ class ExportedRows:
 
 
 def _origin(sample: Sample) -> dict[str, Json]:
-    """Fields of a row that say where it comes from. Training ignores them."""
+    """Return the fields of a row that tell its origin. Training ignores them."""
     identity = sample.identity
     return {
         "task_id": identity.task_id,

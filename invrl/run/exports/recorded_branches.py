@@ -20,13 +20,13 @@ from invrl.types.batches import TrainSample
 from invrl.types.turns import Turn
 
 _Recorded = Mapping[str, tuple[Turn, bytes, bytes]]
-"""By turn id: the turn, its messages and its tools, as JSON."""
+"""Turn by id, with its messages and its tools as JSON."""
 
 
 def recorded_branches(store: RunStore, session_id: str) -> list[RecordedBranch]:
-    """Of a rollout that finished and its child sessions, without auxiliary
-    conversations; empty if nothing of it may be trained. Raises KeyError as
-    `RunStore.rollout`."""
+    """Return the trajectories of a finished rollout and its child sessions, without
+    auxiliary conversations; empty if none may be trained. Raises KeyError as
+    `RunStore.rollout` does."""
     rollout = store.rollout(session_id)
     recorded: dict[str, tuple[Turn, bytes, bytes]] = {}
     for member in (session_id, *rollout.summary.child_rewards):

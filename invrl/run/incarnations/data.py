@@ -1,8 +1,9 @@
-"""The data of a run on a file: its rows, and what makes tokens of them with the run's
-model and template.
+"""The data of a run on a file: its samples, and their tokens by the run's model and
+template.
 
-Invariant: a run that resumes reads the same bytes as before, because its rows are
-chosen by their place."""
+Invariant: a resumed run reads the same bytes as before, because its samples are chosen
+by their position.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ from invrl.store.run_folder import RunFolder
 
 
 def load_run_data(config: Config) -> Dataset:
-    """Reads the files that the settings name. The model folder must have been checked.
+    """Read the files that the settings name. The model folder must have been checked.
     Raises ConfigError."""
     folder = config.model.folder
     shape = read_hf_config(folder)
@@ -39,8 +40,8 @@ def load_run_data(config: Config) -> Dataset:
 
 
 def check_unchanged(config: Config, folder: RunFolder, *, first_step: int) -> None:
-    """Writes down the checksums of the run's files; in a run that resumes, compares
-    with them. Raises ConfigError for a file that has changed."""
+    """Record the checksums of the run's files; in a resumed run, compare with them.
+    Raises ConfigError for a file that has changed."""
     digests: dict[str, str] = {}
     paths = {"data_path": config.data.data_path, "eval_path": config.data.eval_path}
     for name, path in paths.items():

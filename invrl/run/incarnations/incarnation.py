@@ -92,9 +92,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_incarnation(config: Config, folder: RunFolder) -> None:
-    """Runs from the newest whole checkpoint to the end of the run. The caller holds the
-    folder. Raises InvrlError with the cause of a failure; the supervisor then starts
-    the next incarnation."""
+    """Run from the newest complete checkpoint to the end of the run. The caller holds
+    the folder. Raises InvrlError with the cause of a failure; the supervisor then
+    starts the next incarnation."""
     checkpoints = Checkpoints(
         folder.checkpoints_path,
         keep=config.run.checkpoints.keep or 0,
@@ -131,7 +131,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
     awaited = AwaitedWork(observer, phase)
     shown = ExitStack()
     shown.enter_context(incidents_shown(observer.note))
-    try:  # the display is to leave the terminal as it was, whatever happens
+    try:  # the display must restore the terminal in any case
         _note_settings(config, folder, start, observer)
         if metrics.message:
             observer.note(metrics.message)
@@ -139,7 +139,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
         if config.run.debug_train_only:
             checkpoint = first_checkpoint(config.run.load_checkpoint)
             if checkpoint:
-                # Not within the event loop: here an interrupt ends it at once.
+                # Outside the event loop: here an interrupt ends it immediately.
                 checkpoint.check(config.model.folder)
             interrupts.run(
                 train_on_saved_batches(
@@ -175,7 +175,7 @@ def run_incarnation(config: Config, folder: RunFolder) -> None:
 def _note_settings(
     config: Config, folder: RunFolder, start: Start, observer: RunObserver
 ) -> None:
-    """Messages for the console, shown before anything starts."""
+    """Show messages on the console before anything starts."""
     observer.note(f"run folder {folder.path}")
     if not config.run.debug_rollout_only and config.algorithm.objective in ON_ROLLOUTS:
         for sentence in config.algorithm.without_effect():
@@ -255,9 +255,9 @@ class _TrainingRun:
     async def _load_learner(
         self, cluster: Cluster, stack: AsyncExitStack
     ) -> Learner | None:
-        """Loads the checkpoint into the trainer, and the trainer's weights into the
-        fleet, which can be verified from then on until the stack is closed. None
-        without a trainer."""
+        """Load the checkpoint into the trainer, and its weights into the fleet, which
+        can be verified from then on until the stack is closed. Returns None without a
+        trainer."""
         trainer = cluster.trainer
         if trainer is None:
             await cluster.serving.fleet.check_unchanged()
@@ -310,7 +310,7 @@ class _TrainingRun:
         )
 
     def _ask_of(self, cluster: Cluster) -> None:
-        """Whom the live display asks what a phase waits for."""
+        """Register the queries of the live display about what a phase waits for."""
         group_size = self.config.rollout.n_samples_per_prompt
         questions = self.awaited.questions
 
@@ -332,7 +332,7 @@ class _TrainingRun:
             )
 
     async def _train(self, cluster: Cluster, learner: Learner | None) -> int:
-        """Evaluates, trains, evaluates again. Returns the last step made."""
+        """Evaluate, train, evaluate again. Returns the last step made."""
         waits = report_waits(
             cluster.buffer, self.phase, self.observer, _deadlines(self.config)
         )
@@ -412,7 +412,7 @@ class _TrainingRun:
             )
 
     def _show_samples(self, step: int, taken: TakenBatch) -> Sequence[str]:
-        """Texts for the console. Rollouts for the trackers go to them from here."""
+        """Return texts for the console, and send the trackers their rollouts."""
         run = self.config.run
         if run.wandb is not None and run.wandb.rollouts is not None:
             rows = sample_rollouts(
@@ -424,9 +424,8 @@ class _TrainingRun:
     def _assemble(
         self, advantage: AdvantageFn, step: int, taken: TakenBatch
     ) -> TrainBatch:
-        """Reads the tokens of a batch and computes its advantages. This runs in a
-        thread, so it opens a connection of its own: the run may end before the thread
-        does."""
+        """Read the tokens of a batch and compute its advantages. Runs in a thread, so
+        it opens its own connection: the run may end before the thread does."""
         with contextlib.closing(RunStore(self.folder.store_path)) as store:
             rollouts = store.taken_rollouts(taken)
         batch = build_batch(
@@ -451,14 +450,14 @@ class _TrainingRun:
     async def _score(
         self, teacher: Teacher, step: int, batch: TrainBatch
     ) -> TrainBatch:
-        """Adds the log-probs of the teacher that a server has."""
+        """Add the log-probs of a teacher on a server."""
         scored = await teacher.score(batch)
         what = "what the run saves of its batches"
         await written_in_thread(self.folder.path, what, self._keep, step, scored)
         return scored
 
     def _keep(self, step: int, batch: TrainBatch) -> None:
-        """Writes the batch into the run folder, if the run saves its batches."""
+        """Write the batch into the run folder, if the run saves its batches."""
         if self.config.run.save_rollout_data or self.config.run.debug_rollout_only:
             save_batch(batch_path(self.folder.rollout_data_path, step), batch)
 
@@ -482,7 +481,7 @@ class _TrainingRun:
         )
         try:
             await first_to_fail(saving, trainer.watch())
-        except ServerError as error:  # a rank does not answer any more
+        except ServerError as error:  # a rank no longer answers
             self.observer.note(f"the newest weights could not be saved: {error}")
 
 

@@ -1,9 +1,10 @@
 """`invrl train --objective sft --data-path FILE`: the trainer alone, on a file of
 conversations, pairs or labelled replies.
 
-Invariant: what a step trains depends on the settings and the step alone
-(`datasets/order.py`), so a run that resumes from a checkpoint makes the steps that an
-uninterrupted one would have made."""
+Invariant: a step's samples depend only on the settings and the step
+(`datasets/order.py`), so a resumed run makes the steps that an uninterrupted one would
+have made.
+"""
 
 import asyncio
 import time
@@ -55,8 +56,8 @@ async def train_on_data(
     data: Dataset,
     awaited: AwaitedWork,
 ) -> None:
-    """Makes the steps after `start`, with the held-out loss before and after them, and
-    saves checkpoints. SGLang need not be installed. Raises InvrlError with the cause of
+    """Make the steps after `start`, with the held-out loss before and after them, and
+    save checkpoints. SGLang need not be installed. Raises InvrlError with the cause of
     a failure."""
     last_step = data.order.last_step(config.run.num_steps)
     observer.note(describe_start(folder, start, num_steps=last_step))
@@ -111,14 +112,14 @@ async def train_on_data(
 
 @dataclass(frozen=True, slots=True)
 class _DataRun:
-    """The steps of one incarnation."""
+    """Steps of one incarnation."""
 
     config: Config
     folder: RunFolder
     checkpoints: Checkpoints
     observer: RunObserver
     first_step: int
-    """The last step that was made before."""
+    """Last step that was made before."""
     data: Dataset
     last_step: int
     trainer: TrainHandle
@@ -170,11 +171,11 @@ class _DataRun:
             await asyncio.wait({reading})
 
     async def _read(self, step: int) -> StepData:
-        """In a thread, while the trainer makes the step before."""
+        """Read a step's data in a thread, while the trainer makes the previous step."""
         return await asyncio.to_thread(self.data.step, step)
 
     async def _train(self, step: int, step_data: StepData) -> dict[str, float]:
-        """Makes one step. Returns its metric values."""
+        """Make one step. Returns its metric values."""
         with observed_phase(self.observer, "train", step) as parts:
             if self.config.run.save_rollout_data:
                 path = batch_path(self.folder.rollout_data_path, step)
@@ -196,7 +197,7 @@ class _DataRun:
         }
 
     async def _save(self, step: int, schedule: SaveSchedule) -> float:
-        """Saves a checkpoint. Returns the seconds that the run waited for it."""
+        """Save a checkpoint. Returns the seconds that the run waited for it."""
         seconds: dict[str, float] = {}
         with observed_phase(self.observer, "checkpoint", step), timed(seconds, "save"):
             await self.saves.save(step)
@@ -213,8 +214,8 @@ class _DataRun:
             return resolve(await self.trainer.evaluate(held_out), "eval/")
 
     async def _loss_before(self, held_out: TrainBatch | None) -> float | None:
-        """The held-out loss before step 1, measured once in a run: a later incarnation
-        reads it back."""
+        """Return the held-out loss before step 1, measured once in a run: a later
+        incarnation reads it back."""
         if held_out is None:
             return None
         if not self.first_step:
@@ -224,7 +225,7 @@ class _DataRun:
         return self._recorded_loss(0)
 
     def _recorded_loss(self, step: int) -> float | None:
-        """The held-out loss of the step in the metrics; None if they have lost it."""
+        """Return the step's held-out loss in the metrics; None if they lack it."""
         return held_out_losses(read_metrics(self.folder.metrics_path)).get(step)
 
     def _show_example(self, step_data: StepData) -> None:
@@ -240,7 +241,7 @@ class _DataRun:
             self.observer.note(f"step {step} goes without a row: {sentence}")
 
     async def save_unsaved_weights(self, *, interrupted: bool) -> None:
-        """When the run ends before its last step."""
+        """Save the weights when the run ends before its last step."""
         timeout_s = self.config.train.train_step_timeout_s
         if interrupted:
             timeout_s = min(timeout_s, SAVE_AFTER_INTERRUPT_S)
@@ -255,5 +256,5 @@ class _DataRun:
         )
         try:
             await first_to_fail(saving, self.trainer.watch())
-        except ServerError as error:  # a rank does not answer any more
+        except ServerError as error:  # a rank no longer answers
             self.observer.note(f"the newest weights could not be saved: {error}")

@@ -1,4 +1,4 @@
-"""`invrl train --debug-train-only`: the trainer alone, on batches that another run has
+"""`invrl train --debug-train-only`: trains alone, on batches that another run has
 saved."""
 
 import asyncio
@@ -31,8 +31,8 @@ async def train_on_saved_batches(
     observer: RunObserver,
     checkpoint: Checkpoint | None,
 ) -> None:
-    """Makes one step per saved batch after the step of `checkpoint`, up to step
-    `num_steps`, and saves a checkpoint. SGLang need not be installed. Given the
+    """Make one step per saved batch after the step of `checkpoint`, up to step
+    `num_steps`, and save a checkpoint. SGLang need not be installed. Given the
     checkpoint of a run and the batches that it trained next, losses and weights are
     those of that run, bit for bit in float32."""
     first_step = 0
@@ -83,7 +83,7 @@ async def train_on_saved_batches(
 
 
 def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
-    """Raises ConfigError for a row of more than `max_row_tokens`. A run that samples
+    """Raise ConfigError for a sample of more than `max_row_tokens`. A run that samples
     refuses it earlier, at the gateway."""
     limit = config.train.max_row_tokens
     longest = max((len(sample.tokens_T) for sample in batch.samples), default=0)
@@ -96,8 +96,8 @@ def _refuse_long_rows(batch: TrainBatch, config: Config) -> None:
 
 
 def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
-    """Raises ConfigError for a row that lacks an extra column which this run declares.
-    The batches of a run that declared it have it in every row."""
+    """Raise ConfigError for a sample that lacks an extra column of this run. The
+    batches of a run that declared it have it in every sample."""
     for name in config.gateway.session.declared_columns:
         for sample in batch.samples:
             if name in sample.columns or name in sample.numbers:
@@ -114,8 +114,8 @@ def _refuse_missing_columns(batch: TrainBatch, config: Config) -> None:
 
 
 def _refuse_missing_top_logprobs(batch: TrainBatch, config: Config) -> None:
-    """Raises ConfigError where the objective reads the likeliest tokens and the batch
-    has none."""
+    """Raise ConfigError if the objective reads the likeliest tokens and the batch has
+    none."""
     if not batch.samples or not needs_of(config.algorithm).top_logprobs:
         return
     if all(sample.top_logprobs is None for sample in batch.samples):

@@ -1,6 +1,6 @@
 """Failed rollouts on the console: counts by reason, and warnings. In training the
-buffer counts them; in an evaluation nobody else does, so `EvaluationFailures` counts
-them and ends the evaluation when everything fails."""
+buffer counts them; in an evaluation `EvaluationFailures` does, and ends the evaluation
+when everything fails."""
 
 import asyncio
 import logging
@@ -25,20 +25,20 @@ _POLL_INTERVAL_S = 1.0
 
 
 def command_for_failures(folder: RunFolder, *, held_out: bool = False) -> str:
-    """The command that shows the failed rollouts of the run; of its evaluations if
-    `held_out`."""
+    """Return the command that shows the failed rollouts of the run; of its evaluations
+    if `held_out`."""
     command = f"invrl samples {shlex.quote(str(folder.path))} --failed"
     return f"{command} --eval" if held_out else command
 
 
 class FailureSource(Protocol):
-    """The part of the buffer that `report_failures` asks."""
+    """Part of the buffer that `report_failures` polls."""
 
     async def failures(self) -> FailureReport: ...
 
 
 class FailureScreen(Protocol):
-    """The part of the observer that `report_failures` writes to."""
+    """Part of the observer that `report_failures` writes to."""
 
     def failures(self, failed: Mapping[str, int]) -> None: ...
     def note(self, text: str) -> None: ...
@@ -51,13 +51,13 @@ async def report_failures(
     *,
     interval_s: float = _POLL_INTERVAL_S,
 ) -> None:
-    """Shows failed rollouts while a run trains, until it is cancelled. Returns if the
-    buffer has died: the loop's own call then raises the cause."""
+    """Show failed rollouts while a run trains, until cancelled. Returns if the buffer
+    has died: the loop's own call then raises the cause."""
     while True:
         try:
             report = await buffer.failures()
         except DeadlineError as error:
-            # the buffer is busy; the next question may be answered
+            # the buffer is busy; the next query may succeed
             logger.warning(
                 "the buffer did not say which rollouts have failed: %s", error
             )
@@ -72,14 +72,15 @@ async def report_failures(
 
 
 class EvaluationFailures:
-    """The failed rollouts of all evaluations of one incarnation. The first failure of
-    each reason is shown at once. When every rollout so far has failed for the same
+    """Failed rollouts of all evaluations of one incarnation. The first failure of each
+    reason is shown immediately. When every rollout so far has failed for the same
     reason, the evaluation ends with an error: an accuracy of 0 would hide that nothing
     was measured. Once a rollout has finished, failures are only counted.
 
     `warn` receives each warning. `show_all`: the command that shows every failure.
-    `rules`: what becomes of failures in training. Failures that count with a reward
-    there are the model's own, and do not end an evaluation."""
+    `rules`: treatment of failures in training. Failures that count with a reward there
+    are the model's own, and do not end an evaluation.
+    """
 
     def __init__(
         self,
@@ -99,13 +100,13 @@ class EvaluationFailures:
         """Groups that began before the first rollout ended, and are still running."""
 
     def began(self, group_id: str) -> None:
-        """The rollouts of one task are about to run."""
+        """Record that the rollouts of one task begin."""
         if not self._streak.firsts and not self._streak.finished_in_all:
             self._begun_first.add(group_id)
 
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None:
-        """The rollouts of one task have ended. Raises IdenticalFailuresError if going
-        on is of no use."""
+        """Record that the rollouts of one task have ended. Raises
+        IdenticalFailuresError if continuing is pointless."""
         self._begun_first.discard(group_id)
         for outcome in outcomes:
             if isinstance(outcome, FailedRollout):

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class SleepingTrainer(WeightSender, Protocol):
-    """A trainer that gives memory back. Both calls return the bytes of the fullest GPU
-    that are free without what the trainer needs to train."""
+    """A trainer that gives memory back. Both calls return the free bytes of the fullest
+    GPU, without the memory that training needs."""
 
     async def sleep(self) -> int: ...
 
@@ -37,16 +37,15 @@ class SleepingTrainer(WeightSender, Protocol):
 
 
 class EngineStarts(Protocol):
-    """The fleet, as far as it starts and ends engines."""
+    """Part of the fleet that starts and ends engines."""
 
     async def hold_starts(self) -> None:
-        """Waits for the engines that start, and holds others off until
-        `allow_starts`."""
+        """Wait for starting engines, and block further starts until `allow_starts`."""
 
     def allow_starts(self) -> None: ...
 
     async def until_lost_have_ended(self) -> None:
-        """Waits until the processes of all engines that left have ended."""
+        """Wait until the processes of all engines that left have ended."""
 
 
 class SenderThatSleeps:
@@ -79,8 +78,8 @@ class SenderThatSleeps:
 
 
 class GpuTurns:
-    """The engines have the first turn. `give_to_trainer` and `update` are called one
-    after the other."""
+    """Turns of engines and trainer; the engines have the first. Call `give_to_trainer`
+    and `update` alternately."""
 
     def __init__(
         self,
@@ -98,9 +97,8 @@ class GpuTurns:
         self._update = update
 
     async def give_to_trainer(self) -> None:
-        """After this the trainer can train. Raises WeightSyncError, TrainError or
-        DeadlineError; if no engine could be put to sleep, the engines keep their
-        turn."""
+        """Let the trainer train. Raises WeightSyncError, TrainError or DeadlineError;
+        if no engine could be put to sleep, the engines keep their turn."""
         await self._starts.hold_starts()
         try:
             await self._suspend()
@@ -114,7 +112,8 @@ class GpuTurns:
         )
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
-        """The trainer's turn ends, however the update does."""
+        """Update the engines. This ends the trainer's turn, even if the update
+        fails."""
         try:
             return await self._update(version)
         finally:

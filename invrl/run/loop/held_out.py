@@ -24,14 +24,14 @@ from invrl.types.weights import WeightVersion
 
 @dataclass(slots=True)
 class CountedTasks:
-    """The tasks of an evaluation, counted while their failures are watched."""
+    """Tasks of an evaluation, counted while their failures are watched."""
 
     failures: EvaluationFailures
     planned: int = 0
     ended_tasks: int = 0
 
     def plan(self, tasks: int) -> None:
-        """An evaluation of so many tasks begins."""
+        """Begin an evaluation of `tasks` tasks."""
         self.planned = tasks
         self.ended_tasks = 0
 
@@ -51,7 +51,7 @@ class CountedTasks:
 
 
 class HeldOutEvaluations:
-    """Those of one incarnation. Every evaluation warns of rollouts that failed."""
+    """Evaluations of one incarnation. Every evaluation warns of failed rollouts."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class HeldOutEvaluations:
                 show_all=command_for_failures(folder, held_out=True),
             )
         )
-        """Of the evaluation that goes on, or of the last one."""
+        """Tasks of the current or last evaluation."""
 
     async def before_training(self, first_step: int) -> Evaluation | None:
-        """The evaluation before step 1. It is made once in a run: a later incarnation
-        reads it back. None if its file is lost."""
+        """Return the evaluation before step 1. It is made once in a run: later
+        incarnations read it back. None if its file is lost."""
         path = self._before_path
         try:
             if path.exists():
@@ -94,7 +94,7 @@ class HeldOutEvaluations:
         return evaluation
 
     async def during_training(self, version: WeightVersion) -> Mapping[str, float]:
-        """The metric values of an evaluation that the loop asks for."""
+        """Return the metric values of an evaluation that the loop requests."""
         evaluation = await self._rollouts.evaluate(
             version, watch=self.tasks, planned=self.tasks.plan
         )
@@ -103,7 +103,7 @@ class HeldOutEvaluations:
         return await asyncio.to_thread(evaluation.values)
 
     async def evaluate(self, step: int) -> Evaluation:
-        """Evaluates after `step`, and writes the result into the metrics."""
+        """Evaluate after `step`, and write the result into the metrics."""
         with observed_phase(self._observer, "evaluating", step):
             evaluation = await self._rollouts.evaluate(
                 step, watch=self.tasks, planned=self.tasks.plan
@@ -118,13 +118,13 @@ class HeldOutEvaluations:
                 self._observer.note(f"held-out tasks, {failure_note(score)}")
 
     async def report_gain(self, before: Evaluation, after: Evaluation) -> None:
-        """One line per set and mode on the console, and all of them in the report
-        folder."""
+        """Report one line per set and mode on the console, and all of them in the
+        report folder."""
         gains = await asyncio.to_thread(self._note_gains, before, after)
         await write_patiently(self._gains_path, msgspec.json.encode(gains).decode())
 
     def _note_gains(self, before: Evaluation, after: Evaluation) -> list[MeasuredGain]:
-        """Computes their intervals, which takes a while."""
+        """Compute the gains' intervals, which takes a while, and report them."""
         gains: list[MeasuredGain] = []
         for name, score_after in after.scores.items():
             score_before = before.scores[name]
@@ -135,7 +135,7 @@ class HeldOutEvaluations:
 
 
 def measured_gain(name: str, before: EvalScore, after: EvalScore) -> MeasuredGain:
-    """The gain between two scores of one set in one mode. Raises ValueError as
+    """Return the gain between two scores of one set in one mode. Raises ValueError as
     `gain_interval` does."""
     gain = gain_interval(before, after)
     return MeasuredGain(
@@ -158,8 +158,8 @@ def describe_gain(gain: MeasuredGain, before: EvalScore, after: EvalScore) -> st
 
 
 def _describe_size(score: EvalScore) -> str:
-    """How many values an accuracy is the mean of: each task may have been tried several
-    times."""
+    """Describe the number of values behind an accuracy: each task may have been tried
+    several times."""
     tasks = f"{len(score.task_ids):,} tasks"
     if score.samples == len(score.task_ids):
         return tasks

@@ -1,15 +1,15 @@
 """The loop, over interfaces only: take a batch -> train -> send weights -> next.
 
-Rollouts go on meanwhile, as far as the buffer's staleness bound allows: bound 0 makes
-this the synchronous loop, 1 one-step-off-policy, k fully asynchronous. Nothing here
-knows which. Invariant: the buffer learns of a version only after every engine has
-committed it and its canary has passed; from then on it admits work for it and counts
-its tokens.
+Rollouts continue meanwhile, up to the buffer's staleness bound: bound 0 makes this the
+synchronous loop, 1 one-step-off-policy, k fully asynchronous. The code is the same for
+all. Invariant: the buffer learns of a version only after every engine has committed it
+and its canary has passed; from then on it admits work for it and counts its tokens.
 
-Step n makes version n, also if the batch had no signal and no weight changed
+Step n makes version n, even if the batch had no signal and no weight changed
 (`StepResult.optimizer_steps` is 0): versions count batches, so staleness and the ledger
-need no second clock. The engines are then sent the same weights once more, in the usual
-transaction."""
+need no second clock. The engines are then sent the same weights again, in the usual
+transaction.
+"""
 
 import asyncio
 import time
@@ -36,14 +36,13 @@ from invrl.types.metrics import Metrics, resolve, timed
 from invrl.types.weights import WeightUpdate, WeightVersion
 
 Assemble = Callable[[int, TakenBatch], TrainBatch]
-"""Reads the tokens of a step's batch from the run's store and computes advantages. It
-runs in a thread, so that gateway and fleet are watched, and rollouts dispatched, while
-it reads."""
+"""Reads the tokens of a step's batch from the run's store and computes advantages. Runs
+in a thread, so that gateway and fleet are watched and rollouts dispatched meanwhile."""
 Score = Callable[[int, TrainBatch], Awaitable[TrainBatch]]
-"""Adds what another server says of a step's rows."""
+"""Adds another server's scores to a step's samples."""
 UntilWritten = Callable[[Callable[[], Awaitable[TrainBatch]]], Awaitable[TrainBatch]]
 ShowSamples = Callable[[int, TakenBatch], Sequence[str]]
-"""Texts for the console from a step's rollouts; runs in a thread too."""
+"""Returns texts for the console from a step's rollouts; runs in a thread too."""
 Sync = Callable[[WeightVersion], Awaitable[WeightUpdate]]
 """Gives the trainer's weights to the fleet as this version, in one transaction."""
 TakeGpu = Callable[[], Awaitable[None]]
@@ -52,17 +51,17 @@ Save = Callable[[int, bytes], Awaitable[object]]
 """Writes the checkpoint of a step: the trainer as it is, and this snapshot of the
 buffer."""
 Record = Callable[[int, TrainBatch, Sequence[TokenRecord | None]], str]
-"""Keeps what a step did with its tokens; returns a warning for the console, or "". It
-runs in a thread."""
+"""Keeps a step's token records; returns a warning for the console, or "". Runs in a
+thread."""
 Trace = Callable[[int, TrainBatch, Mapping[str, tuple[float, float]]], None]
-"""Adds a step to the traces of its turns, with the Unix seconds in which each phase
-began and ended. It runs in a thread."""
+"""Adds a step to the traces of its turns, with the start and end of each phase in Unix
+seconds. Runs in a thread."""
 Evaluate = Callable[[WeightVersion], Awaitable[Mapping[str, float]]]
-"""Held-out evaluation under this version; flat metric values."""
+"""Evaluates this version on held-out tasks; returns flat metric values."""
 
 
 async def _at_once() -> None:
-    """Waits for nothing."""
+    """Return immediately."""
 
 
 async def _once(work: Callable[[], Awaitable[TrainBatch]]) -> TrainBatch:
@@ -78,15 +77,15 @@ class Learner:
     sync: Sync
     save: Save
     finish_saves: Callable[[], Awaitable[None]] = _at_once
-    """Returns once the newest checkpoint is whole."""
+    """Waits until the newest checkpoint is complete."""
     take_gpu: TakeGpu | None = None
-    """None: the trainer need not share it."""
+    """None if the trainer does not share its GPUs."""
     schedule: SaveSchedule = field(default_factory=SaveSchedule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loop runs on. Without a learner the version never changes, and batches
+    """Components of the loop. Without a learner the version never changes, and batches
     are only kept."""
 
     buffer: Buffer
@@ -94,7 +93,7 @@ class Parts:
     observer: Sink
     learner: Learner | None
     until_written: UntilWritten = _once
-    """Does work that writes to the disk, again while that is full."""
+    """Does work that writes to the disk, and repeats it while the disk is full."""
     score: Score | None = None
     evaluate: Evaluate | None = None
     show_samples: ShowSamples | None = None
@@ -104,18 +103,17 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """The phases of one step: announces each to the observer, and measures its
-    seconds."""
+    """Phases of one step: announces each to the observer, and measures its seconds."""
 
     observer: Sink
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """When each phase began and ended, in Unix seconds."""
+    """Start and end of each phase, in Unix seconds."""
 
     @contextmanager
     def within(self, name: str) -> Iterator[dict[str, float]]:
-        """The block may fill in the seconds of the phase's parts."""
+        """Measure a phase. The block may fill in the seconds of the phase's parts."""
         with (
             observed_phase(self.observer, name, self.step) as parts,
             timed(self.seconds, name),
@@ -128,9 +126,10 @@ class _Phases:
 async def run_loop(
     parts: Parts, *, done: int, num_steps: int, eval_interval: int | None = None
 ) -> int:
-    """Makes steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
+    """Make steps `done` + 1 to `num_steps`; with a learner, step n makes version n.
     Returns the last step made. That is an earlier one if the group filter leaves
-    nothing to train on: the loop then says so, and saves the model of that step."""
+    nothing to train on: the loop then reports this, and saves the model of that
+    step."""
     if parts.learner is not None:
         parts.learner.schedule.begin()
     saved_step = done
@@ -208,11 +207,11 @@ async def _learn(
     last: bool,
     is_told: bool,
 ) -> dict[str, float]:
-    """Trains on the batch, sends the new weights, and saves a checkpoint if one is due.
+    """Train on the batch, send the new weights, and save a checkpoint if one is due.
     The buffer's snapshot is taken before the buffer admits work for the new version;
-    the checkpoint is written while that work goes on. After the last step no more work
-    is admitted. `is_told`: the console knows why no weight changes. Returns metric
-    values."""
+    the checkpoint is written while that work runs. After the last step no more work is
+    admitted. `is_told`: the console has already explained why no weight changes.
+    Returns metric values."""
     step = phases.step
     version = WeightVersion(step)
     if learner.take_gpu is not None:
@@ -250,7 +249,8 @@ async def _learn(
 
 
 def _is_evaluated(step: int, num_steps: int, eval_interval: int | None) -> bool:
-    """The last step is evaluated after the loop."""
+    """Whether the loop evaluates after this step. The last step is evaluated after the
+    loop."""
     if not eval_interval or step >= num_steps:
         return False
     return step % eval_interval == 0
@@ -267,15 +267,15 @@ def _early_end_note(last_step: int, num_steps: int, reason: FilteredOutError) ->
 async def _save_early(
     buffer: Buffer, learner: Learner, phases: _Phases, last_step: int
 ) -> None:
-    """Saves the checkpoint of the last step made, while the buffer has no batch out."""
+    """Save the checkpoint of the last step made, while the buffer has no batch out."""
     snapshot = await buffer.snapshot(WeightVersion(last_step))
     with phases.within(CHECKPOINT_PHASE):
         await learner.save(last_step, snapshot)
 
 
 def step_notes(step: int, result: StepResult) -> Iterator[str]:
-    """Sentences for the console where a batch did not change the weights as it should
-    have."""
+    """Yield sentences for the console if a batch did not change the weights as it
+    should have."""
     if result.nonfinite_steps:
         yield (
             f"step {step}: {result.nonfinite_steps} optimizer steps were skipped, because the loss or the "
@@ -293,7 +293,7 @@ def step_notes(step: int, result: StepResult) -> Iterator[str]:
 
 
 def _critic_learned_alone(metrics: Metrics) -> bool:
-    """Whether the critic made a step, and the policy was not even to make one."""
+    """Whether the critic made a step, and the policy was not meant to."""
     critic_steps = metrics.get("critic_steps")
     return (
         critic_steps is not None
@@ -303,6 +303,6 @@ def _critic_learned_alone(metrics: Metrics) -> bool:
 
 
 def train_values(result: StepResult) -> dict[str, float]:
-    """What the trainer measured, as flat metric values."""
+    """Return the trainer's measurements as flat metric values."""
     seconds = {f"train/time/{name}_s": value for name, value in result.seconds.items()}
     return {**resolve(result.metrics, "train/"), **seconds}

@@ -1,8 +1,9 @@
-"""Goes on with the traces of a step's turns: the batch they were in, the step that
-trained them, and the weight version that contains them first.
+"""Continues the traces of a step's turns: their batch, the step that trained them, and
+the first weight version that contains them.
 
 The gateway recorded the trace of each turn in the run's store (`turn_traces`). Each
-turn gets three spans of its own, so that its trace is whole."""
+turn gets three spans, which complete its trace.
+"""
 
 import contextlib
 import logging
@@ -16,21 +17,21 @@ from invrl.types.batches import TrainBatch
 
 logger = logging.getLogger(__name__)
 Times = Mapping[str, tuple[float, float]]
-"""When each phase of a step began and ended, in Unix seconds."""
+"""Start and end of each phase of a step, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTraces:
-    """For one run."""
+    """Traces of one run."""
 
     traces: Traces
     store_path: Path
 
     def add(self, step: int, batch: TrainBatch, times: Times) -> None:
-        """Adds the spans of a step that has been trained and sent to the engines, for
+        """Add the spans of a step that has been trained and sent to the engines, for
         each turn of the batch that has a trace. `times`: of the phases `assemble`,
-        `train` and `sync`. Runs in any thread. An error is only logged: the run does
-        not need its traces."""
+        `train` and `sync`. Any thread may call this. An error is only logged: the run
+        does not need its traces."""
         try:
             self._add(step, batch, times)
         except Exception:

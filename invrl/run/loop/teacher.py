@@ -1,11 +1,11 @@
-"""A teacher that an SGLang server has: it scores the rows of each batch over HTTP.
+"""A teacher on an SGLang server, which scores the samples of each batch over HTTP.
 
-A request has the ids of a row up to its last trained token and asks for the log-probs
+A request has a sample's ids up to its last trained token and asks for the log-probs
 from its first one on (`logprob_start_len`), without generating. SGLang computes these
-from the logits as they are: at temperature 1, over the whole vocabulary. So the
-rollouts must be sampled at temperature 1, and without a grammar.
+from the raw logits: at temperature 1, over the whole vocabulary. The rollouts must
+therefore be sampled at temperature 1, and without a grammar.
 
-Invariants: every wait has a deadline; the key is in no message.
+Invariants: every wait has a deadline; no message contains the key.
 """
 
 import asyncio
@@ -30,31 +30,31 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
-"""Before the second attempt; twice that before the third."""
+"""Seconds before the second attempt; twice that before the third."""
 _IDLE_CONNECTION_S = 2.0
-"""Less than SGLang's 5 s."""
+"""Below the 5 s after which SGLang closes a connection."""
 _CHECK_TIMEOUT_S = 60.0
 _TEXTS_PER_REQUEST = 4096
 _FIELD = "teacher.url"
 
 
 class Teacher:
-    """One server. Nothing is connected before the first call."""
+    """Client of one teacher server. It connects at the first call."""
 
     def __init__(
         self, url: str, *, key: str, timeout_s: float, concurrency: int
     ) -> None:
-        """`timeout_s`: for one row, each time that it is sent. `concurrency`: rows on
-        their way."""
+        """`timeout_s`: for each attempt at one sample. `concurrency`: samples in
+        flight."""
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
         self._concurrency = concurrency
 
     async def check(self, tokenizer: Tokenizer) -> str:
-        """Asks for the name of its model, and for the ids of every text that a token of
-        ours stands for. Raises ConfigError if the server does not answer, refuses our
-        key, or makes other tokens."""
+        """Ask for the name of its model, and for the ids of each of our tokens' texts.
+        Raises ConfigError if the server does not answer, refuses our key, or tokenizes
+        differently."""
         http = HttpConnections(self._url, idle_s=_IDLE_CONNECTION_S)
         try:
             model = await self._ask(http, "/model_info", None, _CHECK_TIMEOUT_S)
@@ -93,12 +93,12 @@ class Teacher:
                     raise ConfigError(_FIELD, self._url, reason, fix)
 
     async def score(self, batch: TrainBatch) -> TrainBatch:
-        """The batch, with the column `teacher`: log-probs in nats of each row's trained
-        tokens, 0 elsewhere.
+        """Return the batch with the column `teacher`: log-probs in nats of each
+        sample's trained tokens, 0 elsewhere.
 
-        A row is sent up to three times. Raises ConfigError for rows that the teacher
-        would score under another distribution than the student's, ServerError or
-        DeadlineError if it cannot score one.
+        A sample is sent up to three times. Raises ConfigError for samples that the
+        teacher would score under another distribution than the student's, ServerError
+        or DeadlineError if it cannot score one.
         """
         for sample in batch.samples:
             _check_comparable(sample)
@@ -147,7 +147,7 @@ class Teacher:
     async def _ask_again(
         self, http: HttpConnections, path: str, body: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """As `_ask`, after a pause once more, and then a last time."""
+        """Send a request as `_ask` does, up to three times, with pauses."""
         for attempt in range(1, _ATTEMPTS):
             try:
                 return await self._ask(http, path, body, self._timeout_s)
@@ -159,7 +159,7 @@ class Teacher:
     def _logprobs(
         self, answer: Mapping[str, Json], ids: Sequence[int]
     ) -> NDArray[np.float32]:
-        """[N]: of exactly these ids. Raises ServerError."""
+        """Return the log-probs [N] of exactly these ids. Raises ServerError."""
         meta = answer.get("meta_info")
         entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
         if not isinstance(entries, list) or len(entries) != len(ids) + 1:
@@ -187,7 +187,7 @@ class Teacher:
         body: Mapping[str, Json] | None,
         timeout_s: float,
     ) -> dict[str, Json]:
-        """The answer's JSON object. POST with a body, GET without."""
+        """Return the response's JSON object. POST with a body, GET without."""
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -221,7 +221,7 @@ class Teacher:
 
 
 def open_teacher(config: Config) -> Teacher | None:
-    """The teacher that a server has; None where the run has none."""
+    """Return the teacher on a server; None if the run has none."""
     teacher = config.algorithm.teacher
     if teacher is None or teacher.url is None:
         return None
@@ -234,7 +234,7 @@ def open_teacher(config: Config) -> Teacher | None:
 
 
 def _check_comparable(sample: TrainSample) -> None:
-    """Raises ConfigError for a row whose student distribution is not the model's
+    """Raise ConfigError for a sample whose student distribution is not the model's
     own."""
     fix = "leave it out of the agent's requests, or use --teacher.model-path, whose log-probs follow the row's"
     if sample.temperature != 1.0 and sample.loss_mask_T.any():

@@ -1,9 +1,9 @@
-"""The socket in a run's folder by which `invrl verify-weights` asks the driver, which
-holds the engines' keys and knows what was committed.
+"""The socket in a run's folder through which `invrl verify-weights` asks the driver,
+which holds the engines' keys and the committed checksums.
 
 It is in the folder `private` and only its owner may connect. A connection is one
-request and one answer, each a line of JSON. It exists from the first committed version
-to the end of the incarnation; a driver that was killed leaves a file at which nobody
+request and one answer, each a line of JSON. The socket exists from the first committed
+version to the end of the incarnation; a killed driver leaves a file that nobody
 answers.
 """
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 _REQUEST_DEADLINE_S = 30.0
 _OWNER_ONLY = 0o600
 Verify = Callable[[float], Awaitable[Verification]]
-"""Called with how many seconds it may wait for an update to end."""
+"""Takes the seconds that it may wait for an update to end."""
 
 
 class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float
-    """For an update that is in progress."""
+    """Seconds to wait for an update in progress."""
 
 
 @asynccontextmanager
@@ -76,7 +76,8 @@ async def answer_verifications(
 def ask_for_verification(
     folder: RunFolder, *, wait_s: float, deadline_s: float
 ) -> Verification:
-    """Raises ServerError if nobody answers, DeadlineError after `deadline_s`."""
+    """Request a verification. Raises ServerError if nobody answers, DeadlineError after
+    `deadline_s`."""
     path = folder.verification_path
     request = VerifyRequest(wait_s=wait_s)
     try:
@@ -98,7 +99,8 @@ def ask_for_verification(
 
 
 def _bound_socket(path: Path) -> socket.socket:
-    """Nobody can connect before it listens, and then only its owner."""
+    """Return a bound socket. Nobody can connect before it listens, and then only its
+    owner."""
     path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX)
     with contextlib.ExitStack() as stack:
@@ -111,7 +113,7 @@ def _bound_socket(path: Path) -> socket.socket:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """The same path below a descriptor of its folder: that of a Unix socket has at most
+    """Yield a path below a descriptor of its folder: a Unix socket's path has at most
     107 bytes."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

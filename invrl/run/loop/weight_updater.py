@@ -1,10 +1,10 @@
-"""Gives new weights to the fleet as it is now: the transaction
-(`weights/transaction.py`) over its engines, and what becomes of an engine that the
-transaction loses.
+"""Gives new weights to the current fleet: runs the transaction
+(`weights/transaction.py`) over its engines, and evicts engines that the transaction
+loses.
 
 A lost engine leaves the fleet and is started again in the background. When it is up it
-loads the version that the fleet holds, beside the updates that go on
-(`weights/newcomers.py`)."""
+loads the fleet's version, while updates continue (`weights/newcomers.py`).
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def create_weight_updater(
     *,
     run_folder: Path,
 ) -> "WeightUpdater":
-    """With the run's deadlines, and a canary bound for its dtypes. `announce`: as in
-    `WeightUpdater`."""
+    """Create an updater with the run's deadlines, and a canary bound for its dtypes.
+    `announce`: as in `WeightUpdater`."""
     settings = config.weights
     stages: WeightSender = SenderThatSleeps(sender) if config.run.colocate else sender
     load = load_alone
@@ -74,7 +74,7 @@ def create_weight_updater(
 
 
 class WeightUpdater:
-    """`update` runs once per version."""
+    """Weight updates of a fleet. `update` runs once per version."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WeightUpdater:
         folder: Path = Path(),
     ) -> None:
         """`announce` is called with each version before an engine gets it. `folder`: on
-        the disk of the weights' files, where there are such."""
+        the disk of the weight files, if there are any."""
         self._folder = folder
         self._transaction = transaction
         self._fleet = fleet
@@ -95,7 +95,7 @@ class WeightUpdater:
         resume it under the other."""
 
     async def phase_text(self) -> str:
-        """What the update waits for that goes on; "" where there is none."""
+        """Describe what the current update waits for; "" if there is none."""
         phase = self._transaction.phase
         if not phase:
             return ""
@@ -122,9 +122,9 @@ class WeightUpdater:
             self._fleet.evict(engine, f"lost when the trainer took the GPU: {reason}")
 
     async def update(self, version: WeightVersion) -> WeightUpdate:
-        """Gives the trainer's weights to every engine as this version. Raises
+        """Give the trainer's weights to every engine as this version. Raises
         WeightSyncError. Engines that the update loses get no more requests. If it loses
-        all of them, it goes on with the first that comes back; raises ServerError if
+        all of them, it continues with the first that comes back; raises ServerError if
         none does."""
         self._announce(version)
         update = None
@@ -166,9 +166,9 @@ class WeightUpdater:
         return not self._fleet.engines
 
     async def verify(self, wait_s: float) -> Verification:
-        """Compares what the engines hold with what was committed, one engine after the
+        """Compare the engines' weights with the committed ones, one engine after the
         other, while they serve. Waits up to `wait_s` for an update to end; one that
-        begins meanwhile waits in its turn. An engine that does not resume leaves the
+        begins meanwhile waits in turn. An engine that does not resume leaves the
         fleet."""
         reader = "the verification of weights"
         try:
@@ -202,9 +202,9 @@ class WeightUpdater:
 
 
 def canary_prompts(model_folder: Path) -> list[list[int]]:
-    """Token ids of prose, code and numbers, at most 32 per text, so that most kinds of
-    token of a vocabulary are compared. Needs the tokenizer's files only. Raises
-    ConfigError if they are broken."""
+    """Return token ids of prose, code and numbers, at most 32 per text, so that most
+    kinds of token are compared. Needs only the tokenizer's files. Raises ConfigError if
+    they are broken."""
     tokenizer = read_tokenizer(model_folder)
     prompts = []
     for text in _CANARY_TEXTS:

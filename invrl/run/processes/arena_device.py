@@ -1,8 +1,8 @@
-"""The memory that the weight arena is in: the GPU's where trainer and engines share
-one, else the host's.
+"""The memory of the weight arena: a GPU's if trainer and engines share one, else the
+host's.
 
-In the host's memory every update goes down from the GPU and up again. In the GPU's it
-is two copies within it, and takes its room. Imports no torch.
+In host memory every update leaves the GPU and comes back. In GPU memory it takes two
+copies within the GPU, and the space for them. Does not import torch.
 """
 
 from invrl.families.hf_config import read_hf_config
@@ -11,17 +11,17 @@ from invrl.train.cost.model_size import ModelSize
 from invrl.weights.config import ArenaWeights
 
 _LARGEST_SHARE = 1 / 8
-"""Share of the GPU's memory for both slots: the rest is the trainer's and the
-engines'."""
+"""Largest share of the GPU's memory for both slots: the rest is for the trainer and the
+engines."""
 _ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def arena_on_gpu(config: Config, *, gpus: int, gpu_bytes: int) -> bool:
-    """Whether the arena is on a GPU, on a machine with so many GPUs, the smallest with
-    so much memory.
+    """Whether the arena is on a GPU, on a machine with `gpus` GPUs, the smallest with
+    `gpu_bytes` of memory.
 
-    With several GPUs 'auto' is the host's memory: trainer ranks and engines may not see
-    one another's.
+    With several GPUs 'auto' is host memory: trainer ranks and engines may not see each
+    other's GPUs.
     """
     settings = config.weights
     if not isinstance(settings, ArenaWeights):

@@ -1,6 +1,6 @@
-"""What a phase of the driver waits for, and how much of it there is: asked again and
-again, for the live display alone. A question that nobody answers leaves its text out;
-the run goes on."""
+"""Reports what a phase of the driver waits for, and how much of it: polled repeatedly,
+only for the live display. A query without an answer leaves its text out; the run
+continues."""
 
 import asyncio
 import logging
@@ -20,16 +20,15 @@ _INTERVAL_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class AwaitedWork:
-    """`report` runs beside the phases. `questions`: by the name of the phase; those who
-    know an answer add them."""
+    """Queries about the current phase. `report` runs alongside the phases. `questions`:
+    by the name of the phase; modules that know an answer add them."""
 
     observer: Sink
     phase: CurrentPhase
     questions: dict[str, Question] = field(default_factory=dict)
 
     async def report(self, *, interval_s: float = _INTERVAL_S) -> None:
-        """Asks until it is cancelled. Returns at once where nobody shows the
-        answers."""
+        """Poll until cancelled. Returns immediately if nobody shows the answers."""
         if not self.observer.shows_awaited:
             return
         while True:
@@ -43,7 +42,7 @@ class AwaitedWork:
             return
         try:
             text = await question()
-        except DeadlineError:  # it is busy; the next question may be answered
+        except DeadlineError:  # it is busy; the next query may succeed
             return
         except ServerError as error:
             logger.warning("what %s waits for is not shown any more: %s", name, error)
@@ -55,13 +54,13 @@ class AwaitedWork:
 
 @dataclass(slots=True, eq=False)
 class PartsStarting:
-    """Which parts of a run are not up yet."""
+    """Parts of a run that are not up yet."""
 
     names: list[str] = field(default_factory=list)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block waits for this part."""
+        """Mark this part as starting within the block."""
         self.names.append(name)
         try:
             yield
@@ -76,13 +75,13 @@ class PartsStarting:
         return self.awaited()
 
     def awaited(self) -> str:
-        """Such as "engines, trainer"."""
+        """Return the parts that are not up yet, such as "engines, trainer"."""
         return ", ".join(self.names)
 
 
 def rollouts_text(report: WaitReport, group_size: int) -> str:
-    """How many rollouts of the next batch have ended: those of ready groups, and of the
-    groups in flight that may complete the batch, the fullest first."""
+    """Describe how many rollouts of the next batch have ended: those of ready groups,
+    and of the groups in flight that may complete the batch, the fullest first."""
     ended_in_flight = sorted(
         (group.size - group.missing for group in report.in_flight), reverse=True
     )

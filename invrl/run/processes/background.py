@@ -1,4 +1,4 @@
-"""Work that goes on beside a block, such as reports for the console."""
+"""Work that runs alongside a block, such as reports for the console."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Runs `work` beside the block, and cancels it at the block's end."""
+    """Run `work` alongside the block, and cancel it at the block's end."""
     task = asyncio.create_task(work)
     try:
         yield

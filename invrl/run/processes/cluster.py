@@ -84,17 +84,17 @@ class Serving:
         return self.settings.env_key.get_secret_value()
 
     async def wait_ready(self) -> None:
-        """Returns once the engines are healthy and router and gateway answer. The
-        router sends no request to an engine before `Fleet.admit`."""
+        """Wait until the engines are healthy and router and gateway answer. The router
+        sends no request to an engine before `Fleet.admit`."""
         await self.fleet_start
         await asyncio.to_thread(
             self.gateway.wait_ready, deadline_s=_GATEWAY_START_TIMEOUT_S
         )
 
     async def watch(self) -> None:
-        """Runs until it is cancelled. Raises ServerError when no engine is left and
-        none may come back, when the router cannot be replaced, or when the gateway died
-        too often in a short time."""
+        """Watch until cancelled. Raises ServerError when no engine is left and none may
+        come back, when the router cannot be replaced, or when the gateway has died too
+        often in a short time."""
         wrong_answers = self.gateway.wrong_answers
         while True:
             self.gateway.check_alive()
@@ -113,10 +113,10 @@ async def start_serving(
     longest_row: int | None = None,
     engines_may_start: asyncio.Event | None = None,
 ) -> AsyncIterator[Serving]:
-    """Starts engines, router and gateway without waiting for them; ends them on exit.
-    `longest_row`: a request that would make a conversation longer than that is refused
-    as one over the model's context. `engines_may_start`: engines start once it is set;
-    None: at once."""
+    """Start engines, router and gateway without waiting for them; end them on exit.
+    `longest_row`: a request that would make a longer conversation is refused as
+    exceeding the model's context. `engines_may_start`: engines start once it is set;
+    None: immediately."""
     env_key = take_environment_key()
     engine_key = take_engine_key()
     async with CleanUp() as stack:
@@ -160,14 +160,15 @@ async def start_serving(
 
 
 async def _start_engines(fleet: Fleet, may_start: asyncio.Event | None) -> None:
-    """Who sets the event has a deadline, or fails and ends this wait."""
+    """Start the engines. The task that sets the event has a deadline, or fails and ends
+    this wait."""
     if may_start is not None:
         await may_start.wait()
     await fleet.start()
 
 
 async def _cancel_and_wait(task: asyncio.Task[None]) -> None:
-    """Returns once the task has ended, with or without an error."""
+    """Cancel the task, and wait until it has ended, with or without an error."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -231,14 +232,13 @@ class Cluster:
     rollouts: RolloutHandle
 
     def end_external_environments(self) -> None:
-        """Answers environments that we did not start, if the run has any, that the run
-        is over."""
+        """Tell external environments, if the run has any, that the run is over."""
         if self.serving.settings.leases:
             self.serving.gateway.end_run()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`. If rollouts, gateway, fleet, buffer or trainer fail
-        first, raises that."""
+        """Return the result of `work`. If rollouts, gateway, fleet, buffer or trainer
+        fail first, raise their error."""
         guarded = self.rollouts.guard(work)
         guarded = first_to_fail(guarded, self.serving.watch())
         guarded = first_to_fail(guarded, self.buffer.watch())
@@ -254,9 +254,9 @@ async def start_cluster(
     snapshot: bytes | None,
     starting: PartsStarting | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Starts everything that a training run needs, and ends it on exit. `snapshot`: the
-    buffer's, from the checkpoint that the run resumes from. `starting` learns which
-    parts are not up yet. Raises InvrlError naming what failed."""
+    """Start everything that a training run needs, and end it on exit. `snapshot`: the
+    buffer's, from the checkpoint that the run resumes from. `starting` records the
+    parts that are not up yet. Raises InvrlError naming what failed."""
     starting = starting or PartsStarting()
     trainer_sleeps = asyncio.Event() if config.run.colocate else None
     async with CleanUp() as stack:
@@ -311,8 +311,8 @@ async def start_cluster(
 async def start_trainer(
     config: Config, folder: RunFolder, starting: PartsStarting | None = None
 ) -> AsyncIterator[TrainHandle]:
-    """Starts the trainer alone, and ends it on exit. SGLang need not be installed.
-    `starting` learns that it is not up yet."""
+    """Start only the trainer, and end it on exit. SGLang need not be installed.
+    `starting` records that it is not up yet."""
     starting = starting or PartsStarting()
     with ExitStack() as stack:
         start_guardian()
@@ -326,8 +326,8 @@ async def start_trainer(
 
 
 async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> None:
-    """`sleeps`: where engines share the trainer's GPUs, set when the trainer sleeps.
-    Engines take the memory that is free when they start."""
+    """Start the trainer. `sleeps`: set when the trainer sleeps, if engines share its
+    GPUs. Engines take the memory that is free when they start."""
     await trainer.start()
     if sleeps is not None:
         await trainer.sleep()
@@ -335,8 +335,8 @@ async def _start_trainer(trainer: TrainHandle, sleeps: asyncio.Event | None) -> 
 
 
 async def all_started(*starts: Awaitable[None]) -> None:
-    """Awaits all at once. The first failure cancels the others, and is raised once they
-    have ended."""
+    """Await all concurrently. The first failure cancels the others, and is raised once
+    they have ended."""
     tasks = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*tasks)
@@ -347,7 +347,7 @@ async def all_started(*starts: Awaitable[None]) -> None:
 
 
 def _weight_folder(config: Config, folder: RunFolder) -> Path:
-    """Of this run alone, for the weight transports `disk` and `delta`."""
+    """Return the run's own weight folder, for the transports `disk` and `delta`."""
     weights = config.weights
     if not isinstance(weights, FileWeights) or not weights.folder:
         return folder.weights_path
@@ -355,7 +355,7 @@ def _weight_folder(config: Config, folder: RunFolder) -> Path:
 
 
 def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
-    """Creates one actor per rank; `TrainHandle.start` makes them join."""
+    """Create one actor per rank; `TrainHandle.start` makes them join."""
     options = ActorOptions(num_gpus=min(1, count_gpus()))
     layout = config.train.layout
     actors = [
@@ -391,7 +391,7 @@ def _create_trainer(config: Config, folder: RunFolder) -> TrainHandle:
 def _rank_settings(
     config: Config, folder: RunFolder, layout: ParallelLayout
 ) -> list[RankSettings]:
-    """Of the ranks of one group, in their order."""
+    """Return the settings of one group's ranks, in their order."""
     first = RankSettings(
         rank=0,
         layout=layout,
@@ -419,8 +419,7 @@ def _rank_settings(
 
 
 def chat_template_override(config: Config) -> str:
-    """The chat template that the run uses instead of the model's own; "" if it uses the
-    model's own."""
+    """Return the chat template that replaces the model's own; "" if none does."""
     if not config.gateway.chat_template_path:
         return ""
     from invrl.gateway.rendering.chat_template import (
@@ -457,7 +456,7 @@ def create_rollouts(
     serving: Serving,
     buffer: BufferHandle | None = None,
 ) -> RolloutHandle:
-    """The rollout workers and what assigns rollouts to them. Without a buffer they only
+    """Create the rollout workers and the dispatcher. Without a buffer they only
     evaluate."""
     external_dispatcher = None
     if buffer is not None and config.rollout.external_environments:

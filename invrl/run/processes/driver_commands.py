@@ -1,4 +1,4 @@
-"""What the supervisor of a run and its drivers agree on: the inner commands of
+"""The interface between a run's supervisor and its drivers: the inner commands of
 `invrl.cli` that a driver process runs, and the exit codes of all commands. Imports
 nothing, so that `invrl --help` stays fast."""
 
@@ -11,6 +11,6 @@ REPLAY_COMMAND = "_replay"
 
 FAILURE_EXIT = 1
 USAGE_EXIT = 2
-"""Bad input: a flag, a file or a setting that the user has to change."""
+"""Bad input: a flag, file or setting that the user must change."""
 INTERRUPT_EXIT = 130
-"""As shells report a process that SIGINT ended."""
+"""Exit code that shells report for a process ended by SIGINT."""

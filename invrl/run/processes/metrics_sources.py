@@ -22,8 +22,8 @@ from invrl.store.run_folder import RunFolder
 from invrl.types.reasons import DropReason, FailureReason
 
 _GATEWAY_DEADLINE_S = 7.0
-"""Longer than a worker of the gateway waits for the others, shorter than Prometheus
-waits for us (10 s)."""
+"""Longer than a gateway worker waits for the others, shorter than Prometheus waits for
+us (10 s)."""
 _ENDS = (RolloutState.TRAINED, RolloutState.DROPPED)
 
 
@@ -36,7 +36,7 @@ def disk_numbers(folder: RunFolder) -> Numbers:
 
 
 def checkpoint_numbers(folder: RunFolder) -> Numbers:
-    """Nothing without a checkpoint."""
+    """Return the newest checkpoint's numbers; nothing without a checkpoint."""
     checkpoint = Checkpoints(folder.checkpoints_path).latest()
     if checkpoint is None:
         return {}
@@ -47,7 +47,7 @@ def checkpoint_numbers(folder: RunFolder) -> Numbers:
 
 
 def _written_at(checkpoint: Path) -> float:
-    """When the last file of a checkpoint was written."""
+    """Return the time of a checkpoint's last file."""
     return max(
         (path.stat().st_mtime for path in checkpoint.iterdir()),
         default=checkpoint.stat().st_mtime,
@@ -71,7 +71,7 @@ def fleet_numbers(state: Callable[[], FleetState]) -> Numbers:
 def read_gateway(
     url: str, env_key: str, timeout_s: float = _GATEWAY_DEADLINE_S
 ) -> Mapping[str, Any]:
-    """What the gateway's own `/metrics` says of all its workers. Raises OSError,
+    """Read all workers' numbers from the gateway's `/metrics`. Raises OSError,
     HTTPException or ValueError."""
     request = Request(url + "/metrics", headers={"authorization": f"Bearer {env_key}"})
     with open_directly(request, timeout_s=timeout_s) as answer:
@@ -79,8 +79,8 @@ def read_gateway(
 
 
 def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
-    """`answer`: of `read_gateway`. What is counted since a worker's start keeps the
-    worker as a label: each such series begins anew with its worker, which a sum over
+    """Convert an answer of `read_gateway`. Counts since a worker's start keep the
+    worker as a label: each such series restarts with its worker, which a sum over
     workers would hide from Prometheus."""
     sessions = answer["sessions"]
     live = {(state,): float(sessions.get(state, 0)) for state in ("open", "unrewarded")}
@@ -113,9 +113,9 @@ def gateway_numbers(answer: Mapping[str, Any]) -> Numbers:
 
 @dataclass(slots=True)
 class BufferNumbers:
-    """The newest counts of the buffer, which a task of the loop asks for. `resumed`:
-    the buffer's counts go on from an earlier incarnation; those of the exporter begin
-    anew with each."""
+    """Newest counts of the buffer, which a task of the loop requests. `resumed`: the
+    buffer's counts continue from an earlier incarnation, while the exporter's restart
+    with each."""
 
     resumed: bool
     _before: BufferCounts | None = field(default=None, init=False)
@@ -127,7 +127,7 @@ class BufferNumbers:
         self._now = counts
 
     def numbers(self) -> Numbers:
-        """Empty before the first update."""
+        """Return the numbers; empty before the first update."""
         if self._now is None:
             return {}
         rollouts: dict[Labels, float] = {}
@@ -164,8 +164,8 @@ class BufferNumbers:
 def _since(
     before: Mapping[str, int], now: Mapping[str, int], reasons: Iterable[str]
 ) -> dict[Labels, float]:
-    """By reason. All `reasons` are there from the beginning: Prometheus sees no rise in
-    a series that begins with its first event."""
+    """Return the differences by reason. All `reasons` are present from the beginning:
+    Prometheus sees no rise in a series that begins with its first event."""
     names = dict.fromkeys([*map(str, reasons), *now])
     return {(name,): float(now.get(name, 0) - before.get(name, 0)) for name in names}
 

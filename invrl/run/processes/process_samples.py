@@ -1,9 +1,10 @@
-"""Every few seconds: how busy engines and gateway are, and how much memory each kind of
-process holds.
+"""Samples, every few seconds, the load of engines and gateway and the memory of each
+kind of process.
 
-Invariants: a question that nobody answers leaves its part of the sample out; the run
-goes on. Engines are asked for the numbers that their scheduler has published already,
-so that none of its steps waits."""
+Invariants: a query without an answer leaves its part of the sample out; the run
+continues. Engines return numbers that their scheduler has already published, so none of
+its steps waits.
+"""
 
 import asyncio
 import contextlib
@@ -27,15 +28,14 @@ from invrl.train.trainer.train_handle import TrainHandle
 logger = logging.getLogger(__name__)
 _ANSWER_S = 2.0
 _ACTORS = {"ray::BufferActor": "buffer", "ray::RolloutWorker": "rollout-workers"}
-"""Actors whose process ids the driver does not know, by the names that Ray gives their
-processes."""
+"""Actors whose process ids the driver does not know, by Ray's process names."""
 
 
 async def sample_processes(
     cluster: Cluster, folder: RunFolder, observer: Sink, interval_s: float | None
 ) -> None:
-    """Gives the observer a sample every `interval_s`, until it is cancelled.
-    None: no samples."""
+    """Give the observer a sample every `interval_s`, until cancelled. None: no
+    samples."""
     if not interval_s:
         return
     with contextlib.closing(RunStore(folder.store_path)) as store:
@@ -66,8 +66,8 @@ async def sample_processes(
 async def sample_memory(
     trainer: TrainHandle, observer: Sink, interval_s: float | None
 ) -> None:
-    """As `sample_processes`, for a trainer alone: its samples have no engines and no
-    gateway."""
+    """Sample as `sample_processes` does, for a standalone trainer: its samples have no
+    engines and no gateway."""
     if not interval_s:
         return
     while True:
@@ -81,9 +81,9 @@ async def sample_memory(
 
 
 def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str, int]:
-    """Resident bytes of the run's processes on this machine: "driver", "gateway",
-    "router", each engine and rank by its name, "buffer", "rollout-workers" with what
-    they start, "other". May be called from any thread."""
+    """Return the resident bytes of the run's processes on this machine: "driver",
+    "gateway", "router", each engine and rank by its name, "buffer", "rollout-workers"
+    with their children, "other". Any thread may call this."""
     return resident_memory(
         _kinds_of(serving, trainer), own="driver", others="other", names=_ACTORS
     )
@@ -92,8 +92,8 @@ def memory_of(serving: Serving | None, trainer: TrainHandle | None) -> dict[str,
 def _kinds_of(
     serving: Serving | None, trainer: TrainHandle | None
 ) -> Mapping[int, str]:
-    """What the processes are, by pid. Those of Ray but the trainer's ranks are
-    missing."""
+    """Return the kinds of processes, by pid. Of Ray's processes only the trainer's
+    ranks are included."""
     kinds: dict[int, str] = {}
     if serving is not None:
         kinds[serving.gateway.process.pid] = "gateway"
@@ -107,7 +107,7 @@ def _kinds_of(
 
 
 async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
-    """Of the engines that answer."""
+    """Sample the engines that answer."""
     engines = dict(serving.fleet.engines)
     asked = [engine.client.load(deadline_s=_ANSWER_S) for engine in engines.values()]
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -132,8 +132,8 @@ async def _engine_samples(serving: Serving) -> tuple[EngineSample, ...]:
 
 
 def _loop_lag_s(serving: Serving) -> float | None:
-    """The longest lag of a worker's event loop in the last minute; None if the gateway
-    does not say."""
+    """Return the longest lag of a worker's event loop in the last minute; None if the
+    gateway does not report it."""
     try:
         answer = read_gateway(serving.gateway.url, serving.env_key, _ANSWER_S)
         return float(answer["loop_lag_ms"]["max"]) / 1000
@@ -143,7 +143,7 @@ def _loop_lag_s(serving: Serving) -> float | None:
 
 
 def gateway_sample(ended: EndedTurns, seconds: float) -> GatewaySample:
-    """Of the turns that ended in these seconds."""
+    """Sample the turns that ended in these seconds."""
     latencies = sorted(ended.seconds)
     hit_rate = None
     if ended.prompt_tokens:
@@ -158,7 +158,8 @@ def gateway_sample(ended: EndedTurns, seconds: float) -> GatewaySample:
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float | None:
-    """The value that so large a share does not exceed; None without values."""
+    """Return the value that `share` of the values do not exceed; None without
+    values."""
     if not ascending:
         return None
     return ascending[min(len(ascending) - 1, int(share * len(ascending)))]

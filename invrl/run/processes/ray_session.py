@@ -30,24 +30,25 @@ from invrl.run.settings.config import Config
 
 _SHUTDOWN_DEADLINE_S = 60.0
 _RAYLET_DEADLINE_S = 600.0
-"""For a raylet that lives to appear at its GCS. On a busy machine that took more than a
-minute."""
+"""Seconds for a living raylet to appear at its GCS. On a busy machine that took more
+than a minute."""
 _RAYLET_POLL_S = 0.2
 _NOT_WORTH_A_RETRY = (ValueError, TypeError, ImportError, PermissionError)
-"""Errors of `ray.init` that the next start would meet again."""
+"""Errors of `ray.init` that a retry would meet again."""
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def start_ray(config: Config, logs: Path) -> Iterator[None]:
-    """A local Ray behind a token (`host/ray_setup.py`), or the Ray at `RAY_ADDRESS`. No
-    other Ray is looked for: an address that an earlier program left in a file is
-    ignored. A local Ray that does not come up is started again,
+    """Start a local Ray behind a token (`host/ray_setup.py`), or connect to the Ray at
+    `RAY_ADDRESS`. No other Ray is searched for: an address that an earlier program left
+    in a file is ignored. A local Ray that does not come up is started again, up to
     `run.ray_start_attempts` times in all. Raises ServerError, and ConfigError for a Ray
-    of several nodes; leaves no process of Ray behind then.
+    of several nodes; no process of Ray is left then.
 
-    The handler of SIGTERM stays the command line's. Ray's C++ code replaces it, and
-    Ray's own Python handler would end the process from within our event loop."""
+    The command line's SIGTERM handler stays in place. Ray's C++ code replaces it, and
+    Ray's own Python handler would end the process from within our event loop.
+    """
     ray_address = os.environ.get("RAY_ADDRESS")
     restore_sigterm = partial(
         signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)
@@ -64,8 +65,8 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
                 stack.callback(_shut_ray_down)
                 refuse_several_nodes(ray_address, ray.nodes())
             else:
-                # Processes of a local Ray inherit the environment. Ray's runtime_env
-                # agent, which would set it, costs seconds.
+                # Processes of a local Ray inherit the environment. Setting it with
+                # Ray's runtime_env agent takes seconds.
                 stack.enter_context(_local_ray(logs, config.run.ray_start_attempts))
         finally:
             restore_sigterm()
@@ -84,7 +85,7 @@ def start_ray(config: Config, logs: Path) -> Iterator[None]:
 
 
 def _leave_unused_processes_out(node: Any) -> None:
-    """Lets a local Ray start without its autoscaler's monitor, its log monitor and its
+    """Start a local Ray without its autoscaler's monitor, its log monitor and its
     dashboard, which has a process even if it is not included. They took 2 of a start's
     32 CPU-seconds, and the monitor serves its metrics on all interfaces. `node`: Ray's
     class."""
@@ -94,8 +95,8 @@ def _leave_unused_processes_out(node: Any) -> None:
 
 
 def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> None:
-    """Ending Ray's processes takes seconds, in which SIGTERM must find the command
-    line's handler."""
+    """Restore the command line's SIGTERM handler before Ray's processes are ended,
+    which takes seconds."""
     kill_all_processes = node.kill_all_processes
 
     def restore_and_kill(**options: Any) -> None:
@@ -107,7 +108,7 @@ def _restore_sigterm_before_kill(node: Any, restore_sigterm: partial[Any]) -> No
 
 @contextmanager
 def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
-    """A local Ray in a temporary folder of its own. A start that failed is repeated, in
+    """Start a local Ray in its own temporary folder. A failed start is repeated in
     another folder."""
     for attempt in range(1, max_attempts + 1):
         with ExitStack() as stack:
@@ -133,9 +134,9 @@ def _local_ray(logs: Path, max_attempts: int) -> Iterator[None]:
 
 @contextmanager
 def _patience_with_raylet(deadline_s: float) -> Iterator[None]:
-    """Within the block Ray waits for its raylet for as long as that lives, `deadline_s`
-    at most. Ray itself gives up after 30 s, whatever its settings say, and another
-    start is more work for a busy machine."""
+    """Make Ray wait for its raylet as long as that lives, at most `deadline_s`, within
+    the block. Ray itself gives up after 30 s, whatever its settings, and another start
+    is more work for a busy machine."""
     services = vars(ray)["_private"].services
     get_node = services.get_node
 
@@ -165,9 +166,9 @@ def _raylet_lives() -> bool:
 
 
 def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError if the cluster has more than one living node: Ray might put
-    the buffer on a node that has not the run folder, where it would wait for ever on an
-    empty database of its own making."""
+    """Raise ConfigError if the cluster has more than one living node: Ray might put the
+    buffer on a node without the run folder, where it would wait forever on an empty
+    database that it made itself."""
     num_nodes = sum(bool(node["Alive"]) for node in nodes)
     if num_nodes > 1:
         reason = f"this Ray has {num_nodes} nodes, and the processes of a run must share one machine"
@@ -176,7 +177,7 @@ def refuse_several_nodes(ray_address: str, nodes: Sequence[Mapping[str, Any]]) -
 
 
 def _init_ray(**options: Any) -> None:
-    """Calls `ray.init`. Raises ServerError, whose cause is what Ray raised."""
+    """Call `ray.init`. Raises ServerError, whose cause is Ray's error."""
     try:
         # Ray reads its token once, so the token need not stay in the environment.
         with lifeline.blocked("the start of Ray"), key_in_environment(RAY_TOKEN):
@@ -198,7 +199,7 @@ def _init_ray(**options: Any) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Ray's message without the logs that it may append."""
+    """Return Ray's message without the logs that it may append."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
@@ -206,8 +207,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _kill_descendants_naming(folder: str) -> None:
-    """Kills the processes of a start that failed, which Ray itself forgets. Each of
-    them has Ray's temporary folder on its command line."""
+    """Kill the processes of a failed start, which Ray itself forgets. Each has Ray's
+    temporary folder on its command line."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if any(folder in argument for argument in process.cmdline()):
@@ -215,8 +216,8 @@ def _kill_descendants_naming(folder: str) -> None:
 
 
 def _shut_ray_down(earlier_failure: str = "") -> None:
-    """Calls `ray.shutdown`, which waits for minutes if a process of Ray does not
-    answer. After the deadline this process ends with a message that begins with
+    """Call `ray.shutdown`, which waits for minutes if a process of Ray does not answer.
+    After the deadline this process ends with a message that begins with
     `earlier_failure`."""
     message = f"{earlier_failure}Ray did not end within {_SHUTDOWN_DEADLINE_S:g} s"
     timer = threading.Timer(_SHUTDOWN_DEADLINE_S, end_this_process, [message])

@@ -1,9 +1,9 @@
 """The metrics of a run for Prometheus, from the start of its driver to its end
 (`metrics.port`).
 
-Invariant: metrics end no run. What is wrong with the settings is found before the start
-(`cli/checks`); a port that is taken later is reported, and the run goes on without
-it."""
+Invariant: metrics end no run. Wrong settings are found before the start (`cli/checks`);
+a port that is taken later is reported, and the run continues without it.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ _BUFFER_INTERVAL_S = 2.0
 
 
 class CountSource(Protocol):
-    """The part of the buffer that is asked."""
+    """Part of the buffer that is polled."""
 
     async def counts(self) -> BufferCounts: ...
 
 
 class ServedMetrics:
-    """Serves nothing if the settings give no port. `num_steps`: 0 for a command that
-    makes no steps."""
+    """Metrics server of a run; serves nothing if the settings give no port.
+    `num_steps`: 0 for a command that makes no steps."""
 
     def __init__(
         self, config: Config, folder: RunFolder, command: str, *, num_steps: int = 0
     ) -> None:
         self.message = ""
-        """For the console: where the metrics are, or why they are not there; empty
-        without a port."""
+        """Console message with the metrics' address, or the reason that there are none;
+        empty without a port."""
         self._exporter: RunExporter | None = None
         self._server: MetricsServer | None = None
         self._serving: Serving | None = None
@@ -94,15 +94,15 @@ class ServedMetrics:
         self.message = f"metrics: http://{host}:{run.metrics.port}{PATH}"
 
     def sinks(self) -> list[Sink]:
-        """What the run's observer reports to."""
+        """Sinks of the run's observer."""
         return [] if self._exporter is None else [self._exporter]
 
     @contextmanager
     def of_serving(
         self, serving: Serving, trainer: TrainHandle | None = None
     ) -> Iterator[None]:
-        """Within the block engines, router and gateway are shown too, and the trainer's
-        ranks by their names."""
+        """Show engines, router and gateway within the block too, and the trainer's
+        ranks by name."""
         if self._exporter is None:
             yield
             return
@@ -122,9 +122,9 @@ class ServedMetrics:
             self._trainer = None
 
     async def watch_buffer(self, buffer: CountSource, *, resumed: bool) -> None:
-        """Asks the buffer for its counts every 2 s until it is cancelled, so that no
-        scrape has to. Returns if the buffer has died: the loop's own call then raises
-        the cause."""
+        """Poll the buffer's counts every 2 s until cancelled, so that scrapes do not
+        have to. Returns if the buffer has died: the loop's own call then raises the
+        cause."""
         if self._exporter is None:
             return
         numbers = sources.BufferNumbers(resumed)
@@ -133,7 +133,7 @@ class ServedMetrics:
             try:
                 numbers.update(await buffer.counts())
             except DeadlineError as error:
-                # it is busy; the next question may be answered
+                # it is busy; the next query may succeed
                 logger.warning("metrics: the buffer did not answer: %s", error)
             except ServerError as error:
                 logger.warning("metrics: the buffer is not asked any more: %s", error)
@@ -142,7 +142,7 @@ class ServedMetrics:
             await asyncio.sleep(_BUFFER_INTERVAL_S)
 
     def close(self) -> None:
-        """Frees the port."""
+        """Free the port."""
         if self._server is not None:
             with contextlib.suppress(OSError):
                 self._server.stop()
@@ -152,7 +152,7 @@ class ServedMetrics:
         return sources.memory_numbers(memory_of(self._serving, self._trainer))
 
     def _upstreams(self) -> Mapping[str, str]:
-        """Where router and engines show their own metrics."""
+        """Return the addresses of the router's and the engines' own metrics."""
         serving = self._serving
         if serving is None:
             return {}

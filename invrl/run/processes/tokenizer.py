@@ -1,5 +1,4 @@
-"""The copy of the tokenizer in a run's folder, with which its tokens are shown as text
-later."""
+"""The copy of the tokenizer in a run's folder, which later shows its tokens as text."""
 
 import logging
 
@@ -12,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_tokenizer(config: Config, folder: RunFolder) -> None:
-    """Copies the tokenizer into the folder. An error is only logged: the run does not
+    """Copy the tokenizer into the folder. An error is only logged: the run does not
     need the copy."""
     try:
         template = chat_template_override(config)

@@ -1,7 +1,7 @@
 """Contradictions between settings of the algorithm: advantage, loss, KL, objective,
 teacher, critic.
 
-As those in `contradictions.py`, which runs them. Pure.
+`contradictions.py` runs them. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from invrl.run.settings.config import Config
 
 Contradictions = Iterator[tuple[str, str, str]]
-"""Field (its value is looked up), reason, fix."""
+"""Field (whose value is looked up), reason, fix."""
 _READ_BY: dict[str, tuple[str, ...]] = {
     "aggregation": ("sft", *ON_ROLLOUTS),
     "aggregation_constant": ("sft", *ON_ROLLOUTS),
@@ -139,7 +139,7 @@ def _overlong(config: Config) -> Contradictions:
 
 
 def _loss(config: Config) -> Contradictions:
-    """Between the loss's axes."""
+    """Contradictions between the loss's axes."""
     algorithm = config.algorithm
     if algorithm.aggregation == "constant" and not algorithm.aggregation_constant:
         reason = "the aggregation `constant` divides by it"
@@ -186,8 +186,8 @@ def _loss(config: Config) -> Contradictions:
 
 
 def _router_shift(config: Config) -> Contradictions:
-    """What of RSPO's weight contradicts other settings. The model and its layout are
-    checked with it (`TrainConfig.check_model`)."""
+    """Contradictions of RSPO's weight with other settings. `TrainConfig.check_model`
+    also checks the model and its layout."""
     algorithm = config.algorithm
     field = "algorithm.router_shift_floor"
     if not algorithm.router_shift_floor or algorithm.objective not in ON_ROLLOUTS:
@@ -232,7 +232,7 @@ def _length_weights(config: Config) -> Contradictions:
 
 def _top_logprobs(config: Config) -> Contradictions:
     """An objective that reads the likeliest tokens, in a run that does not record them.
-    (Rows that were recorded earlier are checked when they are trained.)"""
+    (Samples recorded earlier are checked when they are trained.)"""
     algorithm = config.algorithm
     if config.run.debug_train_only or config.run.debug_rollout_only:
         return
@@ -360,7 +360,8 @@ def _entropy(config: Config) -> Contradictions:
 
 
 def _objective(config: Config) -> Contradictions:
-    """Settings that the objective does not read, and rows that it cannot train on."""
+    """Settings that the objective does not read, and samples that it cannot train
+    on."""
     algorithm = config.algorithm
     name = algorithm.objective
     if not is_built_in(name):
@@ -429,7 +430,7 @@ def _teacher_server(config: Config, url: str) -> Contradictions:
 
 
 def _fault_of_teacher_url(url: str) -> str:
-    """What is wrong with it; "" if nothing is."""
+    """Return what is wrong with the URL; "" if nothing is."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -504,7 +505,7 @@ ON_DATA = (
     _objective,
     _teacher,
 )
-"""For a run on a file."""
+"""Checks for a run on a file."""
 WITH_ROLLOUTS = (
     _reference,
     _advantages,

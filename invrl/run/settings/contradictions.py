@@ -1,8 +1,9 @@
-"""Contradictions between settings, which no single field can find. They are found
+"""Contradictions between settings, beyond the checks of single fields. They are found
 before any process starts.
 
-One function per subject yields what is wrong. `check` is pure: `config.resolve` runs
-it. What the settings name (files, code, models) is checked in `cli/checks/`."""
+One function per subject yields its contradictions. `check` is pure: `config.resolve`
+runs it. `cli/checks/` checks what the settings name (files, code, models).
+"""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ _SEEDED_BACKENDS = {
     "attention_backend": ("torch_native", "fa3", "fa4", "flashinfer", "triton"),
     "sampling_backend": ("pytorch",),
 }
-"""Those in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`, on
-CPU."""
+"""Backends in which SGLang can sample by seed; torch_native by `host/sglang_on_cpu.py`,
+on CPU."""
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError at the first contradiction."""
+    """Raise ConfigError at the first contradiction."""
     values: dict[str, object] = {}
     for table, section in config:
         for name, value in dict(section).items():
@@ -76,7 +77,7 @@ def _names(config: Config) -> Contradictions:
 
 
 def _choices(config: Config) -> Contradictions:
-    """Between a choice and the table that holds its settings."""
+    """Contradictions between a choice and the table that holds its settings."""
     for section_name, section in config:
         if not isinstance(section, Section):
             continue
@@ -88,7 +89,7 @@ def _choices(config: Config) -> Contradictions:
                 reason = f"it needs the table [{table}], which is turned off"
                 yield field, reason, "leave one of the two out"
             if table == "critic" and not is_built_in(config.algorithm.objective):
-                continue  # an objective of the user's may need the values itself
+                continue  # a user's objective may need the values itself
             if is_there and value not in choice.values:
                 flag = f"--{choice.setting.replace('_', '-')}"
                 readers = ", ".join(choice.values)
@@ -175,7 +176,7 @@ def _without_data(config: Config) -> Contradictions:
 
 
 def _of_rollouts(config: Config) -> Contradictions:
-    """Settings of what a run on a file does not start."""
+    """Settings of parts that a run on a file does not start."""
     used = {
         "rollout": (),
         "workers": (),
@@ -218,7 +219,7 @@ def _tables(config: Config) -> Iterator[tuple[str, Section]]:
 
 
 def _defaults(section: Section) -> Iterator[tuple[str, object]]:
-    """The settings of a section with their defaults."""
+    """Yield each setting of a section with its default."""
     for name, info in type(section).model_fields.items():
         yield name, info.get_default(call_default_factory=True)
 
@@ -279,7 +280,7 @@ def _arena_on_gpu(config: Config, weights: ArenaWeights) -> Contradictions:
 
 
 def _colocate(config: Config) -> Contradictions:
-    """Engines and trainer on the same GPUs, by turns."""
+    """Engines and trainer on the same GPUs, in turns."""
     if not config.run.colocate:
         return
     for name in ("debug_train_only", "debug_rollout_only"):
@@ -507,7 +508,7 @@ def _external_engines(config: Config) -> Contradictions:
 
 
 def _fault_of_url(url: str) -> str:
-    """What is wrong with the URL of an engine; "" if nothing is."""
+    """Return what is wrong with the URL of an engine; "" if nothing is."""
     try:
         parts = urlsplit(url)
         has_port = parts.port is not None
@@ -534,8 +535,8 @@ def _seeded_backends(config: Config) -> Contradictions:
 
 
 def _grammar_masks(config: Config) -> Contradictions:
-    """The trainer computes which tokens a grammar allowed as SGLang does with its
-    default settings."""
+    """Grammar masks: the trainer computes a grammar's allowed tokens as SGLang does
+    with its default settings."""
     if config.gateway.constrained != "masked":
         return
     for name, value in config.sglang.items():
@@ -555,7 +556,7 @@ def _grammar_masks(config: Config) -> Contradictions:
 
 
 def _deadlines(config: Config) -> Contradictions:
-    """What waits for a rollout must wait longer than a rollout may take."""
+    """Deadlines of waits for a rollout, which must exceed the rollout's own."""
     limit = config.rollout.rollout_timeout_s
     gateway = config.gateway
     buffer = config.buffer
@@ -584,9 +585,9 @@ def _deadlines(config: Config) -> Contradictions:
 
 
 def _external_deadlines(config: Config) -> Contradictions:
-    """An environment that we do not start may die with the rollouts that it leased.
-    They must become free, to be leased again, before the run gives up the batch that
-    waits for them."""
+    """An external environment may die with the rollouts that it leased. They must
+    become free, to be leased again, before the run gives up the batch that waits for
+    them."""
     gateway = config.gateway
     batch_timeout_s = config.buffer.batch_timeout_s
     held_s = gateway.session.lease_timeout_s + gateway.session.ttl_s
@@ -607,7 +608,7 @@ def _external_deadlines(config: Config) -> Contradictions:
 
 
 def _determinism(config: Config) -> Contradictions:
-    """Where the trainer is deterministic, what it trains on must be so too."""
+    """Deterministic training on inputs that are not deterministic."""
     if not config.train.deterministic or config.run.debug_train_only:
         return
     rollout = config.rollout
@@ -660,8 +661,7 @@ _WITH_ROLLOUTS = (
 
 
 def _secrets(config: Config) -> Contradictions:
-    """The resolved configuration is written into the run folder, so it must hold no
-    secret."""
+    """Secrets in the resolved configuration, which is written into the run folder."""
     tables = {
         "sglang": config.sglang,
         "router": config.router,

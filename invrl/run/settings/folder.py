@@ -1,8 +1,9 @@
 """Makes and checks the folder of a run.
 
-Invariants: a folder belongs to one configuration, and is refused to another. A new
-folder is its owner's alone, so that conversations, keys and tokens below it are,
-whoever writes them."""
+Invariants: a folder belongs to one configuration, and is refused to another. Only its
+owner can access a new folder, which protects the conversations, keys and tokens below
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _OWNER_ONLY = 0o700
 
 
 def check_run_folder(config: Config) -> None:
-    """What `hold_run_folder` would refuse, without making anything."""
+    """Raise what `hold_run_folder` would raise, without creating anything."""
     root, name = _place(config)
     if (root / name).is_dir() and name:
         folder = RunFolder(path=root / name)
@@ -38,9 +39,9 @@ def check_run_folder(config: Config) -> None:
 
 @contextmanager
 def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
-    """The run's folder as `make_run_folder` makes it, held by `command` of this
-    process. Raises ConfigError as that does, and if another process holds the folder,
-    of which nothing has changed then."""
+    """Hold the folder of `make_run_folder` for `command` of this process. Raises
+    ConfigError as that does, and if another process holds the folder, which is then
+    unchanged."""
     folder = _find_or_create(config)
     with folder.held(command):
         _furnish(folder, config)
@@ -49,8 +50,8 @@ def hold_run_folder(config: Config, command: str) -> Iterator[RunFolder]:
 
 def make_run_folder(config: Config) -> RunFolder:
     """Create the folder (or reopen that of the same configuration) and write the
-    configuration down. Raises ConfigError if the folder holds another configuration, or
-    things that are not a run's."""
+    configuration. Raises ConfigError if the folder holds another configuration, or
+    files that are not a run's."""
     folder = _find_or_create(config)
     _furnish(folder, config)
     return folder
@@ -58,7 +59,7 @@ def make_run_folder(config: Config) -> RunFolder:
 
 def _find_or_create(config: Config) -> RunFolder:
     root, name = _place(config)
-    # Two runs of one second get two folders.
+    # Two runs of the same second get two folders.
     path = root / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def _furnish(folder: RunFolder, config: Config) -> None:
 
 
 def _place(config: Config) -> tuple[Path, str]:
-    """Root and name. Raises ConfigError for a name that is a path."""
+    """Return root and name. Raises ConfigError for a name that is a path."""
     name = config.run.run_name or ""
     if Path(name).name != name or name in (".", ".."):
         raise ConfigError(
@@ -142,8 +143,7 @@ _MAY_CHANGE = frozenset(
         "buffer.filtered_out",
     }
 )
-"""Settings of a run that may differ when it resumes: none changes what a step
-computes."""
+"""Settings that may differ when a run resumes: none changes what a step computes."""
 _MAY_CHANGE_ROUNDING = frozenset(
     {
         "train.data_parallel_size",
@@ -160,13 +160,13 @@ _MAY_CHANGE_ROUNDING = frozenset(
         "train.reference_placement",
     }
 )
-"""Settings that may differ too, so that a run can go on with other ranks or less
-memory: a checkpoint is loaded by any layout. They change in which order numbers are
+"""Settings that may also differ, so that a run can continue with other ranks or less
+memory: any layout can load a checkpoint. They change the order in which numbers are
 added."""
 
 
 def _fixed_settings(config: Config) -> dict[str, object]:
-    """The settings that may not differ. A setting that is newer than the folder had its
+    """Return the settings that may not differ. A setting newer than the folder had its
     default there."""
     fixed: dict[str, object] = {}
     for table, entries in config.settings().items():

@@ -1,7 +1,8 @@
-"""What well-known trainers call the things that our settings are for. Pure data.
+"""The names that well-known trainers give to the purposes of our settings. Pure data.
 
 Sources: the arguments of TRL, verl, slime, OpenRLHF, SkyRL, prime-rl, AReaL and
-Lightning."""
+Lightning.
+"""
 
 FOREIGN_NAMES: dict[str, str] = {
     "model_path": "model model_name model_id model_name_or_path base_model pretrain pretrained hf_checkpoint",
@@ -119,8 +120,8 @@ FOREIGN_NAMES: dict[str, str] = {
     "seed": "random_seed rng_seed",
     "max_restarts": "retries max_retries auto_resume",
 }
-"""By setting of ours: the names that they use for it, or for a setting of that
-purpose."""
+"""Names of other trainers for a setting, or for one with that purpose, by setting of
+ours."""
 ON_FILES = {
     "task_file": "data_path",
     "eval.task_file": "data.eval_path",
@@ -131,9 +132,9 @@ ON_FILES = {
     "engine.max_total_tokens": "max_row_tokens",
     "kl.coefficient": "dpo.beta",
 }
-"""Settings of rollouts, and what takes their place in a run that trains on a file."""
+"""Settings of rollouts, and their replacement in a run that trains on a file."""
 ON_ROLLOUTS = {"data.epochs": "num_steps"}
-"""Settings of files, and what takes their place in a run that trains on rollouts."""
+"""Settings of files, and their replacement in a run that trains on rollouts."""
 _ANSWERS = {
     "`invrl resume RUN`, or the same `invrl train` command again, continues a run from its last checkpoint": (
         "resume resume_from resume_from_checkpoint resume_mode resume_path continue_from"
@@ -183,5 +184,5 @@ _ANSWERS = {
     ),
     "leave it out: the tasks of a file are shuffled anew for each pass": "rollout_shuffle",
 }
-"""By what to do instead: names of which there is no setting here."""
+"""Names for which there is no setting here, by the alternative."""
 ANSWERS = {name: answer for answer, names in _ANSWERS.items() for name in names.split()}

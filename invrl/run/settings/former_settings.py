@@ -1,7 +1,7 @@
-"""Settings of earlier versions: their names, and the values that stood for absence.
+"""Settings of earlier versions: their names, and the values that meant absence.
 
-The configuration of a recorded run is read as what it meant when it was written. In any
-other place an old name is refused with the new one. Pure data and functions.
+The configuration of a recorded run keeps the meaning that it had when it was written.
+Elsewhere an old name is refused with the new one. Pure data and functions.
 """
 
 from collections.abc import Mapping
@@ -245,11 +245,11 @@ _ABSENT: dict[str, dict[str, object]] = {
     },
     "weight_sync": {"weight_folder": "", "weight_host": ""},
 }
-"""Values that meant "none" until absence had no value, by section and setting."""
+"""Values that meant "none" before settings could be absent, by section and setting."""
 
 
 def former_fix(name: str) -> str:
-    """Where a setting of an earlier version is now; "" for any other name."""
+    """Describe the current place of a former setting; "" for any other name."""
     if name == "weight_sync":
         return "it was renamed: write [weights]"
     new = FORMER_NAMES.get(name.lower().removeprefix("--").replace("-", "_"))
@@ -265,8 +265,8 @@ def former_fix(name: str) -> str:
 def as_written_now(
     tables: Mapping[str, Mapping[str, Any]], section_of_table: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """The configuration of a recorded run with the names of today, and `false` for what
-    was absent. `section_of_table`: the optional tables of today."""
+    """Return the configuration of a recorded run with today's names, and `false` for
+    what was absent. `section_of_table`: today's optional tables."""
     now = {table: dict(entries) for table, entries in tables.items()}
     for section, absent in _ABSENT.items():
         entries = now.get(section, {})
@@ -305,14 +305,13 @@ _CRITIC: dict[str, object] = {
     "data_parallel_size": False,
     "value_clip": 0.2,
 }
-"""What a critic had where nothing was set."""
+"""Former defaults of a critic."""
 
 
 def _move_tables(
     tables: dict[str, dict[str, Any]], section_of_table: Mapping[str, str]
 ) -> None:
-    """Moves the settings of what is a table today there. Where the feature was off, the
-    settings say nothing."""
+    """Move settings into what is a table today, or drop them if the feature was off."""
     algorithm = tables["algorithm"]
     beta = algorithm.pop("preference_beta", 0.1)
     smoothing = algorithm.pop("label_smoothing", 0.0)

@@ -1,8 +1,9 @@
-"""`--model-path RUN`: a run that begins with the newest model of another one, as the
-next of several stages.
+"""`--model-path RUN`: a run that starts from another run's newest model, as the next of
+several stages.
 
-Invariant: which model that is, is settled once, when the run is started, and written
-into its configuration. The other run may go on and save newer ones."""
+Invariant: the model is determined once, when the run is started, and written into its
+configuration. The other run may continue and save newer ones.
+"""
 
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from invrl.types.section import Section
 
 
 def with_models_of_runs(config: Config) -> Config:
-    """The configuration with the checkpoint in the place of the run that a model is
-    taken from. That model is not removed from now on. A run that has saved none stays
-    as it is, for a check to refuse."""
+    """Return the configuration with runs replaced by their newest checkpoints, and
+    protect these models from removal. A run that has saved none stays, for a check to
+    refuse."""
     model = config.model
     settled = {
         "model_path": _settled(model.model_path),
@@ -30,7 +31,7 @@ def with_models_of_runs(config: Config) -> Config:
 
 
 def _settled(path: str | None) -> str | None:
-    """The checkpoint in the place of a run that has one; any other path as it is."""
+    """Return the checkpoint of a run that has one; any other path as it is."""
     if path is None or not is_run_folder(Path(path).expanduser().absolute()):
         return path
     folder = model_folder(path)

@@ -1,5 +1,5 @@
-"""Suggests the setting that a wrong name stands for: by its spelling, or by what other
-trainers call it. Pure."""
+"""Suggests the setting that a wrong name stands for: by its spelling, or by other
+trainers' names for it. Pure."""
 
 import difflib
 import re
@@ -24,8 +24,8 @@ _MOST_SHOWN = 3
 def nearest(
     name: str, names: Iterable[str], many: str = "see --help for the valid names"
 ) -> str:
-    """A fix for a wrong name: the closest valid name. If none is close, the list of
-    all; if there are too many for a list, `many`."""
+    """Return a fix for a wrong name: the closest valid name. If none is close, the list
+    of all; if that is too long, `many`."""
     valid = sorted(names)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     if close:
@@ -36,8 +36,8 @@ def nearest(
 
 
 def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -> str:
-    """The settings, or flags, that a wrong name may stand for, as a fix; or what to do
-    where there is none. `on_file`: of a run that trains on a file."""
+    """Return the settings, or flags, that a wrong name may stand for, as a fix; or the
+    alternative if there is none. `on_file`: of a run that trains on a file."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
     new_name = FORMER_NAMES.get(_plain(name))
     if new_name in valid:
@@ -52,8 +52,8 @@ def nearest_setting(name: str, names: Iterable[str], *, on_file: bool = False) -
 
 
 def answer_without_setting(name: str) -> str:
-    """What to do instead of a setting that other trainers have and that does not exist
-    here; "" for any other name."""
+    """Return the alternative to a setting that other trainers have and that does not
+    exist here; "" for any other name."""
     for spelling in _spellings(name):
         if spelling in ANSWERS:
             return ANSWERS[spelling]
@@ -63,7 +63,7 @@ def answer_without_setting(name: str) -> str:
 
 
 def meant_setting(name: str) -> str:
-    """What the setting of that name is called here; "" if no trainer is known to have
+    """Return our name for another trainer's setting; "" if no trainer is known to have
     one."""
     for spelling in _spellings(name):
         if spelling in _OURS:
@@ -74,10 +74,9 @@ def meant_setting(name: str) -> str:
 def near_settings(
     name: str, names: Iterable[str], *, on_file: bool = False
 ) -> list[str]:
-    """The valid `names` that a wrong name may stand for. The first of these rules that
-    finds any decides: what other trainers call by it; the one that is spelt almost like
-    it; those that share words with it; the one that is spelt most like it. Empty if
-    nothing is near."""
+    """Return the valid `names` that a wrong name may stand for, by the first rule that
+    finds any: other trainers' names for it; nearly equal spelling; shared words; the
+    most similar spelling. Empty if nothing is near."""
     valid = {_plain(valid_name): valid_name for valid_name in names}
     for spelling in _spellings(name):
         if spelling in valid:
@@ -106,7 +105,7 @@ def near_settings(
 
 
 def _for_run(ours: str, *, on_file: bool) -> list[str]:
-    """The settings that stand for `ours` in a run on a file. In any other run, a
+    """Return the settings that stand for `ours` in a run on a file. In any other run, a
     setting of files comes last: the run may be meant to be one on a file."""
     if on_file:
         return [ON_FILES.get(ours, ours)]
@@ -116,14 +115,14 @@ def _for_run(ours: str, *, on_file: bool) -> list[str]:
 
 
 def _spellings(name: str) -> list[str]:
-    """The name, then its ends behind each dot: some trainers nest their settings, as in
-    `actor_rollout_ref.rollout.n`."""
+    """Return the name, then its ends after each dot: some trainers nest their settings,
+    as in `actor_rollout_ref.rollout.n`."""
     parts = _plain(name).split(".")
     return ["_".join(parts[start:]) for start in range(len(parts))]
 
 
 def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
-    """The names that share most words with it, the most similar first."""
+    """Return the names that share most words with it, the most similar first."""
     words = {word for word in wanted.split("_") if len(word) >= _SHORTEST_WORD}
     shared = {plain: len(words & set(re.split("[._]", plain))) for plain in valid}
     most = max(shared.values(), default=0)
@@ -135,8 +134,8 @@ def _sharing_words(wanted: str, valid: Iterable[str]) -> list[str]:
 
 
 def _meant_by_misspelt(wanted: str, valid: Iterable[str]) -> str:
-    """Our name for the other trainers' name that `wanted` is spelt like. "" if a valid
-    name is more like it."""
+    """Return our name for the other trainers' name that `wanted` resembles. "" if a
+    valid name is more similar."""
     close = difflib.get_close_matches(wanted, [*valid, *_OURS], n=1, cutoff=0.8)
     if not close:
         return ""

@@ -1,10 +1,11 @@
 """The file `config.resolved.toml` of a run folder, with a checksum of every setting in
 comments above them.
 
-A run goes on with what this file says. A changed byte in it (`lr = 1e-05` -> `lr =
-1e-06`) would be read as a wish, and what is missing as its default. So the file says
-itself what was written; a file of an earlier version has no checksums and is read as it
-is."""
+A run continues with the settings in this file. A changed byte (`lr = 1e-05` -> `lr =
+1e-06`) would be read as intended, and a missing setting as its default. So the file
+proves its own content; a file of an earlier version has no checksums and is read as it
+is.
+"""
 
 import json
 import re
@@ -37,8 +38,8 @@ def write_resolved(path: Path, config: Config) -> None:
 
 
 def load_resolved(path: Path) -> Config:
-    """The configuration of a run folder, as it was written. Raises ConfigError if it
-    was changed since."""
+    """Load the configuration of a run folder, as it was written. Raises ConfigError if
+    it was changed since."""
     source = read_toml(path)
     if not source.tables:
         raise _changed(path, path.name, "", "the file is empty")

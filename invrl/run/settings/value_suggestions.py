@@ -1,6 +1,5 @@
-"""What a wrong value of a setting may stand for: the one that is spelt almost like it,
-or the name of another setting's value, such as an objective that was given as a preset.
-Pure."""
+"""Suggestions for a wrong value of a setting: one with nearly equal spelling, or the
+setting that the value belongs to, such as an objective given as a preset. Pure."""
 
 import difflib
 from typing import Any, Literal, get_args, get_origin
@@ -19,7 +18,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "advantage": tuple(ADVANTAGES),
     "policy_loss": tuple(SURROGATES),
 }
-"""The built-in names of settings of [algorithm] that also take an import path."""
+"""Built-in names of settings of [algorithm] that also take an import path."""
 
 
 def value_fix(name: str, value: object, field: FieldInfo) -> str:
@@ -41,8 +40,8 @@ def value_fix(name: str, value: object, field: FieldInfo) -> str:
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The words that a field of this type takes, itself or in its tuple; empty if it
-    takes others too."""
+    """Return the words that a field of this type takes, itself or in its tuple; empty
+    if it takes others too."""
     if get_origin(annotation) is Literal:
         return tuple(choice for choice in get_args(annotation) if choice)
     if get_origin(annotation) is tuple:
@@ -51,7 +50,8 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 
 
 def nearest_value(value: str, choices: tuple[str, ...]) -> str:
-    """A question that names the choice nearest to the value; "" if none is near."""
+    """Return a question that names the choice nearest to the value; "" if none is
+    near."""
     plain = {choice.lower().replace("-", "_"): choice for choice in choices}
     close = difflib.get_close_matches(
         value.lower().replace("-", "_"), list(plain), n=1, cutoff=0.5
@@ -60,8 +60,8 @@ def nearest_value(value: str, choices: tuple[str, ...]) -> str:
 
 
 def misplaced_value(key: str, value: str) -> str:
-    """A sentence for a name that belongs to another setting of [algorithm]; "" for any
-    other value."""
+    """Return a sentence for a name that belongs to another setting of [algorithm]; ""
+    for any other value."""
     owners = [
         owner
         for owner, names in _names_by_setting().items()
@@ -79,9 +79,9 @@ def misplaced_value(key: str, value: str) -> str:
 
 
 def wrong_name(key: str, value: str) -> str:
-    """A fix for a name that is no built-in of `objective`, `advantage` or
-    `policy_loss`: where it belongs, or an objective that is spelt almost like it. ""
-    for a value that may be an import path, or that loading it explains."""
+    """Return a fix for a name that is not a built-in `objective`, `advantage` or
+    `policy_loss`: the setting that it belongs to, or an objective with a similar
+    spelling. "" for a value that may be an import path, which loading explains."""
     if value in _NAMES[key] or not value.isidentifier():
         return ""
     misplaced = misplaced_value(key, value)
