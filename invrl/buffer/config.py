@@ -1,5 +1,4 @@
-"""Settings of the buffer: how stale a token may be, how failures count, which groups
-are trained on."""
+"""Settings of the buffer: staleness, failures, and which groups are trained."""
 
 import math
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ RewardUse = Literal["replace", "add"]
 FilteredOut = Literal["end", "train"]
 
 FailureRule = float | Literal["retry", "drop"]
-"""What happens to a failed rollout: a number is the reward it counts with, "retry"
-tries its place again, "drop" drops its group at once."""
+"""Treatment of a failed rollout: a number is the reward it counts with, "retry" leases
+its place again, "drop" drops its group immediately."""
 
 
 class DifficultyConfig(Section):
-    """The bounds of the group filter medium_difficulty, which this table chooses."""
+    """Bounds of the group filter medium_difficulty, which this table chooses."""
 
     low: float = Field(
         0.2,
@@ -54,11 +53,12 @@ class DifficultyConfig(Section):
 
 
 class BufferConfig(Section):
-    """How stale a trained token may be, which groups are trained on, and what failures
-    count as.
+    """Staleness of trained tokens, which groups are trained, and what failures count
+    as.
 
-    One number, `max_staleness`, decides how asynchronous the loop is: 0 is the
-    synchronous loop, 1 is one-step-off-policy, k is fully asynchronous."""
+    `max_staleness` alone decides how asynchronous the loop is: 0 is the synchronous
+    loop, 1 is one-step-off-policy, k is fully asynchronous.
+    """
 
     chosen_by: ClassVar[Mapping[str, Choice]] = {
         "difficulty": Choice("group_filter", (MEDIUM_DIFFICULTY,))
@@ -127,7 +127,7 @@ class BufferConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_filter(cls, values: Any) -> Any:
-        """Puts the filter beside its bounds, and the bounds beside the filter."""
+        """Put the filter next to its bounds, and the bounds next to the filter."""
         return with_choices(cls, values, values) if isinstance(values, dict) else values
 
     @field_validator("failure_reward")
@@ -143,12 +143,12 @@ class BufferConfig(Section):
         )
 
     def failure_rules(self) -> Mapping[FailureReason, FailureRule]:
-        """The rule of each reason that is named. All other failures are tried again."""
+        """Return the rule of each named reason. All other failures are retried."""
         return parse_failure_rules(self.failure_reward)
 
 
 def parse_failure_rules(entries: tuple[str, ...]) -> dict[FailureReason, FailureRule]:
-    """Parses entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for
+    """Parse entries REASON=REWARD, REASON=drop or REASON=retry. Raises ValueError for
     any other entry."""
     rules: dict[FailureReason, FailureRule] = {}
     for entry in entries:

@@ -1,9 +1,10 @@
-"""Which rows a step trains: a function of the settings, the seed and the step alone, so
-that a run that resumes needs nothing but its step. Pure.
+"""Order of the rows: a function of the settings, the seed and the step alone, so that a
+resumed run needs only its step. Pure.
 
 The passes over the file follow each other without a gap, and batches are cut from that
 sequence. So every batch is full, except the last one of `data_epochs` passes, and a
-batch may hold the end of one pass and the beginning of the next."""
+batch may hold the end of one pass and the beginning of the next.
+"""
 
 import random
 from dataclasses import dataclass
@@ -20,8 +21,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOrder:
-    """The order of `num_rows` >= 1 rows. `epochs`: how many passes there are; 0 for no
-    end."""
+    """Order of `num_rows` >= 1 rows. `epochs` is the number of passes; 0 for no end."""
 
     num_rows: int
     batch_size: int
@@ -30,14 +30,14 @@ class RowOrder:
     seed: int
 
     def last_step(self, num_steps: int) -> int:
-        """The step after which all passes are made; `num_steps` if passes have no
+        """Return the step that completes all passes; `num_steps` if passes have no
         end."""
         if not self.epochs:
             return num_steps
         return -(-self.num_rows * self.epochs // self.batch_size)
 
     def batch(self, step: int) -> list[Draw]:
-        """The rows of a step, from 1."""
+        """Return the rows of a step, from 1."""
         begin = (step - 1) * self.batch_size
         end = begin + self.batch_size
         if self.epochs:
@@ -53,8 +53,8 @@ class RowOrder:
 
 
 def split_off(num_rows: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """The indices of the rows to train on and of those that are held out, both
-    ascending. At least one row is held out."""
+    """Return the indices of training and of held-out rows, both ascending. At least one
+    row is held out."""
     num_held_out = max(1, round(num_rows * fraction))
     held_out = set(
         random.Random(f"held-out rows/{seed}").sample(range(num_rows), num_held_out)

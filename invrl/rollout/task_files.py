@@ -1,5 +1,5 @@
-"""The files that a run reads tasks from, and how an entry of `eval_sets` names a file
-or a source."""
+"""Task files of a run, and the entries of `eval_sets`, which name a file or a
+source."""
 
 import re
 
@@ -13,7 +13,8 @@ _SOURCE_PATH = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
 
 
 def split_eval_set(entry: str) -> tuple[str, str]:
-    """The name and the location of an entry of `eval_sets`. Raises ConfigError."""
+    """Return the name and the location of an entry of `eval_sets`. Raises
+    ConfigError."""
     match = _EVAL_SET.fullmatch(entry)
     if match is None:
         reason = "not NAME=WHERE, the name of letters, digits, '.', '_', '-'"
@@ -28,8 +29,8 @@ def is_source(location: str) -> bool:
 
 
 def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
-    """The files of held-out tasks that the run reads, each with the setting that names
-    it. Raises ConfigError for an entry of `eval_sets` that is none."""
+    """Return the files of held-out tasks, each with the setting that names it. Raises
+    ConfigError for an invalid entry of `eval_sets`."""
     trains = bool(config.task_file or config.task_source_path)
     if config.eval_sets:
         locations = [split_eval_set(entry)[1] for entry in config.eval_sets]
@@ -42,7 +43,8 @@ def held_out_files(config: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def task_files(config: RolloutConfig) -> list[tuple[str, str]]:
-    """The file of training tasks, if there is one, then those of held-out tasks."""
+    """Return the file of training tasks, if there is one, then those of held-out
+    tasks."""
     files = held_out_files(config)
     if config.task_file:
         return [("task_file", config.task_file), *files]

@@ -4,7 +4,7 @@ sample's life.
     WeightVersion -> Task -> GroupLease -> Session -> Turn -> Trajectory -> Rollout | FailedRollout
         -> Group -> TakenBatch -> TrainSample -> TrainBatch -> WeightUpdate
 
-Axes in names: `_G` members of a group, `_T` tokens of a sequence, `_B` packed rows.
+Axes in names: `_G` members of a group, `_T` tokens of a sequence, `_B` packed samples.
 Token ids and versions are int32, log-probs and advantages float32. Constructors check
 lengths, so a value that exists is consistent. Every package imports this module; it
 imports only the reasons of failures (`reasons.py`).
@@ -24,28 +24,26 @@ from invrl.types.top_logprobs import TopLogprobs
 Json = None | bool | int | float | str | list["Json"] | Mapping[str, "Json"]
 
 WeightVersion = NewType("WeightVersion", int)
-"""The number of batches that these weights were trained on, which is the step; 0 is the
+"""Number of batches that the weights were trained on, which is the step; 0 is the
 initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
-"""What a session is for."""
+"""Purpose of a session."""
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a generation ended: by itself, at its token limit, or because it was
-cancelled."""
+"""Reason that a generation ended: by itself, at its token limit, or cancelled."""
 
 MAX_REWARD = 1e9
 """Largest absolute reward. Group statistics square rewards: above it float32 advantages
 would overflow."""
 MAX_REWARD_COMPONENTS = 256
-"""Most named parts that one reward may have."""
+"""Maximum number of named parts of a reward."""
 MAX_NAME_LENGTH = 512
-"""Most characters of a name that crosses the session API: ids, components of a
-reward."""
+"""Maximum length of a name in the session API: ids, components of a reward."""
 
 
 def _same_length(**arrays: NDArray[np.generic]) -> int:
-    """The common length of the arrays. Raises ValueError where lengths differ."""
+    """Return the common length of the arrays. Raises ValueError if lengths differ."""
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"lengths differ: {lengths}")
@@ -53,9 +51,9 @@ def _same_length(**arrays: NDArray[np.generic]) -> int:
 
 
 def field_values(instance: Any, of: type | None = None) -> dict[str, Any]:
-    """The fields of a dataclass by name, for the constructor of another one that has
-    them too. `of`: only the fields of this base class. Unlike `dataclasses.asdict`,
-    fields that are dataclasses stay what they are."""
+    """Return the fields of a dataclass by name, for the constructor of another that has
+    them too. `of` selects the fields of that base class. Unlike in
+    `dataclasses.asdict`, dataclass fields are not converted."""
     return {
         member.name: getattr(instance, member.name) for member in fields(of or instance)
     }
@@ -66,7 +64,7 @@ def field_values(instance: Any, of: type | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One item of a dataset: what a rollout is asked to do."""
+    """One item of a dataset: the task of a rollout."""
 
     id: str
     payload: Mapping[str, Json]
@@ -76,8 +74,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rollout in the run: its group, its index in the group, and the
-    number of the attempt at that index. No two rollouts have the same place."""
+    """The place of a rollout in the run: its group, its index in the group, and the
+    number of the attempt at that index. No two rollouts share a place."""
 
     group_id: str
     index: int
@@ -94,7 +92,7 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLease:
-    """Work that the buffer hands out: run these members of this group. A later lease of
+    """Work handed out by the buffer: run these members of this group. A later lease of
     the same group holds the replacements of members that failed."""
 
     group_id: str
@@ -114,8 +112,8 @@ class GroupLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. The log-probs that the engine returns are computed after
-    `temperature` and before `top_p`."""
+    """Sampling parameters. The engine's log-probs are computed after `temperature` and
+    before `top_p`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -124,7 +122,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How much a session may use: turns, sampled tokens, seconds since it was opened,
+    """Limits of a session: turns, sampled tokens, seconds since it was opened,
     concurrent calls."""
 
     max_turns: int = 10_000
@@ -135,7 +133,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutIdentity:
-    """Which rollout something belongs to, and the session in which it runs."""
+    """The rollout that something belongs to, and its session."""
 
     session_id: str
     task_id: str
@@ -150,8 +148,7 @@ class RolloutIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
-    """What a session is opened for, and what it may use. Sessions that are opened
-    together have the same terms."""
+    """Purpose and limits of a session. Sessions opened together have the same terms."""
 
     task_id: str
     group_id: str
@@ -162,8 +159,8 @@ class SessionTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(SessionTerms):
-    """One rollout's right to sample: whoever has `key` may sample in this session and
-    in no other."""
+    """The right of one rollout to sample: the holder of `key` may sample in this
+    session only."""
 
     id: str
     key: str
@@ -171,7 +168,7 @@ class Session(SessionTerms):
     index: int
     attempt: int
     parent_id: str = ""
-    """The session that opened this one for a sub-agent. Both have the same index and
+    """Session that opened this one for a sub-agent. Both have the same index and
     attempt in the group, and one outcome ends both."""
 
     @property
@@ -191,8 +188,8 @@ class Session(SessionTerms):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A reward and its named parts: for the session, or for one of its turns or
-    branches (by turn id)."""
+    """A reward and its named parts: of the session, or of one of its turns or
+    trajectories (by turn id)."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -205,7 +202,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens [start, end) of a turn were drawn under the weights of
+    """Sampled tokens [start, end) of a turn that were drawn under the weights of
     `version`."""
 
     version: WeightVersion
@@ -214,9 +211,8 @@ class VersionSpan:
 
 
 def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bool:
-    """Whether the tokens of a turn may be trained if its answer was delivered: it was
-    not aborted, and if a grammar constrained it, the grammar is known, so that the
-    trainer can apply it too."""
+    """Whether the tokens of a delivered turn may be trained: it was not aborted, and
+    any grammar that constrained it is known, so that the trainer can apply it too."""
     if finish_reason == "abort":
         return False
     return not constrained or has_grammar
@@ -224,9 +220,9 @@ def is_trainable(finish_reason: str, constrained: bool, has_grammar: bool) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One generation. The engine consumed the ids of the path up to this turn, then
-    `context_ids_T`, and emitted `sampled_ids_T`: the turns of a path, concatenated, are
-    exactly the ids that the engine saw."""
+    """One generation. The engine consumed the ids of the trajectory up to this turn,
+    then `context_ids_T`, and emitted `sampled_ids_T`: the concatenated turns of a
+    trajectory are exactly the ids that the engine saw."""
 
     id: str
     session_id: str
@@ -234,33 +230,33 @@ class Turn:
     context_ids_T: NDArray[np.int32]
     sampled_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
-    """Of the sampled ids, in nats."""
+    """In nats."""
     spans: tuple[VersionSpan, ...]
-    """Tile the sampled ids, without gaps."""
+    """Cover the sampled ids without gaps."""
     finish_reason: FinishReason
     request_digest: str
     delivered: bool
-    """The answer reached its client whole."""
+    """Whether the whole reply reached its client."""
     temperature: float
     prompt_tokens: int
     cached_tokens: int
-    """Those of the prompt tokens whose keys and values the engine had cached."""
+    """Prompt tokens whose keys and values the engine had cached."""
     fork_reason: str
-    """Why this turn departs from what was recorded: it is a further root, or it
+    """Reason that this turn departs from the recording: it is a further root, or it
     branches off before a reply that the client replaced. "" for a first turn and for a
     turn that continues its parent."""
     started_at: float
     finished_at: float
     constrained: bool = False
-    """A grammar restricted the tokens (forced tool call, JSON schema): `logprobs_T` are
-    those of the model's distribution over the tokens that the grammar allowed."""
+    """Whether a grammar restricted the tokens (forced tool call, JSON schema).
+    `logprobs_T` are then of the model's distribution over the allowed tokens."""
     grammar: str = ""
-    """For a constrained turn that may be trained: the grammar, as JSON of SGLang's
-    sampling parameter."""
+    """Grammar of a constrained turn that may be trained, as JSON of SGLang's sampling
+    parameter."""
 
     @property
     def trainable(self) -> bool:
-        """Whether its tokens may be trained, once it is known to be `delivered`."""
+        """Whether its tokens may be trained once it is `delivered`."""
         return is_trainable(self.finish_reason, self.constrained, bool(self.grammar))
 
     def __post_init__(self) -> None:
@@ -281,7 +277,7 @@ class Turn:
 
     @property
     def versions_T(self) -> NDArray[np.int32]:
-        """The weight version of each sampled token."""
+        """Weight version of each sampled token."""
         versions_T = np.empty(len(self.sampled_ids_T), np.int32)
         for span in self.spans:
             versions_T[span.start : span.end] = span.version
@@ -290,7 +286,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """One root-to-leaf branch of a session's turns."""
+    """One root-to-leaf path of a session's turns."""
 
     turns: tuple[Turn, ...]
 
@@ -314,22 +310,22 @@ class RolloutSummary(RolloutIdentity):
     reward_components: Mapping[str, float] = field(default_factory=dict)
     num_turns: int
     prompt_tokens: int
-    """Prompt tokens over all turns, as the engine counted them (cached tokens
-    included)."""
+    """Prompt tokens over all turns, as the engine counted them (including cached
+    ones)."""
     cached_tokens: int
     later_prompt_tokens: int
-    """Prompt tokens of all turns but the first of each branch."""
+    """Prompt tokens of all turns but the first of each trajectory."""
     later_cached_tokens: int
     sampled_tokens: int
     delivered_tokens: int = 0
-    """Sampled tokens of turns whose answer reached its client whole."""
+    """Sampled tokens of turns whose whole reply reached its client."""
     auxiliary_tokens: int = 0
-    """Sampled tokens of conversations beside the main one (titles, summaries)."""
+    """Sampled tokens of conversations other than the main one (titles, summaries)."""
     trained_tokens: int
     """Sampled tokens that may be trained: of delivered turns that were not aborted and
     are not below an untrained root."""
     truncated: bool
-    """Some turn ended because it reached its token limit."""
+    """Whether some turn ended at its token limit."""
     oldest_version: WeightVersion
     newest_version: WeightVersion
     forks: int
@@ -341,28 +337,26 @@ class RolloutSummary(RolloutIdentity):
     turn_rewards: Mapping[str, float] = field(default_factory=dict)
     """Turn id -> reward of that single turn, for its tokens."""
     branch_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Turn id -> reward of the branches through that turn. Of two on one branch the
-    later one counts."""
+    """Turn id -> reward of the trajectories through that turn. Of two on one trajectory
+    the later counts."""
     turn_levels: Mapping[str, str] = field(default_factory=dict)
     """Turn id -> level, for the turns in the two mappings above: "main/N" for a turn of
-    the session itself, "child/N" for a turn of a child session, where N turns come
-    before it on its branch."""
+    the session itself, "child/N" for a turn of a child session, with N turns before it
+    on its trajectory."""
     child_rewards: Mapping[str, float] = field(default_factory=dict)
-    """Session id -> reward, of every child session whose turns belong to this rollout;
-    its own reward or an inherited one."""
+    """Session id -> reward of every child session whose turns belong to this rollout,
+    its own or inherited."""
     child_reward_from: Mapping[str, str] = field(default_factory=dict)
     """Child session id -> the session that was given this reward: the child itself, or
-    the ancestor from which it inherits."""
+    the ancestor it inherits from."""
     untrained_roots: tuple[str, ...] = ()
     """Root turns of conversations that are not trained."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Of extra columns that have one number per rollout, by name, as far as they were
-    given."""
+    """Numbers of rollout-level extra columns by name, if given."""
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Turn id -> name -> number, of extra columns that have one number per turn."""
+    """Turn id -> name -> number of turn-level extra columns."""
     failure: FailureReason | None = None
-    """Set where the rollout failed but counts, with the reward that the run gives to
-    such failures."""
+    """Set if the rollout failed but counts, with the run's reward for such failures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -372,32 +366,31 @@ class Rollout:
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
-    """By turn id, where the run records them: one row for each of the turn's tokens,
-    the experts of the pass that predicted it."""
+    """By turn id, if the run records them: one row for each of the turn's tokens, the
+    experts of the pass that predicted it."""
     token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(
         default_factory=dict
     )
-    """Turn id -> name -> one number for each sampled token, of extra columns that have
-    one per token."""
+    """Turn id -> name -> one number for each sampled token, of token-level extra
+    columns."""
     top_logprobs: Mapping[str, TopLogprobs] = field(default_factory=dict)
-    """By turn id, where the run records them: the likeliest tokens in the place of each
-    sampled one."""
+    """By turn id, if the run records them: the likeliest tokens at each sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRollout(RolloutIdentity):
-    """A session that ended without a usable reward, and why."""
+    """A session that ended without a usable reward."""
 
     outcome: Literal["failed"] = "failed"
     reason: FailureReason
     detail: str
     partial: RolloutSummary | None = None
-    """The summary that counts if the run gives such failures a reward; its own reward
-    is 0 until then. None if there is no token to train."""
+    """Summary that counts if the run gives such failures a reward; its own reward is 0
+    until then. None if there is no token to train."""
 
 
 Outcome = RolloutSummary | FailedRollout
-"""How a rollout ended, as the buffer records it."""
+"""Outcome of a rollout, as the buffer records it."""
 
 
 # ----------------------------------------------------------------- groups
@@ -414,31 +407,32 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """How a group ended, as its task source is told it and as the history of its task
-    keeps it.
+    """Outcome of a group, as its task source gets it and the history of its task keeps
+    it.
 
-    A group that is kept ends, in this sense, when it is complete: it is trained later,
-    unless its tokens are too old or lost by then."""
+    A kept group ends, in this sense, when it is complete: it is trained later, unless
+    its tokens are too old or lost by then.
+    """
 
     task_id: str
-    """As the task source gave it, without the "@n" of a task that comes back."""
+    """Id from the task source, without the "@n" of a repeated task."""
     group_id: str
     version: WeightVersion
-    """The trainer's version at that time, which is the number of batches trained."""
+    """The trainer's version at that time, which is the number of trained batches."""
     rewards_G: tuple[float, ...]
-    """Of the rollouts that finished, in the order of their indices. Fewer than the
+    """Rewards of finished rollouts in the order of their indices. Fewer than the
     group's size if it is not complete."""
     num_solved: int
-    """How many of these rewards are at least --success-reward."""
+    """Number of these rewards that are at least --success-reward."""
     complete: bool
     """Whether all rollouts of the group finished."""
     dropped: str = ""
-    """Why the group is not trained: "zero_variance", "filtered/<the filter's word>",
-    "stale", "incomplete" and so on (`DropReason`). "" if it is kept."""
+    """Reason that the group is not trained: "zero_variance", "filtered/<the filter's
+    word>", "stale", "incomplete" and so on (`DropReason`). "" if it is kept."""
 
     @property
     def success_rate(self) -> float | None:
-        """The share of these rewards that are at least --success-reward. None without a
+        """Share of these rewards that are at least --success-reward. None without a
         reward."""
         if not self.rewards_G:
             return None
@@ -447,11 +441,9 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskHistory:
-    """The complete groups that a task has had so far in the run, whether they were kept
-    or dropped."""
+    """Complete groups of a task so far in the run, kept or dropped."""
 
     task_id: str
-    """As in `GroupOutcome`."""
     num_groups: int = 0
     num_kept: int = 0
     """Groups that no filter dropped."""
@@ -464,14 +456,14 @@ class TaskHistory:
 
     @property
     def success_rate(self) -> float | None:
-        """The share of solved rollouts over all groups. None before the first group."""
+        """Share of solved rollouts over all groups. None before the first group."""
         if not self.num_rollouts:
             return None
         return self.num_solved / self.num_rollouts
 
     @property
     def mean_reward(self) -> float | None:
-        """Over all rollouts. None before the first group."""
+        """Mean over all rollouts. None before the first group."""
         if not self.num_rollouts:
             return None
         return self.reward_sum / self.num_rollouts
@@ -479,15 +471,14 @@ class TaskHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedGroup:
-    """A group that was dropped while rollouts of it ran. Those rollouts are to be
-    cancelled."""
+    """A group that was dropped while its rollouts ran, which must now be cancelled."""
 
     group_id: str
     reason: DropReason
 
     @property
     def detail(self) -> str:
-        """The message with which its rollouts are cancelled."""
+        """Message with which its rollouts are cancelled."""
         return f"group {self.group_id} was dropped ({self.reason}): this rollout is no longer needed"
 
 
@@ -502,7 +493,7 @@ class SampledSoFar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """What the buffer hands to the loop: whole groups, by id. Their tokens are read
+    """Whole groups, by id, that the buffer hands to the loop. Their tokens are read
     from the store."""
 
     batch_id: int
@@ -517,8 +508,8 @@ class TakenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpan:
-    """Tokens [start, end) of a sample were sampled under `grammar` (as in `Turn`), from
-    the grammar's beginning."""
+    """Tokens [start, end) of a sample that were sampled under `grammar` (as in `Turn`),
+    from the grammar's beginning."""
 
     start: int
     end: int
@@ -526,21 +517,21 @@ class GrammarSpan:
 
 
 SOLVED_NUMBER = "solved"
-"""The number of a row that is 1 if its rollout solved its task, else 0, where the
-objective reads it."""
+"""Number of a sample: 1 if its rollout solved its task, else 0. Set if the objective
+reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainSample:
-    """One flat row of training data: a branch of a rollout."""
+    """One training sample, flat: a trajectory of a rollout."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
-    """Whether token t was sampled and is trained in this row."""
+    """Whether token t was sampled and is trained in this sample."""
     rollout_logprobs_T: NDArray[np.float32]
     """The engine's log-prob of token t in nats; 0 where the loss mask is False."""
     versions_T: NDArray[np.int32]
-    """The weight version that sampled token t; -1 where the loss mask is False."""
+    """Weight version that sampled token t; -1 where the loss mask is False."""
     reward: float
     temperature: float
     group_id: str
@@ -548,19 +539,19 @@ class TrainSample:
     attempt: int
     turn_ids: tuple[str, ...]
     turn_spans: tuple[tuple[int, int], ...] = ()
-    """Tokens [start, end) that each of these turns sampled. Empty: the row was not made
-    of turns."""
+    """Tokens [start, end) that each of these turns sampled. Empty: the sample was not
+    made of turns."""
     grammars: tuple[GrammarSpan, ...] = ()
     experts_TLK: RoutedExperts | None = None
-    """The experts that computed token t in the engine; None: they were not recorded."""
+    """Experts that computed token t in the engine; None: not recorded."""
     top_logprobs: TopLogprobs | None = None
-    """The tokens that the engine's policy held likeliest in the place of token t; none
-    where the loss mask is False. None: they were not recorded."""
+    """Likeliest tokens under the engine's policy at token t; none where the loss mask
+    is False. None: not recorded."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """More numbers of token t, by name: log-probs of a teacher, process rewards, the
+    """Further numbers of token t by name: log-probs of a teacher, process rewards, the
     user's own."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """More numbers of the whole row, by name."""
+    """Further numbers of the whole sample by name."""
 
     def __post_init__(self) -> None:
         if self.experts_TLK is not None:
@@ -582,18 +573,18 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCounts:
-    """How much a mini-batch trains, over all ranks: the denominators of its loss. What
-    has no trained token is not counted."""
+    """Counts of a mini-batch's trained parts over all ranks: the denominators of its
+    loss. Parts without a trained token do not count."""
 
     tokens_of_rollout: Mapping[str, int]
-    """By rollout id. A rollout may have several rows, also on several ranks."""
+    """By rollout id. A rollout may have several samples, also on several ranks."""
     tokens_of_group: Mapping[str, int]
     """By group id."""
     group_of_rollout: Mapping[str, str]
     """Rollout id -> group id."""
     rows: int
     solved_tokens: int = 0
-    """Of rows whose number `solved` is 1."""
+    """Tokens of samples whose number `solved` is 1."""
 
     @property
     def tokens(self) -> int:
@@ -649,7 +640,7 @@ class TrainBatch:
     advantages: tuple[NDArray[np.float32], ...]
     """One array [T] per sample; 0 where its loss mask is False."""
     counts: TrainedCounts | None = None
-    """Of the whole mini-batch that these samples are a share of. None: the samples are
+    """Counts of the whole mini-batch of which these samples are a share. None: they are
     all of it."""
 
     def __post_init__(self) -> None:
@@ -662,7 +653,7 @@ class TrainBatch:
 
     @property
     def trained(self) -> TrainedCounts:
-        """Of the whole mini-batch, for a share as well."""
+        """Counts of the whole mini-batch, for a share as well."""
         return self.counts or TrainedCounts.of(self.samples)
 
 
@@ -671,8 +662,8 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One exported weight: its Hugging Face name, its shape, and its dtype by torch's
-    name ("bfloat16")."""
+    """An exported weight: its Hugging Face name, its shape, and torch's name of its
+    dtype ("bfloat16")."""
 
     name: str
     shape: tuple[int, ...]
@@ -681,17 +672,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """What one committed weight update did. Gaps are in nats."""
+    """Result of one committed weight update. Gaps are in nats."""
 
     version: WeightVersion
     num_bytes: int
     seconds: Mapping[str, float]
     """Seconds per phase: stage, prepare, pause, load, commit, resume, canary; summed
-    over the engines in a rolling update. `newcomers` is the wait for engines that come
-    back, `trainer_canary` the trainer's part of the canary, which it computes while the
+    over the engines in a rolling update. `newcomers` is the wait for engines that
+    return, `trainer_canary` the trainer's part of the canary, computed while the
     engines load, `paused` the longest time during which an engine did not generate."""
     canary_max_gap: float
     canary_mean_gap: float
     lost_engines: Mapping[str, str] = field(default_factory=dict)
-    """Name -> reason, of the engines that failed while others did not. They must leave
-    the fleet."""
+    """Name -> reason of engines that failed while others did not. They must leave the
+    fleet."""

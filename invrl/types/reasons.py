@@ -1,13 +1,14 @@
-"""Why a rollout has no reward, and why a group is not trained: one word for each, with
-what it means.
+"""Reasons that a rollout has no reward or a group is not trained: one word for each,
+and its meaning.
 
-They are data: the ledger keeps them, metrics count them, and the console shows them."""
+They are data: the ledger keeps them, metrics count them, and the console shows them.
+"""
 
 from enum import StrEnum
 
 
 class FailureReason(StrEnum):
-    """Why a rollout ended without a reward. Data, counted in the metrics."""
+    """Reason that a rollout ended without a reward. Data, counted in the metrics."""
 
     EXCEPTION = "exception"
     """The user's code raised."""
@@ -21,10 +22,10 @@ class FailureReason(StrEnum):
     BAD_REWARD = "bad_reward"
     """The reward is missing, no number, not finite, or beyond `MAX_REWARD`."""
     EMPTY = "empty"
-    """There is no token to train: no model call, or no answer that reached its
+    """There is no token to train: no model call, or no reply that reached its
     client."""
     CONSTRAINED = "constrained"
-    """A grammar forced every turn that reached the client, and such turns are not
+    """A grammar forced every turn that reached the client; such turns are not
     trained."""
     ABORTED = "aborted"
     """The environment aborted the session."""
@@ -46,7 +47,7 @@ class FailureReason(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a rollout or a group was dropped instead of trained."""
+    """Reason that a rollout or a group was dropped instead of trained."""
 
     STALE = "stale"
     """A token of the group is more than `max_staleness` versions older than the
@@ -55,19 +56,19 @@ class DropReason(StrEnum):
     """In every comparison of the group all rewards are equal, so all advantages are
     0."""
     INCOMPLETE = "incomplete"
-    """A rollout of the group failed and is not tried again: it was the last attempt, or
-    the rule for this failure is "drop"."""
+    """A rollout of the group failed and is not retried: it was the last attempt, or the
+    rule for this failure is "drop"."""
     FILTERED = "filtered"
     """The group filter dropped the group for another reason than `ZERO_VARIANCE`, or
     raised; or the group has no token to train."""
     OVER_SAMPLED = "over_sampled"
-    """The group was ready when a full batch was taken without it, and has become too
-    old since."""
+    """The group was ready but not part of a full batch, and has become too old
+    since."""
     REPLACED = "replaced"
-    """Only this attempt failed: the place is leased again with the next attempt."""
+    """Only this attempt failed: the place is leased again for the next attempt."""
     TOKENS_LOST = "tokens_lost"
-    """The group's turns are not in the store, or are not what was written there: a
-    power loss, or a damaged file."""
+    """The group's turns are not in the store, or differ from what was written: a power
+    loss, or a damaged file."""
     RUN_ENDED = "run_ended"
     """The run ended before the group was trained."""
     NOT_TRAINED = "not_trained"
