@@ -1,10 +1,9 @@
-"""Turns during which the weights changed: which of their tokens the newer weights
-sampled.
+"""Turns during which the weights changed, and their tokens from the newer weights.
 
 With `weight_update_inflight` `in_place` a running request keeps the keys and values
-that older weights computed. So what the engine says of these tokens is of no version
-alone, and the trainer, which computes the whole row with one version, gets other
-log-probs. The difference is reported with every step as `logprob_gap_after_update_mean`
+that older weights computed. So the engine's log-probs of these tokens belong to no
+single version, and the trainer, which computes the whole sample with one version, gets
+others. The difference is reported with every step as `logprob_gap_after_update_mean`
 and `_max`, in nats; with `retract` and `drain` it is the same rounding as for all other
 tokens.
 """
@@ -18,7 +17,8 @@ from invrl.types import TrainSample, WeightVersion
 def sampled_after_update(
     sample: TrainSample, version: WeightVersion
 ) -> NDArray[np.bool_]:
-    """[T]: the tokens that `version` sampled in a turn that an older version began."""
+    """Return [T]: the tokens that `version` sampled in a turn that an older version
+    began."""
     sampled_T = sample.loss_mask_T
     starts_T = sampled_T & ~np.concatenate([[False], sampled_T[:-1]])
     # of each run of sampled tokens, which is a turn
