@@ -339,11 +339,11 @@ class _ProjectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """Of what is asked n of row u, with z = logits / temperature and p =
-        softmax(z[u]), summed:
+        """Return the sum over the targets n of row u, with z = logits / temperature and
+        p = softmax(z[u]):
 
-        d logprob_n / d z[u] = onehot(target_n) - p
-        d entropy_n / d z[u] = -p (log p + entropy_n)
+        d logprob_n / d z[u] = onehot(target_n) - p d entropy_n / d z[u] = -p (log p +
+        entropy_n)
         """
         hidden_UH, weight_VH, logsum_U, entropy_U, *kept = ctx.saved_tensors
         wanted: _Wanted = ctx.wanted
