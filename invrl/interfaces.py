@@ -94,7 +94,7 @@ class RolloutResult:
     """
 
     reward: float | None = None
-    """May be None only if a reward function is set."""
+    """Final reward. None only if a reward function is set."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, for the metrics."""
     output: str = ""

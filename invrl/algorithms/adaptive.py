@@ -13,7 +13,7 @@ _GAIN = 0.1
 """Ziegler et al.'s K."""
 _LARGEST_ERROR = 0.2
 _LARGEST_ENTROPY_COEF = 1.0
-"""As in TRL."""
+"""TRL's upper bound."""
 
 
 def adapted_kl_coef(coef: float, divergence: float, target: float) -> float:

@@ -24,7 +24,7 @@ from invrl.algorithms.ratios import clamp_log_ratio, token_ratio
 
 
 def k1(policy_N: Tensor, other_N: Tensor) -> Tensor:
-    """Estimates KL(policy || other) per token, in nats, from samples of `policy`: [N],
+    """Estimate KL(policy || other) per token, in nats, from samples of `policy`: [N],
     [N] -> [N].
 
         k1 = d
@@ -41,7 +41,7 @@ def k2(policy_N: Tensor, other_N: Tensor) -> Tensor:
 
 
 def k3(policy_N: Tensor, other_N: Tensor) -> Tensor:
-    """Estimates KL(policy || other) per token, in nats, from samples of `policy`: [N],
+    """Estimate KL(policy || other) per token, in nats, from samples of `policy`: [N],
     [N] -> [N].
 
         k3 = exp(d) - d - 1,    d = other - policy

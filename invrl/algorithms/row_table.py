@@ -28,7 +28,7 @@ class RowTable:
     reference_M: NDArray[np.float64] | None
     """The same under the frozen reference; None: the objective does not need it."""
     numbers: Mapping[str, NDArray[np.float64]]
-    """Those of `TrainSample.numbers` that all rows have."""
+    """Numbers of `TrainSample.numbers` that all rows have."""
 
     @staticmethod
     def joined(tables: Sequence["RowTable"]) -> "RowTable":

@@ -354,7 +354,7 @@ class GroupBuffer:
 
     @property
     def filtered_out(self) -> str:
-        """As in `FilterVerdicts`."""
+        """See `FilterVerdicts.filtered_out`."""
         return self._verdicts.filtered_out
 
     def wait_report(self) -> WaitReport:

@@ -20,9 +20,9 @@ class RolloutState(StrEnum):
     FINISHED = "finished"
     """Rewarded; its group is not complete."""
     GROUPED = "grouped"
-    """In a complete group that may be taken."""
+    """Part of a complete group that may be taken."""
     TAKEN = "taken"
-    """In the batch that the loop holds."""
+    """Part of the batch that the loop holds."""
     TRAINED = "trained"
     """The optimizer has made its steps with the batch."""
     DROPPED = "dropped"
@@ -39,10 +39,10 @@ class OpenGroup:
     states_G: list[RolloutState | None]
     """States of the current attempts; None: not leased yet."""
     finished: dict[int, RolloutSummary] = field(default_factory=dict)
-    """By index."""
+    """Finished rollouts by index."""
     leased_under: dict[int, WeightVersion] = field(default_factory=dict)
-    """By index: the buffer's version when the current attempt was last leased. No token
-    of it is older."""
+    """Buffer's version when the current attempt was last leased, by index. No token of
+    it is older."""
     passed_over: bool = False
     """Whether it was ready when a full batch was taken without it."""
     source_id: str = ""

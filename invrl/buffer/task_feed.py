@@ -30,7 +30,7 @@ class FedTask:
     """A task for a new group."""
 
     task: Task
-    """Has an id that no other task of the run has."""
+    """Task with an id that no other task of the run has."""
     source_id: str
     """Id from the source."""
 

@@ -56,8 +56,8 @@ class SessionRecord(StoredSession):
     """Last refused requests: status, code and message of each, without repeats."""
     last_heard: LastHeard = field(default_factory=LastHeard)
     counts: Counter[str] = field(default_factory=Counter)
-    """How requests continued the recording: match levels, tokens of kept thinking and
-    of forked prompts."""
+    """Counts of how requests continued the recording: match levels, tokens of kept
+    thinking and of forked prompts."""
 
     @classmethod
     def restored(cls, stored: StoredSession) -> SessionRecord:

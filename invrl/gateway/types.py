@@ -124,7 +124,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = ""
     """JSON schema that the reply must follow; "" for none."""
     thinking: bool | None = None
-    """As in `Prompt`."""
+    """See `Prompt`."""
     after: str = ""
     """Id of the turn that this request continues: the conversation of that turn comes
     before `messages`."""
@@ -169,26 +169,26 @@ class ForkReason(StrEnum):
     """Reason that a request does not continue the recording."""
 
     NEW_CONVERSATION = "new_conversation"
-    """It shares no sampled reply with an earlier request: an auxiliary call, or a
+    """Request shares no sampled reply with an earlier one: an auxiliary call, or a
     parallel conversation."""
     HISTORY_EDITED = "history_edited"
-    """It has another text instead of a recorded reply."""
+    """Request has another text instead of a recorded reply."""
     CONTEXT_EDITED = "context_edited"
-    """It has recorded replies, but one of the client's own messages before them was
-    changed."""
+    """Request has recorded replies, but one of the client's own messages before them
+    was changed."""
     TEXT_MOVED = "text_moved"
-    """It has a text that accompanied a call in another message."""
+    """Request has a text that accompanied a call in another message."""
     INTERRUPTED_REPLY = "interrupted_reply"
-    """It has a reply, or the beginning of one, that did not end: it was cancelled, it
-    was out of tokens, or it did not reach the client whole."""
+    """Request has a reply, or the beginning of one, that did not end: it was cancelled,
+    it was out of tokens, or it did not reach the client whole."""
     COMPACTED = "compacted"
-    """It has a recorded reply, but fewer messages before it than were recorded."""
+    """Request has a recorded reply, but fewer messages before it than were recorded."""
     HANDOFF = "handoff"
-    """It has recorded replies under another system prompt: another agent continues the
-    conversation."""
+    """Request has recorded replies under another system prompt: another agent continues
+    the conversation."""
     TOOLS_CHANGED = "tools_changed"
-    """It is the same conversation with other tools, which the template shows at its
-    beginning."""
+    """Request has the same conversation with other tools, which the template shows at
+    its beginning."""
     THINKING_STRIPPED = "thinking_stripped"
     """The template drops earlier thinking from the history, and the run follows the
     template."""

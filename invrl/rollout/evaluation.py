@@ -120,7 +120,7 @@ class Evaluation:
     """All sets in all modes, under one version of the weights."""
 
     scores: Mapping[str, EvalScore]
-    """By `EvalScore.name`: "sampled", or "<set>/sampled"."""
+    """Scores by `EvalScore.name`: "sampled", or "<set>/sampled"."""
 
     def values(self) -> dict[str, float]:
         """Return all scores as flat metric values."""
@@ -131,8 +131,8 @@ class Evaluation:
 
 
 class Watch(Protocol):
-    """Called when the rollouts of a task begin and end, with the id of their group. An
-    exception raised here ends the evaluation."""
+    """Observer of the rollouts of a task, called when they begin and end, with the id
+    of their group. An exception raised here ends the evaluation."""
 
     def began(self, group_id: str) -> None: ...
     def ended(self, group_id: str, outcomes: list[Outcome]) -> None: ...

@@ -335,8 +335,8 @@ _EXHAUSTED = {
     "session_timeout": FailureReason.TIMEOUT,
     "the session is expired": FailureReason.TIMEOUT,
 }
-"""By a text in the gateway's refusal: an error code, or words of the message, as
-Anthropic's errors have no code."""
+"""Reasons by a text in the gateway's refusal: an error code, or words of the message,
+as Anthropic's errors have no code."""
 
 
 def _exhausted(response: object) -> FailureReason | None:

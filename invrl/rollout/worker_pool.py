@@ -224,9 +224,9 @@ class WorkerPool:
     async def _drop_when_set(
         self, worker: RayWorker, assignment: Assignment, dropped: asyncio.Event
     ) -> None:
-        """Once `dropped` is set, ask the worker to drop the assignment until the worker
-        knows of it. If the worker fails here, the call that runs the assignment reports
-        it."""
+        """Ask the worker, once `dropped` is set, to drop the assignment until the
+        worker knows of it. If the worker fails here, the call that runs the assignment
+        reports it."""
         await dropped.wait()
         with contextlib.suppress(ActorDiedError, ActorSilentError):
             while not await worker.drop(assignment, _DROP_TIMEOUT_S):

@@ -31,7 +31,7 @@ class LeaseStore:
     def __init__(
         self, path: Path, *, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     ) -> None:
-        """For `heartbeat_timeout_s` see `busy_timeout_s`."""
+        """`heartbeat_timeout_s` is described at `busy_timeout_s`."""
         self.folder = path.parent
         self._db = connect(path, heartbeat_timeout_s=heartbeat_timeout_s)
         self._lock = threading.Lock()

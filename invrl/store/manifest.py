@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Manifests from before formats were numbered have none."""
     algorithm: str
     files: dict[str, FileEntry]
-    """By path relative to the folder, with forward slashes."""
+    """Entries by path relative to the folder, with forward slashes."""
 
 
 def write_manifest(folder: Path, written: FileEntries) -> None:

@@ -64,9 +64,9 @@ class RewardDeadline:
     """Deadline of a finished session's reward."""
 
     lived_s: float
-    """In lived time of its gateway worker; this is what counts."""
+    """Lived time of its gateway worker; this is what counts."""
     unix_s: float
-    """Told to its environment."""
+    """Time that its environment was told."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,13 +90,13 @@ class StoredSession:
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, Reward] = field(default_factory=dict)
-    """By turn id."""
+    """Rewards by turn id."""
     branch_rewards: dict[str, Reward] = field(default_factory=dict)
-    """By the id of the turn that the trajectories go through."""
+    """Rewards by the id of the turn that the trajectories go through."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """By the name of the rollout-level extra column."""
+    """Numbers by the name of the rollout-level extra column."""
     turn_numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By turn id, then by name."""
+    """Numbers by turn id, then by name."""
     outcome: Outcome | None = None
 
 

@@ -65,7 +65,7 @@ class RunFolder:
     rollout_data_path = Below("rollout_data")
     """Training batches, one file per step (`store/batch_file.py`)."""
     data_digests_path = Below("data.json")
-    """For a run on a file: the checksums of its files, by setting."""
+    """Checksums of the files of a run on a file, by setting."""
     phase_path = Below("phase.json")
     """Present activity of the driver, as JSON: pid, step, phase, and since when (Unix
     seconds)."""

@@ -9,7 +9,7 @@ from invrl.train.config import TrainConfig
 from invrl.train.parallel_layout import ParallelLayout
 
 Scalar = bool | int | float | str
-"""Given value of a `--megatron-*` option."""
+"""Value of a `--megatron-*` option as given."""
 CRITIC_FOLDER = "critic"
 """Folder below that of a checkpoint: the state of a critic on separate ranks."""
 
@@ -57,8 +57,8 @@ class RankSettings:
     """Address on which engines fetch their files; "": they open them. With the
     transport `collective`: where engines join; "": at `master_addr`."""
     broadcast_timeout_s: float = 10.0
-    """With the transport `collective`: timeout for the engines to join, and then for
-    each bucket."""
+    """Timeout of the transport `collective` for the engines to join, and then for each
+    bucket."""
     megatron: dict[str, Scalar] = field(default_factory=dict)
     """`--megatron-*` options by field name, not parsed yet."""
     seed: int = 0

@@ -230,7 +230,7 @@ class Turn:
     context_ids_T: NDArray[np.int32]
     sampled_ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
-    """In nats."""
+    """Log-probs of the sampled ids, in nats."""
     spans: tuple[VersionSpan, ...]
     """Cover the sampled ids without gaps."""
     finish_reason: FinishReason
@@ -366,15 +366,15 @@ class Rollout:
     summary: RolloutSummary
     trajectories: tuple[Trajectory, ...]
     routed_experts: Mapping[str, RoutedExperts] = field(default_factory=dict)
-    """By turn id, if the run records them: one row for each of the turn's tokens, the
-    experts of the pass that predicted it."""
+    """Experts by turn id, if the run records them: one row for each of the turn's
+    tokens, the experts of the pass that predicted it."""
     token_numbers: Mapping[str, Mapping[str, NDArray[np.float32]]] = field(
         default_factory=dict
     )
     """Turn id -> name -> one number for each sampled token, of token-level extra
     columns."""
     top_logprobs: Mapping[str, TopLogprobs] = field(default_factory=dict)
-    """By turn id, if the run records them: the likeliest tokens at each sampled one."""
+    """Likeliest tokens at each sampled one by turn id, if the run records them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -577,9 +577,10 @@ class TrainedCounts:
     loss. Parts without a trained token do not count."""
 
     tokens_of_rollout: Mapping[str, int]
-    """By rollout id. A rollout may have several samples, also on several ranks."""
+    """Trained tokens by rollout id. A rollout may have several samples, also on several
+    ranks."""
     tokens_of_group: Mapping[str, int]
-    """By group id."""
+    """Trained tokens by group id."""
     group_of_rollout: Mapping[str, str]
     """Rollout id -> group id."""
     rows: int

@@ -62,11 +62,12 @@ class ExtraNumbers:
 
     numbers: Mapping[str, float] = field(default_factory=dict)
     turn_numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By turn, then by name. A turn is named by its id, or by the id of its reply."""
+    """Numbers by turn, then by name. A turn is named by its id, or by the id of its
+    reply."""
     token_numbers: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=dict
     )
-    """By turn, then by name: one number for each token that the turn sampled."""
+    """Numbers by turn, then by name: one for each token that the turn sampled."""
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.turn_numbers or self.token_numbers)

@@ -13,10 +13,10 @@ class FailureReason(StrEnum):
     EXCEPTION = "exception"
     """The user's code raised."""
     TIMEOUT = "timeout"
-    """It took longer than `rollout_timeout_s`, its session expired, or its lease was
-    never used."""
+    """Rollout took longer than `rollout_timeout_s`, its session expired, or its lease
+    was never used."""
     WORKER_DIED = "worker_died"
-    """Its worker process ended, or the worker's event loop was blocked."""
+    """Worker process ended, or its event loop was blocked."""
     BAD_RETURN = "bad_return"
     """The rollout function returned neither a number nor a `RolloutResult`."""
     BAD_REWARD = "bad_reward"
@@ -32,18 +32,18 @@ class FailureReason(StrEnum):
     ENGINE = "engine"
     """Our own endpoint could not answer: a 5xx, or no connection."""
     MEMORY = "memory"
-    """Its worker held more than `rollout_worker_memory_gb`."""
+    """Worker held more than `rollout_worker_memory_gb`."""
     ENVIRONMENT_GONE = "environment_gone"
-    """Its environment was silent for `session_idle_timeout_s`."""
+    """Environment was silent for `session_idle_timeout_s`."""
     GROUP_DROPPED = "group_dropped"
-    """Its group was dropped while it ran, so it was cancelled."""
+    """Group was dropped while the rollout ran, so it was cancelled."""
     RUN_ENDED = "run_ended"
     """The run ended while it ran."""
     CONTEXT = "context"
     """A prompt did not fit the model's context, and the agent made no further call."""
     LIMIT = "limit"
-    """It used up the turns or the sampled tokens of its session, and the agent made no
-    further call."""
+    """Rollout used up the turns or the sampled tokens of its session, and the agent
+    made no further call."""
 
 
 class DropReason(StrEnum):
@@ -53,7 +53,7 @@ class DropReason(StrEnum):
     """A token of the group is more than `max_staleness` versions older than the
     trainer."""
     ZERO_VARIANCE = "zero_variance"
-    """In every comparison of the group all rewards are equal, so all advantages are
+    """All rewards are equal in every comparison of the group, so all advantages are
     0."""
     INCOMPLETE = "incomplete"
     """A rollout of the group failed and is not retried: it was the last attempt, or the
@@ -65,7 +65,7 @@ class DropReason(StrEnum):
     """The group was ready but not part of a full batch, and has become too old
     since."""
     REPLACED = "replaced"
-    """Only this attempt failed: the place is leased again for the next attempt."""
+    """The attempt failed alone: the place is leased again for the next attempt."""
     TOKENS_LOST = "tokens_lost"
     """The group's turns are not in the store, or differ from what was written: a power
     loss, or a damaged file."""

@@ -9,7 +9,7 @@ A field is honoured, refused or ignored:
   for nothing (null, false, 0, empty) is accepted. A name that looks like a misspelt
   sampling parameter is refused as well.
 - ignored: everything else, up to `_MAX_UNKNOWN_FIELDS` fields of a body. Its name is
-  reported to whoever runs the gateway (`GET /sessions/ID`, and once in the log), unless
+  reported to the gateway's operator (`GET /sessions/ID`, and once in the log), unless
   our own answers carry it: clients send answers back as they got them.
 """
 

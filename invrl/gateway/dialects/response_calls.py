@@ -234,7 +234,7 @@ CUSTOM = _Custom()
 CLIENT_TOOLS: Mapping[str, _ClientTool] = {
     kind.tool_name: kind for kind in (_LocalShell(), _Shell(), _ApplyPatch())
 }
-"""By the type of the tool, which is its name."""
+"""Kinds by the type of the tool, which is its name."""
 KINDS: Mapping[str, CallKind] = {
     "function": FUNCTION,
     "custom": CUSTOM,

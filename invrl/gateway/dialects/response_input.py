@@ -64,7 +64,7 @@ class OutputPart(wire.Part, kw_only=True):
 
 
 class Outcome(msgspec.Struct):
-    """How a command ended: `exit` or `timeout`."""
+    """End of a command: `exit` or `timeout`."""
 
     type: str
     exit_code: int | None = None

@@ -154,7 +154,7 @@ class JinjaTemplate(Template):
         """Date that templates show. It stays the same past midnight, because all turns
         of a conversation must render the same beginning."""
         self._call_forms: dict[str, _CallForm] = {}
-        """By the template's source."""
+        """Forms by the template's source."""
         self._find_call_form(sources.default, _PROBE)
         if sources.tool_use != sources.default:
             self._find_call_form(sources.tool_use, _PROBE_WITH_TOOLS)

@@ -22,10 +22,10 @@ class ControlTokens:
     """Texts of the tokens that only the template may write."""
 
     contents: frozenset[str] = frozenset()
-    """In everything that a client sends."""
+    """Texts in everything that a client sends."""
     replies: frozenset[str] = frozenset()
-    """In the text of replies. Marks of thinking and of calls may occur there: some
-    clients send them so."""
+    """Texts in replies. Marks of thinking and of calls may occur there: some clients
+    send them so."""
 
 
 class ContentMarks:

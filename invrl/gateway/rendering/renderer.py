@@ -122,7 +122,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TurnEnd:
-    """How a template ends a reply."""
+    """End of a reply in a template."""
 
     after_reply: str
     """Everything that it writes after a reply."""

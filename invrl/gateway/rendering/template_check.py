@@ -5,7 +5,8 @@ Every conversation of the corpus is rendered in two ways. One is the gateway's: 
 turn from recorded ids, with each reply spelled as the tokenizer spells the template's
 own rendering of it. The other is the template's rendering of the whole conversation.
 Both must give the same ids, or the gateway must have recorded why it started a new
-branch."""
+trajectory.
+"""
 
 import json
 from abc import ABC, abstractmethod

@@ -23,7 +23,7 @@ class TokenBound:
     """A tokenizer's bound."""
 
     max_characters: tuple[int, ...]
-    """For each class of characters, the maximum in one token."""
+    """Maximum number of characters of each class in one token."""
     composes: bool
     """Whether the tokenizer joins letters and combining marks (NFC), so that each
     character outside ASCII may remove one ASCII letter."""

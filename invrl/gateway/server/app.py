@@ -53,7 +53,7 @@ class _GatewayApp(FastAPI):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.sampling_endpoints: dict[str, ASGIApp] = {}
-        """By path, without the prefix."""
+        """Endpoints by path, without the prefix."""
         self.outermost: ASGIApp = self.serve
         """Layer that gets each request first."""
 

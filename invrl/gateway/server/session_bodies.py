@@ -101,11 +101,11 @@ class NumbersBody(Section):
     )
     """Numbers of the whole rollout."""
     turn_numbers: dict[_Name, dict[_Name, _AnyNumber]] = Field(default_factory=dict)
-    """By turn, then by name."""
+    """Numbers by turn, then by name."""
     token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(
         default_factory=dict
     )
-    """By turn, then by name: one number for each token that the turn sampled."""
+    """Numbers by turn, then by name: one for each token that the turn sampled."""
 
     def extra(self) -> ExtraNumbers:
         return ExtraNumbers(

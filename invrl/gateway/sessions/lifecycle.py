@@ -66,7 +66,7 @@ class Lifecycle:
     turns: Turns
     store: RunStoreWriter
     sampling: Sampling
-    """For sessions that are opened without sampling parameters."""
+    """Default sampling parameters of sessions."""
     policy: SessionPolicy
     leases: LeaseStore | None = None
     """None unless environments lease the tasks of the run. If they do, training

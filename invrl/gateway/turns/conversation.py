@@ -76,8 +76,8 @@ class Conversation:
         """Ids of the turns whose answer reached a client."""
         self.forest = Forest(match_level, self.delivered)
         self.changes: dict[str, Change] = {}
-        """By turn: how its request departed from the recording. For turns that an
-        earlier worker recorded, it is found only when the session is shown
+        """Departures of requests from the recording, by turn. For turns that an earlier
+        worker recorded, they are found only when the session is shown
         (`turn_overview.py`)."""
         self.restored = False
         """Whether an earlier worker recorded turns whose changes have not been found
@@ -94,7 +94,7 @@ class Conversation:
         self.matching = asyncio.Lock()
         """Held while another thread matches a request with the forest."""
         self._requests: dict[str, _RequestState] = {}
-        """By digest."""
+        """Requests by digest."""
         self._prompts: Counter[bytes] = Counter()
         """Generations begun so far, by the digest of their prompt."""
         self._running: set[Generation] = set()

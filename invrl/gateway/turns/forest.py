@@ -38,7 +38,7 @@ request; the newest ones."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Where a request's messages meet the forest."""
+    """Meeting point of a request's messages and the forest."""
 
     node: Node | None
     depth: int
@@ -50,7 +50,7 @@ class Match:
     if the client has given the calls other ids."""
     level: MatchLevel = MatchLevel.EXACT
     change: Change | None = None
-    """For a fork: how the request departs. For a match at `REWRITTEN`: how the last
+    """Departure of a forking request, or, for a match at `REWRITTEN`, how the last
     altered reply came back."""
     kept: Node | None = None
     """Turn whose interrupted reply the request keeps, the reason of its fork."""
@@ -65,7 +65,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """How a request departs from the recording."""
+    """Departure of a request from the recording."""
 
     reason: ForkReason | None
     change: Change | None = None
@@ -168,7 +168,7 @@ class _Index:
         """Nodes of each reply, whatever comes before it (if tools are not told
         apart)."""
         self._ends: dict[str, _ConversationEnd] = {}
-        """By turn."""
+        """Ends by turn."""
         self._message_digests: dict[str, list[bytes]] = {}
         """Digest of each single message that a turn adds, by turn; filled by
         `each_alone`."""

@@ -62,7 +62,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     digest: str
     constrained: bool = False
     grammar: str = ""
-    """As in `Turn`."""
+    """Grammar of `Turn.grammar`."""
     top_shown: int = 0
     """Number of the likeliest tokens shown to the client at each sampled one."""
     top_recorded: int = 0
@@ -74,9 +74,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     unknown."""
 
     experts_TLK: RoutedExperts | None = None
-    """As in `Rollout.routed_experts`."""
+    """Experts of `Rollout.routed_experts`."""
     top: TopLogprobs | None = None
-    """As in `Rollout.top_logprobs`."""
+    """Likeliest tokens of `Rollout.top_logprobs`."""
     trace: SpanPlace | None = None
     """Span of the turn, if this process sends traces."""
     stop: str = ""

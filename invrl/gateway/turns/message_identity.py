@@ -40,8 +40,8 @@ def digests(
     To continue a conversation: `seed` is its digest, `earlier` the number of its
     messages, `calls` has the places of those of its tool calls that `messages` answer.
     The schemas of `tools` say what a missing argument is. At `MatchLevel.REWRITTEN` a
-    reply is identified by its calls; this function does not do that: the forest puts
-    the recorded reply in the place of the reply that was sent.
+    reply is identified by its calls; this function does not do that: the forest
+    replaces the sent reply by the recorded one.
     """
     digest = seed
     prefix_digests = [digest]

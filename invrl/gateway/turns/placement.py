@@ -36,7 +36,7 @@ class ContextExceeded(SessionError):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Where a request continues the forest, and the ids that it adds there."""
+    """Place where a request continues the forest, and the ids that it adds there."""
 
     parent: Node | None
     depth: int
@@ -46,7 +46,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whole prompt: the ids of the path, then those of the context."""
     fork: ForkReason | None
     change: Change | None = None
-    """How the request departs from the recording."""
+    """Departure of the request from the recording."""
     prompt: Prompt
     counts: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Counts of the placement for the metrics; match levels have names that begin with

@@ -17,8 +17,8 @@ from invrl.gateway.types import (
 
 
 class RecordedAnswer:
-    """Has the methods of a `Generation` that a client's request needs. The whole reply
-    is one piece."""
+    """Recorded counterpart of a `Generation`, with the methods that a client's request
+    needs. The whole reply is one piece."""
 
     def __init__(self, node: Node) -> None:
         turn = node.turn

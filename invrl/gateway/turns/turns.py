@@ -1,4 +1,4 @@
-"""From a request to a turn: match, render, sample, commit, deliver.
+"""The way from a request to a turn: match, render, sample, commit, deliver.
 
 A dialect parses a body into a `TurnRequest` and writes an `Answer`; everything in
 between is the same for all dialects and is here. Invariant: a turn joins the forest

@@ -27,9 +27,9 @@ class Row:
     """Positions of the wanted tokens, ascending, each >= 1."""
     temperature: float
     allowed_N: tuple[bytes | None, ...] = ()
-    """For each wanted token, the tokens that its grammar allowed: one bit per token of
-    the vocabulary, the lowest bit first; None means the whole vocabulary. Empty: the
-    whole vocabulary for all of them."""
+    """Tokens that the grammar of each wanted token allowed: one bit per token of the
+    vocabulary, the lowest bit first; None means the whole vocabulary. Empty: the whole
+    vocabulary for all of them."""
     experts_TLK: NDArray[np.int16] | None = None
     """Experts that each token is sent to, `UNKNOWN_EXPERT` where not known. None: of no
     token."""
@@ -135,7 +135,7 @@ class MicroBatch:
     """The K experts that each token is sent to in each layer of the model, by an
     earlier pass's choice; `UNKNOWN_EXPERT` where unknown. None: the routers choose."""
     candidates_NK: NDArray[np.int64] | None = None
-    """As in `Row`, row by row."""
+    """Candidates of `Row`, row by row."""
     old_routing: "OldRouting | None" = None
     """None: nothing is compared with the old policy's routers."""
 

@@ -1,4 +1,4 @@
-"""From a batch to each rank's shard: mini-batches first, then their samples over the
+"""Shards of a batch, one per rank: mini-batches first, then their samples over the
 ranks by cost.
 
 Invariant: the contents of a mini-batch, and its loss denominator, do not depend on the

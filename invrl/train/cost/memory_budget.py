@@ -48,13 +48,13 @@ class MemoryEstimate:
     """Added by a step: activations and logits; or, if that is more, by the frozen
     reference's pass or by loading a checkpoint."""
     heap: float
-    """On a CPU: free memory between the tensors of a step, which malloc holds and
-    cannot use."""
+    """Free memory between the tensors of a step on a CPU, which malloc holds and cannot
+    use."""
     staging: float
     """Weights staged for engines in the same memory: both slots, on the rank that
     sends."""
     copy: float
-    """On a CPU: copy of a checkpoint that is written during training, on the first of
+    """Copy of a checkpoint that is written during training, on a CPU, on the first of
     the ranks with equal weights. The rank that collects the model also has it for
     Hugging Face."""
     process: float

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from invrl.train.batches.sharding import Shard
 
 ValuesOfShard = list[list[NDArray[np.float32]]]
-"""By mini-batch and sample, in the shard's order: [T] each, 0 for untrained tokens."""
+"""Numbers by mini-batch and sample, in the shard's order: [T] each, 0 for untrained
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -61,9 +61,9 @@ class PackedRow(PackedSeqParams):
     """
 
     attention: Mapping[int | None, RowAttention] = field(default_factory=dict)
-    """By the window of a layer."""
+    """Attention by the window of a layer."""
     turns: Mapping[Rope, Turns] = field(default_factory=dict)
-    """By the rotary positions of a layer."""
+    """Angles by the rotary positions of a layer."""
     routing: Routing | None = None
     """Experts that the tokens are sent to. None: nothing is replayed or recorded."""
 

@@ -76,7 +76,7 @@ class ExpertRouters:
             if config.has_experts(layer)
         ]
         self._routers: dict[int, ExpertRouter] = {}
-        """By the position of its layer among all that have experts."""
+        """Routers by the position of their layer among all that have experts."""
         for router in (router for chunk in chunks for router in routers_of(chunk)):
             assert router.layer_number is not None, (
                 "Megatron numbers all layers, from 1"

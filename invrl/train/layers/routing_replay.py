@@ -91,7 +91,7 @@ class LayerRouting:
     it always does."""
     agreement: RoutingAgreement
     old: ChosenScores | None = None
-    """From the pass for the old log-probs. None: nothing is compared with it."""
+    """Scores of the pass for the old log-probs. None: nothing is compared with it."""
     keeps_scores: bool = False
     """Whether this is that pass."""
     chosen_PK: torch.Tensor | None = None
@@ -242,7 +242,7 @@ class RoutingRecorder:
     """Whether later passes are compared with the recorded scores."""
     agreement: RoutingAgreement = field(default_factory=RoutingAgreement)
     _recorded: dict[int, list[Routing]] = field(default_factory=dict)
-    """By the chunk's number: one routing per micro-batch."""
+    """Recorded routings by the chunk's number: one per micro-batch."""
     _is_recording: bool = False
 
     @property

@@ -18,7 +18,7 @@ class StepPlace:
     planned: int = 0
     """0: not counted."""
     mini_batch: int = 0
-    """From 1; 0: the pass is over all of them."""
+    """Number from 1; 0: the pass is over all of them."""
     mini_batches: int = 0
 
     def __str__(self) -> str:

@@ -58,8 +58,8 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 """States of a parameter: its float32 master weight and Adam's moments."""
 
 Gather = Callable[[], torch.Tensor | None]
-"""Called on all ranks together. Returns the flat tensor on the rank that writes it,
-None on the others."""
+"""Function called on all ranks together. Returns the flat tensor on the rank that
+writes it, None on the others."""
 
 
 class LateTensors:

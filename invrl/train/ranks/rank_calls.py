@@ -40,7 +40,7 @@ class RankCalls:
     ) -> None:
         self.actors = actors
         self.processes: Mapping[int, Pulse] = {}
-        """By number, once started."""
+        """Started processes by number."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
 
     async def watch(self) -> None:

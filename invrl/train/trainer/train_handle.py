@@ -47,7 +47,7 @@ class CriticRanks:
     """Separate ranks of a critic."""
 
     actors: Sequence[ActorHandle[CriticActor]]
-    """In rank order."""
+    """Actors in rank order."""
     layout: ParallelLayout
 
 
@@ -74,7 +74,7 @@ class TrainHandle:
         self._critic = critic
         everyone: list[ActorHandle[Any]] = [*actors, *(critic.actors if critic else ())]
         self._everyone = RankCalls(everyone, heartbeat_timeout_s=heartbeat_timeout_s)
-        """By number: the critic's ranks are numbered after the policy's."""
+        """Calls of all ranks: the critic's are numbered after the policy's."""
         self._num_minibatches = num_minibatches
         self._cost = cost
         self._add_rows = add_rows

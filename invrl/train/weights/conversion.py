@@ -131,7 +131,7 @@ class _Holding:
     """Ranks of a copy of the model that have a parameter."""
 
     ranks: tuple[int, ...]
-    """In the order of their parts; one rank if it has all of it."""
+    """Ranks in the order of their parts; one rank if it has all of it."""
     shape: tuple[int, ...]
     """Shape of one rank's part."""
 
@@ -146,8 +146,8 @@ class ReplicaWeights:
         config: HuggingFaceConfig,
         layout: ParallelLayout,
     ) -> None:
-        """Called on all ranks together. Raises TrainError for a parameter that no rank
-        of the copy has."""
+        """All ranks call it together. Raises TrainError for a parameter that no rank of
+        the copy has."""
         self._config = config
         self._own_parameters = parameters_of(chunks)
         self._rank = torch.distributed.get_rank()
