@@ -39,7 +39,7 @@ class PairObjective:
         if not inputs.numbers:
             return _loss_of_nothing(inputs)
         chosen_R = inputs.numbers[CHOSEN] > 0.5
-        # that of a pair is with its chosen row, and so the loss
+        # a pair's margin, like its loss, is stored in its chosen row
         margin_R = inputs.numbers["margin"][chosen_R]
         means = {
             "loss": inputs.numbers["loss"][chosen_R],

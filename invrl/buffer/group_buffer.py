@@ -118,7 +118,7 @@ class GroupBuffer:
         self._failure_rules = config.failure_rules()
         self._closed = False
 
-    # ----------------------------------------------------------- work out, outcomes in
+    # -------------------------------------------------------------- leases and outcomes
 
     def lease(self) -> GroupLease | None:
         """Lease replacements of failed members first, then a new group if the bound
@@ -342,7 +342,7 @@ class GroupBuffer:
             if group.to_lease() and group.id not in self._replacements:
                 self._replacements.append(group.id)
 
-    # ----------------------------------------------------------- what there is to know
+    # ------------------------------------------------------------------------- reports
 
     @property
     def can_fill(self) -> bool:

@@ -171,7 +171,7 @@ def _with_token_rewards(
     return replace(sample, columns={**sample.columns, REWARDS_COLUMN: rewards_T})
 
 
-# ----------------------------------------------------------------- branches and rows
+# ---------------------------------------------------------- trajectories and samples
 
 
 def rows_of(rollout: Rollout) -> list[TrainSample]:

@@ -1,4 +1,4 @@
-"""Conversions of a conversation to trained tokens: one trajectory, or several where the
+"""Conversion of a conversation to trained tokens: one trajectory, or several where the
 template rewrites its history.
 
 Each trained reply follows exactly the tokens that the gateway would send to an engine

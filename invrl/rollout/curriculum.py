@@ -100,7 +100,7 @@ class Curriculum(Iterator[Task]):
 
     def __next__(self) -> Task:
         fewest_open = np.flatnonzero(self._open_K == self._open_K.min())
-        # A generator of its own for each pick: the state is then one number.
+        # A separate generator for each pick, so that the state is one number.
         pick_seed = random.Random(
             f"curriculum/{self._seed}/{self._num_picks}"
         ).getrandbits(64)

@@ -54,7 +54,7 @@ class _Check:
 
     def _check_methods(self, tasks: object) -> None:
         """Check that the methods exist, in pairs, and take their arguments."""
-        # with record() beside it, one without the other is a mistake
+        # in addition to record(), one without the other is a mistake
         has_state = hasattr(tasks, "state")
         if has_state != hasattr(tasks, "restore"):
             missing = "restore" if has_state else "state"

@@ -116,8 +116,8 @@ class LeaseStore:
         self._db.close()
 
     def _any(self, condition: str) -> bool:
-        """Check for a row before a change: a SELECT does not wait for other writing
-        processes."""
+        """Whether a lease meets the condition. Checked before a change, because a
+        SELECT does not wait for other writing processes."""
         return bool(self._run(f"SELECT 1 FROM leases WHERE {condition} LIMIT 1"))
 
     def _run(self, sql: str, *values: object) -> list[_Row]:

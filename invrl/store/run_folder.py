@@ -123,8 +123,7 @@ class RunFolder:
         return any(self._is_locked() for _ in range(_LOOKS_FOR_A_LOCK))
 
     def _is_locked(self) -> bool:
-        """Whether the kernel's list of locks has one that the folder's command
-        holds."""
+        """Whether the kernel's list of locks has that of the folder's command."""
         lock = self.path / LOCK_NAME
         try:
             inode = lock.stat().st_ino
@@ -183,8 +182,8 @@ class RunFolder:
         return "; ".join(finding for finding in findings if finding)
 
     def _cuts_of_metrics(self, rows: Sequence[MetricsRow], step: int) -> str:
-        """Name the steps whose rows an existing file lacks: "" if it ends with
-        `step`."""
+        """Describe the steps whose rows an existing file lacks or loses: "" if it ends
+        with `step`."""
         if not self.metrics_path.exists():
             return ""
         last_step = max((int(row["step"] or 0) for row in rows), default=0)

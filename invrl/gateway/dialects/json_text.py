@@ -8,7 +8,7 @@ import msgspec
 from invrl.errors import SessionError
 
 _LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*"  # an even number of backslashes: the escape is none of them
+    rb"(?<!\\)(?:\\\\)*"  # an even number of backslashes before the escape
     rb"(?P<escape>\\u(?:[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[dD][c-fC-F][0-9a-fA-F]{2}))"
 )
 _PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")

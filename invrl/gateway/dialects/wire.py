@@ -227,7 +227,8 @@ def _is_tool_name(name: str) -> bool:
 
 
 def check_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Raise SessionError 400 for too many tools, or for two of one name."""
+    """Return the tools. Raises SessionError 400 for too many tools, or for two of one
+    name."""
     names = {tool.name for tool in tools}
     if len(tools) > _MAX_TOOLS or len(names) < len(tools):
         reason = f"`tools` takes up to {_MAX_TOOLS} tools, each name once"

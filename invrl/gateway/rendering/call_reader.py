@@ -151,7 +151,7 @@ class CallReader:
     def _find_end_of_block(self) -> int | None:
         """Return where the block that the text begins with ends, mark included; None if
         the mark has not come."""
-        # The end is searched for behind the beginning, unless one mark is both.
+        # The end is searched for after the beginning, unless one mark is both.
         start = 0
         begin_mark = self._begin_mark()
         if begin_mark not in self._form.ends:
@@ -196,7 +196,7 @@ class CallReader:
         closes_calls = self._after_call and text == self._form.closing
         self._after_call = block.num_calls > 0
         if closes_calls and not self._after_call:
-            return  # the mark behind the last call is no content
+            return  # the mark after the last call is not content
         yield self._calls_delta(delta.calls)
         self._num_calls += block.num_calls
         if delta.content:

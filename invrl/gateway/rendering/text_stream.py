@@ -8,8 +8,8 @@ _INCOMPLETE = "�"
 _MAX_PENDING_IDS = 16
 """Longer than the ids of a few characters: their bytes will never form a character."""
 _MAX_UNSETTLED_IDS = 256
-"""Maximum number of ids whose text is not settled, so that the work for a token is
-bounded for every decoder."""
+"""Number of pending ids beyond which their text is shown unchanged, so that the work
+for a token is bounded for every decoder."""
 _UNSETTLED_CHARACTERS = 4
 """Characters at the end that the next ids may change. A character has up to four bytes,
 an id one or more."""

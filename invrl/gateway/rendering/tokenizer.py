@@ -37,7 +37,7 @@ class FastTokenizer:
         separator = self._separator if inside else ""
         encoding = self._encode(separator + text)
         num_before = 1 if separator else 0
-        # Checked before `.ids`, which would build a Python list of what may be millions
+        # Checked before `.ids`, which would build a Python list of perhaps millions
         # of ids.
         num_ids = len(encoding) - num_before
         if max_ids is not None and num_ids > max_ids:

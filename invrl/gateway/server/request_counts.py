@@ -111,7 +111,7 @@ class CountedApp:
             await self._app(scope, receive, send_and_note)
         except Exception:
             if status == CLIENT_LEFT:
-                status = _INTERNAL_ERROR  # the layer around this one answers so
+                status = _INTERNAL_ERROR  # the status that the outer layer sends
             raise
         finally:
             self._counts.count(

@@ -172,7 +172,7 @@ class MemoryBudget:
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
         step = activations + logits
-        # leaves gaps of its own
+        # leaves separate gaps
         step_of_critic = activations if self.has_critic else 0.0
         reference = self._reference(stage)
         reference_pass = 0.0
@@ -315,7 +315,7 @@ class MemoryBudget:
         by_layer = [
             sum(self._divided(self.size.by_layer[layer], [layer])) for layer in layers
         ]
-        # By layer: what is in no layer is brought in whole, and one layer beside it.
+        # By layer: weights in no layer are brought in whole, and one layer at a time.
         largest_pass = whole - sum(by_layer) + max(by_layer)
         placement = self.train.reference_placement
         if self.on_cuda:

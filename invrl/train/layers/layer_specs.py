@@ -83,7 +83,7 @@ def _specify_latent_attention(
     spec: ModuleSpec, config: HuggingFaceConfig, shape: LatentAttention
 ) -> None:
     spec.module = LatentSelfAttention
-    # YaRN's factor is of the dimensions that positions turn, not of all: the scale does
+    # YaRN's factor applies to the rotated dimensions, not to all: the scale does
     # not have it, but `RotaryPositions`.
     spec.params = spec.params | {
         "shape": shape,

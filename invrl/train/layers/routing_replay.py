@@ -197,7 +197,7 @@ class Routing:
             replayed_PK = self.experts_PLK[:, number].long()
         old = None
         if self.old_experts_PLK is not None and self.old_scores_PLK is not None:
-            # Of padding nothing is known, and nobody reads its shift.
+            # Padding has no known routing, and nobody reads its shift.
             experts_PK = self.old_experts_PLK[:, number].long().clamp(min=0)
             old = ChosenScores(experts_PK, self.old_scores_PLK[:, number])
         routing = LayerRouting(
@@ -289,7 +289,7 @@ class RoutingRecorder:
         ranks hold, tokens that other ranks route, and layers without experts."""
         routed: list[MicroBatch] = []
         for index, micro_batch in enumerate(micro_batches):
-            if not micro_batch.rows:  # one that stands in where there is no data
+            if not micro_batch.rows:  # a placeholder without data
                 routed.append(micro_batch)
                 continue
             layers: dict[int, LayerRouting] = {}

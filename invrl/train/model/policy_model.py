@@ -80,7 +80,7 @@ class PolicyModel(GPTModel):
         for rope in {attention.rope for attention in attentions}:
             self._positions[rope] = RotaryPositions(
                 frequencies_D=frequencies(rope, shape.rotary_dim).to(device.device()),
-                # YaRN's factor: of plain attention it is in the scale of the scores
+                # YaRN's factor: for plain attention it is in the scale of the scores
                 # (`layers/layer_specs.py`).
                 factor=attention_factor(rope)
                 if shape.latent_attention is not None

@@ -112,7 +112,7 @@ def check_megatron_options(
     if not options:
         return
     with warnings.catch_warnings():
-        # Megatron's warnings about libraries belong into the log of a rank
+        # Megatron's warnings about libraries belong in the log of a rank
         warnings.simplefilter("ignore")
         parsed = parse_megatron_options(options)
         parsed.transformer.update(

@@ -62,7 +62,7 @@ def _replace_torch_cuda() -> None:
         (cuda.nvtx, "range_pop"),
     ]
     for owner, name in silent_calls:
-        # Each gets a function of its own: dynamo, if it is ever imported, refuses one
+        # Each gets a separate function: dynamo, if it is ever imported, refuses one
         # under two names.
         setattr(owner, name, lambda *args, **kwargs: None)
     tensor.cuda = lambda self, *args, **kwargs: self
@@ -76,7 +76,7 @@ def _replace_torch_cuda() -> None:
     tensor_type = torch.Tensor.type
 
     def type_with_cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return a type name that Megatron can compare with
+        """Return the type's name as on CUDA: Megatron compares it with
         'torch.cuda.FloatTensor'."""
         result = tensor_type(self, *args, **kwargs)
         if isinstance(result, str):
@@ -173,8 +173,8 @@ def _skip_collectives_of_one() -> None:
 
 
 def _give_expert_sizes_as_numpy() -> None:
-    """Return sizes as numpy arrays to Megatron's token dispatcher, which only converts
-    CUDA tensors."""
+    """Let Megatron's token dispatcher make numpy arrays of some sizes; its own function
+    converts only CUDA tensors."""
     import megatron.core.transformer.moe.token_dispatcher as module
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -28,8 +28,8 @@ _GPU_ADVICE = "When using sequence parallelism it is recommended to set the envi
 
 
 def ignore_known_warnings() -> None:
-    """Keep them out of a rank's log, whose last lines are shown when the rank has died.
-    Call it before Megatron is imported."""
+    """Keep these warnings out of a rank's log, whose last lines are shown when the rank
+    has died. Call it before Megatron is imported."""
     on_this_device = () if torch.cuda.is_available() else (_GPU_ADVICE,)
     for beginning in _KNOWN_WARNINGS + on_this_device:
         warnings.filterwarnings("ignore", message=re.escape(beginning))
