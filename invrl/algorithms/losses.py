@@ -171,7 +171,6 @@ def _kl_term(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
 
 
 def _divergence(inputs: LossInputs, policy_N: Tensor, kl: KlConfig) -> Tensor:
-    """Estimate KL(policy || reference) of each token [N]."""
     assert inputs.reference_N is not None
     return estimate(
         kl.estimator,

@@ -39,7 +39,7 @@ class SurrogateInputs:
     ratio_N: Tensor
     """current/old at the setting's `ratio_level`, with its gradient."""
     advantages_N: Tensor
-    """Constants."""
+    """Without gradient."""
     inputs: LossInputs
     """The log-probs of all policies, the rows, the user's columns and numbers."""
     config: AlgorithmConfig

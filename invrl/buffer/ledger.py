@@ -70,7 +70,6 @@ class Ledger:
         self.sequence = 0
         """Number of the next entry."""
         self.counts: Counter[RolloutState] = Counter()
-        """Number of rollouts in each state now."""
 
     def move(
         self,

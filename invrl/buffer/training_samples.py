@@ -417,7 +417,6 @@ def _advantages_of_batch(
     eps: float,
     rules: CreditRules,
 ) -> dict[RewardOwner, float]:
-    """Return the advantage of every reward in the groups."""
     if rules.over_batch:
         return _advantages_of(
             batch_comparisons(groups, baseline), advantage_fn, eps, None

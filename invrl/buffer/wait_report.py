@@ -45,7 +45,6 @@ class WaitReport:
     filtered_limit: int
     """Number of groups in a row that it may drop; 0: any number."""
     source_end: str = ""
-    """Reason that no more tasks come; "" while they do."""
     outside: WaitsOutside | None = None
     """Environments not started by us that run the rollouts."""
 

@@ -66,7 +66,6 @@ class RecordedBranch:
     prompt_messages: int
     """Number of messages before the first sampled reply."""
     prompt_ids_T: NDArray[np.int32]
-    """Ids of that prompt."""
     tokens_T: NDArray[np.int32]
     trained_T: NDArray[np.bool_]
     finished: bool

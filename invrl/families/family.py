@@ -45,7 +45,6 @@ class Family:
     """Class of its config.json, which also says what its model computes."""
 
     before: tuple[Parameter, ...]
-    """Parameters before the decoder layers."""
     low_rank_query: tuple[Parameter, ...] = ()
     """Parameters of a layer with latent attention whose queries also come from a small
     vector."""
@@ -63,9 +62,7 @@ class Family:
     router: tuple[Parameter, ...] = ()
     """Parameters of the MLP of a layer with experts that belong to no single expert."""
     expert: tuple[Parameter, ...] = ()
-    """Parameters of one expert."""
     after: tuple[Parameter, ...]
-    """Parameters after the decoder layers."""
     head: Parameter
     """Output layer; absent if the embedding is tied."""
 

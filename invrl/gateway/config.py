@@ -15,7 +15,6 @@ from invrl.types.extra_columns import ExtraColumn, parse_extra_columns
 from invrl.types.section import COMMA_SEPARATED, Section, Text
 
 MatchName = Literal["exact", "canonical", "without_reasoning", "rewritten"]
-"""Names of `MatchLevel`."""
 Constrained = Literal["free", "skip", "masked"]
 """Handling of a reply whose form the client wants forced. `free`: the form is not
 forced, and the reply is trained. `skip`: the form is forced, and the reply is not

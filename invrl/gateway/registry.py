@@ -57,13 +57,11 @@ class WorkerPlace:
 
     number: int = 0
     urls: Sequence[str] = ("",)
-    """Address of each worker."""
     open_sessions: memoryview = field(
         default_factory=lambda: memoryview(bytearray(8)).cast("Q")
     )
     """Number of open sessions of each worker (uint64), in shared memory."""
     starts: int = 1
-    """Number of starts of this worker."""
     lived_time: LivedTime = field(default_factory=LivedTime)
     """Continues when the worker is replaced."""
 

@@ -26,7 +26,6 @@ class LastHeard:
     clock: Callable[[], float] = time.monotonic
     """Lived seconds of the worker, for a session that is open there."""
     at: float = field(init=False)
-    """Time on this clock."""
 
     def __post_init__(self) -> None:
         self.update()

@@ -143,7 +143,6 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     retry: bool
     """Whether the client says that it has sent this request before."""
     ignored: tuple[str, ...] = ()
-    """Names of the body's fields that the gateway ignores."""
 
 
 class MatchLevel(IntEnum):
@@ -219,7 +218,6 @@ class Change:
     """First difference between a request and the recording."""
 
     message: int
-    """Position of the message in the request."""
     role: str
     part: str
     """Part of the message that differs: content, reasoning, tool_calls, tool_call_ids,

@@ -107,7 +107,6 @@ class Scheduler:
         raise NotImplementedError
 
     async def _drop(self, group: DroppedGroup) -> None:
-        """End the rollouts of a dropped group."""
         raise NotImplementedError
 
     async def _end_all(self) -> None:

@@ -42,7 +42,6 @@ class EvalScore:
     failures: Mapping[str, int]
     """Number of failed rollouts by reason. Each has a reward of 0 in `rewards`."""
     failure_detail: str = ""
-    """Detail of the last failure."""
 
     @property
     def name(self) -> str:

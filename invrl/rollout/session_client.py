@@ -41,7 +41,6 @@ CONNECTION_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 """Idle connections are kept for less than uvicorn's 5 s, so that the server never
 closes one while we write to it."""
 DEADLINE_S = 60.0
-"""Default deadline of a call."""
 _MAX_DETAIL = 4000
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _WAITS_FOR_SPACE = "disk_full"

@@ -251,7 +251,6 @@ def _source_error(path: str, reason: str) -> PluginError:
 
 
 def _distinct(tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield the tasks with distinct ids."""
     ids = DistinctIds()
     for task in tasks:
         yield replace(task, id=ids.distinct(task.id))

@@ -60,7 +60,6 @@ class WorkerSettings:
     python_path: tuple[str, ...] = ()
     """The driver's sys.path, so that user code can be imported as there."""
     process: str = "rollout-worker"
-    """Name of the process in its log."""
     log: LogSettings | None = None
     """Log settings; None: its loggers stay unchanged."""
     log_path: Path | None = None

@@ -126,7 +126,6 @@ class _PooledWorker:
     worker: RayWorker
     start: asyncio.Task[None]
     num_running: int = 0
-    """Number of rollouts running in it."""
 
 
 class WorkerPool:

@@ -90,7 +90,6 @@ class StoredSession:
     reward: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, Reward] = field(default_factory=dict)
-    """Rewards by turn id."""
     branch_rewards: dict[str, Reward] = field(default_factory=dict)
     """Rewards by the id of the turn that the trajectories go through."""
     numbers: dict[str, float] = field(default_factory=dict)

@@ -104,9 +104,7 @@ class RunStoreWriter:
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         self._queue: queue.SimpleQueue[_Work | _Command] = queue.SimpleQueue()
         self._num_queued = 0
-        """Works given to the thread since the start."""
         self._num_processed = 0
-        """Works processed by the thread."""
         self._commits = 0
         self._thread = threading.Thread(
             target=self._run, name="run-store-writer", daemon=True

@@ -28,7 +28,6 @@ WeightVersion = NewType("WeightVersion", int)
 initial model."""
 
 Purpose = Literal["train", "eval", "serve"]
-"""Purpose of a session."""
 
 FinishReason = Literal["stop", "length", "abort"]
 """Reason that a generation ended: by itself, at its token limit, or cancelled."""
@@ -390,7 +389,6 @@ class FailedRollout(RolloutIdentity):
 
 
 Outcome = RolloutSummary | FailedRollout
-"""Outcome of a rollout, as the buffer records it."""
 
 
 # ----------------------------------------------------------------- groups

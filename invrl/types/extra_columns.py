@@ -39,9 +39,7 @@ RESERVED_NAMES = frozenset(
 )
 """Columns and numbers of a sample that invrl computes itself."""
 MAX_COLUMNS = 64
-"""Maximum number of columns of a run."""
 MAX_COLUMN_NAME = 64
-"""Maximum length of a column's name."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """Largest absolute number: losses compute with float32."""
 

@@ -55,9 +55,7 @@ class ChoicesDialect(OpenAIDialect, ABC):
     id_prefix: ClassVar[str]
     """Prefix of its answers' ids."""
     answer_object: ClassVar[str]
-    """Value of `object` in a whole answer."""
     event_object: ClassVar[str]
-    """Value of `object` in an event."""
     first_fields: ClassVar[Mapping[str, Any] | None] = None
     """Fields of the event before a choice's tokens; None if there is no such event."""
     last_fields: ClassVar[Mapping[str, Any]]

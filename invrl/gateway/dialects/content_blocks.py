@@ -24,7 +24,6 @@ _REQUIRED_FIELDS = {
     "tool_use": ("id", "name"),
     "tool_result": ("tool_use_id",),
 }
-"""Required fields of a block, by its type."""
 _SEPARATORS = {"user": "\n", "assistant": "", "system": "\n"}
 """Text between two text blocks of a role. The assistant's are joined as they were
 sampled."""

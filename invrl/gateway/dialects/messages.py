@@ -256,7 +256,6 @@ def _model_card(name: str, context_length: int) -> Fields:
 
 
 def _blocks(request: MessagesRequest, answer: Answer) -> list[Fields]:
-    """Return the blocks of a whole reply."""
     reply = answer.message
     blocks: list[Fields] = []
     if reply.reasoning and request.shows_thinking:
@@ -300,9 +299,7 @@ class _MessagesStream:
         self._open_block = ""
         """Type of the open block; "" if none is open."""
         self._index = -1
-        """Index of the last block."""
         self._blocks_of_calls: dict[int, int] = {}
-        """Index of each call's block."""
 
     def head(self, cached_tokens: int) -> bytes:
         prompt_tokens = self._start.prompt_tokens
@@ -381,7 +378,6 @@ class _MessagesStream:
         return _event("content_block_delta", index=index, delta=delta)
 
     def _stop_block(self) -> bytes:
-        """End the open block."""
         kind = self._open_block
         self._open_block = ""
         if not kind:

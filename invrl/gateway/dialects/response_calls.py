@@ -45,7 +45,6 @@ class CallKind:
     """Calls of functions."""
 
     prefix = "fc"
-    """Prefix of its items' ids."""
     item_type = "function_call"
     result_type = "function_call_output"
     tool_name = ""
@@ -99,7 +98,6 @@ class _ClientTool(CallKind):
     description: str
     schema: bytes
     fields: ClassVar[type[msgspec.Struct]]
-    """Structure of the arguments."""
     empty: ClassVar[Fields]
     """Body without arguments."""
 

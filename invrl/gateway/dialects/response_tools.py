@@ -41,11 +41,9 @@ class _Environment(msgspec.Struct):
 class ToolField(wire.Function, kw_only=True):
     type: str
     tools: list[ToolField] | None = None
-    """Tools of a namespace."""
     format: CustomFormat | None = None
     """Text that a custom tool takes."""
     environment: _Environment | None = None
-    """Environment of a shell."""
 
 
 class ToolChoiceField(msgspec.Struct):

@@ -462,7 +462,6 @@ def _recorded_answer(node: Node) -> Answer:
 
 
 def _delta_of(message: Message) -> Delta:
-    """Return a whole reply as one delta."""
     calls = []
     for index, call in enumerate(message.tool_calls):
         delta = CallDelta(

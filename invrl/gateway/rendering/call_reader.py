@@ -66,7 +66,6 @@ class CallReader:
         self._after_call = False
         """Whether the previous block was a call."""
         self._block: CallBlock | None = None
-        """Block that `_text` begins with."""
         self._deltas: list[Delta] = []
         """Deltas read but not returned yet."""
 

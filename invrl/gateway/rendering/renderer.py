@@ -486,7 +486,6 @@ class Renderer:
         return _TurnEnd(after_reply=after_reply, token=token, token_id=first_ids[0])
 
     def _shortest_beginning(self, text: str, ids: Sequence[int]) -> str:
-        """Return the shortest beginning of the text that has these ids."""
         for length in range(1, len(text) + 1):
             beginning = text[:length]
             if self._tokenizer.encode(beginning) == ids:

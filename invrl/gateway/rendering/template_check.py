@@ -134,7 +134,6 @@ class _ParsedPlayback(_AnyPlayback):
         self._conversation = conversation
         self._stream = stream
         self._request = Prompt(messages=())
-        """Next request of the agent."""
         self._call_id = ""
         """Id of the call whose result comes next."""
 

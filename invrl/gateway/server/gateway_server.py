@@ -63,9 +63,7 @@ class GatewayServer:
             self._heartbeats, [SUPERVISOR], timeout_s=settings.heartbeat_timeout_s
         )
         self._hung_workers_reported = [0] * workers
-        """Number of reported hangs of each worker."""
         self._ended_workers_reported = [0] * workers
-        """Number of reported ends of each worker."""
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE)
         self._end_grace_until = 0.0
         """Monotonic seconds until which environments are informed that the run has

@@ -99,7 +99,6 @@ class NumbersBody(Section):
     numbers: dict[_Name, _AnyNumber] = Field(
         default_factory=dict, max_length=MAX_COLUMNS
     )
-    """Numbers of the whole rollout."""
     turn_numbers: dict[_Name, dict[_Name, _AnyNumber]] = Field(default_factory=dict)
     """Numbers by turn, then by name."""
     token_numbers: dict[_Name, dict[_Name, list[_AnyNumber]]] = Field(
@@ -208,7 +207,6 @@ class ChangeLine(BaseModel):
     """The first difference between a request and the recorded conversation."""
 
     message: int
-    """Index of the message in the request."""
     role: str
     part: str
     recorded: str
@@ -256,7 +254,6 @@ class SessionView(SessionTerms):
     overridden: list[str]
     ignored: Mapping[str, int]
     refused: list[str]
-    """Last refused requests."""
     control_tokens_as_text: int
     """Texts of control tokens in the messages, which were rendered as text."""
     turns: list[TurnLine]

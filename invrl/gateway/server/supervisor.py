@@ -112,7 +112,6 @@ class _Workers:
         self._starts = [0] * count
         self._restarts = RestartLimit(_RESTARTS_PER_MINUTE * count)
         self._numbers_by_pid: dict[int, int] = {}
-        """Number of each running worker."""
         self._killed: set[int] = set()
         """Workers that hung and have not been reaped yet."""
         self._numbers_by_place = {

@@ -116,7 +116,6 @@ class _SortedTurns:
     later: Sequence[Turn]
     """All but the first of each conversation."""
     auxiliary: Sequence[Turn]
-    """Turns of auxiliary conversations."""
     delivered: Sequence[Turn]
     """Turns whose answer reached the client."""
     trained: Sequence[Turn]

@@ -83,9 +83,7 @@ class Conversation:
         """Whether an earlier worker recorded turns whose changes have not been found
         yet."""
         self.begun = 0
-        """Number of turns that were begun."""
         self.closing = record.frozen
-        """Whether the session is being closed, or is closed."""
         self.frozen = record.frozen
         """Whether the session's outcome is settled: no turn is added, and none becomes
         delivered."""

@@ -38,7 +38,6 @@ class Difference:
     equal end."""
 
     first: int
-    """Position of its first message."""
     recorded: Sequence[Message]
     sent: Sequence[Message]
 

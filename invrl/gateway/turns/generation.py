@@ -62,7 +62,6 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     digest: str
     constrained: bool = False
     grammar: str = ""
-    """Grammar of `Turn.grammar`."""
     top_shown: int = 0
     """Number of the likeliest tokens shown to the client at each sampled one."""
     top_recorded: int = 0

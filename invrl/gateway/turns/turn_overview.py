@@ -19,7 +19,6 @@ _SHOWN_FIELDS = (
     "started_at",
     "finished_at",
 )
-"""Fields of a turn that are shown unchanged."""
 
 
 async def overview(conversation: Conversation) -> list[dict[str, Json]]:

@@ -83,12 +83,10 @@ class MemoryBudget:
     reference_moves: bool
     """Whether its weights are saved with a checkpoint."""
     reference_is_averaged: bool
-    """Whether it is kept in float32."""
     has_critic: bool
     """Whether a second model of the same shape is trained, without a projection to the
     vocabulary."""
     compares_routers: bool
-    """Whether routers are compared with those of the old policy."""
     served_dtype: str
     file_item: int
     """Bytes of a number in the folder's files."""

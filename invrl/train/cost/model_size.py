@@ -31,7 +31,6 @@ class ModelSize:
     layers: int
     """Everything but embedding and projection."""
     by_layer: tuple[int, ...]
-    """Each decoder layer."""
     experts_by_layer: tuple[int, ...]
     """Parameters of each decoder layer that belong to one of its experts (not the
     shared ones)."""

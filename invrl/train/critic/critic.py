@@ -92,7 +92,6 @@ class Critic:
     """Values and value steps of one rank."""
 
     models: Sequence[CriticModel]
-    """Chunks of the model on this rank."""
     chunks: Sequence[DistributedDataParallel]
     """The same, behind Megatron's DDP."""
     optimizer: ChainedOptimizer

@@ -46,7 +46,6 @@ class RotaryPositions:
     factor: float
     """Lengthens the rotated vectors."""
     dtype: torch.dtype
-    """Dtype of queries and keys."""
 
     def turns(self, positions_P: torch.Tensor) -> Turns:
         half_PD = torch.outer(positions_P.float(), self.frequencies_D)

@@ -156,7 +156,6 @@ class Routing:
     keeps_scores: bool = False
     """Whether this is that pass."""
     layers: dict[int, LayerRouting] = field(default_factory=dict)
-    """Layers that have run."""
 
     @staticmethod
     def of(
@@ -234,10 +233,8 @@ class RoutingRecorder:
     `recording` block, and their scores."""
 
     num_layers: int
-    """Number of layers of the whole model."""
     experts: Experts
     replays: bool
-    """Whether recorded experts are replayed."""
     keeps_scores: bool
     """Whether later passes are compared with the recorded scores."""
     agreement: RoutingAgreement = field(default_factory=RoutingAgreement)

@@ -40,7 +40,6 @@ class RankCalls:
     ) -> None:
         self.actors = actors
         self.processes: Mapping[int, Pulse] = {}
-        """Started processes by number."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
 
     async def watch(self) -> None:

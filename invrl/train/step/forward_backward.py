@@ -31,7 +31,6 @@ class LossPass:
 
     chunks: Sequence[DistributedDataParallel]
     name: str
-    """Name of the objective."""
     objective: Objective
     records_logprobs: bool
     progress: StepProgress | None = None

@@ -47,7 +47,6 @@ class CriticRanks:
     """Separate ranks of a critic."""
 
     actors: Sequence[ActorHandle[CriticActor]]
-    """Actors in rank order."""
     layout: ParallelLayout
 
 
