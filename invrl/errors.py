@@ -12,7 +12,7 @@ InvrlError
 ├── ServerError            an OS process that we started did not come up, died, or answered wrongly
 │   ├── ActorDiedError     a Ray actor died before it answered a call
 │   ├── NoEngineError      the router has no engine at the moment
-│   └── WrongAnswerError   an engine's answer to a generation cannot be true: the engine is suspect
+│   └── WrongAnswerError   an engine's reply to a generation cannot be true: it is suspect
 ├── SessionError           the gateway refuses a request; carries the HTTP status and a machine-readable code
 ├── UnsendableTaskError    a task that cannot be written as JSON, for an environment that leases over HTTP
 ├── UnusableRowError       a row of a data file that cannot be trained; says what is wrong with it
@@ -20,7 +20,7 @@ InvrlError
 ├── FilteredOutError       the group filter drops every group: the run ends normally, its model saved
 ├── BufferStateError       an impossible transition of the buffer
 ├── RunStoreError          the run's store cannot be read or written, or lacks what it must hold
-├── TrainError             the trainer cannot go on (non-finite loss, weights that do not fit the model, ...)
+├── TrainError             the trainer cannot continue (non-finite loss, weights that do not fit, ...)
 └── WeightSyncError        a weight update did not commit: engines hold the old version, or leave the fleet
     ├── BroadcastError     a broadcast of weights broke, by another of its engines or by the connection
     ├── LayoutError        names, shapes or dtypes do not fit: no engine's weights were written

@@ -1,7 +1,7 @@
-"""Samples with the prompt of one sample and the answer of another, from which KTO
+"""Samples with the prompt of one sample and the reply of another, from which KTO
 estimates its reference point.
 
-Pure NumPy. An answer begins at the first trained token.
+Pure NumPy. A reply begins at the first trained token.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ MISMATCHED = "mismatched"
 
 
 def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
-    """Add a mismatched sample for each trained one: its prompt, with the answer of the
+    """Add a mismatched sample for each trained one: its prompt, with the reply of the
     next (the last one gets the first's).
 
     KTO's estimate (arXiv 2402.01306, section 4.1: y_j for x_i with j = i + 1 mod m),
     over the whole batch; TRL pairs within the rows that one process tokenizes together.
     A mismatched sample is in the group of its prompt, so that it comes into the same
-    mini-batch; answers are cut where a sample would exceed `max_tokens` (0: no limit).
+    mini-batch; replies are cut where a sample would exceed `max_tokens` (0: no limit).
     A batch that trains nothing is returned unchanged. Raises TrainError for a single
-    sample, which has no other answer.
+    sample, which has no other reply.
     """
     trained = [sample for sample in batch.samples if sample.loss_mask_T.any()]
     if not trained:
@@ -49,7 +49,7 @@ def with_mismatched_rows(batch: TrainBatch, *, max_tokens: int) -> TrainBatch:
 def _mismatched(
     sample: TrainSample, other: TrainSample, max_tokens: int
 ) -> TrainSample:
-    """Return the prompt of `sample` with the answer of `other`, as the only sample of
+    """Return the prompt of `sample` with the reply of `other`, as the only sample of
     its rollout."""
     prompt_T = sample.tokens_T[: _answer_start(sample)]
     answer_start = _answer_start(other)

@@ -67,7 +67,7 @@ class Needs:
     `LossInputs.router_shift_N`. Requires `old`, a model with experts and one pipeline
     stage."""
     mismatched_rows: bool = False
-    """Additional samples, each with one sample's prompt and another's answer
+    """Additional samples, each with one sample's prompt and another's reply
     (`mismatched_rows.py`)."""
 
 

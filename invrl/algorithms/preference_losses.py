@@ -141,7 +141,7 @@ def orpo(chosen: RowSums, rejected: RowSums, *, weight: float) -> PairLosses:
     log-odds are a - log(1 - exp(a)), whose derivative is 1 / (1 - exp(a)).
 
     TRL's NLL runs over the prompt too, and is a mean over the tokens of a micro-batch;
-    here it is the paper's mean over the answer, and a mean over pairs.
+    here it is the paper's mean over the reply, and a mean over pairs.
     """
     mean_c = np.minimum(chosen.mean, LARGEST_MEAN_LOGPROB)
     mean_r = np.minimum(rejected.mean, LARGEST_MEAN_LOGPROB)
@@ -178,9 +178,9 @@ def kto(
 
 
 def kto_baseline(mismatched: RowSums) -> float:
-    """KTO's reference point z: the mean log-ratio of answers that belong to other
+    """KTO's reference point z: the mean log-ratio of replies that belong to other
     prompts, at least 0 (arXiv 2402.01306, section 4.1: an estimate of KL(policy ||
-    reference), in nats per answer).
+    reference), in nats per reply).
 
     The paper and TRL take the mean over a micro-batch (TRL then over ranks); here it is
     over all rows of the mini-batch, on all ranks. Raises ValueError without a row.

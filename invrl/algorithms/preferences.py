@@ -98,7 +98,7 @@ class KtoObjective:
     """kto: the mean of its loss over the labelled rows of a mini-batch.
 
     The reference point comes from further rows, each with the prompt of one row and the
-    answer of the next (`mismatched_rows.py`). They have slope 0 and do not count.
+    reply of the next (`mismatched_rows.py`). They have slope 0 and do not count.
     """
 
     config: AlgorithmConfig

@@ -170,7 +170,7 @@ class MemoryBudget:
         logits = self._logits(num_tokens) if is_last else 0.0
         activations = self._activations(stage, num_tokens)
         step = activations + logits
-        # leaves separate gaps
+        # leaves its own gaps
         step_of_critic = activations if self.has_critic else 0.0
         reference = self._reference(stage)
         reference_pass = 0.0
@@ -348,8 +348,8 @@ class MemoryBudget:
         ]
 
     def _activations(self, stage: int, num_tokens: int) -> float:
-        """Return bytes. The backward pass of a layer needs about as much again as the
-        layer saved."""
+        """Return the bytes of activations. The backward pass of a layer needs about as
+        much again as the layer saved."""
         layout = self.train.layout
         chunks = self._saved(stage)
         kept = sum(self.recomputation.kept(chunk) for chunk in chunks) + self._routes(
