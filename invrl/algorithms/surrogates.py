@@ -279,7 +279,7 @@ def dppo_kl(of: SurrogateInputs) -> TokenLosses:
 
         D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    in the place of |p - q|. 1 - q and 1 - p are at least 1e-8, as in the authors' code.
+    instead of |p - q|. 1 - q and 1 - p are at least 1e-8, as in the authors' code.
     """
     inputs = of.inputs
     current_N = inputs.current_N.detach()
@@ -316,7 +316,7 @@ def dppo_tv_topk(of: SurrogateInputs) -> TokenLosses:
 
         D = 1/2 sum over a in A'' of |q(a) - p(a)|
 
-    in the place of |p - q|. A'' has the K likeliest tokens of the sampling policy
+    instead of |p - q|. A'' has the K likeliest tokens of the sampling policy
     (`rollout_top_logprobs`), the sampled token, and one outcome for all others together
     (section 4.4). The authors' code counts a sampled token outside of the K among the
     others; the paper does not, and neither do we. A token without known candidates has
@@ -332,7 +332,7 @@ def dppo_kl_topk(of: SurrogateInputs) -> TokenLosses:
         D = sum over a in A'' of q(a) log(q(a) / p(a))
 
     The probability of all other tokens together is at least 1e-8; in the authors' code
-    it is 1e-12, less than float32 can tell from 0 beside 1.
+    it is 1e-12, less than float32 can resolve next to 1.
     """
     return _masked_by_distance(of, _over_outcomes(of, _divergence))
 

@@ -72,7 +72,7 @@ def loss_work(
     teacher: SampleNumbers | None = None,
     targets: Targets | None = None,
 ) -> list[LossWork]:
-    """Return one for each micro-batch."""
+    """Return the loss work of each micro-batch."""
     with_staleness = algorithm.old_logprobs == "interpolated"
     with_top = needs_of(algorithm).top_logprobs
     return [
